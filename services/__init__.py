@@ -1,0 +1,1 @@
+"""The four services of a job; they share `tidegate` and never import each other."""

@@ -1,0 +1,1 @@
+"""The actor: trains the policy with Megatron and owns the sample ledger."""

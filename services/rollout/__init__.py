@@ -1,0 +1,1 @@
+"""The rollout: generates responses and scores them with the task's program."""

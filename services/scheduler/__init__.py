@@ -1,0 +1,1 @@
+"""The scheduler: stateless; evolves the job's state, decides, checks, issues commands."""

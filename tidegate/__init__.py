@@ -1,0 +1,1 @@
+"""Tidegate: RL post-training in which GPUs change hands while the iteration runs."""

@@ -1,0 +1,122 @@
+"""The words every part of Tidegate shares: ids, roles, layouts, tokens. Pure values, no I/O.
+
+Invariants: a `Token` is totally ordered by (term, counter); a `Layout` is valid when made; every id is derived from
+what it names, never random, so that a replayed history names the same things.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+JobId = NewType("JobId", str)
+NodeId = NewType("NodeId", str)
+GpuId = NewType("GpuId", str)
+"""`<node>/<index>`: one device slot; on a CPU node a process."""
+InstanceId = NewType("InstanceId", str)
+"""`<role>@<node>`: one running service of a role on a node."""
+TransitionId = NewType("TransitionId", str)
+CommandId = NewType("CommandId", str)
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?")
+
+
+class Role(StrEnum):
+    """A component of a job."""
+
+    ACTOR = "actor"
+    ROLLOUT = "rollout"
+    INFERENCE = "inference"
+
+
+class MinibatchOrder(StrEnum):
+    """How complete groups are put into minibatches."""
+
+    FIXED = "fixed"
+    ARRIVAL = "arrival"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Token:
+    """A fencing token: who holds the larger one is the later owner, across store failovers too."""
+
+    term: int
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.counter}"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Grant:
+    """A GPU and the token under which its holder may use it."""
+
+    gpu: GpuId
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A Megatron layout. Its world is tp * pp * dp * cp; ep divides dp * cp."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "dp", "cp", "ep"):
+            size = getattr(self, axis)
+            if size < 1:
+                raise ValueError(f"layout {axis}={size}: every axis is at least 1; set {axis} to 1 to leave it out")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp
+
+    def __str__(self) -> str:
+        axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
+        return "-".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "single"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class SampleId:
+    """One sampled response: response `draw` to prompt `prompt` of an iteration, in one incarnation of the job."""
+
+    incarnation: int
+    iteration: int
+    prompt: int
+    draw: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.iteration}.{self.prompt}.{self.draw}"
+
+    @classmethod
+    def parse(cls, text: str) -> SampleId:
+        """Inverse of `str`; ValueError on anything else."""
+        fields = text.split(".")
+        if len(fields) != 4 or not all(field.isdecimal() for field in fields):
+            raise ValueError(f"sample id {text!r} is not <incarnation>.<iteration>.<prompt>.<draw>")
+        return cls(*map(int, fields))
+
+
+def job_id(name: str) -> JobId:
+    """A job's name as an id; ValueError unless it is 1-48 characters of a-z, 0-9 and inner dashes (it names streams)."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"job name {name!r} must be 1-48 characters of a-z, 0-9 and '-', not starting or ending in '-'")
+    return JobId(name)
+
+
+def gpu_id(node: NodeId, index: int) -> GpuId:
+    return GpuId(f"{node}/{index}")
+
+
+def node_of(gpu: GpuId) -> NodeId:
+    return NodeId(gpu.rsplit("/", 1)[0])
+
+
+def instance_id(role: Role, node: NodeId) -> InstanceId:
+    return InstanceId(f"{role}@{node}")
