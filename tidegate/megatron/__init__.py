@@ -1,0 +1,1 @@
+"""What the actor and the inference share: the model family, its shards, log-probabilities, the CPU stand-in."""

@@ -1,0 +1,96 @@
+"""Lets megatron-core 0.19.2 run where there is no CUDA: the few names it takes from torch.cuda, answered by the CPU.
+
+`install()` is called once per process, by the program, before anything else imports megatron. It does nothing, and
+returns False, where CUDA is present. Invariants: nothing is patched on import; a second call changes nothing; what does
+not name CUDA behaves as before. Each patch names the upstream line (in megatron/core) that it is for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FACTORIES = ("zeros", "ones", "tensor")
+"""pipeline_parallel/schedules.py:749, 1121, 2292; optimizer/clip_grads.py:96-112, 180; transformer/utils.py:39."""
+
+_TYPE_NAMES = {"torch.FloatTensor": "torch.cuda.FloatTensor", "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor"}
+"""optimizer/distrib_optimizer.py:401, 466, 758; optimizer/clip_grads.py:174: the type names they compare with."""
+
+
+class _IdleStream:
+    """distributed/param_and_grad_buffer.py:632: the stream to wait on; on a CPU all work is already done."""
+
+    def wait_stream(self, stream: object) -> None:
+        """There is nothing to wait for."""
+
+    def wait_event(self, event: object) -> None:
+        """There is nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+
+def install(cuda_is_available: Callable[[], bool] = torch.cuda.is_available) -> bool:
+    """Whether the stand-in is in force afterwards; False, with nothing touched, where CUDA is present."""
+    if cuda_is_available():
+        return False
+    if torch.cuda.current_device is _cpu_device:
+        return True
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # optimizer/*.py compare `param.type()` with the names of CUDA's tensor types.
+    setattr(torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type))
+    # models/common/language_module/language_module.py:307 moves a tied embedding to the device.
+    setattr(torch.Tensor, "cuda", _itself)
+    # tensor_parallel/layers.py, mappings.py, p2p_communication.py, param_and_grad_buffer.py: `device=current_device()`.
+    setattr(torch.cuda, "current_device", _cpu_device)
+    # pipeline_parallel/p2p_communication.py:263, 419 and parallel_state.py:216.
+    setattr(torch.cuda, "synchronize", lambda device=None: None)
+    setattr(torch.cuda, "current_stream", lambda device=None: _IdleStream())
+    _install_rng()
+    return True
+
+
+def _install_rng() -> None:
+    # tensor_parallel/random.py:118, 303-308, 490: the tracker's states are those of the CPU's generator.
+    setattr(torch.cuda, "manual_seed", torch.manual_seed)
+    setattr(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
+    setattr(torch.cuda.random, "get_rng_state", lambda device="cuda": torch.get_rng_state())
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    # tensor_parallel/random.py:135 sets the state through CUDA's default generators, which a CPU build does not have.
+    setattr(megatron_random, "_set_cuda_rng_state", _set_cpu_rng_state)
+
+
+def _set_cpu_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _itself(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    return tensor
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def made_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return made_on_cpu
+
+
+def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(type_of)
+    def named_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_of(tensor, *args, **kwargs)
+        return _TYPE_NAMES.get(answer, answer) if isinstance(answer, str) else answer
+
+    return named_or_cast

@@ -1,0 +1,130 @@
+"""Starts and ends torch.distributed and Megatron's parallel state in a rank process.
+
+Order: rendezvous (a TCP store that rank 0 serves on a socket it is given or binds itself), process group, Megatron's
+groups of the layout. Invariants: no socket listens on another interface than the configured one (loopback unless told
+otherwise), torch's store and gloo included; every wait has the timeout that the caller passes; after `stop` a process
+may start again with another layout.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from tidegate.types import Layout
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one world meet, and what is theirs to use."""
+
+    rank: int
+    world_size: int
+    port: int
+    timeout_s: float
+    host: str = LOOPBACK
+    interface: str = "lo"
+    listen_fd: int | None = None
+    """Rank 0's listening socket on (host, port), which the store takes over; None makes rank 0 bind its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelRanks:
+    """This rank's place on each axis of its layout."""
+
+    layout: Layout
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp == self.layout.pp - 1
+
+
+def listening_socket(host: str = LOOPBACK) -> socket.socket:
+    """A socket that listens on a free port of `host`, inheritable: the way to know a world's port before it starts."""
+    server = socket.create_server((host, 0), backlog=1024)
+    server.set_inheritable(True)
+    return server
+
+
+def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed: int) -> ParallelRanks:
+    """Join the world and build the layout's groups; ValueError unless the world has the layout's number of ranks."""
+    if rendezvous.world_size != layout.num_ranks:
+        raise ValueError(
+            f"layout {layout} needs tp * pp * dp * cp = {layout.num_ranks} ranks, the world has "
+            f"{rendezvous.world_size}: give the component {layout.num_ranks} GPUs or change its layout"
+        )
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.interface
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=_store(rendezvous, timeout),
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        distributed_timeout_minutes=rendezvous.timeout_s / 60,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return ParallelRanks(
+        layout=layout,
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def stop() -> None:
+    """Forget Megatron's groups and leave the world; safe where nothing was started."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def parallel(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed: int) -> Iterator[ParallelRanks]:
+    """`start` and, whatever happens, `stop`."""
+    try:
+        yield start(rendezvous, layout, device=device, seed=seed)
+    finally:
+        stop()
+
+
+def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.TCPStore:
+    # torch binds its own store to every interface; a socket handed over by descriptor stays where it was bound.
+    listen_fd = rendezvous.listen_fd
+    if rendezvous.rank == 0 and listen_fd is None:
+        listen_fd = socket.create_server((rendezvous.host, rendezvous.port), backlog=1024).detach()
+    return dist.TCPStore(
+        rendezvous.host,
+        rendezvous.port,
+        world_size=rendezvous.world_size,
+        is_master=rendezvous.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd if rendezvous.rank == 0 else None,
+    )
