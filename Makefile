@@ -1,0 +1,92 @@
+# make demo   a real job, from nothing to its result      make test       what must pass before a commit lands
+# make lint   every check that runs no test               make test-long  three full seeds and the whole kill matrix
+# make fmt    format and fix what can be fixed            make test-all   both
+# make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
+# make clean  caches and build outputs (keeps .venv and jobs/)
+#
+# PYTHON       the interpreter .venv is made of (3.11 or newer)
+# TORCH_INDEX  an extra package index that serves torch, such as PyTorch's CPU one; your pip settings apply as well
+# ARGS         passed on to `tidegate demo` and to pytest: make demo ARGS="--seed 1"
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.installed-runtime
+DEV := $(VENV)/.installed-dev
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+CHECKED := $(wildcard $(addsuffix /*,tidegate services simulator benchmarks tests tools))
+CHECKED := $(sort $(patsubst %/,%,$(dir $(CHECKED))))
+
+# Each slot is one process on few cores: more threads a process only fight each other (and change sums' order).
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-long test-all fmt lint proto lock clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: PYTHON=$(PYTHON) is not on PATH; name a Python of 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; \
+		exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1); Tidegate needs 3.11 or newer: make PYTHON=python3.11" >&2; \
+		exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); \
+		echo "make: $(PYTHON) cannot make a venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
+		exit 2; }
+
+# Two steps of pip, because megatron-core's metadata refuses a Python that its code runs on.
+$(RUNTIME): requirements/base.txt requirements/megatron.txt pyproject.toml | $(BIN)/python
+	@echo "make: installing what a job needs into $(VENV) (minutes the first time, torch is large)" >&2
+	@$(INSTALL) -r requirements/base.txt >&2
+	@$(INSTALL) --no-deps --ignore-requires-python -r requirements/megatron.txt >&2
+	@$(INSTALL) --no-deps --no-build-isolation --editable . >&2
+	@touch $@
+
+$(DEV): requirements/dev.txt $(RUNTIME)
+	@echo "make: installing what the checks need into $(VENV)" >&2
+	@$(INSTALL) -r requirements/base.txt -r requirements/dev.txt >&2
+	@touch $@
+
+demo: $(RUNTIME)
+	@$(BIN)/tidegate demo $(ARGS)
+
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(DEV)
+	@$(BIN)/python -m pytest -m long $(ARGS)
+
+test-all: test test-long
+
+# The quick ones first.
+lint: $(DEV)
+	@$(BIN)/ruff format --check --quiet . || { echo "make: not formatted; make fmt does it" >&2; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python -m tools.wire lint drift breaking
+	@$(BIN)/mypy $(CHECKED)
+
+fmt: $(DEV)
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+proto: $(DEV)
+	@$(BIN)/python -m tools.wire generate
+
+lock: $(DEV)
+	@$(INSTALL) --upgrade -r requirements/base.in -r requirements/dev.in >&2
+	@$(BIN)/python -m tools.lock
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

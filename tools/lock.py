@@ -1,0 +1,65 @@
+"""Writes requirements/{base,dev}.txt: every package that the .in files need, at the version installed here.
+
+Run by `make lock` after the .in files were installed. The closure follows each package's own requirements for this
+Python and platform; dev.txt holds only what base.txt does not. Versions lose their local part (`2.13.0+cpu`), so that
+every index that serves the version can serve the lock.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+FOLDER = Path(__file__).resolve().parent.parent / "requirements"
+
+
+def requirements_in(text: str) -> list[Requirement]:
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+def applies(requirement: Requirement, extras: set[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in extras | {""})
+
+
+def closure(wanted: list[Requirement]) -> dict[str, str]:
+    """Canonical name -> pin line of every package that `wanted` needs here; LookupError when one is not installed."""
+    pins: dict[str, str] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    waiting = [(requirement, {""}) for requirement in wanted]
+    while waiting:
+        requirement, extras = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        visit = (name, frozenset(requirement.extras))
+        if visit in seen or not applies(requirement, extras):
+            continue
+        seen.add(visit)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError as missing:
+            raise LookupError(f"{name} is not installed: pip install -r requirements/base.in -r dev.in") from missing
+        pins[name] = f"{name}=={Version(found.version).public}"
+        waiting += [(Requirement(line), set(requirement.extras)) for line in found.requires or ()]
+    return pins
+
+
+def main() -> int:
+    known: dict[str, str] = {}
+    for name in ("base", "dev"):
+        wanted = requirements_in((FOLDER / f"{name}.in").read_text())
+        pins = {key: line for key, line in closure(wanted).items() if key not in known}
+        known |= pins
+        lines = [f"# Written by `make lock` from {name}.in; edit that.", *(pins[key] for key in sorted(pins))]
+        (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        print(f"requirements/{name}.txt: {len(pins)} packages")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
