@@ -37,44 +37,42 @@ def install(cuda_is_available: Callable[[], bool] = torch.cuda.is_available) -> 
     """Whether the stand-in is in force afterwards; False, with nothing touched, where CUDA is present."""
     if cuda_is_available():
         return False
-    if torch.cuda.current_device is _cpu_device:
+    if torch.cuda.current_device.__module__ == __name__:
         return True
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # optimizer/*.py compare `param.type()` with the names of CUDA's tensor types.
-    setattr(torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type))
-    # models/common/language_module/language_module.py:307 moves a tied embedding to the device.
-    setattr(torch.Tensor, "cuda", _itself)
-    # tensor_parallel/layers.py, mappings.py, p2p_communication.py, param_and_grad_buffer.py: `device=current_device()`.
-    setattr(torch.cuda, "current_device", _cpu_device)
-    # pipeline_parallel/p2p_communication.py:263, 419 and parallel_state.py:216.
-    setattr(torch.cuda, "synchronize", lambda device=None: None)
-    setattr(torch.cuda, "current_stream", lambda device=None: _IdleStream())
-    _install_rng()
-    return True
-
-
-def _install_rng() -> None:
-    # tensor_parallel/random.py:118, 303-308, 490: the tracker's states are those of the CPU's generator.
-    setattr(torch.cuda, "manual_seed", torch.manual_seed)
-    setattr(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
-    setattr(torch.cuda.random, "get_rng_state", lambda device="cuda": torch.get_rng_state())
+    for owner, name, stand_in in _replacements():
+        setattr(owner, name, stand_in)
+    # The module is imported only now: it takes names from torch.cuda as it is imported.
     from megatron.core.tensor_parallel import random as megatron_random
 
     # tensor_parallel/random.py:135 sets the state through CUDA's default generators, which a CPU build does not have.
-    setattr(megatron_random, "_set_cuda_rng_state", _set_cpu_rng_state)
+    megatron_random._set_cuda_rng_state = _set_cpu_rng_state
+    return True
+
+
+def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """(owner, name, stand-in) of each name of torch's that megatron-core takes for granted."""
+    return [
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
+        # optimizer/*.py compare `param.type()` with the names of CUDA's tensor types.
+        (torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type)),
+        # models/common/language_module/language_module.py:307 moves a tied embedding to the device.
+        (torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
+        # tensor_parallel/{layers,mappings}.py, pipeline_parallel/p2p_communication.py:211-342 and
+        # distributed/param_and_grad_buffer.py:1162-1186: `device=torch.cuda.current_device()`.
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        # pipeline_parallel/p2p_communication.py:263, 419; parallel_state.py:216.
+        (torch.cuda, "synchronize", lambda device=None: None),
+        # distributed/param_and_grad_buffer.py:632.
+        (torch.cuda, "current_stream", lambda device=None: _IdleStream()),
+        # tensor_parallel/random.py:118, 303-306, 490: the tracker's states are those of the CPU's generator.
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state()),
+        (torch.cuda.random, "get_rng_state", lambda device="cuda": torch.get_rng_state()),
+    ]
 
 
 def _set_cpu_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
-
-
-def _cpu_device() -> torch.device:
-    return torch.device("cpu")
-
-
-def _itself(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    return tensor
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

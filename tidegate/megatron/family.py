@@ -1,62 +1,16 @@
-"""The Llama-like family: its sizes, what a layout must divide, and the size of its padded vocabulary. Pure.
+"""What a layout must divide in the Llama-like family, and the size of the padded vocabulary. Pure.
 
-Invariants: a `ModelConfig` is consistent when made; `check_layout` accepts exactly the layouts that `build_model_chunks`
-can build; the padded vocabulary is a function of the job's layouts together, so that it never changes within a job.
+Invariants: `check_layout` accepts exactly the layouts that `model.build_model_chunks` can build; the padded vocabulary
+is a function of the job's layouts together, so that it never changes within a job.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A Llama-like decoder: RoPE, grouped-query attention, RMSNorm, SwiGLU, no biases, no dropout."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_seq_len: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
-    tied_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "vocab_size",
-            "max_seq_len",
-            "rope_theta",
-            "rms_norm_eps",
-        ):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"model {name}={value} must be greater than 0")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model num_heads={self.num_heads} does not divide by num_kv_heads={self.num_kv_heads}: "
-                f"each key/value head serves as many query heads; legal num_kv_heads: {_divisors(self.num_heads)}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"model head_dim={self.head_dim} must be even: rotary embeddings turn pairs of elements")
-
-    @property
-    def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 def padded_vocab_size(config: ModelConfig, tp_sizes: Iterable[int]) -> int:

@@ -1,8 +1,8 @@
 """Builds a rank's part of the model as Megatron GPTModel chunks, and names its parameters.
 
-Order: `cpu_stand_in.install()`, `parallel.start`, then `build_model_chunks`. Invariants: the initial weights are the same
-logical tensors in every layout, for each is drawn from a generator of its own, seeded by (seed, name), and then cut;
-padding rows of the vocabulary are 0; there is one chunk a rank (no virtual stages).
+Order: `cpu_stand_in.install()`, `parallel.start`, then `build_model_chunks`. Invariants: the initial weights are the
+same logical tensors in every layout, for each is drawn from a generator of its own, seeded by (seed, name), and then
+cut; padding rows of the vocabulary are 0; there is one chunk a rank (no virtual stages).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
-from tidegate.megatron.family import ModelConfig, check_layout
+from tidegate.megatron.family import check_layout
 from tidegate.megatron.shards import EMBEDDING, OUTPUT, Shard, layer_name, layers_of_stage, logical_shapes, shard_of
+from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 
 INIT_STD = 0.02

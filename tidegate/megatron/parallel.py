@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import TCPStore
 
 from tidegate.types import Layout
 
@@ -114,12 +115,12 @@ def parallel(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, se
         stop()
 
 
-def _store(rendezvous: Rendezvous, timeout: timedelta) -> dist.TCPStore:
+def _store(rendezvous: Rendezvous, timeout: timedelta) -> TCPStore:
     # torch binds its own store to every interface; a socket handed over by descriptor stays where it was bound.
     listen_fd = rendezvous.listen_fd
     if rendezvous.rank == 0 and listen_fd is None:
         listen_fd = socket.create_server((rendezvous.host, rendezvous.port), backlog=1024).detach()
-    return dist.TCPStore(
+    return TCPStore(
         rendezvous.host,
         rendezvous.port,
         world_size=rendezvous.world_size,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidegate.megatron.family import ModelConfig
+from tidegate.model_config import ModelConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -59,7 +59,7 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         shapes[layer_name(layer, _LAYER_NORMS[0])] = (hidden,)
-        shapes[layer_name(layer, _QKV)] = (config.qkv_size, hidden)
+        shapes[layer_name(layer, _QKV)] = ((config.num_heads + 2 * config.num_kv_heads) * config.head_dim, hidden)
         shapes[layer_name(layer, _PROJ)] = (hidden, attention)
         shapes[layer_name(layer, _LAYER_NORMS[1])] = (hidden,)
         shapes[layer_name(layer, _FC1)] = (2 * config.ffn_hidden_size, hidden)
