@@ -1,0 +1,136 @@
+"""The job's config: what is wrong is said before anything starts."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tidegate.config import ConfigError, JobConfig, load_config, parse_config
+from tidegate.types import Layout, Role
+
+VALID: dict[str, Any] = {
+    "job": "try",
+    "cluster": {
+        "nodes": {"n0": 4, "n1": 2},
+        "component_placement": {"actor": "0-1", "rollout": "2,4", "inference": 5},
+    },
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "ffn_hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "max_seq_len": 64,
+    },
+    "task": {"name": "count"},
+    "algorithm": {
+        "iterations": 2,
+        "prompts_per_iteration": 4,
+        "group_size": 2,
+        "n_minibatches": 2,
+        "max_new_tokens": 16,
+    },
+    "actor": {"layout": {"dp": 2}, "learning_rate": 1e-3},
+}
+
+
+def _with(path: str, value: object) -> dict[str, Any]:
+    raw = copy.deepcopy(VALID)
+    section = raw
+    *parents, key = path.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[key] = value
+    return raw
+
+
+def test_a_placement_is_counted_over_the_nodes_in_order() -> None:
+    config = parse_config(VALID)
+    assert config.placement(Role.ROLLOUT) == ("n0/2", "n1/0")
+    assert config.placement(Role.INFERENCE) == ("n1/1",)
+    assert config.layout(Role.ACTOR) == Layout(dp=2)
+    assert config.layout(Role.ROLLOUT) == Layout(dp=2)
+
+
+def test_json_and_back_is_the_same_config() -> None:
+    config = parse_config(VALID)
+    assert JobConfig.from_json(config.to_json()) == config
+
+
+WRONG = {
+    "an unknown key names the nearest": (
+        _with("algorithm.group_sise", 4),
+        r"unknown key 'algorithm.group_sise'; the nearest known key is 'group_size'",
+    ),
+    "a missing key is named": (_with("actor", {}), r"key 'actor.learning_rate' is missing"),
+    "a layout that does not fit gives the equation and the legal size": (
+        _with("actor.layout", {"tp": 2, "dp": 2}),
+        r"tp \* pp \* dp = 2 \* 1 \* 2 = 4 ranks, but cluster.component_placement.actor gives 2 GPUs; with tp=2 pp=1 "
+        r"use dp=1",
+    ),
+    "a GPU listed twice names both": (
+        _with("cluster.component_placement.rollout", "1,2"),
+        r"component_placement.rollout names GPU 1, which actor has already",
+    ),
+    "a GPU listed twice in one role": (
+        _with("cluster.component_placement.rollout", "2,2"),
+        r"component_placement.rollout names GPU 2, which rollout has already",
+    ),
+    "a GPU beyond the cluster gives the range": (
+        _with("cluster.component_placement.inference", "6"),
+        r"names GPU 6, the cluster has 6 \(0-5\)",
+    ),
+    "a placement that is no list": (
+        _with("cluster.component_placement.inference", "all"),
+        r"'all' is not a list of GPUs",
+    ),
+    "minibatches that do not divide name the legal ones": (
+        _with("algorithm.n_minibatches", 3),
+        r"n_minibatches=3 does not divide prompts_per_iteration=4; legal: 1, 2, 4",
+    ),
+    "a negative number": (_with("algorithm.group_size", -1), r"algorithm.group_size=-1: .* greater than or equal to 1"),
+    "heads that do not divide": (_with("model.num_kv_heads", 3), r"num_heads=4 does not divide by num_kv_heads=3"),
+    "responses that leave no room for a prompt": (
+        _with("algorithm.max_new_tokens", 64),
+        r"max_new_tokens=64 leaves no room for a prompt in model.max_seq_len=64",
+    ),
+    "a job name that cannot name a stream": (_with("job", "My Job"), r"job name 'My Job' must be"),
+    "a lead that outlives its lease": (_with("runtime.lead_ttl_s", 60), r"lead_ttl_s=60.0 is longer than lease_ttl_s"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_config_says_what_and_how_to_mend_it(case: str) -> None:
+    raw, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        parse_config(raw)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    raw = _with("algorithm.n_minibatches", 3)
+    raw["cluster"]["component_placement"]["inference"] = "6"
+    with pytest.raises(ConfigError, match=r"(?s)GPU 6.*n_minibatches=3"):
+        parse_config(raw)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: No such file or directory; give the path"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_a_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("job: [unclosed")
+    with pytest.raises(ConfigError, match=r"bad.yaml is not YAML"):
+        load_config(path)
+
+
+def test_a_tokenizer_path_is_relative_to_the_configs_folder(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(_with("model.tokenizer", "words.json")))
+    assert load_config(path).model.tokenizer == str(tmp_path / "words.json")

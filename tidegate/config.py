@@ -1,0 +1,380 @@
+"""One YAML file -> a checked `JobConfig`; everything that can be known wrong before a process starts is refused here.
+
+Order: keys (an unknown one names the nearest known), types and ranges, then what must hold between sections: GPUs
+exist and are named once, layouts fit their GPUs, minibatches divide into groups.
+Invariants: a `JobConfig` is valid when made and never changes; `to_json` and `from_json` are exact inverses, so that
+every process of a job reads the same config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tidegate.model_config import ModelConfig
+from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id, job_id
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ConfigError(ValueError):
+    """The config cannot be run; the message lists every fault found, one a line."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class LayoutSection(_Section):
+    """Axis sizes; the product tp * pp * dp is the component's number of GPUs."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    dp: Positive = 1
+
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp)
+
+
+class PlacementSection(_Section):
+    """Which GPUs each component has, counted over the nodes in order: `0-3`, `0,2,5`, `4`."""
+
+    actor: str
+    rollout: str
+    inference: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_as_text(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: str(item) if isinstance(item, int) else item for key, item in value.items()}
+        return value
+
+
+class ClusterSection(_Section):
+    """Nodes, in order, with their number of GPU slots; on `cpu` a slot is a process."""
+
+    nodes: dict[str, Positive]
+    device: Literal["cpu", "cuda"] = "cpu"
+    component_placement: PlacementSection
+
+    def gpus(self) -> tuple[GpuId, ...]:
+        return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))
+
+
+class ModelSection(_Section):
+    """The model's shape. Its vocabulary is the tokenizer's."""
+
+    num_layers: Positive
+    hidden_size: Positive
+    ffn_hidden_size: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    max_seq_len: Positive
+    rope_theta: PositiveFloat = 10_000.0
+    rms_norm_eps: PositiveFloat = 1e-5
+    tied_embeddings: bool = True
+    tokenizer: str = ""
+    """Path of a `tokenizer.json`, relative to the config's folder; empty makes one from the task's words."""
+
+    def shape(self, vocab_size: int) -> ModelConfig:
+        fields = self.model_dump(exclude={"tokenizer"})
+        return ModelConfig(vocab_size=vocab_size, **fields)
+
+
+class TaskSection(_Section):
+    """What is trained on."""
+
+    name: str
+
+
+class AlgorithmSection(_Section):
+    """GRPO. One iteration samples `prompts_per_iteration * group_size` responses and makes `n_minibatches` updates."""
+
+    iterations: Positive
+    prompts_per_iteration: Positive
+    group_size: Positive
+    n_minibatches: Positive = 1
+    minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Positive
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    kl_coefficient: NonNegativeFloat = 0.0
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    normalize_std: bool = True
+    mask_truncated: bool = False
+    filter_zero_std: bool = False
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    importance_cap: PositiveFloat | None = None
+    """Truncates the trainer/engine importance weights; null leaves the correction off."""
+
+
+class WarmUpSection(_Section):
+    """Supervised training on the task's demonstrations before iteration 0; 0 steps leaves it out."""
+
+    steps: Count = 0
+    batch_size: Positive = 64
+    learning_rate: PositiveFloat = 1e-3
+
+
+class ActorSection(_Section):
+    """Training. The learning rate is constant after `lr_warm_up_samples` trained samples."""
+
+    layout: LayoutSection = LayoutSection()
+    learning_rate: PositiveFloat
+    lr_warm_up_samples: Count = 0
+    weight_decay: NonNegativeFloat = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    clip_grad: PositiveFloat = 1.0
+    micro_batch_size: Positive = 16
+    max_skipped_updates: Count = 3
+    """Consecutive updates with a non-finite gradient after which the job fails."""
+    warm_up: WarmUpSection = WarmUpSection()
+
+
+class RolloutSection(_Section):
+    """Generation; one engine a GPU."""
+
+    max_running_requests: Positive = 32
+
+
+class InferenceSection(_Section):
+    """Log-probabilities."""
+
+    layout: LayoutSection = LayoutSection()
+    max_tokens_per_microbatch: Positive = 4096
+
+
+class CheckpointSection(_Section):
+    """A checkpoint every `every` iterations; the newest `keep` stay."""
+
+    every: Positive = 1
+    keep: Positive = 2
+
+
+class RuntimeSection(_Section):
+    """Times and bounds of the machinery."""
+
+    lease_ttl_s: PositiveFloat = 20.0
+    lead_ttl_s: PositiveFloat = 10.0
+    ack_wait_s: PositiveFloat = 30.0
+    command_deadline_s: PositiveFloat = 120.0
+    collective_timeout_s: PositiveFloat = 60.0
+    max_deliveries: Positive = 8
+    max_actor_restarts: Count = 3
+    host_memory_root: str = "/dev/shm"
+    """Where snapshots of weights live, in memory; a folder of the job's own is made in it."""
+
+
+class ServersSection(_Section):
+    """URLs of real servers; empty starts embedded ones on free loopback ports."""
+
+    nats_url: str = ""
+    redis_url: str = ""
+
+
+class JobConfig(_Section):
+    """All of a job."""
+
+    job: str
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    output_dir: str = "jobs"
+    cluster: ClusterSection
+    model: ModelSection
+    task: TaskSection
+    algorithm: AlgorithmSection
+    actor: ActorSection
+    rollout: RolloutSection = RolloutSection()
+    inference: InferenceSection = InferenceSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    runtime: RuntimeSection = RuntimeSection()
+    servers: ServersSection = ServersSection()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> JobConfig:
+        faults = [*_job_faults(self), *_model_faults(self), *_placement_faults(self), *_algorithm_faults(self)]
+        if faults:
+            raise ConfigError("\n".join(faults))
+        return self
+
+    def placement(self, role: Role) -> tuple[GpuId, ...]:
+        """The role's GPUs in rank order."""
+        text = getattr(self.cluster.component_placement, role.value)
+        return tuple(self.cluster.gpus()[index] for index in _gpu_indices(text))
+
+    def layout(self, role: Role) -> Layout:
+        """The role's layout; the rollout's is one engine a GPU."""
+        match role:
+            case Role.ACTOR:
+                return self.actor.layout.layout()
+            case Role.INFERENCE:
+                return self.inference.layout.layout()
+            case Role.ROLLOUT:
+                return Layout(dp=len(self.placement(role)))
+
+    def to_json(self) -> str:
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> JobConfig:
+        """ConfigError when the text is not a valid config."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"config is not JSON: {error}") from error
+        return parse_config(raw)
+
+
+def load_config(path: Path, *, overrides: dict[str, Any] | None = None) -> JobConfig:
+    """Read a YAML file; `overrides` replaces top-level keys. ConfigError lists every fault."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}; give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {path} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config {path} holds {type(raw).__name__}, not keys and values")
+    config = parse_config(raw | (overrides or {}))
+    if config.model.tokenizer and not Path(config.model.tokenizer).is_absolute():
+        tokenizer = str((path.parent / config.model.tokenizer).resolve())
+        config = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": tokenizer})})
+    return config
+
+
+def parse_config(raw: object) -> JobConfig:
+    """A mapping as read from YAML or JSON -> JobConfig. ConfigError lists every fault."""
+    try:
+        return JobConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_described(JobConfig, fault) for fault in error.errors())) from error
+
+
+def _described(root: type[BaseModel], fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        section = _section_at(root, fault["loc"][:-1])
+        known = sorted(section.model_fields) if section else []
+        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.0)
+        hint = f"; the nearest known key is {near[0]!r}" if near else ""
+        return f"unknown key {where!r}{hint} (known here: {', '.join(known)})"
+    if fault["type"] == "missing":
+        return f"key {where!r} is missing: it has no default"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"{where}={fault['input']!r}: {fault['msg']}"
+
+
+def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
+    section = root
+    for part in path:
+        field = section.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return None
+        section = annotation
+    return section
+
+
+def _gpu_indices(text: str) -> list[int]:
+    """`0-3,6` -> [0, 1, 2, 3, 6]. ValueError on anything else."""
+    indices: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{text!r} is not a list of GPUs like '0-3' or '0,2,5'")
+        low, high = int(first), int(last) if dash else int(first)
+        if high < low:
+            raise ValueError(f"{text!r} holds the range {low}-{high}, which runs backwards")
+        indices.extend(range(low, high + 1))
+    return indices
+
+
+def _job_faults(config: JobConfig) -> list[str]:
+    faults = []
+    for name, value in [("job", config.job), *(("node", node) for node in config.cluster.nodes)]:
+        try:
+            job_id(value)
+        except ValueError as error:
+            faults.append(str(error).replace("job name", f"{name} name"))
+    return faults
+
+
+def _model_faults(config: JobConfig) -> list[str]:
+    try:
+        config.model.shape(vocab_size=1)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _placement_faults(config: JobConfig) -> list[str]:
+    faults: list[str] = []
+    gpus = config.cluster.gpus()
+    holder: dict[int, str] = {}
+    for role in Role:
+        key = f"cluster.component_placement.{role}"
+        try:
+            indices = _gpu_indices(getattr(config.cluster.component_placement, role.value))
+        except ValueError as error:
+            faults.append(f"{key}: {error}")
+            continue
+        for index in indices:
+            if index >= len(gpus):
+                faults.append(f"{key} names GPU {index}, the cluster has {len(gpus)} (0-{len(gpus) - 1})")
+            elif index in holder:
+                faults.append(f"{key} names GPU {index}, which {holder[index]} has already: list each GPU once")
+            holder.setdefault(index, str(role))
+        if role is not Role.ROLLOUT and (fault := _layout_fault(config, role, len(indices))):
+            faults.append(fault)
+    return faults
+
+
+def _layout_fault(config: JobConfig, role: Role, num_gpus: int) -> str | None:
+    layout = config.layout(role)
+    if layout.num_ranks == num_gpus:
+        return None
+    model_ranks = layout.tp * layout.pp
+    legal = (
+        f"with tp={layout.tp} pp={layout.pp} use dp={num_gpus // model_ranks}"
+        if num_gpus % model_ranks == 0 and num_gpus
+        else f"tp * pp = {model_ranks} does not divide {num_gpus}"
+    )
+    return (
+        f"{role}.layout: tp * pp * dp = {layout.tp} * {layout.pp} * {layout.dp} = {layout.num_ranks} ranks, but "
+        f"cluster.component_placement.{role} gives {num_gpus} GPUs; {legal}"
+    )
+
+
+def _algorithm_faults(config: JobConfig) -> list[str]:
+    faults = []
+    algorithm = config.algorithm
+    if algorithm.prompts_per_iteration % algorithm.n_minibatches:
+        legal = [n for n in range(1, algorithm.prompts_per_iteration + 1) if algorithm.prompts_per_iteration % n == 0]
+        faults.append(
+            f"algorithm.n_minibatches={algorithm.n_minibatches} does not divide prompts_per_iteration="
+            f"{algorithm.prompts_per_iteration}; legal: {', '.join(map(str, legal))}"
+        )
+    if algorithm.max_new_tokens >= config.model.max_seq_len:
+        faults.append(
+            f"algorithm.max_new_tokens={algorithm.max_new_tokens} leaves no room for a prompt in "
+            f"model.max_seq_len={config.model.max_seq_len}: raise the one or lower the other"
+        )
+    if config.runtime.lead_ttl_s > config.runtime.lease_ttl_s:
+        faults.append(
+            f"runtime.lead_ttl_s={config.runtime.lead_ttl_s} is longer than lease_ttl_s={config.runtime.lease_ttl_s}: "
+            "an instance would lead after its lease is gone"
+        )
+    return faults
