@@ -1,0 +1,1 @@
+"""What the services need from the world, as small protocols; `tidegate.adapters` holds the implementations."""
