@@ -1,0 +1,80 @@
+"""What one slot did when, as spans of its node's monotonic clock in integer nanoseconds.
+
+Invariants: spans are contiguous (each starts where the one before ended, the first where the clock was made), so that
+their lengths add up to the time between the first start and the last end exactly; none is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SlotState(StrEnum):
+    """What a worker does. When it waits, the state is `waiting_for(what)`."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    GENERATING = "generating"
+    COMPUTING_LOG_PROBS = "computing_log_probs"
+    LOADING_WEIGHTS = "loading_weights"
+    PUBLISHING = "publishing"
+    SAVING = "saving"
+
+
+def waiting_for(what: str) -> str:
+    """The state of a slot that cannot go on before `what` is there: "prompts", "samples", "minibatch"."""
+    return f"waiting_{what}"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpan:
+    """The slot was in `state` from `start_ns` up to, not including, `end_ns`."""
+
+    state: str
+    start_ns: int
+    end_ns: int
+
+
+class SlotClock:
+    """The state of this slot now, and the spans that nobody has taken yet. One thread uses it."""
+
+    def __init__(self, now_ns: Callable[[], int], state: str = SlotState.STARTING) -> None:
+        self._now_ns = now_ns
+        self._state = state
+        self._start_ns = now_ns()
+        self._finished: list[SlotSpan] = []
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    def enter(self, state: str) -> None:
+        """The slot is in `state` from now on; nothing happens when it is already."""
+        if state != self._state:
+            self._cut()
+            self._state = state
+
+    @contextmanager
+    def during(self, state: str) -> Iterator[None]:
+        """In `state` within the block, afterwards in the one before."""
+        before = self._state
+        self.enter(state)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def take(self) -> list[SlotSpan]:
+        """All spans up to now, each once; the state goes on in a new one."""
+        self._cut()
+        taken, self._finished = self._finished, []
+        return taken
+
+    def _cut(self) -> None:
+        end_ns = self._now_ns()
+        if end_ns > self._start_ns:
+            self._finished.append(SlotSpan(self._state, self._start_ns, end_ns))
+            self._start_ns = end_ns

@@ -1,0 +1,207 @@
+"""The worker's side of its channel: takes calls, answers them, tells what its slot did, and dies with its service.
+
+An entry is a function `def main(channel: WorkerChannel) -> None` that ends in `run_worker(channel, handler)`. The loop
+takes one call at a time; between calls a handler that steps (an engine) is stepped while it is busy, and answers calls
+that it left open from there. What an exception means:
+- `CallRefused`: the call was wrong and changed nothing; the worker goes on;
+- anything else: this process's state is unknown, the reply is `fatal` and the worker ends with status 1.
+Invariants: each call is answered by exactly one reply with `last`; every reply carries all spans up to it; a worker
+whose service is gone ends itself, in the middle of a call too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from tidegate.runtime.channel import BlockingChannel, ChannelClosed
+from tidegate.runtime.slot_clock import SlotClock, SlotState, waiting_for
+from tidegate.types import Grant
+from tidegate.v1 import workers_pb2 as wire
+
+ReplyBody: TypeAlias = (
+    wire.Started
+    | wire.UpdateReport
+    | wire.PublishedShard
+    | wire.SavedShard
+    | wire.Generated
+    | wire.Scored
+    | wire.LoadedWeights
+    | wire.WarmUpProgress
+)
+
+READY_CALL_ID = 0
+"""Of the reply that a worker sends by itself when it is ready for calls; calls are numbered from 1."""
+ORPHANED_STATUS = 70
+"""Exit status of a worker that ended itself because its service was gone."""
+
+_FIELD_OF_BODY = {
+    field.message_type.full_name: field.name
+    for field in wire.WorkerReply.DESCRIPTOR.oneofs_by_name["body"].fields
+    if field.message_type is not None
+}
+_STATE_OF_CALL = {
+    "start_actor": SlotState.STARTING,
+    "start_engine": SlotState.STARTING,
+    "start_scorer": SlotState.STARTING,
+    "warm_up": SlotState.TRAINING,
+    "train": SlotState.TRAINING,
+    "publish": SlotState.PUBLISHING,
+    "save": SlotState.SAVING,
+    "generate": SlotState.GENERATING,
+    "abort": SlotState.GENERATING,
+    "score": SlotState.COMPUTING_LOG_PROBS,
+    "load_shards": SlotState.LOADING_WEIGHTS,
+}
+
+
+class CallRefused(ValueError):
+    """The call cannot be done and nothing was changed; the message says why and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One reply to an open call; `last` closes it."""
+
+    call_id: int
+    body: ReplyBody | None = None
+    last: bool = True
+
+
+class Handler(Protocol):
+    """What a worker does with its calls."""
+
+    def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
+        """Do the call. One that ends unanswered is answered empty, or by a later step where the worker steps."""
+        ...
+
+
+class Stepper(Protocol):
+    """Work that goes on between calls."""
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do: do not wait for a call."""
+        ...
+
+    def step(self) -> Iterator[Answer]:
+        """Do a little; short, because calls wait for its end."""
+        ...
+
+
+class WorkerChannel:
+    """A worker's calls and replies, and what else its service gave it. One thread uses it."""
+
+    def __init__(
+        self, sock: socket.socket, *, grant: Grant, clock: SlotClock, store_listener: socket.socket | None = None
+    ) -> None:
+        """`store_listener` is bound and listening, for the torch store of a world that this worker leads."""
+        self.grant = grant
+        self.clock = clock
+        self.store_listener = store_listener
+        self._channel = BlockingChannel(sock, wire.WorkerCall)
+
+    def next_call(self, timeout_s: float | None) -> wire.WorkerCall | None:
+        """The next call; None when none came within `timeout_s` (None waits for ever, 0 only looks)."""
+        return self._channel.receive(timeout_s)
+
+    def ready(self) -> None:
+        """Tell the service that calls may come."""
+        self.send(Answer(READY_CALL_ID))
+
+    def reply(self, call: wire.WorkerCall, body: ReplyBody | None = None, *, last: bool = True) -> None:
+        self.send(Answer(call.call_id, body, last))
+
+    def send(self, answer: Answer) -> None:
+        reply = wire.WorkerReply(call_id=answer.call_id, last=answer.last)
+        if answer.body is not None:
+            getattr(reply, _FIELD_OF_BODY[answer.body.DESCRIPTOR.full_name]).CopyFrom(answer.body)
+        self._send(reply)
+
+    def fail(self, call: wire.WorkerCall, error: str, *, fatal: bool = False) -> None:
+        """The call failed. Unless `fatal`, it changed nothing."""
+        self._send(
+            wire.WorkerReply(call_id=call.call_id, last=True, error=error or "failed without a message", fatal=fatal)
+        )
+
+    def _send(self, reply: wire.WorkerReply) -> None:
+        reply.spans.extend(
+            wire.Span(state=span.state, start_ns=span.start_ns, end_ns=span.end_ns) for span in self.clock.take()
+        )
+        self._channel.send(reply)
+
+
+def run_worker(
+    channel: WorkerChannel, handler: Handler, *, stepper: Stepper | None = None, waits_for: str = "call"
+) -> None:
+    """Serve calls until Stop, or until the service is gone. `waits_for` names what an idle slot waits for.
+
+    An exception that is no `CallRefused` is raised again once it is answered.
+    """
+    idle = waiting_for(waits_for)
+    channel.clock.enter(idle)
+    channel.ready()
+    while True:
+        busy = stepper is not None and stepper.busy
+        if not busy:
+            channel.clock.enter(idle)
+        try:
+            call = channel.next_call(0.0 if busy else None)
+        except ChannelClosed:
+            return
+        if call is None:
+            assert stepper is not None
+            channel.clock.enter(SlotState.GENERATING)
+            for answer in stepper.step():
+                channel.send(answer)
+        elif call.WhichOneof("body") == "stop":
+            channel.reply(call)
+            return
+        else:
+            _serve(channel, handler, call, ends_open=stepper is None)
+
+
+def _serve(channel: WorkerChannel, handler: Handler, call: wire.WorkerCall, *, ends_open: bool) -> None:
+    kind = call.WhichOneof("body")
+    is_open = True
+    with channel.clock.during(_STATE_OF_CALL.get(kind or "", channel.clock.state)):
+        try:
+            for answer in handler.handle(call):
+                channel.send(answer)
+                is_open = is_open and not (answer.call_id == call.call_id and answer.last)
+            if is_open and ends_open:
+                channel.reply(call)
+        except CallRefused as refusal:
+            channel.fail(call, str(refusal))
+        except ChannelClosed:
+            raise
+        except Exception as error:
+            channel.fail(call, f"{kind} failed in the worker of {channel.grant.gpu}: {_told(error)}", fatal=True)
+            raise
+
+
+def _told(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def die_with_service(sock: socket.socket) -> None:
+    """From now on this process ends at once when the other end of `sock` closes, whatever its main thread does.
+
+    A thread waits in poll() for the hang-up and needs the interpreter lock only to leave; torch's operators and gloo's
+    collectives release that lock while they work. Nothing is read from the socket.
+    """
+    watched = os.dup(sock.fileno())
+    threading.Thread(target=_exit_on_hang_up, args=(watched,), name="die-with-service", daemon=True).start()
+
+
+def _exit_on_hang_up(watched: int) -> None:
+    hang_up = select.poll()
+    hang_up.register(watched, select.POLLRDHUP)
+    hang_up.poll()
+    os._exit(ORPHANED_STATUS)
