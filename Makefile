@@ -18,8 +18,9 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-CHECKED := $(wildcard $(addsuffix /*,tidegate services simulator benchmarks tests tools))
-CHECKED := $(sort $(patsubst %/,%,$(dir $(CHECKED))))
+# mypy refuses a folder that holds no Python yet
+CHECKED = $(foreach folder,tidegate services simulator benchmarks tests tools,\
+	$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
 
 # Each slot is one process on few cores: more threads a process only fight each other (and change sums' order).
 export OMP_NUM_THREADS := 1
