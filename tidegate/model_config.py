@@ -26,7 +26,7 @@ class ModelConfig:
     max_seq_len: int
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
-    tied_embeddings: bool = True
+    tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -57,3 +57,8 @@ class ModelConfig:
     def num_queries_per_group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused projection: per KV group its queries, a key and a value."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

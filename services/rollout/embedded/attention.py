@@ -1,0 +1,68 @@
+"""Attention and its KV cache, in blocks of keys, so that a row's bits do not depend on the rows around it.
+
+A row is one token of one sequence. Each row's products are matrices of one fixed shape, [Q, D] x [D, T] and
+[Q, T] x [T, D], batched and never merged; blocks are added in order. A block past a row's length adds exact zeros, so a
+longer neighbour, which makes everyone's cache longer, changes nothing.
+
+Shapes: B independent rows, Q queries a KV group, D head_dim, T tokens a block, J blocks, S = J * T, G KV groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tidegate.model_config import ModelConfig
+
+BLOCK_TOKENS = 64
+"""Keys a block: a multiple of 16 keeps every vector operation free of a scalar tail, whose exp rounds differently."""
+
+
+class KvCache:
+    """Keys and values of `num_slots` sequences of up to max_seq_len tokens, zero where nothing was written."""
+
+    def __init__(self, config: ModelConfig, *, num_slots: int) -> None:
+        num_blocks = num_blocks_for(config.max_seq_len)
+        shape = (config.num_layers, num_slots, config.num_kv_heads, num_blocks * BLOCK_TOKENS, config.head_dim)
+        self.keys = torch.zeros(shape)
+        self.values = torch.zeros(shape)
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot: what a former sequence left, NaN included, would pass through a weight of zero."""
+        self.keys[:, slot] = 0
+        self.values[:, slot] = 0
+
+    def write(
+        self, layer: int, *, slots: torch.Tensor, positions: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor
+    ) -> None:
+        self.keys[layer][slots, :, positions] = k_NGD
+        self.values[layer][slots, :, positions] = v_NGD
+
+
+def num_blocks_for(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+def hidden_keys(lengths_B: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """[J, B, 1, T], true where a key lies at or past the row's length."""
+    positions_JT = torch.arange(num_blocks * BLOCK_TOKENS).view(num_blocks, 1, 1, BLOCK_TOKENS)
+    return positions_JT >= lengths_B.view(1, -1, 1, 1)
+
+
+def attend(
+    q_BQD: torch.Tensor, keys_BSD: torch.Tensor, values_BSD: torch.Tensor, hidden_JB1T: torch.Tensor
+) -> torch.Tensor:
+    """Softmax attention of already scaled queries; each row sees at least one key."""
+    num_blocks = hidden_JB1T.shape[0]
+    blocks = [slice(j * BLOCK_TOKENS, (j + 1) * BLOCK_TOKENS) for j in range(num_blocks)]
+    scores_JBQT = torch.empty(num_blocks, *q_BQD.shape[:2], BLOCK_TOKENS)
+    for j, block in enumerate(blocks):
+        torch.bmm(q_BQD, keys_BSD[:, block].transpose(1, 2), out=scores_JBQT[j])
+    scores_JBQT.masked_fill_(hidden_JB1T, float("-inf"))
+    weights_JBQT = scores_JBQT.sub_(scores_JBQT.amax(dim=(0, 3), keepdim=True)).exp_()
+    sums_JBQ = weights_JBQT.sum(dim=-1)
+    total_BQ = sums_JBQ[0]
+    out_BQD = torch.bmm(weights_JBQT[0], values_BSD[:, blocks[0]])
+    for j in range(1, num_blocks):
+        total_BQ = total_BQ + sums_JBQ[j]
+        out_BQD.baddbmm_(weights_JBQT[j], values_BSD[:, blocks[j]])
+    return out_BQD.div_(total_BQ.unsqueeze(-1))

@@ -1,0 +1,128 @@
+"""The forward pass over rows: embedding, layers, logits. fp32, RoPE by halves as in Megatron and Hugging Face Llama.
+
+Everything here works on each row by itself or is a linear layer on a row count that `RowCounts` has shown to give every
+row the same bits, so a token's logits depend on its own sequence only.
+
+Shapes: R rows, H hidden_size, G KV groups, Q queries a group, D head_dim, F ffn_hidden_size, V vocab_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from services.rollout.embedded.attention import KvCache
+from services.rollout.embedded.rows import DecodeRows, PrefillRows, Rows, Segment
+from services.rollout.embedded.weights import DecoderWeights, LayerWeights
+from tidegate.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Row counts, ascending, on which a row's result is the same to the bit."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def largest(self) -> int:
+        return self.counts[-1]
+
+    def at_least(self, num_rows: int) -> int:
+        """The smallest count that holds `num_rows`, which is at most `largest`."""
+        return next(count for count in self.counts if count >= num_rows)
+
+
+class Decoder:
+    """A model's computation; weights and cache are handed in."""
+
+    def __init__(self, config: ModelConfig, row_counts: RowCounts) -> None:
+        self._config = config
+        self.row_counts = row_counts
+        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        angles_SD = torch.outer(torch.arange(config.max_seq_len).float(), frequencies).repeat(1, 2)
+        self._cos_SD, self._sin_SD = angles_SD.cos(), angles_SD.sin()
+
+    @torch.inference_mode()
+    def prefill(self, weights: DecoderWeights, cache: KvCache, segments: Sequence[Segment]) -> torch.Tensor:
+        """Run segments, each of its own slot, and return the logits after the last token of each, [segments, V]."""
+        last_rows: list[torch.Tensor] = []
+        for chunk in _cut(segments, self.row_counts.largest):
+            num_tokens = sum(len(piece.tokens) for piece, _ in chunk)
+            rows = PrefillRows(cache, [piece for piece, _ in chunk], num_rows=self.row_counts.at_least(num_tokens))
+            hidden_RH = self._layers(weights, rows)
+            end = 0
+            for piece, is_last in chunk:
+                end += len(piece.tokens)
+                if is_last:
+                    last_rows.append(hidden_RH[end - 1])
+        hidden_NH = torch.stack(last_rows)
+        padding = self.row_counts.at_least(len(segments)) - len(segments)
+        return self._logits(weights, functional.pad(hidden_NH, (0, 0, 0, padding)))[: len(segments)]
+
+    @torch.inference_mode()
+    def decode(self, weights: DecoderWeights, cache: KvCache, segments: Sequence[Segment]) -> torch.Tensor:
+        """Run one token for each of some slots and return their logits in the order given, [segments, V]."""
+        slots = [segment.slot for segment in segments]
+        rows = DecodeRows(cache, segments, num_rows=self.row_counts.at_least(max(slots) + 1))
+        return self._logits(weights, self._layers(weights, rows))[slots]
+
+    def _layers(self, weights: DecoderWeights, rows: Rows) -> torch.Tensor:
+        hidden_RH = weights.embedding_VH[rows.tokens_R]
+        cos_R11D = self._cos_SD[rows.positions_R][:, None, None]
+        sin_R11D = self._sin_SD[rows.positions_R][:, None, None]
+        for index, layer in enumerate(weights.layers):
+            normed_RH = self._norm(hidden_RH, layer.attention_norm_H)
+            hidden_RH = hidden_RH + self._attention(index, layer, rows, normed_RH, (cos_R11D, sin_R11D))
+            normed_RH = self._norm(hidden_RH, layer.mlp_norm_H)
+            gate_RF, up_RF = functional.linear(normed_RH, layer.gate_up_XH).chunk(2, dim=-1)
+            hidden_RH = hidden_RH + functional.linear(functional.silu(gate_RF) * up_RF, layer.down_HF)
+        return hidden_RH
+
+    def _attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        rows: Rows,
+        normed_RH: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        config = self._config
+        queries = config.num_queries_per_group
+        fused = functional.linear(normed_RH, layer.qkv_XH).view(-1, config.num_kv_heads, queries + 2, config.head_dim)
+        turned = _rotate(fused[:, :, : queries + 1], *rope)
+        q_RGQD = turned[:, :, :queries] * config.head_dim**-0.5
+        out_RGQD = rows.attend(index, q_RGQD=q_RGQD, k_RGD=turned[:, :, queries], v_RGD=fused[:, :, queries + 1])
+        return functional.linear(out_RGQD.flatten(1), layer.proj_HX)
+
+    def _norm(self, hidden_RH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
+        mean_square = hidden_RH.square().mean(dim=-1, keepdim=True)
+        return hidden_RH * torch.rsqrt(mean_square + self._config.rms_norm_eps) * weight_H
+
+    def _logits(self, weights: DecoderWeights, hidden_RH: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self._norm(hidden_RH, weights.final_norm_H), weights.output_VH)
+
+
+def _rotate(x_RGXD: torch.Tensor, cos_R11D: torch.Tensor, sin_R11D: torch.Tensor) -> torch.Tensor:
+    first, second = x_RGXD.chunk(2, dim=-1)
+    return x_RGXD * cos_R11D + torch.cat((-second, first), dim=-1) * sin_R11D
+
+
+def _cut(segments: Sequence[Segment], limit: int) -> list[list[tuple[Segment, bool]]]:
+    """Segments in order, cut into chunks of up to `limit` tokens; each piece with whether it ends its segment."""
+    chunks: list[list[tuple[Segment, bool]]] = [[]]
+    room = limit
+    for segment in segments:
+        begin = 0
+        while begin < len(segment.tokens):
+            if room == 0:
+                chunks.append([])
+                room = limit
+            tokens = segment.tokens[begin : begin + room]
+            piece = Segment(slot=segment.slot, start=segment.start + begin, tokens=tokens)
+            begin += len(tokens)
+            room -= len(tokens)
+            chunks[-1].append((piece, begin == len(segment.tokens)))
+    return chunks

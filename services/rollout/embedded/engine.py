@@ -1,0 +1,149 @@
+"""The embedded engine: the `Engine` protocol in this process, on a CPU, in fp32.
+
+A step either runs the tokens of newly admitted sequences or one token of each running one, then draws for each. It
+happens inside `poll` only, so a pause, an abort or a weight update always lies between two tokens.
+Invariant: a sequence's tokens and log-probabilities are, to the bit, a function of its request and of the weights at
+each token: not of the batch around it, of an abort and a continuation, or of a retraction. (A weight update in place is
+the exception that the protocol allows: old keys and values stay.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from services.rollout.embedded.attention import KvCache
+from services.rollout.embedded.batch import Batch, Sequence
+from services.rollout.embedded.decoder import Decoder
+from services.rollout.embedded.probe import probe_row_counts
+from services.rollout.embedded.requests import check_request
+from services.rollout.embedded.rows import Segment
+from services.rollout.embedded.sampler import Draw, draw_tokens
+from services.rollout.embedded.weights import DecoderWeights, load_weights, tensor_checksum
+from services.rollout.engine import (
+    EngineLoad,
+    EngineNotReady,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+    RequestId,
+)
+from tidegate.model_config import ModelConfig
+
+
+class EmbeddedEngine:
+    """Starts awake, without weights. `clock` serves the waiting in `poll` alone."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_running_requests: int = 32,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        row_counts = probe_row_counts(config)
+        if not 1 <= max_running_requests <= row_counts.largest:
+            raise ValueError(
+                f"max_running_requests={max_running_requests} must be in [1, {row_counts.largest}], "
+                f"the most rows that this machine computes reproducibly"
+            )
+        self._config = config
+        self._decoder = Decoder(config, row_counts)
+        self._num_cache_slots = row_counts.at_least(max_running_requests)
+        self._batch = Batch(num_slots=max_running_requests)
+        self._clock = clock
+        self._cache: KvCache | None = KvCache(config, num_slots=self._num_cache_slots)
+        self._weights: DecoderWeights | None = None
+        self._paused = False
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._ready()
+        check_request(request, self._config)
+        self._batch.add(request)
+
+    def poll(self, wait_s: float = 0.0) -> tuple[Generation, ...]:
+        deadline_s = self._clock() + wait_s
+        while len(self._batch) and not self._paused:
+            finished = self._step()
+            if finished or self._clock() >= deadline_s:
+                return finished
+        return ()
+
+    def abort(self, ids: Iterable[RequestId] | None = None) -> tuple[Generation, ...]:
+        return tuple(self._batch.remove(ids))
+
+    def load(self) -> EngineLoad:
+        running = self._batch.running()
+        return EngineLoad(
+            num_running=len(running),
+            num_waiting=len(self._batch) - len(running),
+            num_used_tokens=sum(sequence.num_cached for sequence in running),
+            num_capacity_tokens=0 if self._cache is None else self._batch.num_slots * self._config.max_seq_len,
+        )
+
+    def pause(self, mode: PauseMode) -> tuple[Generation, ...]:
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            return self.abort()
+        if mode is PauseMode.RETRACT:
+            self._batch.retract()
+        return ()
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def sleep(self) -> None:
+        if len(self._batch):
+            raise EngineNotReady(f"the engine cannot sleep with {len(self._batch)} requests inside: abort them first")
+        self._cache = self._weights = None
+
+    def wake(self) -> None:
+        if self._cache is None:
+            self._cache = KvCache(self._config, num_slots=self._num_cache_slots)
+
+    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._cache is None:
+            raise EngineNotReady(f"the engine sleeps and cannot take weights version {version}: wake it first")
+        self._weights = load_weights(self._config, version=version, tensors=tensors)
+
+    @property
+    def version(self) -> int | None:
+        return None if self._weights is None else self._weights.version
+
+    def checksums(self) -> Mapping[str, str]:
+        if self._weights is None:
+            return {}
+        return {name: tensor_checksum(tensor) for name, tensor in self._weights.named.items()}
+
+    def _ready(self) -> tuple[DecoderWeights, KvCache]:
+        if self._cache is None:
+            raise EngineNotReady("the engine sleeps: wake it and update its weights first")
+        if self._weights is None:
+            raise EngineNotReady("the engine has no weights: update them first")
+        return self._weights, self._cache
+
+    def _step(self) -> tuple[Generation, ...]:
+        weights, cache = self._ready()
+        if sequences := self._batch.admit():
+            segments = [_segment(sequence) for sequence in sequences]
+            for segment in segments:
+                cache.clear(segment.slot)
+            logits_NV = self._decoder.prefill(weights, cache, segments)
+        else:
+            sequences = self._batch.running()
+            segments = [_segment(sequence) for sequence in sequences]
+            logits_NV = self._decoder.decode(weights, cache, segments)
+        draws = [Draw(sequence.request.sampling, position=len(sequence.tokens)) for sequence in sequences]
+        tokens, log_probs = draw_tokens(logits_NV, draws)
+        for sequence, segment, token, log_prob in zip(sequences, segments, tokens, log_probs, strict=True):
+            sequence.num_cached += len(segment.tokens)
+            sequence.append(token, log_prob=log_prob, version=weights.version)
+        ended = [sequence.request.id for sequence in sequences if sequence.finish_reason() is not None]
+        return tuple(self._batch.remove(ended))
+
+
+def _segment(sequence: Sequence) -> Segment:
+    assert sequence.slot is not None, "only sequences in a slot are run"
+    return Segment(slot=sequence.slot, start=sequence.num_cached, tokens=sequence.uncached_tokens())

@@ -1,0 +1,64 @@
+"""Which row counts give every row the same bits on this machine: tried at start, on one layer of random weights.
+
+Matrix libraries choose kernels by shape: on AVX512 a linear layer of 1-3 rows differs from 4 and more in 83-90 % of
+elements, in the last bits. A count is kept when a sequence that starts in the middle of its rows, behind another one,
+leaves the same cache and logits as alone on `REFERENCE_ROWS` rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from services.rollout.embedded.attention import BLOCK_TOKENS, KvCache
+from services.rollout.embedded.decoder import Decoder, RowCounts
+from services.rollout.embedded.rows import Segment
+from services.rollout.embedded.weights import DecoderWeights, load_weights, tensor_shapes
+from tidegate.model_config import ModelConfig
+
+CANDIDATE_ROWS = (4, 8, 16, 32, 64, 128, 256)
+REFERENCE_ROWS = 64
+NEIGHBOUR_TOKENS = 5
+"""Odd, so that the sequence under test sits on other rows than alone, across every tile of 4, 8 or 16."""
+
+
+def probe_row_counts(config: ModelConfig) -> RowCounts:
+    """RuntimeError when not even the reference count gives a row the same bits at another place."""
+    one_layer = replace(config, num_layers=1)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_weights(
+        one_layer,
+        version=0,
+        tensors=[
+            (name, torch.randn(shape, generator=generator) * shape[-1] ** -0.5)
+            for name, shape in tensor_shapes(one_layer).items()
+        ],
+    )
+    num_tokens = min(config.max_seq_len, 2 * BLOCK_TOKENS)
+    tokens = torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()
+    want = _run(one_layer, weights, tokens, num_rows=REFERENCE_ROWS, neighbour=())
+    neighbour = tuple(tokens[:NEIGHBOUR_TOKENS])
+    counts = tuple(
+        count
+        for count in CANDIDATE_ROWS
+        if all(map(torch.equal, _run(one_layer, weights, tokens, num_rows=count, neighbour=neighbour), want))
+    )
+    if REFERENCE_ROWS not in counts:
+        raise RuntimeError(
+            f"a row's result depends on its place among {REFERENCE_ROWS} rows on this machine "
+            f"({torch.get_num_threads()} torch threads): the same sequence would not repeat; try OMP_NUM_THREADS=1"
+        )
+    return RowCounts(counts)
+
+
+def _run(
+    config: ModelConfig, weights: DecoderWeights, tokens: list[int], *, num_rows: int, neighbour: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, keys and values of the sequence in slot 1, the neighbour's segment ahead of it."""
+    decoder = Decoder(config, RowCounts((num_rows,)))
+    cache = KvCache(config, num_slots=2)
+    segments = [Segment(slot=0, start=0, tokens=neighbour)] if neighbour else []
+    segments.append(Segment(slot=1, start=0, tokens=tuple(tokens)))
+    logits = decoder.prefill(weights, cache, segments)
+    return logits[-1], cache.keys[:, 1], cache.values[:, 1]

@@ -1,0 +1,40 @@
+"""Which requests a model of a given shape can serve. Pure; every refusal says the numbers and what would fit."""
+
+from __future__ import annotations
+
+from services.rollout.engine import GenerationRequest, RequestRefused
+from tidegate.model_config import ModelConfig
+
+
+def check_request(request: GenerationRequest, config: ModelConfig) -> None:
+    """RequestRefused unless every token is in the vocabulary and the longest response fits and has a token to go."""
+    prompt, sampling, partial = request.prompt_tokens, request.sampling, request.partial
+    if not prompt:
+        raise RequestRefused(f"request {request.id}: the prompt is empty; it needs at least 1 token")
+    for what, tokens in (("prompt", prompt), ("partial", partial.tokens), ("stop", _present(sampling.stop_token_id))):
+        for position, token in enumerate(tokens):
+            if not 0 <= token < config.vocab_size:
+                raise RequestRefused(
+                    f"request {request.id}: {what} token {token} at position {position} is outside the vocabulary "
+                    f"of {config.vocab_size}; legal: 0 to {config.vocab_size - 1}"
+                )
+    longest, room = len(prompt) + sampling.max_new_tokens, config.max_seq_len - len(prompt)
+    if longest > config.max_seq_len:
+        fits = f"at most {room} new tokens fit this prompt" if room > 0 else "the prompt alone leaves no room"
+        raise RequestRefused(
+            f"request {request.id}: {len(prompt)} prompt tokens + max_new_tokens {sampling.max_new_tokens} = {longest} "
+            f"exceed max_seq_len {config.max_seq_len}; {fits}"
+        )
+    if len(partial.tokens) >= sampling.max_new_tokens:
+        raise RequestRefused(
+            f"request {request.id}: its partial has {len(partial.tokens)} tokens of max_new_tokens "
+            f"{sampling.max_new_tokens}: nothing is left to generate; take it as finished"
+        )
+    if sampling.stop_token_id is not None and sampling.stop_token_id in partial.tokens:
+        raise RequestRefused(
+            f"request {request.id}: its partial holds the stop token {sampling.stop_token_id}: take it as finished"
+        )
+
+
+def _present(token: int | None) -> tuple[int, ...]:
+    return () if token is None else (token,)
