@@ -1,7 +1,7 @@
 """An immutable snapshot of the weights in host memory: a safetensors file an actor rank, checksummed whole.
 
 Writing: each logical parameter once, by the first data-parallel replica; the file appears under its name only when it
-is complete. Reading: the file's checksum first, then any shard of any layout, assembled from the files by `MapsRegions`.
+is complete. Reading: the file's checksum first, then any shard of any layout, assembled by `MapsRegions`.
 Invariants: a file never changes after it has its name; nothing is read from a file whose checksum is not the one
 expected; values go through unchanged, bit for bit.
 """
