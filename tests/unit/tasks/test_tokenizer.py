@@ -1,0 +1,119 @@
+"""The tokenizer file: built from a task's words, loaded from a path, refused with a remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tidegate.tasks import find_task
+from tidegate.tasks.tokenizer import build_tokenizer, load_tokenizer
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A saved tokenizer of the demo task."""
+    build_tokenizer(find_task("countdown", 0).words()).save(tmp_path / "tokenizer.json")
+    return tmp_path / "tokenizer.json"
+
+
+def test_a_built_vocabulary_is_the_special_tokens_and_the_words_in_order() -> None:
+    tokenizer = build_tokenizer(["one", "two"])
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
+    assert tokenizer.encode_prompt("two one") == [1, 4, 3]
+    assert tokenizer.encode_response("two one") == [4, 3, 2]
+    assert tokenizer.vocab_size == 5
+
+
+def test_texts_come_back_unchanged_from_a_saved_and_loaded_tokenizer(path: Path) -> None:
+    tokenizer = load_tokenizer(path, model_vocab_size=64)
+    task = find_task("countdown", 0)
+    for index in range(200):
+        shown = task.demonstration(index)
+        assert tokenizer.decode_response(tokenizer.encode_prompt(shown.prompt.text)[1:]) == shown.prompt.text
+        assert tokenizer.decode_response(tokenizer.encode_response(shown.response)) == shown.response
+
+
+def test_the_demo_vocabulary_has_64_ids(path: Path) -> None:
+    assert load_tokenizer(path, model_vocab_size=64).vocab_size == 64
+
+
+def test_a_folder_stands_for_its_tokenizer_file(path: Path) -> None:
+    assert load_tokenizer(path.parent, model_vocab_size=64).encode_response("") == [2]
+
+
+def test_two_builds_save_the_same_bytes(path: Path, tmp_path: Path) -> None:
+    build_tokenizer(find_task("countdown", 9).words()).save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_transformers_reads_the_file_to_the_same_ids(path: Path) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    ours = load_tokenizer(path, model_vocab_size=64)
+    assert [ours.bos_id, *theirs.encode("count from 12 :")] == ours.encode_prompt("count from 12 :")
+
+
+def test_special_tokens_are_found_by_name_whatever_their_ids(path: Path) -> None:
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["<pad>"], vocabulary["count"] = vocabulary["count"], vocabulary["<pad>"]
+    for token in content["added_tokens"]:
+        token["id"] = vocabulary[token["content"]]
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(path, model_vocab_size=64).pad_id == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "want"),
+    [
+        pytest.param([3, 4, 2], "one two", id="the end token goes"),
+        pytest.param([3, 4], "one two", id="a response cut short keeps all"),
+        pytest.param([3, 0, 4, 2, 2], "one <pad> two <eos>", id="other special tokens show"),
+        pytest.param([2], "", id="an end at once"),
+        pytest.param([], "", id="nothing"),
+    ],
+)
+def test_only_the_end_token_is_left_out_of_a_response(ids: list[int], want: str) -> None:
+    assert build_tokenizer(["one", "two"]).decode_response(ids) == want
+
+
+def test_a_word_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="'one three' has a word outside the vocabulary"):
+        build_tokenizer(["one", "two"]).encode_prompt("one three")
+
+
+@pytest.mark.parametrize("token", [5, -1])
+def test_an_id_outside_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(ValueError, match="not in the vocabulary of 5 ids"):
+        build_tokenizer(["one", "two"]).decode_response([3, token])
+
+
+@pytest.mark.parametrize("words", [["one", "one"], ["one", "<eos>"]])
+def test_a_vocabulary_with_a_word_twice_is_refused(words: list[str]) -> None:
+    with pytest.raises(ValueError, match="5 words make 4 ids"):
+        build_tokenizer(words)
+
+
+def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer at .*/absent\.json; give the path of a tokenizer\.json"):
+        load_tokenizer(tmp_path / "absent.json", model_vocab_size=64)
+
+
+@pytest.mark.parametrize("content", ["", "not json", "{}", '{"model": 3}'])
+def test_a_file_that_is_no_tokenizer_is_refused(path: Path, content: str) -> None:
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a Hugging Face tokenizer"):
+        load_tokenizer(path, model_vocab_size=64)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(path: Path) -> None:
+    path.write_text(path.read_text().replace("<eos>", "<end>"))
+    with pytest.raises(ValueError, match="has no token <eos>; needed are <pad>, <bos> and <eos>"):
+        load_tokenizer(path, model_vocab_size=64)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="has 64 ids and the model's vocabulary 63; set the model's vocabulary to at"):
+        load_tokenizer(path, model_vocab_size=63)

@@ -1,0 +1,105 @@
+"""A job's tokenizer: a Hugging Face `tokenizer.json`, made from a task's words or loaded from a path.
+
+Invariants: the special tokens are ids 0, 1, 2 (pad, bos, eos) in a built file and are found by name in a loaded one;
+a prompt begins with bos, a response ends with eos; a text with a word outside the vocabulary is refused, not dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+_NO_UNKNOWN = "<unk>"
+"""Not in the vocabulary, on purpose: the package then refuses an unknown word instead of mapping it to this."""
+
+
+class TaskTokenizer:
+    """Texts to ids and back, by a `tokenizers` tokenizer that knows `<pad>`, `<bos>` and `<eos>`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.pad_id = _special_id(tokenizer, PAD)
+        self.bos_id = _special_id(tokenizer, BOS)
+        self.eos_id = _special_id(tokenizer, EOS)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id: the rows an embedding needs."""
+        return max(self._tokenizer.get_vocab().values()) + 1
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [self.bos_id, *self._encode(text)]
+
+    def encode_response(self, text: str) -> list[int]:
+        return [*self._encode(text), self.eos_id]
+
+    def decode_response(self, ids: Sequence[int]) -> str:
+        """The text without its end token; any other special token shows, so that no reward overlooks it.
+
+        ValueError for an id outside the vocabulary.
+        """
+        unknown = [token for token in ids if not 0 <= token < self.vocab_size]
+        if unknown:
+            raise ValueError(f"token ids {unknown[:8]} are not in the vocabulary of {self.vocab_size} ids")
+        ended = bool(ids) and ids[-1] == self.eos_id
+        return self._tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=False)
+
+    def save(self, path: Path) -> None:
+        """Write `tokenizer.json` to `path`, in the form that `load_tokenizer` and `transformers` read."""
+        self._tokenizer.save(str(path))
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the package raises a bare Exception for a word without an id
+            raise ValueError(f"text {text[:80]!r} has a word outside the vocabulary: {error}") from error
+
+
+def build_tokenizer(words: Sequence[str]) -> TaskTokenizer:
+    """A word-level tokenizer over `words`, ids in their order after the three special tokens."""
+    vocabulary = {word: token for token, word in enumerate([PAD, BOS, EOS, *words])}
+    if len(vocabulary) < len(words) + 3:
+        raise ValueError(
+            f"{len(words) + 3} words make {len(vocabulary)} ids; give each word once, and none of the special"
+        )
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=_NO_UNKNOWN))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([PAD, BOS, EOS])
+    return TaskTokenizer(tokenizer)
+
+
+def load_tokenizer(path: Path, *, model_vocab_size: int) -> TaskTokenizer:
+    """The tokenizer in the file (or the folder's `tokenizer.json`) at `path`, checked against the model's vocabulary.
+
+    ValueError when the file is missing, is not a tokenizer, lacks a special token or has ids the model has no row for.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"no tokenizer at {file}; give the path of a tokenizer.json, or of the folder that holds one")
+    try:
+        tokenizer = TaskTokenizer(Tokenizer.from_file(str(file)))
+    except ValueError as error:
+        raise ValueError(f"tokenizer {file}: {error}") from error
+    except Exception as error:  # the package raises a bare Exception for whatever it cannot parse
+        raise ValueError(
+            f"{file} is not a Hugging Face tokenizer ({error}); give the tokenizer.json saved with the model"
+        ) from error
+    if tokenizer.vocab_size > model_vocab_size:
+        raise ValueError(
+            f"tokenizer {file} has {tokenizer.vocab_size} ids and the model's vocabulary {model_vocab_size}; "
+            f"set the model's vocabulary to at least {tokenizer.vocab_size} or give the model's own tokenizer"
+        )
+    return tokenizer
+
+
+def _special_id(tokenizer: Tokenizer, name: str) -> int:
+    token = tokenizer.token_to_id(name)
+    if token is None:
+        raise ValueError(f"it has no token {name}; needed are {PAD}, {BOS} and {EOS}")
+    return int(token)
