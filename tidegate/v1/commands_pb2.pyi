@@ -20,6 +20,33 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class InstanceAddress(_message.Message):
+    """Where an instance of the component answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
+    instance: _builtins.str
+    endpoint: _builtins.str
+    boot: _builtins.int
+    def __init__(
+        self,
+        *,
+        instance: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        boot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "endpoint", b"endpoint", "instance", b"instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InstanceAddress: _TypeAlias = InstanceAddress  # noqa: Y015
+
+@_typing.final
 class CommandHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -29,6 +56,8 @@ class CommandHeader(_message.Message):
     TRANSITION_ID_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     LEAD_EPOCH_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Derived from (transition or iteration, step, component, lead epoch)."""
     job: _builtins.str
@@ -38,6 +67,12 @@ class CommandHeader(_message.Message):
     """By the store's clock; work not done by then is given up and told as failed."""
     lead_epoch: _builtins.int
     """Refused by a lead of another epoch."""
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceAddress]:
+        """The component's living instances, for the lead to reach; and what it holds, in rank order, as the scheduler knows."""
+
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]: ...
     def __init__(
         self,
         *,
@@ -47,10 +82,12 @@ class CommandHeader(_message.Message):
         transition_id: _builtins.str = ...,
         deadline_unix_ms: _builtins.int = ...,
         lead_epoch: _builtins.int = ...,
+        instances: _abc.Iterable[Global___InstanceAddress] | None = ...,
+        members: _abc.Iterable[_types_pb2.Grant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix_ms", b"deadline_unix_ms", "id", b"id", "incarnation", b"incarnation", "job", b"job", "lead_epoch", b"lead_epoch", "transition_id", b"transition_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix_ms", b"deadline_unix_ms", "id", b"id", "incarnation", b"incarnation", "instances", b"instances", "job", b"job", "lead_epoch", b"lead_epoch", "members", b"members", "transition_id", b"transition_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
