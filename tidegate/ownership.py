@@ -38,6 +38,10 @@ class GpuBusy(RuntimeError):
     """The GPU is lost, or an open transition holds it."""
 
 
+class IllegalStep(RuntimeError):
+    """The record does not allow this step as it stands; no repetition will change that by itself."""
+
+
 class UnknownGpu(LookupError):
     """The cluster has no such GPU registered."""
 

@@ -70,7 +70,7 @@ class OwnershipMap(Protocol):
         ...
 
     async def mark_lost(self, gpu: GpuId, token: Token) -> GpuRecord:
-        """Owned -> lost. StaleToken when it was granted anew since, UnknownGpu."""
+        """Owned or free -> lost. StaleToken when it was granted anew since, UnknownGpu."""
         ...
 
     async def reclaim(self, gpu: GpuId, token: Token) -> GpuRecord:
@@ -97,22 +97,22 @@ class Transitions(Protocol):
         """One GPU's next step up to `acquiring`, which hands it to the target under a new token of the store's term.
 
         Of `transition` only the job and id are used. StaleToken, GpuBusy (lost), VersionConflict (the move is in
-        neither state, or the transition is closed), ValueError (`to_state` does not follow `from_state`).
+        neither state, or the transition is closed), IllegalStep (`to_state` does not follow `from_state`).
         """
         ...
 
     async def commit(self, transition: Transition, role: Role, layout: Layout | None) -> Transition:
         """The component's only commit point: its part and all GPUs it acquires, at once.
 
-        VersionConflict when a GPU it needs is not `acquiring` or the transition is closed; StaleToken; GpuBusy (lost);
-        ValueError when the layout is not the planned one.
+        IllegalStep when a GPU it acquires is not `acquiring`, one that leaves it not yet `draining`, or the layout not
+        the planned one; VersionConflict (the transition is closed); StaleToken; GpuBusy (lost).
         """
         ...
 
     async def close(self, transition: Transition, outcome: Outcome) -> Transition:
         """Ends it and lets go of its GPUs: one not released stays with its owner, one released is free, one handed to
-        a component that did not commit is lost until its gate reports it free. ValueError when the parts did not
-        earn this outcome."""
+        a component that did not commit is lost until its gate reports it free. IllegalStep when its state does not
+        earn this outcome (`tidegate.transitions.earned_outcome`)."""
         ...
 
 
@@ -186,9 +186,9 @@ class StoreIdentity(Protocol):
 
     async def contents(self) -> StoreContents: ...
 
-    async def adopt(self, *, expected: Identity, term: int, found: StoreContents, rebuilt: StoreContents) -> Identity:
-        """Opens the store under `term` with `rebuilt` in place of `found`, all or nothing.
-        VersionConflict when the identity is not `expected` any more, or the contents are not `found`."""
+    async def adopt(self, *, expected: Identity, term: int, rebuilt: StoreContents) -> Identity:
+        """Opens the store under `term` with `rebuilt` in place of `contents`, all or nothing.
+        VersionConflict when the identity is not `expected` any more, or the store is open already."""
         ...
 
 
