@@ -17,8 +17,9 @@ MACHINE_PATH = re.compile(r"(?<![\w.~}-])/(?:home|Users|root|work)/[\w.]")
 REGISTRY_HOST = re.compile(
     r"\b(?:pypi|pythonhosted|npmjs|download\.pytorch|deb\.debian)\.(?:org|com)\b|[:]//\S+/simple\b"
 )
-LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`[^`\n]*`")
 
 
 def repository_files() -> list[Path]:
@@ -76,7 +77,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
     broken = []
     for page in repository_files():
         if page.suffix == ".md":
-            targets = LINK.findall(FENCED.sub("", page.read_text()))
+            targets = LINK.findall(INLINE_CODE.sub("", FENCED.sub("", page.read_text())))
             broken += [f"{page.relative_to(ROOT)} -> {target}" for target in targets if broken_link(page, target)]
     assert broken == []
 
