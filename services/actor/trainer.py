@@ -1,0 +1,280 @@
+"""One rank of the actor: the model, Megatron's DDP and DistributedOptimizer, and the updates made with them.
+
+Order of an update: forward and backward of all micro-batches, gradients reduced, loss and metrics added up over the
+ranks, the global gradient norm, then clipping and the step. Invariants: nothing is applied on any rank unless loss and
+norm are finite, which all ranks see alike for both are sums over all ranks; the learning rate is assigned at each
+update; Adam's step count is a tensor of its own for each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.utils import get_model_config
+
+from services.actor.grpo import SUMS, GrpoSettings, check_samples, grpo_loss, token_weights, update_metrics
+from services.actor.learning_rate import assign_learning_rate
+from services.actor.microbatch import TrainSample, train_batches
+from services.actor.optimizer_state import OptimizerState
+from tidegate.megatron.batching import BatchLimits, TokenBatch, replica_batches
+from tidegate.megatron.log_probs import forward_log_probs, token_log_probs
+from tidegate.megatron.model import LocalParameter, build_model_chunks, local_parameters
+from tidegate.megatron.parallel import ParallelRanks
+from tidegate.megatron.schedule import OnLogits, run_micro_batches
+from tidegate.model_config import ModelConfig
+
+_RNG = "rng/cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW and clipping."""
+
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """All that a trainer is built from, the same on every rank."""
+
+    model: ModelConfig
+    padded_vocab: int
+    seed: int
+    temperature: float
+    limits: BatchLimits
+    grpo: GrpoSettings
+    optimizer: OptimizerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A sequence to imitate: the loss is over the tokens whose mask is True."""
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.loss_mask) or len(self.tokens) < 2:
+            raise ValueError(
+                f"a demonstration of {len(self.tokens)} tokens with {len(self.loss_mask)} mask entries cannot be "
+                "trained: it needs two tokens at least and a mask entry for each"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update did; the same on every rank."""
+
+    committed: bool
+    """False: the loss or the gradient was not finite, and nothing was applied."""
+    loss: float
+    grad_norm: float
+    metrics: dict[str, float]
+
+
+class MegatronTrainer:
+    """Built on every rank of the layout after `parallel.start`; every method is called by all ranks alike."""
+
+    def __init__(self, settings: TrainerSettings, ranks: ParallelRanks, *, device: torch.device) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.device = device
+        model_chunks = build_model_chunks(
+            settings.model, ranks.layout, padded_vocab=settings.padded_vocab, seed=settings.seed, device=device
+        )
+        self.chunks = [_distributed(chunk) for chunk in model_chunks]
+        self._optimizer = _optimizer(self.chunks, settings.optimizer)
+        self._state = OptimizerState(self._optimizer)
+
+    def train_minibatch(self, samples: Sequence[TrainSample], learning_rate: float) -> UpdateReport:
+        """One GRPO update over a whole minibatch, which every rank is given in full."""
+        grpo = self.settings.grpo
+        check_samples(samples, grpo)
+        batches = train_batches(
+            samples,
+            token_weights(samples, grpo.aggregation),
+            self.settings.limits,
+            num_replicas=self.ranks.layout.dp,
+            replica=self.ranks.dp,
+        )
+
+        def on_logits(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            terms = grpo_loss(self._log_probs(logits_BSV, tokens_BS), batches[number], grpo)
+            return terms.loss, terms.sums
+
+        sums, norm, committed = self._update([batch.batch for batch in batches], on_logits, learning_rate)
+        return UpdateReport(committed, loss=sums[0], grad_norm=norm, metrics=update_metrics(samples, sums))
+
+    def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
+        """One update on the mean negative log-likelihood of the tokens in the masks, at temperature 1."""
+        num_tokens = sum(sum(demonstration.loss_mask[1:]) for demonstration in demonstrations)
+        if num_tokens == 0:
+            raise ValueError(
+                f"{len(demonstrations)} demonstrations have no token to learn after their first: set some mask"
+            )
+        batches = self._batches([demonstration.tokens for demonstration in demonstrations])
+
+        def on_logits(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            weight_BS = torch.zeros(tokens_BS.shape, device=self.device)
+            for row, index in enumerate(batches[number].sequences):
+                loss_mask = demonstrations[index].loss_mask
+                weight_BS[row, : len(loss_mask)] = torch.tensor(loss_mask, dtype=torch.float32) / num_tokens
+            log_probs_BS = self._log_probs(logits_BSV, tokens_BS, temperature=1.0)
+            loss = -(log_probs_BS * weight_BS).sum()
+            return loss, torch.stack([loss.detach()] + [torch.zeros_like(loss)] * (len(SUMS) - 1))
+
+        sums, norm, committed = self._update(batches, on_logits, learning_rate)
+        return UpdateReport(committed, loss=sums[0], grad_norm=norm, metrics={"num_tokens": float(num_tokens)})
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, npt.NDArray[np.float32]]:
+        """Log-probabilities of this replica's sequences by their index, on the last stage; {} on other stages."""
+        batches = self._batches(sequences)
+        rows = forward_log_probs(
+            self.chunks,
+            batches,
+            vocab_size=self.settings.model.vocab_size,
+            temperature=self.settings.temperature,
+            device=self.device,
+        )
+        return {
+            index: log_probs_BS[row, : len(sequences[index])]
+            for batch, log_probs_BS in zip(batches, rows, strict=bool(rows))
+            for row, index in enumerate(batch.sequences)
+        }
+
+    def parameters(self) -> Iterator[LocalParameter]:
+        """This rank's parameters under their logical names."""
+        return local_parameters(
+            self.chunks, self.settings.model, self.ranks.layout, padded_vocab=self.settings.padded_vocab
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The last update's reduced and clipped gradients by logical name.
+
+        The DistributedOptimizer leaves each replica a range of each: what other replicas hold is NaN here.
+        """
+        return self._state.gradients(self._named_tensors())
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of all this rank needs to go on in the same layout: parameters, Adam's moments and steps, RNG state.
+
+        Parameters are fp32 and are their own main parameters.
+        """
+        return {name: tensor.clone() for name, tensor in self._own_state().items()} | {_RNG: torch.get_rng_state()}
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Inverse of `state_tensors`; ValueError, with nothing loaded, when the tensors are of another layout."""
+        own = self._own_state()
+        if difference := sorted((own.keys() | {_RNG}) ^ tensors.keys()):
+            raise ValueError(
+                f"checkpoint does not fit this rank of layout {self.ranks.layout}: it has {len(tensors)} tensors, "
+                f"{len(own) + 1} are expected, {len(difference)} differ, first {difference[0]!r}; "
+                "resume in its own layout"
+            )
+        for name, tensor in own.items():
+            if tensor.shape != tensors[name].shape:
+                raise ValueError(
+                    f"checkpoint does not fit this rank of layout {self.ranks.layout}: {name!r} has shape "
+                    f"{tuple(tensors[name].shape)}, {tuple(tensor.shape)} is expected; resume in its own layout"
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+        torch.set_rng_state(tensors[_RNG].cpu())
+
+    def _own_state(self) -> dict[str, torch.Tensor]:
+        named = self._named_tensors()
+        return {f"param/{name}": tensor.detach() for name, tensor in named.items()} | self._state.tensors(named)
+
+    def _named_tensors(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            f"{parameter.shard.name}{'/tied' if parameter.tied_copy else ''}": parameter.tensor
+            for parameter in self.parameters()
+        }
+
+    def _batches(self, sequences: Sequence[Sequence[int]]) -> list[TokenBatch]:
+        return replica_batches(
+            sequences, self.settings.limits, num_replicas=self.ranks.layout.dp, replica=self.ranks.dp
+        )
+
+    def _log_probs(
+        self, logits_BSV: torch.Tensor, tokens_BS: torch.Tensor, *, temperature: float | None = None
+    ) -> torch.Tensor:
+        return token_log_probs(
+            logits_BSV,
+            tokens_BS,
+            vocab_size=self.settings.model.vocab_size,
+            temperature=self.settings.temperature if temperature is None else temperature,
+        )
+
+    def _update(
+        self, batches: Sequence[TokenBatch], on_logits: OnLogits, learning_rate: float
+    ) -> tuple[list[float], float, bool]:
+        """(global sums, gradient norm before clipping, whether the step was made)."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        kept = run_micro_batches(self.chunks, batches, on_logits, device=self.device, forward_only=False)
+        sums = self._add_up(kept)
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not (math.isfinite(norm) and math.isfinite(sums[0])):
+            return sums, norm, False
+        clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self.settings.optimizer.clip_grad, norm)
+        assign_learning_rate(self._optimizer.param_groups, learning_rate)
+        self._optimizer.step_with_ready_grads()
+        return sums, norm, True
+
+    def _add_up(self, kept: Sequence[torch.Tensor]) -> list[float]:
+        # One tp rank of the last stage speaks for each replica; the others add zeros.
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        if self.ranks.is_last_stage and self.ranks.tp == 0:
+            for part in kept:
+                sums += part
+        dist.all_reduce(sums)
+        return [float(number) for number in sums]
+
+
+def _distributed(chunk: GPTModel) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(
+        config=get_model_config(chunk),
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        module=chunk,
+    )
+    # Weights hold the global denominators already: gradients are added up and divided by nothing.
+    get_model_config(chunk).finalize_model_grads_func = _finalize_without_division
+    return ddp
+
+
+def _finalize_without_division(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def _optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_epsilon,
+        clip_grad=settings.clip_grad,
+        params_dtype=torch.float32,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

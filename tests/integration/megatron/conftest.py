@@ -1,0 +1,15 @@
+"""One server of rank processes for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankServer, rank_server
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankServer]:
+    with rank_server() as server:
+        yield server

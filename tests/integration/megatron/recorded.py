@@ -1,0 +1,95 @@
+"""A small model and recorded samples, from fixed seeds: the same in every test and every rank."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs, group_advantages
+from services.actor.microbatch import TrainSample
+from services.actor.trainer import OptimizerSettings, TrainerSettings
+from tidegate.megatron.batching import BatchLimits
+from tidegate.megatron.family import padded_vocab_size
+from tidegate.model_config import ModelConfig
+
+GROUP_SIZE = 4
+TEMPERATURE = 0.7
+NO_CLIPPING = 1e9
+
+
+def small_model(*, tied: bool = False) -> ModelConfig:
+    """61 tokens do not divide by 2 or 4, so that the vocabulary is padded."""
+    return ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=61,
+        max_seq_len=64,
+        tied_embeddings=tied,
+    )
+
+
+def trainer_settings(
+    *, tied: bool = False, grpo: GrpoSettings | None = None, clip_grad: float = 1.0, seed: int = 0
+) -> TrainerSettings:
+    model = small_model(tied=tied)
+    return TrainerSettings(
+        model=model,
+        padded_vocab=padded_vocab_size(model, (1, 2, 4)),
+        seed=seed,
+        temperature=TEMPERATURE,
+        limits=BatchLimits(max_sequences=3, pad_multiple=4),
+        grpo=grpo or GrpoSettings(kl_coefficient=0.05),
+        optimizer=OptimizerSettings(clip_grad=clip_grad),
+    )
+
+
+def grpo_settings(
+    aggregation: str = "token-mean", old_log_probs: str = "trainer", importance_cap: float | None = None
+) -> GrpoSettings:
+    return GrpoSettings(
+        clip_low=0.1,
+        clip_high=0.25,
+        kl_coefficient=0.05,
+        aggregation=Aggregation(aggregation),
+        old_log_probs=OldLogProbs(old_log_probs),
+        importance_cap=importance_cap,
+    )
+
+
+def recorded_samples(*, num_groups: int = 3, seed: int = 7) -> list[TrainSample]:
+    """Groups of unequal lengths, off-policy enough to be clipped; the last group has equal rewards, one is masked."""
+    generator = np.random.default_rng(seed)
+    samples: list[TrainSample] = []
+    for group in range(num_groups):
+        rewards = generator.integers(0, 3, GROUP_SIZE).astype(float)
+        if group == num_groups - 1:
+            rewards[:] = 1.0
+        prompt = _tokens(generator, int(generator.integers(3, 8)))
+        for advantage in group_advantages(list(rewards)):
+            length = int(generator.integers(2, 20))
+            old = -math.log(61) + 0.3 * generator.standard_normal(length)
+            samples.append(
+                TrainSample(
+                    prompt_tokens=prompt,
+                    response_tokens=_tokens(generator, length),
+                    advantage=float(advantage),
+                    old_log_probs=_floats(old),
+                    reference_log_probs=_floats(old + 0.1 * generator.standard_normal(length)),
+                    engine_log_probs=_floats(old + 0.05 * generator.standard_normal(length)),
+                    masked=len(samples) == 1,
+                )
+            )
+    return samples
+
+
+def _tokens(generator: np.random.Generator, count: int) -> tuple[int, ...]:
+    return tuple(int(token) for token in generator.integers(0, 61, count))
+
+
+def _floats(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values.astype(np.float32))

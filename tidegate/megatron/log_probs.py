@@ -1,0 +1,92 @@
+"""Log-probabilities of tokens from Megatron's logits, over a vocabulary that is split between tensor-parallel ranks.
+
+The convention: the log-probability at position t is that of token t given the tokens before it (logits shifted by
+one), from the full distribution of logits / temperature; position 0 has none and holds 0. Invariants: padding rows of
+the vocabulary have no probability; the same layout, padding and weights give the same bits, with gradients or without.
+Legend of shapes: B sequences, S positions, T = S - 1 predicted positions, V this rank's part of the padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.schedule import run_micro_batches
+
+
+def token_log_probs(
+    logits_BSV: torch.Tensor, tokens_BS: torch.Tensor, *, vocab_size: int, temperature: float
+) -> torch.Tensor:
+    """[B, S] in fp32, the same on every tp rank; differentiable with respect to this rank's logits."""
+    log_probs_BT: torch.Tensor = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's is untyped
+        logits_BSV[:, :-1], tokens_BS[:, 1:], vocab_size, temperature
+    )
+    return torch.nn.functional.pad(log_probs_BT, (1, 0))
+
+
+def forward_log_probs(
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[TokenBatch],
+    *,
+    vocab_size: int,
+    temperature: float,
+    device: torch.device,
+) -> list[npt.NDArray[np.float32]]:
+    """[B, S] of each micro-batch, on every tp rank of the last pipeline stage; [] on other stages.
+
+    Every rank of the pipeline calls it with the same micro-batches.
+    """
+
+    def keep(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        log_probs_BS = token_log_probs(logits_BSV, tokens_BS, vocab_size=vocab_size, temperature=temperature)
+        return log_probs_BS, log_probs_BS.cpu().numpy()
+
+    return run_micro_batches(chunks, batches, keep, device=device, forward_only=True)
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    """log softmax(logits / temperature) at the targets; two small collectives of [B, T] where tp > 1."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_BTV: torch.Tensor, targets_BT: torch.Tensor, vocab_size: int, temperature: float
+    ) -> torch.Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        split = parallel_state.get_tensor_model_parallel_world_size() > 1
+        num_rows = logits_BTV.size(-1)
+        first_row = parallel_state.get_tensor_model_parallel_rank() * num_rows
+        scaled_BTV = logits_BTV.float() / temperature
+        scaled_BTV[..., max(vocab_size - first_row, 0) :] = -torch.inf
+        maximum_BT = scaled_BTV.amax(dim=-1)
+        if split:
+            dist.all_reduce(maximum_BT, op=dist.ReduceOp.MAX, group=group)
+        scaled_BTV -= maximum_BT.unsqueeze(-1)
+        rows_BT1 = (targets_BT - first_row).unsqueeze(-1)
+        held_BT1 = (rows_BT1 >= 0) & (rows_BT1 < num_rows)
+        rows_BT1 = rows_BT1.clamp(0, num_rows - 1)
+        target_BT = torch.where(held_BT1, scaled_BTV.gather(-1, rows_BT1), 0.0).squeeze(-1)
+        exponents_BTV = scaled_BTV.exp_()
+        sums = torch.stack([exponents_BTV.sum(dim=-1), target_BT])
+        if split:
+            dist.all_reduce(sums, group=group)
+        sum_BT, target_BT = sums.unbind()
+        probabilities_BTV = exponents_BTV.div_(sum_BT.unsqueeze(-1))
+        ctx.save_for_backward(probabilities_BTV, rows_BT1, held_BT1)
+        ctx.temperature = temperature
+        log_probs_BT: torch.Tensor = target_BT - sum_BT.log()
+        return log_probs_BT
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        probabilities_BTV, rows_BT1, held_BT1 = ctx.saved_tensors
+        gradient_BT1 = (gradients[0] / ctx.temperature).unsqueeze(-1)
+        gradient_BTV = -gradient_BT1 * probabilities_BTV
+        gradient_BTV.scatter_add_(-1, rows_BT1, gradient_BT1 * held_BT1)
+        return gradient_BTV, None, None, None
