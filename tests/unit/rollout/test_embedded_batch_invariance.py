@@ -1,0 +1,193 @@
+"""A sequence is the same to the bit whatever is around it, wherever it is interrupted and wherever it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.embedded.attention import KvCache
+from services.rollout.embedded.decoder import Decoder
+from services.rollout.embedded.engine import EmbeddedEngine
+from services.rollout.embedded.probe import probe_row_counts
+from services.rollout.embedded.rows import Segment
+from services.rollout.embedded.weights import load_weights
+from services.rollout.engine import (
+    Generation,
+    GenerationRequest,
+    PauseMode,
+    RequestId,
+    Response,
+    SamplingParams,
+)
+from tests.unit.rollout.tiny_models import TINY, engine_of, finish, random_weights, request_of, run
+from tidegate.model_config import ModelConfig
+
+SHAPES = {
+    "head_dim 16, two KV groups": TINY,
+    "odd widths": replace(TINY, hidden_size=50, ffn_hidden_size=77, head_dim=24, num_heads=3, num_kv_heads=3),
+    "wide": replace(TINY, num_layers=1, hidden_size=128, ffn_hidden_size=344, num_heads=8, head_dim=32),
+}
+
+
+def mixed_requests() -> list[GenerationRequest]:
+    """Prompts from 1 to 90 tokens and responses that end at different times, over block edges."""
+    return [
+        request_of(
+            f"r{index}",
+            prompt=[(3 * index + 5 * position) % TINY.vocab_size for position in range(1 + (index * 13) % 90)],
+            sampling=SamplingParams(
+                max_new_tokens=5 + (index * 17) % 65,
+                temperature=(0.0, 0.7, 1.0, 1.3)[index % 4],
+                top_p=0.9 if index % 3 == 0 else 1.0,
+                seed=index,
+            ),
+        )
+        for index in range(11)
+    ]
+
+
+def alone(config: ModelConfig, request: GenerationRequest) -> Generation:
+    return run(engine_of(config, max_running_requests=1), request)[request.id]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sequence_is_the_same_alone_and_in_batches_of_any_size_and_order(shape: str) -> None:
+    config, requests = SHAPES[shape], mixed_requests()
+    want = {request.id: alone(config, request) for request in requests}
+    for max_running_requests in (2, 5, 32):
+        assert run(engine_of(config, max_running_requests=max_running_requests), *requests) == want
+    assert run(engine_of(config, max_running_requests=4), *reversed(requests)) == want
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefill_and_decode_of_any_split_give_the_same_logits_and_cache(shape: str) -> None:
+    config = SHAPES[shape]
+    decoder = Decoder(config, probe_row_counts(config))
+    weights = load_weights(config, version=1, tensors=random_weights(config))
+    tokens = tuple((11 * position) % config.vocab_size for position in range(140))
+
+    def outcome(split: int, *, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = KvCache(config, num_slots=4)
+        logits = decoder.prefill(weights, cache, [Segment(slot=slot, start=0, tokens=tokens[:split])])
+        for position in range(split, len(tokens)):
+            logits = decoder.decode(
+                weights, cache, [Segment(slot=slot, start=position, tokens=tokens[position : position + 1])]
+            )
+        return logits[0], torch.stack((cache.keys[:, slot], cache.values[:, slot]))
+
+    want_logits, want_cache = outcome(len(tokens), slot=0)
+    for split, slot in ((1, 0), (2, 3), (63, 1), (64, 2), (65, 3), (139, 2)):
+        logits, cache = outcome(split, slot=slot)
+        assert torch.equal(logits, want_logits), f"logits after a prefill of {split}"
+        assert torch.equal(cache, want_cache), f"cache after a prefill of {split}"
+
+
+def test_a_prefill_longer_than_the_largest_row_count_is_cut_without_a_trace() -> None:
+    config = replace(TINY, max_seq_len=400)
+    prompt = [(5 * position) % config.vocab_size for position in range(300)]
+    request = request_of(prompt=prompt, sampling=SamplingParams(max_new_tokens=20, seed=1))
+    others = [request_of(f"r{index}", prompt=prompt[: 60 + index]) for index in range(4)]
+    in_batch = run(engine_of(config), *others, request)["a"]
+    (half,) = stopped_after(engine_of(config), request, num_steps=10)
+    continued = run(engine_of(config), replace(request, partial=half.response))["a"]
+    assert in_batch == continued == alone(config, request)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 20, 58, 59])
+def test_a_sequence_aborted_and_continued_on_another_engine_is_the_one_that_was_never_interrupted(
+    num_steps: int,
+) -> None:
+    request = request_of(sampling=SamplingParams(max_new_tokens=60, seed=5))
+    (partial,) = stopped_after(engine_of(max_running_requests=1), request, num_steps=num_steps)
+    assert len(partial.response.tokens) == num_steps
+    elsewhere = engine_of(max_running_requests=6)
+    continued = run(elsewhere, *mixed_requests()[:5], replace(request, partial=partial.response))["a"]
+    assert continued == alone(TINY, request)
+
+
+def stopped_after(engine: EmbeddedEngine, request: GenerationRequest, *, num_steps: int) -> tuple[Generation, ...]:
+    engine.submit(request)
+    for _ in range(num_steps):
+        assert engine.poll() == ()
+    return engine.abort()
+
+
+class ScheduleMachine:
+    """Plays a random history on one engine and collects what comes out, continuing every abort."""
+
+    def __init__(self) -> None:
+        self.engine = engine_of(max_running_requests=3)
+        self.requests = {request.id: request for request in mixed_requests()[:6]}
+        self.pending = list(self.requests.values())
+        self.finished: dict[RequestId, Generation] = {}
+
+    def play(self, move: str) -> None:
+        if move == "submit" and self.pending:
+            self.engine.submit(self.pending.pop(0))
+        elif move == "poll":
+            self.finished |= {generation.id: generation for generation in self.engine.poll()}
+        elif move == "abort":
+            self._put_back(self.engine.abort())
+        elif move == "pause by abort":
+            self._put_back(self.engine.pause(PauseMode.ABORT))
+        elif move == "pause by retraction":
+            self.engine.pause(PauseMode.RETRACT)
+        elif move == "resume":
+            self.engine.resume()
+
+    def play_to_the_end(self) -> None:
+        self.engine.resume()
+        for request in self.pending:
+            self.engine.submit(request)
+        self.finished |= {RequestId(id_): generation for id_, generation in finish(self.engine).items()}
+
+    def _put_back(self, aborted: tuple[Generation, ...]) -> None:
+        for generation in aborted:
+            self.pending.append(replace(self.requests[generation.id], partial=generation.response))
+
+
+MOVES = st.lists(
+    st.sampled_from(["submit"] * 3 + ["poll"] * 6 + ["abort", "pause by abort", "pause by retraction", "resume"]),
+    max_size=60,
+)
+
+
+def test_no_history_of_pauses_and_aborts_leaves_a_trace_in_any_response() -> None:
+    want = {request.id: alone(TINY, request) for request in mixed_requests()[:6]}
+
+    @settings(max_examples=15)
+    @given(moves=MOVES)
+    def check(moves: list[str]) -> None:
+        machine = ScheduleMachine()
+        for move in moves:
+            machine.play(move)
+        machine.play_to_the_end()
+        assert machine.finished == want
+
+    check()
+
+
+def test_a_longer_neighbour_with_weights_of_nan_leaves_nothing_in_the_slot_it_used() -> None:
+    engine = engine_of(max_running_requests=1)
+    want = run(engine, request_of())["a"]
+    poisoned = [(name, torch.full_like(tensor, float("nan"))) for name, tensor in random_weights(TINY)]
+    engine.update_weights(2, poisoned)
+    run(engine, request_of("nan", prompt=[1] * 100, sampling=SamplingParams(max_new_tokens=20)))
+    engine.update_weights(1, random_weights(TINY))
+    assert run(engine, request_of())["a"] == want
+
+
+def test_the_rows_that_this_machine_computes_alike_include_the_reference() -> None:
+    counts = probe_row_counts(TINY).counts
+    assert 64 in counts
+    assert list(counts) == sorted(counts)
+
+
+def test_a_response_of_a_partial_counts_positions_from_the_start_of_the_response() -> None:
+    whole = alone(TINY, request_of()).response
+    first = Response(whole.tokens[:1], whole.log_probs[:1], (replace(whole.versions[0], end=1),))
+    assert alone(TINY, request_of(partial=first)).response == whole
