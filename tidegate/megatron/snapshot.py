@@ -8,10 +8,8 @@ expected; values go through unchanged, bit for bit.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,41 +17,15 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tidegate.checksums import WrittenFile, combined_checksum, file_checksum
 from tidegate.megatron.regions import FirstHolder, MapsRegions
 from tidegate.megatron.shards import Piece, Shard
 
-_READ_BYTES = 1 << 20
 _SHARDS = TypeAdapter(dict[str, Shard])
 
 
 class SnapshotCorrupt(ValueError):
     """A snapshot file is missing, or not what its writer said it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """What a writer tells of its file; `checksum` is the hex BLAKE2b-128 of its bytes."""
-
-    file: str
-    size_bytes: int
-    checksum: str
-
-
-def file_checksum(path: Path) -> str:
-    """Hex BLAKE2b-128 of the file's bytes."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def combined_checksum(files: Mapping[str, str]) -> str:
-    """Of a whole snapshot, from its files' checksums by name; independent of their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(files):
-        digest.update(f"{file}={files[file]}\n".encode())
-    return digest.hexdigest()
 
 
 def write_shards(folder: Path, file: str, shards: Iterable[tuple[Shard, torch.Tensor]]) -> WrittenFile:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tidegate.checksums import combined_checksum
 from tidegate.megatron.family import padded_vocab_size
 from tidegate.megatron.regions import FirstHolder, RegionsMissing
 from tidegate.megatron.shards import Shard, logical_shapes, shard_of
-from tidegate.megatron.snapshot import SnapshotCorrupt, SnapshotReader, combined_checksum, write_shards
+from tidegate.megatron.snapshot import SnapshotCorrupt, SnapshotReader, write_shards
 from tidegate.model_config import ModelConfig
 
 CONFIG = ModelConfig(

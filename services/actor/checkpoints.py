@@ -1,0 +1,140 @@
+"""Job checkpoints on disk: all that a resume needs, atomic, the newest few kept.
+
+A checkpoint is a folder `it<next iteration>-inc<incarnation>` with a file a rank and `manifest.json`, which names
+every file's checksum, the layout, the ledger and the versions. Order of a save: files into a partial folder, the
+manifest, fsync, rename. Invariants: a folder with its final name is complete and never changes; a checkpoint is checked
+whole before it is used; the newest is never removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from services.actor.ledger import LedgerError, SampleLedger
+from tidegate.checksums import WrittenFile, file_checksum
+from tidegate.types import Layout
+
+FORMAT_VERSION = 1
+_MANIFEST = "manifest.json"
+_PARTIAL = ".partial"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message says which file and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint holds besides the ranks' files."""
+
+    next_iteration: int
+    version: int
+    layout: Layout
+    ledger: SampleLedger
+    files: tuple[WrittenFile, ...]
+
+    @property
+    def name(self) -> str:
+        return f"it{self.next_iteration:06d}-inc{self.ledger.incarnation:03d}"
+
+
+class CheckpointStore:
+    """The checkpoints of one job, in one folder that all its nodes share."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def begin(self) -> Path:
+        """An empty folder for the ranks to write into; what an unfinished save left is removed."""
+        partial = self._folder / _PARTIAL
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def commit(self, checkpoint: Checkpoint) -> Path:
+        """Give the partial folder its name, then remove the oldest beyond those to keep.
+
+        Raises CheckpointError when a rank's file is not what it said it wrote.
+        """
+        partial = self._folder / _PARTIAL
+        _check_files(partial, checkpoint.files)
+        manifest = {
+            "format": FORMAT_VERSION,
+            "next_iteration": checkpoint.next_iteration,
+            "version": checkpoint.version,
+            "layout": asdict(checkpoint.layout),
+            "ledger": checkpoint.ledger.to_json(),
+            "files": [asdict(file) for file in checkpoint.files],
+        }
+        _write_durably(partial / _MANIFEST, json.dumps(manifest, indent=1))
+        final = self._folder / checkpoint.name
+        if final.exists():  # saved before; a repeat of the command changes nothing
+            shutil.rmtree(partial)
+            return final
+        os.rename(partial, final)
+        _sync_folder(self._folder)
+        for name in self.names()[: -self._keep]:
+            shutil.rmtree(self._folder / name)
+        return final
+
+    def names(self) -> list[str]:
+        """Complete checkpoints, oldest first: by iteration, then by incarnation."""
+        return sorted(path.parent.name for path in self._folder.glob(f"it*/{_MANIFEST}"))
+
+    def path(self, name: str) -> Path:
+        return self._folder / name
+
+    def load(self, name: str) -> Checkpoint:
+        """Read and check one; CheckpointError when it is incomplete, damaged or of a newer format."""
+        folder = self._folder / name
+        try:
+            raw: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            known = ", ".join(self.names()) or "none"
+            raise CheckpointError(
+                f"checkpoint {folder} has no readable manifest ({error}); complete: {known}"
+            ) from error
+        if raw.get("format") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint {folder} has format {raw.get('format')}, this version reads {FORMAT_VERSION}"
+            )
+        try:
+            ledger = SampleLedger.from_json(raw["ledger"])
+        except LedgerError as error:
+            raise CheckpointError(f"checkpoint {folder}: {error}; resume from another one") from error
+        files = tuple(WrittenFile(**file) for file in raw["files"])
+        _check_files(folder, files)
+        return Checkpoint(raw["next_iteration"], raw["version"], Layout(**raw["layout"]), ledger, files)
+
+
+def _check_files(folder: Path, files: tuple[WrittenFile, ...]) -> None:
+    for file in files:
+        path = folder / file.file
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint file {path} is missing; resume from another checkpoint")
+        if (found := file_checksum(path)) != file.checksum:
+            raise CheckpointError(
+                f"checkpoint file {path} has checksum {found}, its writer said {file.checksum}; "
+                "resume from another checkpoint"
+            )
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

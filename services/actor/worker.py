@@ -1,0 +1,180 @@
+"""An actor worker: one rank of the trainer, driven by its instance's calls.
+
+Every rank of the world gets every call alike, whole minibatches included, and takes its part. Invariants: a call that
+is refused changed nothing; what a rank publishes or saves has its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from safetensors.torch import load_file, save_file
+
+from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
+from services.actor.microbatch import TrainSample
+from services.actor.trainer import Demonstration, MegatronTrainer, OptimizerSettings, TrainerSettings
+from tidegate.checksums import file_checksum
+from tidegate.config import JobConfig
+from tidegate.job import Job, load_job
+from tidegate.megatron.batching import BatchLimits
+from tidegate.megatron.snapshot import write_shards
+from tidegate.megatron.worker_rank import join_world, slot_device
+from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
+from tidegate.v1 import workers_pb2 as wire
+
+
+class TrainerWorker:
+    """Handler of one rank's calls."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
+        self._job: Job | None = None
+        self._trainer: MegatronTrainer | None = None
+        self._rank = 0
+
+    def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
+        match call.WhichOneof("body"):
+            case "start_actor":
+                yield self._start(call)
+            case "warm_up":
+                yield from self._warm_up(call)
+            case "train":
+                yield self._train(call)
+            case "publish":
+                yield self._publish(call)
+            case "save":
+                yield self._save(call)
+            case other:
+                raise CallRefused(f"an actor worker does not do {other!r}; send it to the component that does")
+
+    def _start(self, call: wire.WorkerCall) -> Answer:
+        if self._trainer is not None:
+            raise CallRefused("the trainer is started already")
+        start = call.start_actor
+        job = load_job(JobConfig.from_json(start.config_json))
+        device = slot_device(job, self._channel)
+        ranks = join_world(start.rendezvous, start.layout, self._channel, device=device, seed=job.config.seed)
+        trainer = MegatronTrainer(_settings(job), ranks, device=device)
+        self._rank = start.rendezvous.rank
+        if start.checkpoint_dir:
+            trainer.load_state_tensors(load_file(Path(start.checkpoint_dir) / rank_file(self._rank)))
+        self._job, self._trainer = job, trainer
+        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))
+
+    def _warm_up(self, call: wire.WorkerCall) -> Iterator[Answer]:
+        job, trainer = self._started()
+        asked = call.warm_up
+        for step in range(asked.num_steps):
+            first = step * asked.batch_size
+            batch = [_demonstration(job, index) for index in range(first, first + asked.batch_size)]
+            report = trainer.supervised_step(batch, asked.learning_rate)
+            if not report.committed:
+                raise ArithmeticError(f"warm-up step {step}: loss {report.loss}, gradient norm {report.grad_norm}")
+            progress = wire.WarmUpProgress(step=step + 1, num_steps=asked.num_steps, loss=report.loss)
+            yield Answer(call.call_id, progress, last=step + 1 == asked.num_steps)
+
+    def _train(self, call: wire.WorkerCall) -> Answer:
+        _, trainer = self._started()
+        try:
+            samples = [_train_sample(sample) for sample in call.train.samples]
+        except ValueError as error:
+            raise CallRefused(str(error)) from error
+        report = trainer.train_minibatch(samples, call.train.learning_rate)
+        return Answer(
+            call.call_id,
+            wire.UpdateReport(
+                update_id=call.train.update_id,
+                committed=report.committed,
+                loss=report.loss,
+                grad_norm=report.grad_norm,
+                metrics=report.metrics,
+            ),
+        )
+
+    def _publish(self, call: wire.WorkerCall) -> Answer:
+        """The first replica writes; of what all its tensor-parallel ranks hold whole, the first of them."""
+        _, trainer = self._started()
+        ranks = trainer.ranks
+        shards = [
+            (parameter.shard, parameter.tensor)
+            for parameter in trainer.parameters()
+            if not parameter.tied_copy and (ranks.tp == 0 or not parameter.shard.replicated)
+        ]
+        if ranks.dp != 0 or not shards:
+            return Answer(call.call_id, wire.PublishedShard())
+        written = write_shards(Path(call.publish.folder), rank_file(self._rank), shards)
+        return Answer(
+            call.call_id,
+            wire.PublishedShard(file=written.file, size_bytes=written.size_bytes, checksum=written.checksum),
+        )
+
+    def _save(self, call: wire.WorkerCall) -> Answer:
+        _, trainer = self._started()
+        path = Path(call.save.folder) / rank_file(self._rank)
+        save_file(trainer.state_tensors(), path)
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+        saved = wire.SavedShard(file=path.name, size_bytes=path.stat().st_size, checksum=file_checksum(path))
+        return Answer(call.call_id, saved)
+
+    def _started(self) -> tuple[Job, MegatronTrainer]:
+        if self._job is None or self._trainer is None:
+            raise CallRefused("the trainer is not started; send StartActor first")
+        return self._job, self._trainer
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file in a snapshot or a checkpoint."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def _settings(job: Job) -> TrainerSettings:
+    algorithm, actor = job.config.algorithm, job.config.actor
+    return TrainerSettings(
+        model=job.model,
+        padded_vocab=job.padded_vocab,
+        seed=job.config.seed,
+        temperature=algorithm.temperature,
+        limits=BatchLimits(max_sequences=actor.micro_batch_size),
+        grpo=GrpoSettings(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            kl_coefficient=algorithm.kl_coefficient,
+            aggregation=Aggregation(algorithm.loss_aggregation),
+            old_log_probs=OldLogProbs(algorithm.old_logprobs),
+            importance_cap=algorithm.importance_cap,
+        ),
+        optimizer=OptimizerSettings(
+            weight_decay=actor.weight_decay,
+            adam_beta1=actor.adam_beta1,
+            adam_beta2=actor.adam_beta2,
+            clip_grad=actor.clip_grad,
+        ),
+    )
+
+
+def _demonstration(job: Job, index: int) -> Demonstration:
+    shown = job.task.demonstration(index)
+    prompt = job.tokenizer.encode_prompt(shown.prompt.text)
+    response = job.tokenizer.encode_response(shown.response)
+    return Demonstration(tokens=(*prompt, *response), loss_mask=(False,) * len(prompt) + (True,) * len(response))
+
+
+def _train_sample(wired: wire.TrainSample) -> TrainSample:
+    return TrainSample(
+        prompt_tokens=tuple(wired.prompt_tokens),
+        response_tokens=tuple(wired.response_tokens),
+        advantage=wired.advantage,
+        old_log_probs=tuple(wired.old_log_probs),
+        reference_log_probs=tuple(wired.reference_log_probs),
+        engine_log_probs=tuple(wired.engine_log_probs),
+        masked=wired.masked,
+    )
+
+
+def main(channel: WorkerChannel) -> None:
+    """The worker's entry, in the forked process."""
+    run_worker(channel, TrainerWorker(channel), waits_for="minibatch")

@@ -1,0 +1,122 @@
+"""One rank of the inference: log-probabilities of whole groups under the current and the reference policy.
+
+Micro-batches are cut group by group, so that a sample's bits depend on its own group only: not on which groups arrived
+beside it. Invariants: weights come from verified snapshots only; the same layout, padding and weights give the bits of
+the actor's own forward pass, which runs the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidegate.megatron.batching import BatchLimits, TokenBatch, cut, deal, pad
+from tidegate.megatron.log_probs import forward_log_probs
+from tidegate.megatron.model import build_model_chunks, local_parameters
+from tidegate.megatron.parallel import ParallelRanks
+from tidegate.megatron.snapshot import SnapshotReader
+from tidegate.model_config import ModelConfig
+
+LogProbs = dict[tuple[int, int], npt.NDArray[np.float32]]
+"""By (group, sample) as numbered in the call: one value a token of the sequence, 0 at its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSettings:
+    """All that a scorer is built from, the same on every rank."""
+
+    model: ModelConfig
+    padded_vocab: int
+    temperature: float
+    limits: BatchLimits
+
+
+@dataclass(slots=True)
+class _Policy:
+    chunks: Sequence[torch.nn.Module]
+    version: int
+
+
+@dataclass(slots=True)
+class MegatronScorer:
+    """Built on every rank after `parallel.start`; every method is called by all ranks alike."""
+
+    settings: ScorerSettings
+    ranks: ParallelRanks
+    device: torch.device
+    _policy: _Policy | None = field(default=None, init=False)
+    _reference: _Policy | None = field(default=None, init=False)
+
+    def load(self, reader: SnapshotReader, *, version: int, reference: bool) -> None:
+        """Take a version's weights, as the policy or as the reference."""
+        held = self._reference if reference else self._policy
+        chunks = held.chunks if held else self._build()
+        parameters = local_parameters(
+            chunks, self.settings.model, self.ranks.layout, padded_vocab=self.settings.padded_vocab
+        )
+        with torch.no_grad():
+            for parameter in parameters:
+                reader.read_into(parameter.shard, parameter.tensor)
+        loaded = _Policy(chunks, version)
+        if reference:
+            self._reference = loaded
+        else:
+            self._policy = loaded
+
+    @property
+    def version(self) -> int | None:
+        """Of the policy's weights; None before the first."""
+        return self._policy.version if self._policy else None
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    def policy_log_probs(self, groups: Sequence[Sequence[Sequence[int]]]) -> LogProbs:
+        """Of each group's sequences (prompt and response), those of this replica, on its last stage; else {}.
+
+        ValueError before any weights are loaded.
+        """
+        return self._log_probs(self._policy, groups, "policy")
+
+    def reference_log_probs(self, groups: Sequence[Sequence[Sequence[int]]]) -> LogProbs:
+        """As `policy_log_probs`, under the reference policy."""
+        return self._log_probs(self._reference, groups, "reference")
+
+    def _build(self) -> Sequence[torch.nn.Module]:
+        chunks = build_model_chunks(
+            self.settings.model,
+            self.ranks.layout,
+            padded_vocab=self.settings.padded_vocab,
+            seed=0,
+            device=self.device,
+        )
+        return [chunk.eval().requires_grad_(False) for chunk in chunks]
+
+    def _log_probs(self, policy: _Policy | None, groups: Sequence[Sequence[Sequence[int]]], which: str) -> LogProbs:
+        if policy is None:
+            raise ValueError(f"the inference has no {which} weights; load a version first")
+        rows: list[tuple[int, tuple[int, ...]]] = []
+        for number, sequences in enumerate(groups):
+            lengths = [len(sequence) for sequence in sequences]
+            rows.extend((number, batch) for batch in cut(lengths, self.settings.limits))
+        dealt = deal([(row,) for row in range(len(rows))], num_replicas=self.ranks.layout.dp, replica=self.ranks.dp)
+        own = [rows[row[0]] if row else (0, ()) for row in dealt]
+        batches: list[TokenBatch] = [pad(groups[number], batch, self.settings.limits) for number, batch in own]
+        with torch.no_grad():
+            scored = forward_log_probs(
+                policy.chunks,
+                batches,
+                vocab_size=self.settings.model.vocab_size,
+                temperature=self.settings.temperature,
+                device=self.device,
+            )
+        return {
+            (number, sample): log_probs_BS[row, : len(groups[number][sample])]
+            for (number, batch), log_probs_BS in zip(own, scored, strict=bool(scored))
+            for row, sample in enumerate(batch)
+        }

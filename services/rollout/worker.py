@@ -1,0 +1,157 @@
+"""A rollout worker: one engine on one slot, driven by its instance's calls.
+
+Generation happens in short steps between calls. Each sequence's outcome is a reply to the call that asked for it; the
+last of them closes that call. Invariants: a refused call changes nothing; every request that was taken comes out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+from services.rollout.embedded.engine import EmbeddedEngine
+from services.rollout.engine import (
+    Engine,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    RequestId,
+    RequestRefused,
+    SamplingParams,
+)
+from tidegate.codec import decode_sample_id, encode_sample_id
+from tidegate.config import JobConfig
+from tidegate.job import Job, load_job
+from tidegate.megatron.snapshot import SnapshotCorrupt, SnapshotReader
+from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
+from tidegate.types import SampleId
+from tidegate.v1 import samples_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+_FINISH = {
+    FinishReason.STOP: samples_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: samples_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: samples_pb2.FINISH_REASON_ABORT,
+}
+
+
+class EngineWorker:
+    """Handler and stepper of one engine."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._engine: Engine | None = None
+        self._call_of: dict[RequestId, int] = {}
+        self._num_open: dict[int, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._call_of)
+
+    def step(self) -> Iterator[Answer]:
+        """A token for every running sequence."""
+        _, engine = self._started()
+        return self._answers(engine.poll())
+
+    def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
+        match call.WhichOneof("body"):
+            case "start_engine":
+                yield self._start(call)
+            case "load_shards":
+                yield self._load(call)
+            case "generate":
+                self._submit(call)
+            case "abort":
+                _, engine = self._started()
+                yield from self._answers(engine.abort())
+                yield Answer(call.call_id)
+            case other:
+                raise CallRefused(f"a rollout worker does not do {other!r}; send it to the component that does")
+
+    def _start(self, call: wire.WorkerCall) -> Answer:
+        if self._engine is not None:
+            raise CallRefused("the engine is started already")
+        self._job = load_job(JobConfig.from_json(call.start_engine.config_json))
+        limit = self._job.config.rollout.max_running_requests
+        self._engine = EmbeddedEngine(self._job.model, max_running_requests=limit)
+        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail="embedded"))
+
+    def _load(self, call: wire.WorkerCall) -> Answer:
+        _, engine = self._started()
+        shards = call.load_shards
+        try:
+            reader = SnapshotReader(Path(shards.folder), dict(zip(shards.files, shards.checksums, strict=True)))
+        except SnapshotCorrupt as error:
+            raise CallRefused(str(error)) from error
+        engine.update_weights(shards.version, ((name, reader.read_whole(name)) for name in reader.names()))
+        return Answer(call.call_id, wire.LoadedWeights(version=shards.version, checksum=reader.checksum))
+
+    def _submit(self, call: wire.WorkerCall) -> None:
+        job, engine = self._started()
+        taken: list[RequestId] = []
+        for request in call.generate.requests:
+            identity = RequestId(str(decode_sample_id(request.id)))
+            try:
+                if identity in self._call_of:
+                    raise RequestRefused(f"sample {identity} is being generated here already")
+                engine.submit(_request(identity, request, job))
+            except RequestRefused as error:
+                engine.abort(taken)
+                raise CallRefused(str(error)) from error
+            taken.append(identity)
+        if not taken:
+            raise CallRefused("a generate call names no request")
+        self._call_of |= dict.fromkeys(taken, call.call_id)
+        self._num_open[call.call_id] = len(taken)
+
+    def _answers(self, generations: Iterable[Generation]) -> Iterator[Answer]:
+        _, engine = self._started()
+        for generation in generations:
+            call_id = self._call_of.pop(generation.id)
+            self._num_open[call_id] -= 1
+            last = self._num_open[call_id] == 0
+            if last:
+                del self._num_open[call_id]
+            load = engine.load()
+            body = wire.Generated(
+                sample=_sample(generation), num_running=load.num_running, num_waiting=load.num_waiting
+            )
+            yield Answer(call_id, body, last=last)
+
+    def _started(self) -> tuple[Job, Engine]:
+        if self._job is None or self._engine is None:
+            raise CallRefused("the engine is not started; send StartEngine first")
+        return self._job, self._engine
+
+
+def _request(identity: RequestId, request: wire.GenerationRequest, job: Job) -> GenerationRequest:
+    algorithm = job.config.algorithm
+    sampling = SamplingParams(
+        max_new_tokens=algorithm.max_new_tokens,
+        temperature=algorithm.temperature,
+        top_p=algorithm.top_p,
+        seed=request.seed,
+        stop_token_id=job.tokenizer.eos_id,
+    )
+    return GenerationRequest(id=identity, prompt_tokens=tuple(request.prompt_tokens), sampling=sampling)
+
+
+def _sample(generation: Generation) -> samples_pb2.Sample:
+    response = generation.response
+    return samples_pb2.Sample(
+        id=encode_sample_id(SampleId.parse(generation.id)),
+        response_tokens=response.tokens,
+        engine_log_probs=response.log_probs,
+        versions=[
+            samples_pb2.VersionRun(version=span.version, num_tokens=span.end - span.start) for span in response.versions
+        ],
+        finish=_FINISH[generation.finish_reason],
+    )
+
+
+def main(channel: WorkerChannel) -> None:
+    """The worker's entry, in the forked process."""
+    worker = EngineWorker()
+    run_worker(channel, worker, stepper=worker, waits_for="prompts")

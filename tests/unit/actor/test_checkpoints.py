@@ -1,0 +1,79 @@
+"""Checkpoints: complete or not there; checked before use; the newest stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.actor.checkpoints import Checkpoint, CheckpointError, CheckpointStore
+from services.actor.ledger import ClosedIteration, SampleLedger
+from tidegate.checksums import WrittenFile, file_checksum
+from tidegate.types import Layout
+
+
+def _checkpoint(folder: Path, *, next_iteration: int = 1, incarnation: int = 0) -> Checkpoint:
+    path = folder / "rank00000.safetensors"
+    path.write_bytes(b"weights" * next_iteration)
+    closed = tuple(ClosedIteration(iteration, 4, 0, 0) for iteration in range(next_iteration))
+    ledger = SampleLedger(incarnation=incarnation, closed=closed, num_trained=4 * next_iteration)
+    file = WrittenFile(path.name, path.stat().st_size, file_checksum(path))
+    return Checkpoint(next_iteration, next_iteration, Layout(dp=2), ledger, (file,))
+
+
+def _saved(store: CheckpointStore, *, next_iteration: int = 1, incarnation: int = 0) -> Checkpoint:
+    checkpoint = _checkpoint(store.begin(), next_iteration=next_iteration, incarnation=incarnation)
+    store.commit(checkpoint)
+    return checkpoint
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    want = _saved(store)
+    assert store.load(want.name) == want
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for iteration in (1, 2, 3):
+        _saved(store, next_iteration=iteration)
+    assert store.names() == ["it000002-inc000", "it000003-inc000"]
+
+
+def test_a_save_that_did_not_end_is_not_a_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    _saved(store)
+    _checkpoint(store.begin(), next_iteration=2)
+    assert store.names() == ["it000001-inc000"]
+
+
+def test_a_repeat_changes_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    want = _saved(store)
+    assert _saved(store) == want
+    assert store.load(want.name) == want
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    checkpoint = _saved(store)
+    (store.path(checkpoint.name) / "rank00000.safetensors").write_bytes(b"else")
+    with pytest.raises(CheckpointError, match=r"rank00000.safetensors has checksum .* resume from another checkpoint"):
+        store.load(checkpoint.name)
+
+
+def test_a_file_that_is_not_what_its_rank_wrote_is_not_committed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    folder = store.begin()
+    checkpoint = _checkpoint(folder)
+    (folder / "rank00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        store.commit(checkpoint)
+    assert store.names() == []
+
+
+def test_a_name_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    _saved(store)
+    with pytest.raises(CheckpointError, match="complete: it000001-inc000"):
+        store.load("it000009-inc000")

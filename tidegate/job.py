@@ -1,0 +1,122 @@
+"""A job as its processes see it: the config, and what is made of it once: tokenizer, task, model shape, its folder.
+
+Invariants: every process of a job makes the same `Job` of the same config; the folder's layout is known here only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.config import ConfigError, JobConfig
+from tidegate.megatron.family import check_layout, padded_vocab_size
+from tidegate.model_config import ModelConfig
+from tidegate.tasks import Task, find_task
+from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokenizer
+from tidegate.types import NodeId, Role, SampleId
+
+MAX_VOCAB_SIZE = 1 << 20
+"""A tokenizer file with more ids than this is taken for a wrong file; the largest in use have about 262,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """Where a job keeps what a person or a later run reads."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, config: JobConfig) -> JobFolder:
+        return cls(Path(config.output_dir).resolve() / config.job)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer.json"
+
+    @property
+    def endpoint(self) -> Path:
+        """Where the live job's Control API answers; mode 0600, gone when the job is over."""
+        return self.root / "endpoint.json"
+
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def events(self) -> Path:
+        """The event stream, a JSON line each, written when the job ends."""
+        return self.root / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "timeline.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def servers(self) -> Path:
+        """Data of the embedded NATS and Redis."""
+        return self.root / "servers"
+
+    @property
+    def journal(self) -> Path:
+        """Which samples each optimizer commit held, a JSON line each."""
+        return self.root / "journal.jsonl"
+
+    def node(self, node: NodeId) -> Path:
+        """What a node keeps on its local disk: the gate's lock files."""
+        return self.root / "nodes" / node
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A config with what is made of it."""
+
+    config: JobConfig
+    tokenizer: TaskTokenizer
+    task: Task
+    model: ModelConfig
+
+    @property
+    def padded_vocab(self) -> int:
+        return padded_vocab_size(self.model, [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)])
+
+    def sampling_seed(self, sample: SampleId) -> int:
+        """64 bits that decide a response's draws. Without the incarnation: a resumed job samples the same again."""
+        text = f"{self.config.seed}/{sample.iteration}/{sample.prompt}/{sample.draw}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def load_job(config: JobConfig) -> Job:
+    """Make a job of its config. ConfigError where the tokenizer, the task or a layout does not fit."""
+    try:
+        task = find_task(config.task.name, config.seed)
+        tokenizer = (
+            load_tokenizer(Path(config.model.tokenizer), model_vocab_size=MAX_VOCAB_SIZE)
+            if config.model.tokenizer
+            else build_tokenizer(task.words())
+        )
+        job = Job(config, tokenizer, task, config.model.shape(tokenizer.vocab_size))
+        for role in (Role.ACTOR, Role.INFERENCE):
+            check_layout(job.model, config.layout(role), padded_vocab=job.padded_vocab)
+        tokenizer.encode_prompt(task.prompt(0).text)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return job

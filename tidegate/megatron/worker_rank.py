@@ -1,0 +1,40 @@
+"""How a worker process becomes a rank of its component's Megatron world.
+
+Shared by the actor's and the inference's workers. Invariant: the store's socket is the one the instance bound, so that
+nothing listens where the instance did not mean it to.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tidegate.codec import decode_layout
+from tidegate.job import Job
+from tidegate.megatron import parallel
+from tidegate.runtime.worker import WorkerChannel
+from tidegate.types import node_of
+from tidegate.v1 import types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+
+def slot_device(job: Job, channel: WorkerChannel) -> torch.device:
+    """The device of the worker's slot."""
+    if job.config.cluster.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(channel.grant.gpu.removeprefix(f"{node_of(channel.grant.gpu)}/")))
+
+
+def join_world(
+    wired: wire.Rendezvous, layout: types_pb2.Layout, channel: WorkerChannel, *, device: torch.device, seed: int
+) -> parallel.ParallelRanks:
+    """Join the component's world; ValueError where layout and number of ranks differ."""
+    listener = channel.store_listener if wired.rank == 0 else None
+    rendezvous = parallel.Rendezvous(
+        rank=wired.rank,
+        world_size=wired.world_size,
+        port=wired.port,
+        timeout_s=wired.timeout_s,
+        host=wired.host,
+        listen_fd=listener.detach() if listener is not None else None,
+    )
+    return parallel.start(rendezvous, decode_layout(layout), device=device, seed=seed)
