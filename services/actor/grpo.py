@@ -1,10 +1,9 @@
-"""GRPO's loss: advantages within a group, and the clipped policy gradient with a KL penalty.
+"""GRPO around its loss: advantages within a group, the weight of each token, the metrics of an update. Pure numpy.
 
 The loss of an update is the sum over all its response tokens of `token weight * token loss`; the weights hold the
 global denominators, so that micro-batches, replicas and stages only ever add. Invariants: prompt, padding and masked
 samples weigh nothing and are in no denominator; groups of zero spread or of one sample get advantage 0 and stay in the
-denominators. Advantages and the objective: DeepSeekMath (arXiv 2402.03300); k3: http://joschu.net/blog/kl-approx.html.
-Legend of shapes: B sequences of a micro-batch, S positions.
+denominators. The advantages are those of DeepSeekMath (arXiv 2402.03300).
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from services.actor.microbatch import TrainBatch, TrainSample
+from services.actor.microbatch import TrainSample
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: keeps nearly equal rewards from dividing by nearly nothing."""
@@ -49,15 +47,6 @@ class GrpoSettings:
     old_log_probs: OldLogProbs = OldLogProbs.TRAINER
     importance_cap: float | None = None
     """Cap of the weights p_trainer / p_engine on the policy term; None leaves them off."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossTerms:
-    """A micro-batch's share of the loss, and of the metrics that are sums over tokens."""
-
-    loss: torch.Tensor
-    sums: torch.Tensor
-    """[len(SUMS)], detached."""
 
 
 SUMS = ("loss", "kl", "clipped_tokens", "ratio", "absolute_terms")
@@ -95,40 +84,6 @@ def token_weights(samples: Sequence[TrainSample], aggregation: Aggregation) -> l
             return [1.0 / (num_sequences * count) if count else 0.0 for count in counts]
         case Aggregation.SEQ_MEAN_TOKEN_SUM:
             return [1.0 / num_sequences if count else 0.0 for count in counts]
-
-
-def grpo_loss(log_probs_BS: torch.Tensor, batch: TrainBatch, settings: GrpoSettings) -> LossTerms:
-    """The micro-batch's share, from the log-probabilities of the policy being trained."""
-    trainer_BS, engine_BS, reference_BS, mask_BS, weight_BS, advantage_BS = (
-        torch.from_numpy(array).to(log_probs_BS.device)
-        for array in (
-            batch.old_log_probs_BS,
-            batch.engine_log_probs_BS,
-            batch.reference_log_probs_BS,
-            batch.mask_BS,
-            batch.token_weight_BS,
-            batch.advantage_BS,
-        )
-    )
-    old_BS = trainer_BS if settings.old_log_probs is OldLogProbs.TRAINER else engine_BS
-    # Outside the mask differences are 0: a padding position must not turn into an infinity that 0 cannot weigh down.
-    ratio_BS = torch.exp((log_probs_BS - old_BS) * mask_BS)
-    clipped_BS = ratio_BS.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    unclipped_gain_BS, clipped_gain_BS = ratio_BS * advantage_BS, clipped_BS * advantage_BS
-    term_BS = -torch.minimum(unclipped_gain_BS, clipped_gain_BS)
-    if settings.importance_cap is not None:
-        term_BS = term_BS * torch.exp((old_BS - engine_BS) * mask_BS).clamp(max=settings.importance_cap)
-    kl_BS = torch.zeros_like(log_probs_BS)
-    if settings.kl_coefficient:
-        difference_BS = (reference_BS - log_probs_BS) * mask_BS
-        kl_BS = torch.exp(difference_BS) - difference_BS - 1.0
-        term_BS = term_BS + settings.kl_coefficient * kl_BS
-    weighted_BS = term_BS * weight_BS
-    loss = weighted_BS.sum()
-    with torch.no_grad():
-        is_clipped_BS = (clipped_gain_BS < unclipped_gain_BS) * mask_BS
-        sums = [loss, (kl_BS * mask_BS).sum(), is_clipped_BS.sum(), (ratio_BS * mask_BS).sum(), weighted_BS.abs().sum()]
-        return LossTerms(loss, torch.stack(sums).detach())
 
 
 def update_metrics(samples: Sequence[TrainSample], sums: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The samples of an update and the per-token numbers of their micro-batches. Pure numpy.
+"""The samples and demonstrations of an update, and the per-token numbers of their micro-batches. Pure numpy.
 
 Each array is aligned to the token that it is about: position t speaks of token t of the sequence (prompt, then
 response). Invariants: only response tokens of samples that are not masked are in the mask; what is outside a response
@@ -53,6 +53,21 @@ class TrainSample:
     @property
     def num_trained_tokens(self) -> int:
         return 0 if self.masked else len(self.response_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A sequence to imitate: the loss is over the tokens whose mask is True."""
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.loss_mask) or len(self.tokens) < 2:
+            raise ValueError(
+                f"a demonstration of {len(self.tokens)} tokens with {len(self.loss_mask)} mask entries cannot be "
+                "trained: it needs two tokens at least and a mask entry for each"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,57 +23,19 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
-from services.actor.grpo import SUMS, GrpoSettings, check_samples, grpo_loss, token_weights, update_metrics
+from services.actor.grpo import SUMS, check_samples, token_weights, update_metrics
+from services.actor.grpo_loss import grpo_loss
 from services.actor.learning_rate import assign_learning_rate
-from services.actor.microbatch import TrainSample, train_batches
+from services.actor.microbatch import Demonstration, TrainSample, train_batches
 from services.actor.optimizer_state import OptimizerState
-from tidegate.megatron.batching import BatchLimits, TokenBatch, replica_batches
+from services.actor.settings import OptimizerSettings, TrainerSettings
+from tidegate.megatron.batching import TokenBatch, replica_batches
 from tidegate.megatron.log_probs import forward_log_probs, token_log_probs
 from tidegate.megatron.model import LocalParameter, build_model_chunks, local_parameters
 from tidegate.megatron.parallel import ParallelRanks
 from tidegate.megatron.schedule import OnLogits, run_micro_batches
-from tidegate.model_config import ModelConfig
 
 _RNG = "rng/cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """AdamW and clipping."""
-
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_epsilon: float = 1e-8
-    clip_grad: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerSettings:
-    """All that a trainer is built from, the same on every rank."""
-
-    model: ModelConfig
-    padded_vocab: int
-    seed: int
-    temperature: float
-    limits: BatchLimits
-    grpo: GrpoSettings
-    optimizer: OptimizerSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """A sequence to imitate: the loss is over the tokens whose mask is True."""
-
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.loss_mask) or len(self.tokens) < 2:
-            raise ValueError(
-                f"a demonstration of {len(self.tokens)} tokens with {len(self.loss_mask)} mask entries cannot be "
-                "trained: it needs two tokens at least and a mask entry for each"
-            )
 
 
 @dataclass(frozen=True, slots=True)

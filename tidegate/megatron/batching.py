@@ -1,8 +1,8 @@
 """Cuts sequences into right-padded micro-batches and deals them to the data-parallel replicas. Pure numpy.
 
 Order: `cut` (which sequences go together), `deal` (which replica runs them), `pad` (the tokens). Invariants: the cut
-does not depend on the number of replicas; every sequence is in exactly one micro-batch; all replicas get the same number
-of micro-batches, short ones a filler that holds no sequence; the same lengths give the same micro-batches, bit for bit.
+does not depend on the number of replicas; every sequence is in exactly one micro-batch; all replicas get equally many
+micro-batches, short ones a filler that holds no sequence; the same lengths give the same micro-batches, bit for bit.
 Legend of shapes: B sequences of a micro-batch, S padded positions.
 """
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.actor.trainer import MegatronTrainer, TrainerSettings
+from services.actor.settings import TrainerSettings
+from services.actor.trainer import MegatronTrainer
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
 from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel

@@ -8,7 +8,7 @@ import numpy as np
 
 from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs, group_advantages
 from services.actor.microbatch import TrainSample
-from services.actor.trainer import OptimizerSettings, TrainerSettings
+from services.actor.settings import OptimizerSettings, TrainerSettings
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.family import padded_vocab_size
 from tidegate.model_config import ModelConfig

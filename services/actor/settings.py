@@ -1,0 +1,33 @@
+"""What a trainer is built from: pure values, the same on every rank of the actor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.actor.grpo import GrpoSettings
+from tidegate.megatron.batching import BatchLimits
+from tidegate.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW and clipping."""
+
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """All that a trainer is built from, the same on every rank."""
+
+    model: ModelConfig
+    padded_vocab: int
+    seed: int
+    temperature: float
+    limits: BatchLimits
+    grpo: GrpoSettings
+    optimizer: OptimizerSettings

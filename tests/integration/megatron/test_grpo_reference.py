@@ -1,0 +1,72 @@
+"""GRPO's loss and gradient against the fp64 reference, whole and split over eight ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.megatron import recorded, reference
+from tests.integration.megatron.logical import logical_tensors
+from tests.ranks import RankServer
+
+TOLERANCE = 1e-5
+"""Of the loss relative to the sum of |terms|, of a gradient in L2: fp32 leaves about 1e-6 of either."""
+
+LAYOUTS = {"on one rank": {}, "on eight ranks, tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mean over tokens": {"aggregation": "token-mean"},
+    "mean over sequences of token means, ratio to the engine": {
+        "aggregation": "seq-mean-token-mean",
+        "old_log_probs": "engine",
+    },
+    "mean over sequences of token sums, truncated importance weights": {
+        "aggregation": "seq-mean-token-sum",
+        "importance_cap": 1.02,
+    },
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two embeddings", "tied embeddings"])
+@pytest.mark.parametrize("grpo", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_loss_and_gradient_are_those_of_the_formulas(
+    ranks: RankServer, layout: dict[str, int], grpo: dict[str, Any], tied: bool
+) -> None:
+    world_size = 8 if layout else 1
+    got = ranks.run(
+        "tests.integration.megatron.jobs:one_update", world_size, {"layout": layout, "grpo": grpo, "tied": tied}
+    )
+    settings = recorded.grpo_settings(**grpo)
+    want = reference.grpo(
+        recorded.small_model(tied=tied),
+        logical_tensors(got, "param"),
+        recorded.recorded_samples(),
+        temperature=recorded.TEMPERATURE,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        kl_coefficient=settings.kl_coefficient,
+        aggregation=settings.aggregation.value,
+        old_log_probs=settings.old_log_probs.value,
+        importance_cap=settings.importance_cap,
+    )
+    assert want.clip_fraction > 0.05, "the samples must be off-policy enough to try the clipping"
+    for rank in got:
+        assert bool(rank["committed"])
+        assert abs(float(rank["loss"]) - want.loss) <= TOLERANCE * want.absolute_terms
+        assert float(rank["metric/absolute_terms"]) == pytest.approx(want.absolute_terms, rel=TOLERANCE)
+        assert float(rank["metric/kl"]) == pytest.approx(want.kl, rel=TOLERANCE)
+        assert float(rank["metric/clip_fraction"]) == pytest.approx(want.clip_fraction)
+        norm = torch.cat([gradient.flatten() for gradient in want.gradients.values()]).norm()
+        assert float(rank["grad_norm"]) == pytest.approx(float(norm), rel=TOLERANCE)
+    gradients = logical_tensors(got, "grad")
+    assert gradients.keys() == want.gradients.keys()
+    for name, gradient in gradients.items():
+        assert _distance(gradient, want.gradients[name]) <= TOLERANCE, name
+    for name, gradient in logical_tensors(got, "grad", tied_copies=True).items():
+        assert _distance(gradient, want.gradients[name]) <= TOLERANCE, f"the last stage's copy of {name}"
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
