@@ -1,0 +1,189 @@
+"""What the scheduler asks for, as frozen values: of a component's lead, of the store, of a node's gate, of itself.
+
+Invariants: every command has an id derived from what it is for, so that a repeat is recognised; what it asks for shows
+in the state once done, by events, so that it is then no longer wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.state import Phase
+from services.scheduler.values import IterationPlan, Snapshot
+from tidegate.ownership import MoveState, Outcome, Transition
+from tidegate.types import CommandId, GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an instance answers, in the start of it that is meant."""
+
+    instance: InstanceId
+    endpoint: str
+    boot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """To the lead at `endpoint`. `members` is what the component holds now, in rank order."""
+
+    id: CommandId
+    job: JobId
+    incarnation: int
+    role: Role
+    endpoint: str
+    lead_epoch: int
+    deadline_ms: int
+    instances: tuple[Address, ...]
+    members: tuple[Grant, ...]
+    transition_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleUp:
+    """`grants` come; `members` are all GPUs of the component afterwards, in rank order. An empty checkpoint: anew."""
+
+    header: Header
+    grants: tuple[Grant, ...]
+    members: tuple[Grant, ...]
+    layout: Layout
+    weights: Snapshot | None
+    reference: Snapshot | None
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDown:
+    """`grants` go; `members` and `layout` are what is left, None is nothing.
+
+    Without a transition it clears up after a failed start: the grants are lost, their gates held by living workers.
+    """
+
+    header: Header
+    grants: tuple[Grant, ...]
+    members: tuple[Grant, ...]
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    header: Header
+    weights: Snapshot
+    reference: Snapshot | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenIteration:
+    header: Header
+    plan: IterationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class CloseIteration:
+    header: Header
+    iteration: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTransition:
+    """Store: `plan`. Save the state first: the store compares `planned_version` with the saved one."""
+
+    id: CommandId
+    transition: Transition
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceMove:
+    """Store: `advance` of one GPU."""
+
+    id: CommandId
+    transition_id: TransitionId
+    gpu: GpuId
+    from_state: MoveState
+    to_state: MoveState
+
+
+@dataclass(frozen=True, slots=True)
+class CommitPart:
+    """Store: `commit` of one component's layout."""
+
+    id: CommandId
+    transition_id: TransitionId
+    role: Role
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseTransition:
+    """Store: `close`."""
+
+    id: CommandId
+    transition_id: TransitionId
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class MarkLost:
+    """Store: `mark_lost`."""
+
+    id: CommandId
+    gpu: GpuId
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """Store: `reclaim` of a lost GPU that its gate, or its holder, says is free."""
+
+    id: CommandId
+    gpu: GpuId
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class AskGate:
+    """Ask the node's gate through any living instance on it; the answer comes as `GateReported`."""
+
+    id: CommandId
+    node: NodeId
+    endpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Nothing to send: wait for what only others can do, and give up at its last deadline."""
+
+    id: CommandId
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    """The scheduler's own decision to end the job as `outcome`; folded into the state by `expectations.issued`."""
+
+    id: CommandId
+    outcome: Phase
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishJob:
+    """The job is over: nothing of it is left running. Folded into the state by `expectations.issued`."""
+
+    id: CommandId
+    phase: Phase
+    message: str
+
+
+LeadCommand = ScaleUp | ScaleDown | LoadWeights | OpenIteration | CloseIteration
+StoreCommand = PlanTransition | AdvanceMove | CommitPart | CloseTransition | MarkLost | Reclaim
+Command = LeadCommand | StoreCommand | AskGate | Await | StopJob | FinishJob
+
+
+def command_id(command: Command) -> CommandId:
+    match command:
+        case ScaleUp() | ScaleDown() | LoadWeights() | OpenIteration() | CloseIteration():
+            return command.header.id
+        case _:
+            return command.id

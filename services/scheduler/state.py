@@ -1,0 +1,297 @@
+"""What the scheduler knows of one job. All of it is here: what is not in a `ClusterState` no replica remembers.
+
+Invariants (checked by `invariants.check`):
+- frozen and made of values only, so that `codec` writes and reads it exactly;
+- `version` counts structural changes and guards transitions; progress, backlog and what was issued leave it alone;
+- `gpus` and `transitions` are the ownership store's, as last read; a component's `grants` are those of its committed
+  layout whose holders are not known to be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.scheduler.values import Fate, IterationPlan, JobSpec, Snapshot, total
+from tidegate.ownership import GpuRecord, Owner, Transition
+from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, TransitionId
+
+
+class Phase(StrEnum):
+    """`stopping` gives all GPUs back, then the job ends as `ClusterState.outcome`."""
+
+    SUBMITTED = "submitted"
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A running service of a role on a node. `living` is False from its lost lease on, until it joins again."""
+
+    endpoint: str
+    boot: int
+    living: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Elected by the start `boot` of its instance; a later start of it leads only after its own election."""
+
+    instance: InstanceId
+    endpoint: str
+    epoch: int
+    boot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Weights that a component confirmed under its present lead."""
+
+    incarnation: int
+    version: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """`layout` is None while the component is down; `broken` names transitions that cannot succeed any more."""
+
+    lead: Lead | None = None
+    grants: tuple[Grant, ...] = ()
+    layout: Layout | None = None
+    loaded: Loaded | None = None
+    has_reference: bool = False
+    broken: tuple[TransitionId, ...] = ()
+    num_failed_starts: int = 0
+
+    @property
+    def is_up(self) -> bool:
+        return self.layout is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A component's account of the open iteration."""
+
+    generated: Fate
+    trained: Fate
+    filtered: tuple[Fate, ...]
+    discarded: tuple[Fate, ...]
+    num_duplicates_dropped: int
+    metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """The iteration that is open. `opened` holds the lead epoch under which each component took it."""
+
+    plan: IterationPlan
+    opened: Mapping[Role, int] = field(default_factory=dict)
+    reports: Mapping[Role, Report] = field(default_factory=dict)
+    closed: tuple[Role, ...] = ()
+    is_accounted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """An iteration that is over. `is_superseded`: the actor restarted before it, so that it is not in the lineage."""
+
+    iteration: int
+    incarnation: int
+    version: int
+    generated: Fate
+    trained: Fate
+    filtered: tuple[Fate, ...]
+    discarded: tuple[Fate, ...]
+    metrics: tuple[tuple[str, float], ...]
+    is_superseded: bool = False
+
+    @property
+    def num_accounted(self) -> int:
+        return total((self.trained, *self.filtered, *self.discarded)).num_samples
+
+    @property
+    def num_lost(self) -> int:
+        return max(0, self.generated.num_samples - self.num_accounted)
+
+    @property
+    def num_duplicates(self) -> int:
+        return max(0, self.num_accounted - self.generated.num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    next_iteration: int
+    version: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSeen:
+    """The last progress that a component told."""
+
+    incarnation: int
+    iteration: int
+    phase: str
+    num_done: int
+    num_total: int
+    metrics: tuple[tuple[str, float], ...]
+
+
+class Kind(StrEnum):
+    """How a command is waited for; see `expectations`."""
+
+    LEAD = "lead"
+    OPEN = "open"
+    CLOSE = "close"
+    STORE = "store"
+    GATE = "gate"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """A command that was issued and whose effect is not observed. `key` is its id without the attempt."""
+
+    key: str
+    kind: Kind
+    role: Role | None
+    epoch: int
+    num_issued: int
+    num_refused: int
+    issued_ms: int
+    due_ms: int
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceClock:
+    """Which events of one start of a source were seen: all up to `through`, and those in `ahead`."""
+
+    boot: int
+    through: int = 0
+    ahead: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """One job as its scheduler knows it. `ignored` counts refused events by reason."""
+
+    job: JobId
+    incarnation: int = 0
+    version: int = 0
+    applied_seq: int = 0
+    phase: Phase = Phase.SUBMITTED
+    outcome: Phase | None = None
+    message: str = ""
+    spec: JobSpec | None = None
+    config_json: str = ""
+    submission: str = ""
+    gpus: Mapping[GpuId, GpuRecord] = field(default_factory=dict)
+    transitions: Mapping[TransitionId, Transition] = field(default_factory=dict)
+    num_transitions: int = 0
+    components: Mapping[Role, Component] = field(default_factory=lambda: {role: Component() for role in Role})
+    instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
+    released: tuple[Grant, ...] = ()
+    held: tuple[Grant, ...] = ()
+    snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
+    reference: Snapshot | None = None
+    checkpoint: Checkpoint | None = None
+    next_iteration: int = 0
+    next_version: int = 0
+    iteration: Iteration | None = None
+    summaries: tuple[Summary, ...] = ()
+    num_restarts: int = 0
+    expectations: Mapping[str, Expectation] = field(default_factory=dict)
+    clocks: Mapping[str, SourceClock] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    progress: Mapping[Role, ProgressSeen] = field(default_factory=dict)
+    backlog: Mapping[str, int] = field(default_factory=dict)
+
+    def lead_of(self, role: Role) -> Lead | None:
+        """The lead that can be asked now."""
+        lead = self.components[role].lead
+        instance = self.instances.get(lead.instance) if lead else None
+        return lead if lead and instance and instance.living and instance.boot == lead.boot else None
+
+    def holds(self, role: Role, version: int) -> bool:
+        """Whether the component confirmed this version as published, with the reference policy where it needs one."""
+        snapshot, component = self.snapshots.get(version), self.components[role]
+        if snapshot is None or component.loaded != Loaded(self.incarnation, version, snapshot.checksum):
+            return False
+        return component.has_reference or not self.needs_reference(role)
+
+    def needs_reference(self, role: Role) -> bool:
+        return role is Role.INFERENCE and self.spec is not None and self.spec.uses_reference
+
+    def owner(self, role: Role) -> Owner:
+        return Owner(self.job, role)
+
+    def records_of(self, role: Role) -> tuple[GpuRecord, ...]:
+        """Its GPUs in the store, owned and lost, by id."""
+        owner = self.owner(role)
+        return tuple(record for _, record in sorted(self.gpus.items()) if record.owner == owner)
+
+    def transition_of(self, role: Role) -> Transition | None:
+        """The open transition that has a part for the role; at most one has."""
+        for _, transition in sorted(self.transitions.items()):
+            if any(part.role is role for part in transition.parts):
+                return transition
+        return None
+
+    def suspects(self, role: Role) -> tuple[Grant, ...]:
+        """Grants that the store still counts as the role's and nobody is known to work under: gates are asked.
+
+        Those being acquired are left out: their holder has not told yet.
+        """
+        working = set(self.components[role].grants)
+        transition = self.transition_of(role)
+        coming = {move.gpu for move in transition.moves if move.target == self.owner(role)} if transition else set()
+        grants = (Grant(record.gpu, record.token) for record in self.records_of(role) if record.gpu not in coming)
+        return tuple(grant for grant in grants if grant not in working)
+
+    def living(self, *, role: Role | None = None, node: NodeId | None = None) -> tuple[InstanceId, ...]:
+        """Instances that can be asked, of a role, on a node; by name."""
+        return tuple(
+            name
+            for name, instance in sorted(self.instances.items())
+            if instance.living
+            and instance.endpoint
+            and (role is None or role_of_instance(name) is role)
+            and (node is None or node_of_instance(name) == node)
+        )
+
+    @property
+    def target_version(self) -> int:
+        """The weights that rollout and inference must hold now: the open iteration's until its accounts are in."""
+        if self.iteration is not None and not self.iteration.is_accounted:
+            return self.iteration.plan.version
+        return self.next_version
+
+    @property
+    def final_checksum(self) -> str:
+        """Of the weights after the last iteration; empty until they are published."""
+        if self.spec is None or self.next_iteration < self.spec.num_iterations:
+            return ""
+        snapshot = self.snapshots.get(self.next_version)
+        return snapshot.checksum if snapshot else ""
+
+
+def node_of_instance(instance: InstanceId) -> NodeId:
+    return NodeId(instance.partition("@")[2])
+
+
+def role_of_instance(source: str) -> Role | None:
+    """None when the source is no component's instance ("scheduler", "launcher")."""
+    role, at, node = source.partition("@")
+    return Role(role) if at and node and role in tuple(Role) else None

@@ -1,0 +1,89 @@
+"""The values that the scheduler's events, commands and state share.
+
+Invariants: `Fate` adds like a multiset of ids: equal sets have equal counts and digests, a lost or doubled id shows in
+one of them; a `JobSpec` places a GPU in at most one component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tidegate.types import GpuId, Layout, Role
+
+DIGEST_MODULUS = 2**64
+"""Digests are sums of 64-bit hashes modulo this, as the wire says (`Fate.ids_digest`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How many samples met one end, and the order-free digest of their ids. `reason` is empty but for losses."""
+
+    reason: str = ""
+    num_samples: int = 0
+    ids_digest: int = 0
+
+
+def total(fates: Iterable[Fate], *, reason: str = "") -> Fate:
+    """All of `fates` as one."""
+    listed = tuple(fates)
+    return Fate(
+        reason=reason,
+        num_samples=sum(fate.num_samples for fate in listed),
+        ids_digest=sum(fate.ids_digest for fate in listed) % DIGEST_MODULUS,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One published version of the weights. `message` is the wire's Snapshot, carried through unread."""
+
+    incarnation: int
+    version: int
+    checksum: str
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    iteration: int
+    version: int
+    first_prompt: int
+    num_prompts: int
+    group_size: int
+    num_minibatches: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A component's GPUs in rank order, and the layout they form."""
+
+    gpus: tuple[GpuId, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What the scheduler needs of a job's config. `uses_reference`: the KL term is on, inference holds version 0."""
+
+    placement: Mapping[Role, Placed]
+    num_iterations: int
+    num_prompts: int
+    group_size: int
+    num_minibatches: int
+    seed: int
+    uses_reference: bool
+    max_actor_restarts: int
+    command_deadline_ms: int
+
+    def plan(self, *, iteration: int, version: int) -> IterationPlan:
+        return IterationPlan(
+            iteration=iteration,
+            version=version,
+            first_prompt=iteration * self.num_prompts,
+            num_prompts=self.num_prompts,
+            group_size=self.group_size,
+            num_minibatches=self.num_minibatches,
+            seed=self.seed,
+        )
