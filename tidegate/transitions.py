@@ -26,7 +26,6 @@ from tidegate.ownership import (
     MoveState,
     Outcome,
     Owner,
-    Part,
     PartState,
     StaleToken,
     Transition,
@@ -225,7 +224,7 @@ def _refuse_lost(record: GpuRecord) -> None:
 def _refuse_not_held(record: GpuRecord, stored: Transition, move: Move) -> None:
     if record.transition != stored.id:
         raise StaleToken(
-            f"GPU {record.gpu} is held by transition {record.transition or 'none'}, not by {stored.id}: close the latter"
+            f"GPU {record.gpu} is held by transition {record.transition or 'none'}, not by {stored.id}: close it"
         )
     _refuse_stale(record, token=move.token, owner=record.owner)
 

@@ -1,0 +1,305 @@
+"""All store ports over `Cells`: each call reads its cells, decides purely, and writes if those cells are still so.
+
+Invariants:
+- every write expects all cells that it was decided on, so a decision on anything stale is taken again or refused;
+- `decide` functions give nothing to write when what they would do is done, so any call may be repeated;
+- a call without an answer is repeated a few times, decided anew from what the store then holds, and then given up with
+  StoreUnavailable; nothing here waits longer than the repeats and the adapter's own deadlines.
+
+What lies in which cell is `tidegate.adapters.tables`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from tidegate import transitions as rules
+from tidegate.adapters import tables
+from tidegate.adapters.cells import Cell, Cells, Reading, Session, Writes
+from tidegate.ownership import (
+    GpuRecord,
+    GpuState,
+    MoveState,
+    Outcome,
+    StoreNotAdopted,
+    StoreUnavailable,
+    Transition,
+    UnknownTransition,
+    VersionConflict,
+    decode_gpu,
+    decode_transition,
+    encode_gpu,
+)
+from tidegate.ports.store import Identity, JobState, LeadRecord, StoreContents
+from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token
+
+T = TypeVar("T")
+
+RETRY_DELAYS_S = (0.02, 0.1, 0.3)
+"""Between repeats of a call without an answer: long enough for a reconnect, short beside a lease's TTL."""
+MAX_RACES = 32
+"""Lost compare-and-sets before a call gives up. Each loss is another client's progress; 32 in a row is a fault."""
+
+
+class CellStore:
+    """The `Store` port. One client's view: `attach` fixes the session that all other calls are made under."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self._session: Session | None = None
+
+    async def aclose(self) -> None:
+        await self._cells.aclose()
+
+    async def identity(self) -> Identity:
+        return await self._repeated(self._cells.identity)
+
+    async def attach(self) -> Identity:
+        found = await self.identity()
+        if not found.is_open:
+            adopted = (found.adopted_run_id or "none")[:12]
+            raise StoreNotAdopted(
+                f"the store's run id is {found.run_id[:12]}, last adopted {adopted} under term {found.term}: it "
+                "restarted or is new; adopt it first"
+            )
+        self._session = Session(found.run_id, found.term)
+        return found
+
+    async def contents(self) -> StoreContents:
+        reading = await self._repeated(lambda: self._cells.read(None, tables=("gpus", "open")))
+        gpus = [decode_gpu(each) for each in reading.tables["gpus"].values()]
+        opened = [decode_transition(each) for each in reading.tables["open"].values()]
+        return StoreContents(
+            gpus=tuple(sorted(gpus, key=lambda each: each.gpu)),
+            transitions=tuple(sorted(opened, key=lambda each: each.id)),
+        )
+
+    async def adopt(self, *, expected: Identity, term: int, rebuilt: StoreContents) -> Identity:
+        writes: dict[Cell, bytes | None] = {}
+        for record in rebuilt.gpus:
+            writes.update(tables.write_gpu(record))
+        for transition in rebuilt.transitions:
+            writes.update(tables.write_transition(transition))
+        if not await self._cells.open(expected, term=term, writes=writes):
+            raise VersionConflict(
+                f"the store {expected.run_id[:12]} was adopted or restarted meanwhile (term {term} was to follow "
+                f"{expected.term}): read its identity again"
+            )
+        return Identity(expected.run_id, expected.run_id, term)
+
+    async def gpus(self) -> dict[GpuId, GpuRecord]:
+        records = [decode_gpu(each) for each in (await self._table("gpus")).values()]
+        return {record.gpu: record for record in sorted(records, key=lambda each: each.gpu)}
+
+    async def register(self, gpus: tuple[GpuId, ...]) -> None:
+        term = self._attached().term
+        cells = {tables.gpu_cell(gpu): GpuRecord(gpu, GpuState.FREE, None, Token(term, 0)) for gpu in gpus}
+
+        def decide(reading: Reading) -> tuple[Writes, None]:
+            return {cell: encode_gpu(new) for cell, new in cells.items() if reading.cells[cell] is None}, None
+
+        await self._write(tuple(cells), decide)
+
+    async def mark_lost(self, gpu: GpuId, token: Token) -> GpuRecord:
+        return await self._change_gpu(gpu, lambda record: rules.mark_lost(record, token))
+
+    async def reclaim(self, gpu: GpuId, token: Token) -> GpuRecord:
+        return await self._change_gpu(gpu, lambda record: rules.reclaim(record, token))
+
+    async def transitions(self, job: JobId) -> tuple[Transition, ...]:
+        reading = await self._read(tables=("open", f"closed:{job}"))
+        found = [decode_transition(each) for table in reading.tables.values() for each in table.values()]
+        return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))
+
+    async def plan(self, transition: Transition) -> Transition:
+        def decide(reading: Reading) -> tuple[Writes, Transition]:
+            stored = tables.read_transition(reading, transition)
+            if stored is not None:
+                if not rules.same_plan(stored, transition):
+                    raise VersionConflict(
+                        f"transition {transition.id} is stored as another plan: give this one a new id"
+                    )
+                return {}, stored
+            state = tables.read_job_state(reading, transition.job)
+            change = rules.plan(transition, tables.read_gpus(reading), job_version=state.version if state else 0)
+            return {**tables.write_transition(transition), **tables.write_gpus(change.gpus)}, transition
+
+        return await self._write((*tables.transition_cells(transition), tables.state_cell(transition.job)), decide)
+
+    async def advance(
+        self, transition: Transition, gpu: GpuId, *, from_state: MoveState, to_state: MoveState
+    ) -> Transition:
+        term = self._attached().term
+
+        def step(stored: Transition, gpus: Mapping[GpuId, GpuRecord]) -> rules.Change:
+            return rules.advance(
+                stored, tables.known_gpu(gpus, gpu), from_state=from_state, to_state=to_state, term=term
+            )
+
+        return await self._change_transition(transition, step)
+
+    async def commit(self, transition: Transition, role: Role, layout: Layout | None) -> Transition:
+        return await self._change_transition(transition, lambda stored, gpus: rules.commit(stored, gpus, role, layout))
+
+    async def close(self, transition: Transition, outcome: Outcome) -> Transition:
+        return await self._change_transition(transition, lambda stored, gpus: rules.close(stored, gpus, outcome))
+
+    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> None:
+        cell = Cell("leases", holder)
+        await self._write((cell,), lambda reading: ({cell: b"%d" % (reading.now_unix_ms + ttl_ms)}, None))
+
+    async def release(self, holder: InstanceId) -> None:
+        cell = Cell("leases", holder)
+        await self._write((cell,), lambda reading: ({cell: None} if reading.cells[cell] else {}, None))
+
+    async def expired(self) -> tuple[InstanceId, ...]:
+        reading = await self._read(tables=("leases",))
+        leases = reading.tables["leases"].items()
+        return tuple(sorted(InstanceId(holder) for holder, until in leases if int(until) <= reading.now_unix_ms))
+
+    async def now_unix_ms(self) -> int:
+        return (await self._read()).now_unix_ms
+
+    async def campaign(self, job: JobId, role: Role, *, instance: InstanceId, endpoint: str, ttl_ms: int) -> LeadRecord:
+        cell = tables.lead_cell(job, role)
+
+        def decide(reading: Reading) -> tuple[Writes, LeadRecord]:
+            stored = tables.read_lead(reading.cells[cell])
+            if stored and stored.instance != instance and stored.expires_unix_ms > reading.now_unix_ms:
+                return {}, stored
+            epoch = stored.epoch + 1 if stored else 1
+            lead = LeadRecord(job, role, instance, endpoint, epoch, reading.now_unix_ms + ttl_ms)
+            return {cell: tables.encode_lead(lead)}, lead
+
+        return await self._write((cell,), decide)
+
+    async def renew_lead(self, lead: LeadRecord, *, ttl_ms: int) -> LeadRecord | None:
+        cell = tables.lead_cell(lead.job, lead.role)
+
+        def decide(reading: Reading) -> tuple[Writes, LeadRecord | None]:
+            stored = tables.read_lead(reading.cells[cell])
+            if stored is None or stored.epoch != lead.epoch or stored.expires_unix_ms == tables.RESIGNED:
+                return {}, None
+            renewed = replace(stored, expires_unix_ms=reading.now_unix_ms + ttl_ms)
+            return {cell: tables.encode_lead(renewed)}, renewed
+
+        return await self._write((cell,), decide)
+
+    async def resign(self, lead: LeadRecord) -> None:
+        cell = tables.lead_cell(lead.job, lead.role)
+
+        def decide(reading: Reading) -> tuple[Writes, None]:
+            stored = tables.read_lead(reading.cells[cell])
+            if stored is None or stored.epoch != lead.epoch or stored.expires_unix_ms == tables.RESIGNED:
+                return {}, None
+            return {cell: tables.encode_lead(replace(stored, expires_unix_ms=tables.RESIGNED))}, None
+
+        await self._write((cell,), decide)
+
+    async def current_lead(self, job: JobId, role: Role) -> LeadRecord | None:
+        cell = tables.lead_cell(job, role)
+        reading = await self._read(cells=(cell,))
+        lead = tables.read_lead(reading.cells[cell])
+        return lead if lead and lead.expires_unix_ms > reading.now_unix_ms else None
+
+    async def load(self, job: JobId) -> JobState | None:
+        return tables.read_job_state(await self._read(cells=(tables.state_cell(job),)), job)
+
+    async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
+        saved = JobState(payload, expected_write + 1, version)
+
+        def decide(reading: Reading) -> tuple[Writes, JobState]:
+            stored = tables.read_job_state(reading, job)
+            if stored == saved:
+                return {}, saved
+            if (stored.write if stored else 0) != expected_write:
+                raise VersionConflict(
+                    f"job {job} was written {stored.write if stored else 0} times, not {expected_write}: load it again"
+                )
+            if stored and version < stored.version:
+                raise ValueError(f"job {job} is at version {stored.version} and cannot go back to {version}")
+            return {tables.state_cell(job): tables.encode_job_state(saved)}, saved
+
+        return await self._write((tables.state_cell(job),), decide)
+
+    async def recall(self, job: JobId, command: CommandId) -> bytes | None:
+        cell = Cell(f"commands:{job}", command)
+        return (await self._read(cells=(cell,))).cells[cell]
+
+    async def remember(self, job: JobId, command: CommandId, result: bytes) -> bytes:
+        cell = Cell(f"commands:{job}", command)
+
+        def decide(reading: Reading) -> tuple[Writes, bytes]:
+            stored = reading.cells[cell]
+            return ({cell: result}, result) if stored is None else ({}, stored)
+
+        return await self._write((cell,), decide)
+
+    async def next_boot(self, instance: InstanceId) -> int:
+        cell = Cell("boots", instance)
+
+        def decide(reading: Reading) -> tuple[Writes, int]:
+            boot = int(reading.cells[cell] or 0) + 1
+            return {cell: b"%d" % boot}, boot
+
+        return await self._write((cell,), decide)
+
+    def _attached(self) -> Session:
+        if self._session is None:
+            raise StoreNotAdopted("this client has not attached to the store: call attach() first")
+        return self._session
+
+    async def _table(self, table: str) -> Mapping[str, bytes]:
+        return (await self._read(tables=(table,))).tables[table]
+
+    async def _read(self, *, tables: tuple[str, ...] = (), cells: tuple[Cell, ...] = ()) -> Reading:
+        session = self._attached()
+        return await self._repeated(lambda: self._cells.read(session, tables=tables, cells=cells))
+
+    async def _write(self, cells: tuple[Cell, ...], decide: Callable[[Reading], tuple[Writes, T]]) -> T:
+        session = self._attached()
+
+        async def race() -> T:
+            for _ in range(MAX_RACES):
+                reading = await self._cells.read(session, cells=cells)
+                writes, result = decide(reading)
+                if not writes or await self._cells.swap(session, expected=reading.cells, writes=writes):
+                    return result
+            raise VersionConflict(
+                f"{cells[0].table}/{cells[0].field} changed {MAX_RACES} times while it was being written: try again"
+            )
+
+        return await self._repeated(race)
+
+    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        for delay_s in RETRY_DELAYS_S:
+            try:
+                return await call()
+            except StoreUnavailable:  # every call decides anew from what it reads, so it may be repeated
+                await asyncio.sleep(delay_s)
+        return await call()
+
+    async def _change_gpu(self, gpu: GpuId, change: Callable[[GpuRecord], GpuRecord]) -> GpuRecord:
+        def decide(reading: Reading) -> tuple[Writes, GpuRecord]:
+            record = tables.known_gpu(tables.read_gpus(reading), gpu)
+            changed = change(record)
+            return ({} if changed == record else tables.write_gpu(changed)), changed
+
+        return await self._write((tables.gpu_cell(gpu),), decide)
+
+    async def _change_transition(
+        self, transition: Transition, step: Callable[[Transition, Mapping[GpuId, GpuRecord]], rules.Change]
+    ) -> Transition:
+        def decide(reading: Reading) -> tuple[Writes, Transition]:
+            stored = tables.read_transition(reading, transition)
+            if stored is None:
+                raise UnknownTransition(f"job {transition.job} has no transition {transition.id}: plan it first")
+            change = step(stored, tables.read_gpus(reading))
+            if change.transition == stored:
+                return {}, stored
+            return {**tables.write_transition(change.transition), **tables.write_gpus(change.gpus)}, change.transition
+
+        return await self._write(tables.transition_cells(transition), decide)

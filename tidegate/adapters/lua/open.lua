@@ -1,0 +1,11 @@
+-- Adopts this server. ARGV: its run id, the run id ('' for none) and term adopted last, the new term, cells to write.
+local actual, adopted, adopted_term = identity()
+if actual ~= ARGV[1] or adopted ~= ARGV[2] or adopted_term ~= ARGV[3] then
+  return {'conflict'}
+end
+if adopted == actual or tonumber(ARGV[4]) <= tonumber(adopted_term) then
+  return {'conflict'}
+end
+write(5, #ARGV)
+redis.call('HSET', KEYS[1], 'run_id', actual, 'term', ARGV[4])
+return {'ok'}

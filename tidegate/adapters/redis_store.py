@@ -1,0 +1,159 @@
+"""The store on Redis (or valkey): `Cells` as hashes under one hash tag, every access one EVALSHA.
+
+Invariants:
+- each script compares the run id of the server it runs on, and the term, with those it was adopted under (guard.lua);
+- a script's writes are one unit in the append-only file and on replicas;
+- the client library retries nothing: its silent retries hide unknown outcomes (a call hung 9.6 s in a partition). Each
+  call ends within the socket timeouts; what has no answer is StoreUnavailable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.cells import Cell, Reading, Session, not_adopted
+from tidegate.ownership import StoreNotAdopted, StoreUnavailable
+from tidegate.ports.store import Identity
+
+SOCKET_TIMEOUT_S = 1.0
+"""A script takes under 3 ms (1,000 GPUs); a second without an answer is a stall or a partition."""
+_STORE_KEY = "{tidegate}:store"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One Lua script and the name that EVALSHA knows it by."""
+
+    text: str
+    sha: str
+
+    @classmethod
+    def load(cls, name: str) -> Script:
+        folder = files("tidegate.adapters") / "lua"
+        text = (folder / "guard.lua").read_text() + (folder / f"{name}.lua").read_text()
+        return cls(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+class RedisCells:
+    """`Cells` of a Redis server. `place` names the server in errors."""
+
+    def __init__(self, client: Redis, *, place: str) -> None:
+        self._client = client
+        self._place = place
+        self._identity = Script.load("identity")
+        self._read = Script.load("read")
+        self._swap = Script.load("swap")
+        self._open = Script.load("open")
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def identity(self) -> Identity:
+        return _identity(await self._run(self._identity, [_STORE_KEY], []))
+
+    async def read(
+        self, session: Session | None, *, tables: tuple[str, ...] = (), cells: tuple[Cell, ...] = ()
+    ) -> Reading:
+        keys = _Keys(tables)
+        args: list[str | bytes | int] = [session.run_id if session else "", session.term if session else 0, len(tables)]
+        for cell in cells:
+            args += [keys.index(cell.table), cell.field]
+        answer = await self._run(self._read, keys.names, args)
+        _refuse(session, answer)
+        whole = {table: _pairs(found) for table, found in zip(tables, answer[2], strict=True)}
+        return Reading(int(answer[1]), whole, dict(zip(cells, answer[3], strict=True)))
+
+    async def swap(
+        self, session: Session, *, expected: Mapping[Cell, bytes | None], writes: Mapping[Cell, bytes | None]
+    ) -> bool:
+        keys = _Keys(())
+        args: list[str | bytes | int] = [session.run_id, session.term, len(expected)]
+        args += keys.cells(expected) + keys.cells(writes)
+        answer = await self._run(self._swap, keys.names, args)
+        _refuse(session, answer)
+        return bool(answer[0] == b"ok")
+
+    async def open(self, expected: Identity, *, term: int, writes: Mapping[Cell, bytes | None]) -> bool:
+        keys = _Keys(())
+        args: list[str | bytes | int] = [expected.run_id, expected.adopted_run_id or "", expected.term, term]
+        args += keys.cells(writes)
+        return bool((await self._run(self._open, keys.names, args))[0] == b"ok")
+
+    async def _run(self, script: Script, keys: list[str], args: list[str | bytes | int]) -> list[Any]:
+        try:
+            try:
+                return cast(list[Any], await self._client.evalsha(script.sha, len(keys), *keys, *args))
+            except NoScriptError:  # it did not run: the server restarted or never had it
+                await self._client.script_load(script.text)
+                return cast(list[Any], await self._client.evalsha(script.sha, len(keys), *keys, *args))
+        except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError) as error:
+            raise StoreUnavailable(
+                f"the store at {self._place} did not answer ({type(error).__name__}: {error}); whether a write took "
+                "effect is unknown: call again, and see that the server runs and is its cluster's primary"
+            ) from error
+        except ResponseError as error:
+            if str(error).startswith("MASTERDOWN"):
+                raise StoreUnavailable(
+                    f"the store at {self._place} is a replica without its primary: {error}"
+                ) from error
+            raise
+
+
+def redis_store(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> CellStore:
+    """A client of the server at `url` (redis://[user:password@]host:port/db). It connects at its first call."""
+    client = Redis.from_url(
+        url,
+        socket_timeout=socket_timeout_s,
+        socket_connect_timeout=socket_timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
+    where = client.connection_pool.connection_kwargs
+    place = where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
+    return CellStore(RedisCells(client, place=place))
+
+
+class _Keys:
+    """The keys of one script call: the store's own first, then each table once, in order of use."""
+
+    def __init__(self, tables: tuple[str, ...]) -> None:
+        self.names = [_STORE_KEY, *(f"{{tidegate}}:{table}" for table in tables)]
+
+    def index(self, table: str) -> int:
+        """Lua counts from 1."""
+        name = f"{{tidegate}}:{table}"
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name) + 1
+
+    def cells(self, cells: Mapping[Cell, bytes | None]) -> list[str | bytes | int]:
+        args: list[str | bytes | int] = []
+        for cell, value in cells.items():
+            args += [self.index(cell.table), cell.field, 0 if value is None else 1, value or b""]
+        return args
+
+
+def _identity(answer: list[Any]) -> Identity:
+    run_id, adopted, term = (each.decode() for each in answer[1:4])
+    return Identity(run_id, adopted or None, int(term))
+
+
+def _refuse(session: Session | None, answer: list[Any]) -> None:
+    if session is not None and answer[0] == b"refused":
+        raise StoreNotAdopted(not_adopted(session, _identity(answer)))
+
+
+def _pairs(flat: list[bytes]) -> dict[str, bytes]:
+    return {field.decode(): value for field, value in zip(flat[::2], flat[1::2], strict=True)}
