@@ -4,7 +4,8 @@ A step either runs the tokens of newly admitted sequences or one token of each r
 happens inside `poll` only, so a pause, an abort or a weight update always lies between two tokens.
 Invariant: a sequence's tokens and log-probabilities are, to the bit, a function of its request and of the weights at
 each token: not of the batch around it, of an abort and a continuation, or of a retraction. (A weight update in place is
-the exception that the protocol allows: old keys and values stay.)
+the exception that the protocol allows: old keys and values stay.) It holds between processes with the same library
+builds, processor features and number of torch threads.
 """
 
 from __future__ import annotations

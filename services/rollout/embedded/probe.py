@@ -14,7 +14,8 @@ import torch
 from services.rollout.embedded.attention import BLOCK_TOKENS, KvCache
 from services.rollout.embedded.decoder import Decoder, RowCounts
 from services.rollout.embedded.rows import Segment
-from services.rollout.embedded.weights import DecoderWeights, load_weights, tensor_shapes
+from services.rollout.embedded.weights import DecoderWeights, load_weights
+from tidegate.megatron.shards import logical_shapes
 from tidegate.model_config import ModelConfig
 
 CANDIDATE_ROWS = (4, 8, 16, 32, 64, 128, 256)
@@ -32,7 +33,7 @@ def probe_row_counts(config: ModelConfig) -> RowCounts:
         version=0,
         tensors=[
             (name, torch.randn(shape, generator=generator) * shape[-1] ** -0.5)
-            for name, shape in tensor_shapes(one_layer).items()
+            for name, shape in logical_shapes(one_layer).items()
         ],
     )
     num_tokens = min(config.max_seq_len, 2 * BLOCK_TOKENS)

@@ -15,11 +15,9 @@ from types import MappingProxyType
 import torch
 
 from services.rollout.engine import WeightsRefused
+from tidegate.megatron.shards import EMBEDDING, FINAL_NORM, OUTPUT, layer_name, logical_shapes
 from tidegate.model_config import ModelConfig
 
-EMBEDDING = "embedding.word_embeddings.weight"
-FINAL_NORM = "decoder.final_layernorm.weight"
-OUTPUT = "output_layer.weight"
 MOST_NAMES_SHOWN = 4
 
 
@@ -45,30 +43,9 @@ class DecoderWeights:
     output_VH: torch.Tensor
 
 
-def layer_name(layer: int, part: str) -> str:
-    return f"decoder.layers.{layer}.{part}.weight"
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every name of a full set with its shape, the vocabulary without padding."""
-    hidden, ffn, attended = config.hidden_size, config.ffn_hidden_size, config.num_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        shapes[layer_name(layer, "input_layernorm")] = (hidden,)
-        shapes[layer_name(layer, "self_attention.linear_qkv")] = (config.qkv_size, hidden)
-        shapes[layer_name(layer, "self_attention.linear_proj")] = (hidden, attended)
-        shapes[layer_name(layer, "pre_mlp_layernorm")] = (hidden,)
-        shapes[layer_name(layer, "mlp.linear_fc1")] = (2 * ffn, hidden)
-        shapes[layer_name(layer, "mlp.linear_fc2")] = (hidden, ffn)
-    shapes[FINAL_NORM] = (hidden,)
-    if not config.tied_embeddings:
-        shapes[OUTPUT] = (config.vocab_size, hidden)
-    return shapes
-
-
 def load_weights(config: ModelConfig, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> DecoderWeights:
     """Copy a full set of tensors; WeightsRefused names what is missing, unknown, repeated or of a wrong shape."""
-    want = tensor_shapes(config)
+    want = logical_shapes(config)
     named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         if name not in want:
@@ -109,12 +86,12 @@ def _check_tensor(name: str, tensor: torch.Tensor, want: tuple[int, ...]) -> Non
 def _assemble(config: ModelConfig, version: int, named: dict[str, torch.Tensor]) -> DecoderWeights:
     layers = tuple(
         LayerWeights(
-            attention_norm_H=named[layer_name(layer, "input_layernorm")],
-            qkv_XH=named[layer_name(layer, "self_attention.linear_qkv")],
-            proj_HX=named[layer_name(layer, "self_attention.linear_proj")],
-            mlp_norm_H=named[layer_name(layer, "pre_mlp_layernorm")],
-            gate_up_XH=named[layer_name(layer, "mlp.linear_fc1")],
-            down_HF=named[layer_name(layer, "mlp.linear_fc2")],
+            attention_norm_H=named[layer_name(layer, "input_layernorm.weight")],
+            qkv_XH=named[layer_name(layer, "self_attention.linear_qkv.weight")],
+            proj_HX=named[layer_name(layer, "self_attention.linear_proj.weight")],
+            mlp_norm_H=named[layer_name(layer, "pre_mlp_layernorm.weight")],
+            gate_up_XH=named[layer_name(layer, "mlp.linear_fc1.weight")],
+            down_HF=named[layer_name(layer, "mlp.linear_fc2.weight")],
         )
         for layer in range(config.num_layers)
     )

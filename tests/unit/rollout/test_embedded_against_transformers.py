@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.rollout.embedded.weights import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
 from services.rollout.engine import SamplingParams
 from tests.unit.rollout.tiny_models import TINY, engine_of, random_weights, request_of, run
+from tidegate.megatron.shards import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
 from tidegate.model_config import ModelConfig
 
 SHAPES = {
@@ -58,17 +58,17 @@ def hugging_face_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
     queries = config.num_heads // config.num_kv_heads
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
-        fused = ours[layer_name(layer, "self_attention.linear_qkv")]
+        fused = ours[layer_name(layer, "self_attention.linear_qkv.weight")]
         grouped = fused.view(config.num_kv_heads, queries + 2, config.head_dim, config.hidden_size)
         theirs[f"{prefix}.self_attn.q_proj.weight"] = grouped[:, :queries].flatten(0, 2)
         theirs[f"{prefix}.self_attn.k_proj.weight"] = grouped[:, queries].flatten(0, 1)
         theirs[f"{prefix}.self_attn.v_proj.weight"] = grouped[:, queries + 1].flatten(0, 1)
-        theirs[f"{prefix}.self_attn.o_proj.weight"] = ours[layer_name(layer, "self_attention.linear_proj")]
-        gate, up = ours[layer_name(layer, "mlp.linear_fc1")].chunk(2)
+        theirs[f"{prefix}.self_attn.o_proj.weight"] = ours[layer_name(layer, "self_attention.linear_proj.weight")]
+        gate, up = ours[layer_name(layer, "mlp.linear_fc1.weight")].chunk(2)
         theirs[f"{prefix}.mlp.gate_proj.weight"], theirs[f"{prefix}.mlp.up_proj.weight"] = gate, up
-        theirs[f"{prefix}.mlp.down_proj.weight"] = ours[layer_name(layer, "mlp.linear_fc2")]
-        theirs[f"{prefix}.input_layernorm.weight"] = ours[layer_name(layer, "input_layernorm")]
-        theirs[f"{prefix}.post_attention_layernorm.weight"] = ours[layer_name(layer, "pre_mlp_layernorm")]
+        theirs[f"{prefix}.mlp.down_proj.weight"] = ours[layer_name(layer, "mlp.linear_fc2.weight")]
+        theirs[f"{prefix}.input_layernorm.weight"] = ours[layer_name(layer, "input_layernorm.weight")]
+        theirs[f"{prefix}.post_attention_layernorm.weight"] = ours[layer_name(layer, "pre_mlp_layernorm.weight")]
     return theirs
 
 

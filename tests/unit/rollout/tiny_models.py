@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from services.rollout.embedded.engine import EmbeddedEngine
-from services.rollout.embedded.weights import EMBEDDING, OUTPUT, tensor_shapes
 from services.rollout.engine import (
     Engine,
     Generation,
@@ -16,6 +15,7 @@ from services.rollout.engine import (
     Response,
     SamplingParams,
 )
+from tidegate.megatron.shards import EMBEDDING, OUTPUT, logical_shapes
 from tidegate.model_config import ModelConfig
 
 TINY = ModelConfig(
@@ -35,7 +35,7 @@ def random_weights(config: ModelConfig, *, seed: int = 0, padding_rows: int = 3)
     """A full set, norms around 1; the padding rows would win every draw if anything read them."""
     generator = torch.Generator().manual_seed(seed)
     tensors = []
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in logical_shapes(config).items():
         tensor = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.1)
         if len(shape) == 1:
             tensor += 1

@@ -1,0 +1,43 @@
+"""Generates with the embedded engine and scores the same tokens with Megatron, in one rank process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from services.rollout.engine import SamplingParams
+from tests.integration.megatron.jobs import CPU, world
+from tests.ranks import RankContext, Results
+from tests.unit.rollout.tiny_models import TINY, engine_of, random_weights, request_of, run
+from tidegate.megatron.batching import BatchLimits, replica_batches
+from tidegate.megatron.log_probs import forward_log_probs
+from tidegate.megatron.model import build_model_chunks, local_parameters
+from tidegate.types import Layout
+
+PADDED_VOCAB = 64
+PROMPTS = [(5, 17, 3), (9,), tuple((7 * position) % TINY.vocab_size for position in range(70))]
+
+
+def generate_and_score(context: RankContext, *, tied: bool, temperature: float) -> Results:
+    """For each prompt the engine's log-probabilities of its response, and the trainer's of the same tokens."""
+    config = replace(TINY, tied_embeddings=tied)
+    weights = dict(random_weights(config, padding_rows=PADDED_VOCAB - config.vocab_size))
+    sampling = SamplingParams(max_new_tokens=60, temperature=temperature, seed=11)
+    requests = [request_of(str(index), prompt=prompt, sampling=sampling) for index, prompt in enumerate(PROMPTS)]
+    finished = run(engine_of(config), *requests)
+    sequences = [(*prompt, *finished[str(index)].response.tokens) for index, prompt in enumerate(PROMPTS)]
+    with world(context, {}):
+        chunks = build_model_chunks(config, Layout(), padded_vocab=PADDED_VOCAB, seed=0, device=CPU)
+        with torch.no_grad():
+            for parameter in local_parameters(chunks, config, Layout(), padded_vocab=PADDED_VOCAB):
+                parameter.tensor.copy_(weights[parameter.shard.name])
+        batches = replica_batches(sequences, BatchLimits(), num_replicas=1, replica=0)
+        rows = forward_log_probs(chunks, batches, vocab_size=config.vocab_size, temperature=temperature, device=CPU)
+    results: Results = {}
+    for batch, log_probs_BS in zip(batches, rows, strict=True):
+        for row, index in enumerate(batch.sequences):
+            results[f"trainer/{index}"] = log_probs_BS[row, len(PROMPTS[index]) : len(sequences[index])]
+            results[f"engine/{index}"] = np.array(finished[str(index)].response.log_probs, dtype=np.float32)
+    return results

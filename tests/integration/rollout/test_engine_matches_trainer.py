@@ -1,0 +1,31 @@
+"""The embedded engine and Megatron give the same tokens the same log-probabilities, from the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.ranks import RankServer, rank_server
+
+NUM_PROMPTS, TOLERANCE = 3, 1e-4
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankServer]:
+    with rank_server() as server:
+        yield server
+
+
+@pytest.mark.parametrize(("tied", "temperature"), [(False, 1.0), (True, 0.7)])
+def test_log_probabilities_of_the_engine_are_those_of_the_trainer(
+    ranks: RankServer, tied: bool, temperature: float
+) -> None:
+    arguments = {"tied": tied, "temperature": temperature}
+    (got,) = ranks.run("tests.integration.rollout.scoring:generate_and_score", 1, arguments)
+    assert len(got) == 2 * NUM_PROMPTS
+    for index in range(NUM_PROMPTS):
+        engine, trainer = got[f"engine/{index}"], got[f"trainer/{index}"]
+        assert len(engine) == len(trainer) == 60
+        np.testing.assert_allclose(engine, trainer, atol=TOLERANCE, rtol=0)
