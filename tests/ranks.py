@@ -120,15 +120,19 @@ def _run_ranks(call: dict[str, Any]) -> str:
     server = listening_socket()
     ranks: dict[int, int] = {}
     for rank in range(call["world_size"]):
-        context = RankContext(
-            rank=rank,
-            world_size=call["world_size"],
-            port=server.getsockname()[1],
-            listen_fd=server.fileno() if rank == 0 else None,
-            timeout_s=call["timeout_s"],
-        )
         pid = os.fork()
         if pid == 0:
+            port = server.getsockname()[1]
+            listen_fd = server.detach()
+            if rank != 0:
+                os.close(listen_fd)
+            context = RankContext(
+                rank=rank,
+                world_size=call["world_size"],
+                port=port,
+                listen_fd=listen_fd if rank == 0 else None,
+                timeout_s=call["timeout_s"],
+            )
             _be_rank(context, target, call)
         ranks[os.pidfd_open(pid)] = rank
     server.close()

@@ -102,6 +102,8 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
 def stop() -> None:
     """Forget Megatron's groups and leave the world; safe where nothing was started."""
     parallel_state.destroy_model_parallel()
+    # parallel_state.py:2506 forgets all groups but this one, whose sockets would stay open.
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import psutil
 import torch
 
+from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
-from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel
+from tidegate.megatron import cpu_stand_in
+from tidegate.megatron.batching import replica_batches
+from tidegate.megatron.log_probs import forward_log_probs
+from tidegate.megatron.model import build_model_chunks
+from tidegate.megatron.parallel import ParallelRanks, Rendezvous, listening_socket, parallel
 from tidegate.types import Layout
 
 CPU = torch.device("cpu")
@@ -69,3 +77,162 @@ def updates(
         results["loss"] = np.array([report.loss for report in reports])
         results["absolute_terms"] = np.array([report.metrics["absolute_terms"] for report in reports])
         return results | {"grad_norm": np.array([report.grad_norm for report in reports])}
+
+
+def poisoned_update(context: RankContext, *, layout: dict[str, int], advantage: float) -> Results:
+    """A good update, then one with one sample's advantage replaced, then a good one."""
+    samples = recorded.recorded_samples()
+    poisoned = [dataclasses.replace(samples[0], advantage=advantage), *samples[1:]]
+    with trainer(context, layout, recorded.trainer_settings()) as actor:
+        actor.train_minibatch(samples, 1e-3)
+        before = actor.state_tensors()
+        report = actor.train_minibatch(poisoned, 1e-3)
+        after = actor.state_tensors()
+        next_report = actor.train_minibatch(samples, 1e-3)
+    return {
+        "committed": np.array(report.committed),
+        "loss": np.array(report.loss),
+        "grad_norm": np.array(report.grad_norm),
+        "unchanged": np.array(all(torch.equal(before[name], after[name]) for name in before)),
+        "next_committed": np.array(next_report.committed),
+        "next_loss": np.array(next_report.loss),
+    }
+
+
+def resumed_updates(context: RankContext, *, layout: dict[str, int]) -> Results:
+    """Four updates in a row, against two, a checkpoint loaded into another trainer, and two more."""
+    minibatches = [recorded.recorded_samples(seed=update) for update in range(4)]
+    with world(context, layout) as ranks:
+        straight = MegatronTrainer(recorded.trainer_settings(tied=True), ranks, device=CPU)
+        for minibatch in minibatches[:2]:
+            straight.train_minibatch(minibatch, 1e-3)
+        saved = straight.state_tensors()
+        for minibatch in minibatches[2:]:
+            straight.train_minibatch(minibatch, 1e-3)
+        resumed = MegatronTrainer(recorded.trainer_settings(tied=True, seed=1), ranks, device=CPU)
+        resumed.load_state_tensors(saved)
+        for minibatch in minibatches[2:]:
+            resumed.train_minibatch(minibatch, 1e-3)
+        want, got = straight.state_tensors(), resumed.state_tensors()
+    steps = [float(tensor) for name, tensor in got.items() if name.startswith("step/")]
+    return {
+        "equal": np.array(want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)),
+        "steps": np.array(steps),
+        "changed": np.array(any(not torch.equal(saved[name], got[name]) for name in saved)),
+    }
+
+
+def mismatched_checkpoint(context: RankContext) -> Results:
+    """What loading says of a checkpoint that misses a tensor, and of one with another shape."""
+    with trainer(context, {}, recorded.trainer_settings()) as actor:
+        saved = actor.state_tensors()
+        name = next(iter(saved))
+        missing = {key: tensor for key, tensor in saved.items() if key != name}
+        reshaped = saved | {name: saved[name][:-1]}
+        return {"missing": _refusal(actor, missing), "reshaped": _refusal(actor, reshaped)}
+
+
+def _refusal(actor: MegatronTrainer, tensors: dict[str, torch.Tensor]) -> Any:
+    try:
+        actor.load_state_tensors(tensors)
+    except ValueError as error:
+        return np.array(str(error))
+    return np.array("loaded")
+
+
+def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) -> Results:
+    """Log-probabilities as the actor and as a model without optimizer compute them, and an update on just those."""
+    settings = recorded.trainer_settings(tied=tied)
+    samples = recorded.recorded_samples()
+    sequences = [sample.tokens for sample in samples]
+    with trainer(context, layout, settings) as actor:
+        by_actor = actor.log_probs(sequences)
+        chunks = build_model_chunks(
+            settings.model, Layout(**layout), padded_vocab=settings.padded_vocab, seed=settings.seed, device=CPU
+        )
+        batches = replica_batches(
+            sequences, settings.limits, num_replicas=actor.ranks.layout.dp, replica=actor.ranks.dp
+        )
+        rows = forward_log_probs(
+            chunks,
+            batches,
+            vocab_size=settings.model.vocab_size,
+            temperature=settings.temperature,
+            device=CPU,
+        )
+        results = {f"actor/{index}": values for index, values in by_actor.items()}
+        for batch, log_probs_BS in zip(batches, rows, strict=bool(rows)):
+            for row, index in enumerate(batch.sequences):
+                results[f"inference/{index}"] = log_probs_BS[row, : len(sequences[index])]
+        for parameter in actor.parameters():
+            results[f"param/{parameter.shard.name}"] = parameter.tensor.detach().numpy().copy()
+        if layout:
+            return results
+        own = [_scored_by(sample, by_actor[index]) for index, sample in enumerate(samples)]
+        metrics = actor.train_minibatch(own, 0.0).metrics
+        return results | {f"metric/{name}": np.array(value) for name, value in metrics.items()}
+
+
+def _scored_by(sample: TrainSample, log_probs_S: npt.NDArray[np.float32]) -> TrainSample:
+    exact = tuple(map(float, log_probs_S[len(sample.prompt_tokens) :]))
+    return dataclasses.replace(sample, old_log_probs=exact, reference_log_probs=exact, engine_log_probs=exact)
+
+
+def supervised(context: RankContext, *, layout: dict[str, int], num_updates: int) -> Results:
+    """The losses of learning two sequences by heart."""
+    demonstrations = [
+        Demonstration(tokens=tuple(range(first, first + 10)), loss_mask=(False,) * 2 + (True,) * 8)
+        for first in (3, 20, 33, 47)
+    ]
+    with trainer(context, layout, recorded.trainer_settings()) as actor:
+        reports = [actor.supervised_step(demonstrations, 1e-2) for _ in range(num_updates)]
+    return {"loss": np.array([report.loss for report in reports])}
+
+
+def listening_addresses(context: RankContext, *, layout: dict[str, int]) -> Results:
+    """The addresses this rank's sockets listen on while its world is up and has trained."""
+    with trainer(context, layout, recorded.trainer_settings()) as actor:
+        actor.train_minibatch(recorded.recorded_samples(), 1e-3)
+        connections = psutil.Process().net_connections(kind="inet")
+        addresses = sorted({c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN})
+    return {"addresses": np.array(addresses)}
+
+
+def ended_world(context: RankContext, *, layout: dict[str, int]) -> Results:
+    """The sockets that still listen after the world has ended."""
+    with world(context, layout):
+        during = _num_listening()
+    return {"during": np.array(during), "after": np.array(_num_listening())}
+
+
+def _num_listening() -> int:
+    return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections(kind="inet"))
+
+
+def stand_in_facts(context: RankContext) -> Results:
+    """What the stand-in answers in a process that has it."""
+    before = torch.zeros
+    return {
+        "installed": np.array(cpu_stand_in.install()),
+        "same": np.array(torch.zeros is before),
+        "device": np.array(str(torch.zeros(1, device="cuda").device)),
+        "current_device": np.array(str(torch.cuda.current_device())),
+        "float_type": np.array(torch.zeros(1).type()),
+        "int_type": np.array(torch.zeros(1, dtype=torch.int64).type()),
+        "cast": np.array(str(torch.zeros(1).type(torch.float64).dtype)),
+    }
+
+
+def two_worlds(context: RankContext, *, first: dict[str, int], second: dict[str, int]) -> Results:
+    """The norms of an update in one layout and, in the same processes, of one in another."""
+    settings = recorded.trainer_settings()
+    with trainer(context, first, settings) as actor:
+        norms = [actor.train_minibatch(recorded.recorded_samples(), 1e-3).grad_norm]
+        next_server = listening_socket() if context.rank == 0 else None
+        port = torch.tensor(next_server.getsockname()[1] if next_server else 0)
+        torch.distributed.broadcast(port, src=0)
+        listen_fd = next_server.detach() if next_server else None
+    again = dataclasses.replace(context, port=int(port), listen_fd=listen_fd)
+    with trainer(again, second, settings) as actor:
+        norms.append(actor.train_minibatch(recorded.recorded_samples(), 1e-3).grad_norm)
+    return {"norms": np.array(norms)}

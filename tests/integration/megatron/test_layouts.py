@@ -1,0 +1,94 @@
+"""The same training in every layout, and exactly the same in the same layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.megatron import recorded, reference
+from tests.integration.megatron.logical import logical_tensors
+from tests.ranks import RankServer, Results
+
+JOBS = "tests.integration.megatron.jobs"
+NUM_UPDATES = 20
+ONE_UPDATE_TOLERANCE, CURVE_TOLERANCE = 1e-5, 1e-4
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+    "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
+}
+"""Compared with a single rank, the fifth layout."""
+
+
+@pytest.fixture(scope="module")
+def single(ranks: RankServer) -> Results:
+    return ranks.run(f"{JOBS}:updates", 1, {"layout": {}, "num_updates": NUM_UPDATES, "tied": True})[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_twenty_updates_follow_the_curve_of_one_rank(
+    ranks: RankServer, single: Results, layout: dict[str, int]
+) -> None:
+    for got in ranks.run(
+        f"{JOBS}:updates", num_ranks(layout), {"layout": layout, "num_updates": NUM_UPDATES, "tied": True}
+    ):
+        loss_error = np.abs(got["loss"] - single["loss"]) / single["absolute_terms"]
+        norm_error = np.abs(got["grad_norm"] / single["grad_norm"] - 1)
+        assert max(loss_error[0], norm_error[0]) <= ONE_UPDATE_TOLERANCE
+        assert max(loss_error.max(), norm_error.max()) <= CURVE_TOLERANCE
+        steps = [value for name, value in got.items() if name.startswith("state/step/")]
+        assert steps
+        assert all(value == NUM_UPDATES for value in steps)
+
+
+def test_two_runs_of_a_seed_in_a_layout_end_in_the_same_bits(ranks: RankServer) -> None:
+    arguments = {"layout": {"tp": 2, "pp": 2, "dp": 2}, "num_updates": 5}
+    first, second = (ranks.run(f"{JOBS}:updates", 8, arguments) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        for name, array in one.items():
+            assert array.tobytes() == other[name].tobytes(), name
+
+
+def test_another_seed_starts_from_other_weights(ranks: RankServer) -> None:
+    first, second = (
+        ranks.run(f"{JOBS}:updates", 1, {"layout": {}, "num_updates": 0, "seed": seed})[0] for seed in (0, 1)
+    )
+    name = "state/param/decoder.layers.0.mlp.linear_fc1.weight"
+    assert not np.array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["one rank", *LAYOUTS])
+def test_actor_and_inference_compute_the_same_bits_and_the_reference_the_same_numbers(
+    ranks: RankServer, layout: dict[str, int]
+) -> None:
+    got = ranks.run(f"{JOBS}:scored", num_ranks(layout), {"layout": layout})
+    whole = ranks.run(f"{JOBS}:one_update", 1, {"layout": {}, "grpo": {}})
+    weights = {name: tensor.double() for name, tensor in logical_tensors(whole, "param").items()}
+    by_actor = {name: values for rank in got for name, values in rank.items() if name.startswith("actor/")}
+    samples = recorded.recorded_samples()
+    assert len(by_actor) == len(samples), "each sequence is scored on some rank"
+    for rank in got:
+        for name in rank:
+            if name.startswith("actor/"):
+                assert rank[name].tobytes() == rank[name.replace("actor/", "inference/")].tobytes()
+    for index, sample in enumerate(samples):
+        values = torch.from_numpy(by_actor[f"actor/{index}"][len(sample.prompt_tokens) :]).double()
+        want = reference.response_log_probs(recorded.small_model(), weights, sample, recorded.TEMPERATURE)
+        assert float((values - want).abs().max()) <= 1e-5
+
+
+def test_the_ratio_is_exactly_one_where_the_policy_is_the_one_that_was_scored(ranks: RankServer) -> None:
+    (got,) = ranks.run(f"{JOBS}:scored", 1, {"layout": {}})
+    num_tokens = float(got["metric/num_tokens"])
+    assert num_tokens > 100
+    assert float(got["metric/ratio"]) == 1.0
+    assert float(got["metric/kl"]) == 0.0
+    assert float(got["metric/clip_fraction"]) == 0.0
+    assert float(got["metric/mismatch_max"]) == 0.0
+
+
+def num_ranks(layout: dict[str, int]) -> int:
+    return int(np.prod(list(layout.values()), dtype=int))

@@ -1,0 +1,133 @@
+"""Advantages, token weights and metrics of GRPO, and its loss token by token."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from services.actor.grpo import (
+    Aggregation,
+    GrpoSettings,
+    OldLogProbs,
+    check_samples,
+    group_advantages,
+    token_weights,
+    update_metrics,
+)
+from services.actor.grpo_loss import grpo_loss
+from services.actor.microbatch import TrainBatch, TrainSample
+from tidegate.megatron.batching import TokenBatch
+
+
+def sample(num_tokens: int, *, masked: bool = False, reference: bool = True) -> TrainSample:
+    return TrainSample(
+        prompt_tokens=(1,),
+        response_tokens=(2,) * num_tokens,
+        advantage=1.0,
+        old_log_probs=(-1.0,) * num_tokens,
+        reference_log_probs=(-1.5,) * num_tokens if reference else (),
+        engine_log_probs=(-1.25,) * num_tokens,
+        masked=masked,
+    )
+
+
+def test_advantages_are_centred_and_divided_by_the_population_std() -> None:
+    want = np.array([-1.0, 1.0, 0.0]) / (math.sqrt(2 / 3) + 1e-6)
+    assert group_advantages([1.0, 3.0, 2.0]) == pytest.approx(want, rel=1e-12)
+
+
+def test_advantages_are_only_centred_without_normalisation() -> None:
+    assert group_advantages([1.0, 3.0, 2.0], normalize_std=False).tolist() == [-1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [5.0], []], ids=["equal rewards", "a group of one", "an empty group"])
+def test_groups_without_spread_have_no_advantage(rewards: list[float]) -> None:
+    assert group_advantages(rewards).tolist() == [0.0] * len(rewards)
+
+
+WEIGHTS = {
+    Aggregation.TOKEN_MEAN: [1 / 5, 1 / 5, 0.0],
+    Aggregation.SEQ_MEAN_TOKEN_MEAN: [1 / 2, 1 / 8, 0.0],
+    Aggregation.SEQ_MEAN_TOKEN_SUM: [1 / 2, 1 / 2, 0.0],
+}
+
+
+@pytest.mark.parametrize(("aggregation", "want"), WEIGHTS.items(), ids=WEIGHTS)
+def test_weights_hold_the_denominators_of_the_whole_minibatch(aggregation: Aggregation, want: list[float]) -> None:
+    assert token_weights([sample(1), sample(4), sample(7, masked=True)], aggregation) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_a_minibatch_that_is_masked_as_a_whole_weighs_nothing(aggregation: Aggregation) -> None:
+    assert token_weights([sample(2, masked=True)], aggregation) == [0.0]
+
+
+def test_a_kl_penalty_without_reference_log_probabilities_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 of 2 samples have none"):
+        check_samples([sample(1), sample(1, reference=False)], GrpoSettings(kl_coefficient=0.1))
+    check_samples([sample(1, reference=False)], GrpoSettings())
+
+
+def test_metrics_are_means_over_the_tokens_that_count() -> None:
+    got = update_metrics([sample(1), sample(3), sample(5, masked=True)], [9.0, 2.0, 1.0, 6.0, 0.5])
+    want = {
+        "kl": 0.5,
+        "clip_fraction": 0.25,
+        "ratio": 1.5,
+        "absolute_terms": 0.5,
+        "num_tokens": 4.0,
+        "mismatch_mean": 0.25,
+        "mismatch_max": 0.25,
+    }
+    assert got == pytest.approx(want)
+
+
+def one_token(*, advantage: float, old: float, engine: float = -1.0, reference: float = -1.0) -> TrainBatch:
+    """Position 1 counts with weight 1; position 2 is padding with numbers that must not matter."""
+
+    def row(value: float) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return np.array([[0.0, value, 0.0]], dtype=np.float32)
+
+    batch = TokenBatch((0,), np.zeros((1, 3), dtype=np.int64))
+    return TrainBatch(batch, row(1.0), row(1.0), row(advantage), row(old), row(reference), row(engine))
+
+
+LOG = math.log
+TOKENS: dict[str, tuple[TrainBatch, GrpoSettings, float, float]] = {
+    "on-policy the loss is minus the advantage": (one_token(advantage=2.0, old=-1.0), GrpoSettings(), -2.0, -2.0),
+    "a gain is capped above": (one_token(advantage=1.0, old=-1.0 - LOG(2)), GrpoSettings(clip_high=0.3), -1.3, 0.0),
+    "a loss is not capped above": (one_token(advantage=-1.0, old=-1.0 - LOG(2)), GrpoSettings(clip_high=0.3), 2.0, 2.0),
+    "a loss is capped below": (one_token(advantage=-1.0, old=-1.0 + LOG(2)), GrpoSettings(clip_low=0.1), 0.9, 0.0),
+    "the ratio is to the engine when told so": (
+        one_token(advantage=1.0, old=5.0, engine=-1.0 - LOG(1.1)),
+        GrpoSettings(old_log_probs=OldLogProbs.ENGINE),
+        -1.1,
+        -1.1,
+    ),
+    "importance weights are capped": (
+        one_token(advantage=1.0, old=-1.0, engine=-1.0 - LOG(4)),
+        GrpoSettings(importance_cap=2.0),
+        -2.0,
+        -2.0,
+    ),
+    "the penalty is k3": (
+        one_token(advantage=0.0, old=-1.0, reference=-1.0 + LOG(2)),
+        GrpoSettings(kl_coefficient=0.5),
+        0.5 * (2 - LOG(2) - 1),
+        0.5 * (1 - 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(("batch", "settings", "want_loss", "want_gradient"), TOKENS.values(), ids=TOKENS)
+def test_the_loss_of_a_token_and_its_derivative(
+    batch: TrainBatch, settings: GrpoSettings, want_loss: float, want_gradient: float
+) -> None:
+    log_probs_BS = torch.tensor([[0.0, -1.0, -300.0]], requires_grad=True)
+    terms = grpo_loss(log_probs_BS, batch, settings)
+    (gradient_BS,) = torch.autograd.grad(terms.loss, log_probs_BS)
+    assert float(terms.loss.detach()) == pytest.approx(want_loss, abs=1e-6)
+    assert gradient_BS.tolist()[0] == pytest.approx([0.0, want_gradient, 0.0], abs=1e-6)
