@@ -1,0 +1,7 @@
+"""The node's gate, a library on a folder: who may use which GPU now."""
+
+from __future__ import annotations
+
+from tidegate.gate.gate import Gate, GateClosed, GateDamaged, GateHold, GateState, StaleToken
+
+__all__ = ["Gate", "GateClosed", "GateDamaged", "GateHold", "GateState", "StaleToken"]

@@ -1,0 +1,199 @@
+"""The node's gate: per GPU, who may use it now, and the highest token that anyone ever passed with.
+
+A library on a folder of the node's local disk (a volume shared by the node's containers; not NFS). Two files a GPU:
+- `<gpu>.lock`, never replaced: its byte 0 is locked by the open file of the holder, whose descriptor the service passes
+  to the worker, so that it is held exactly as long as the worker lives; its byte 1 is locked for the moment in which
+  someone passes, so that of two who try at once the second sees the first's outcome;
+- `<gpu>.json`: the highest token and who passed with it, replaced as a whole under both locks, synced to disk.
+A GPU's name is percent-encoded in both. Invariants:
+- at most one open file holds a GPU;
+- the highest token of a GPU only grows, through any crash; who passes has a larger one than all before;
+- a refused attempt changes nothing; a report takes no lock and disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from tidegate.gate.lock import is_locked_by_another, lock, try_lock, unlock
+from tidegate.types import GpuId, Grant, Token
+
+_HOLD, _PASSING = 0, 1
+_RELEASE_POLL_S = 0.005
+
+
+class GateClosed(RuntimeError):
+    """Another open file holds the GPU; try again when it has been released or its holder is dead."""
+
+
+class StaleToken(RuntimeError):
+    """A larger token has been seen: whoever carries this one has lost the GPU, and trying again cannot help."""
+
+
+class GateDamaged(RuntimeError):
+    """A GPU's record cannot be read; nobody passes, because a lower token could."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """One GPU as the gate knows it. `highest_token` is None when nobody ever passed."""
+
+    gpu: GpuId
+    highest_token: Token | None
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    token: Token
+    pid: int
+
+    def to_json(self) -> str:
+        return json.dumps({"term": self.token.term, "counter": self.token.counter, "pid": self.pid})
+
+    @classmethod
+    def parse(cls, text: str) -> _Record:
+        fields = json.loads(text)
+        return cls(Token(int(fields["term"]), int(fields["counter"])), int(fields["pid"]))
+
+
+class GateHold:
+    """A passed gate. The GPU is held until every copy of the descriptor is closed, in whatever process it is."""
+
+    def __init__(self, grant: Grant, fd: int) -> None:
+        self.grant = grant
+        self._fd: int | None = fd
+
+    def fileno(self) -> int:
+        """To be passed to the worker; ValueError once closed here."""
+        if self._fd is None:
+            raise ValueError(f"the hold of {self.grant.gpu} is closed in this process")
+        return self._fd
+
+    def close(self) -> None:
+        """Closes this process's copy; idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class Gate:
+    """The gate of one node. Objects on the same folder, in any process, are the same gate."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+
+    def acquire(self, grant: Grant) -> GateHold:
+        """Pass with the grant's token. Waits milliseconds at most (for others who pass), never for a release.
+
+        Raises StaleToken, GateClosed or GateDamaged, with nothing changed.
+        """
+        fd = os.open(self._lock_path(grant.gpu), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with _locked(fd, _PASSING):
+                self._pass(fd, grant)
+        except BaseException:
+            os.close(fd)
+            raise
+        return GateHold(grant, fd)
+
+    def is_held(self, gpu: GpuId) -> bool:
+        """Whether a living process holds the GPU."""
+        try:
+            fd = os.open(self._lock_path(gpu), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return is_locked_by_another(fd, _HOLD)
+        finally:
+            os.close(fd)
+
+    def highest_token(self, gpu: GpuId) -> Token | None:
+        """None when nobody ever passed. Raises GateDamaged."""
+        record = self._record(gpu)
+        return None if record is None else record.token
+
+    def report(self) -> list[GateState]:
+        """Every GPU that somebody ever tried to acquire, in order of name."""
+        gpus = sorted(GpuId(unquote(path.stem)) for path in self._folder.glob("*.lock"))
+        return [GateState(gpu, self.highest_token(gpu), self.is_held(gpu)) for gpu in gpus]
+
+    def wait_until_free(self, gpu: GpuId, *, timeout_s: float) -> bool:
+        """Whether nobody holds the GPU any more, looked at until then. Blocks its thread."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_held(gpu):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_RELEASE_POLL_S)
+        return True
+
+    def _pass(self, fd: int, grant: Grant) -> None:
+        record = self._record(grant.gpu)
+        if record is not None and grant.token <= record.token:
+            raise StaleToken(
+                f"{grant.gpu} cannot be acquired with token {grant.token}: {record.token} has passed its gate; "
+                "ask the scheduler who owns it now"
+            )
+        if not try_lock(fd, _HOLD):
+            # The very first holder may have died, or be stopped, between its lock and its record.
+            holder = f"token {record.token}, acquired by pid {record.pid}" if record else "a process without a record"
+            raise GateClosed(
+                f"{grant.gpu} cannot be acquired with token {grant.token}: it is held by {holder}; "
+                "release it there first, or end its worker"
+            )
+        self._write(grant.gpu, _Record(grant.token, os.getpid()))
+
+    def _record(self, gpu: GpuId) -> _Record | None:
+        path = self._record_path(gpu)
+        try:
+            return _Record.parse(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise GateDamaged(
+                f"gate record {path} cannot be read ({error}): with all workers of this node stopped, write into it "
+                'the highest token that the scheduler knows for it, {"term": T, "counter": C, "pid": 0}'
+            ) from error
+
+    def _write(self, gpu: GpuId, record: _Record) -> None:
+        path = self._record_path(gpu)
+        # Only one process at a time passes, so the name is free but for what a crash left.
+        partial = path.with_suffix(".partial")
+        with partial.open("w") as stream:
+            stream.write(record.to_json())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _lock_path(self, gpu: GpuId) -> Path:
+        return self._folder / f"{_file_name(gpu)}.lock"
+
+    def _record_path(self, gpu: GpuId) -> Path:
+        return self._folder / f"{_file_name(gpu)}.json"
+
+
+def _file_name(gpu: GpuId) -> str:
+    """No separator, never "." or "..": reversible, one file a name."""
+    return quote(gpu, safe="").replace(".", "%2E")
+
+
+@contextmanager
+def _locked(fd: int, byte: int) -> Iterator[None]:
+    lock(fd, byte)
+    try:
+        yield
+    finally:
+        unlock(fd, byte)
