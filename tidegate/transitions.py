@@ -147,8 +147,8 @@ def close(stored: Transition, gpus: Mapping[GpuId, GpuRecord], outcome: Outcome)
             f"transition {stored.id} cannot end {outcome}: as it is it would end {earned_outcome(stored)}; "
             f"not committed: {', '.join(waiting) or 'nothing'}"
         )
-    let_go = tuple(_let_go(gpus[move.gpu], move) for move in stored.moves if gpus[move.gpu].transition == stored.id)
-    return Change(_ended(stored, outcome), let_go)
+    held = [move for move in stored.moves if move.gpu in gpus and gpus[move.gpu].transition == stored.id]
+    return Change(_ended(stored, outcome), tuple(_let_go(gpus[move.gpu], move) for move in held))
 
 
 def mark_lost(record: GpuRecord, token: Token) -> GpuRecord:

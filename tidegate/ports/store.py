@@ -96,7 +96,7 @@ class Transitions(Protocol):
     ) -> Transition:
         """One GPU's next step up to `acquiring`, which hands it to the target under a new token of the store's term.
 
-        Of `transition` the job, id and GPUs are used; how far it is is read afresh, and handed back. StaleToken; GpuBusy
+        Of `transition` the job, id and GPUs are used; its progress is read afresh and handed back. StaleToken; GpuBusy
         (lost); VersionConflict (the move is in neither state, or the transition is closed); IllegalStep (`to_state`
         does not follow `from_state`).
         """
