@@ -82,6 +82,17 @@ class JobFolder:
         """What a node keeps on its local disk: the gate's lock files."""
         return self.root / "nodes" / node
 
+    @property
+    def reference(self) -> Path:
+        """The reference policy's snapshot, for runs that resume."""
+        return self.root / "reference"
+
+
+def snapshot_folder(config: JobConfig, node: NodeId, *, incarnation: int, version: int) -> Path:
+    """Where a node holds one version of the weights, in host memory."""
+    root = Path(config.runtime.host_memory_root)
+    return root / node / "snapshots" / config.job / str(incarnation) / str(version)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

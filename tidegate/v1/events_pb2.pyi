@@ -443,16 +443,22 @@ class WeightsPublished(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def snapshot(self) -> _types_pb2.Snapshot: ...
+    @_builtins.property
+    def reference(self) -> _types_pb2.Snapshot:
+        """What the KL term is taken to: version 0 of the job; absent when the term is off."""
+
     def __init__(
         self,
         *,
         snapshot: _types_pb2.Snapshot | None = ...,
+        reference: _types_pb2.Snapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reference", b"reference", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reference", b"reference", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,300 @@
+"""The actor's lead: forms minibatches of complete groups, has them trained, keeps the ledger, publishes the weights.
+
+Order around an update: the optimizer's commit on all ranks, the ledger, the journal, then events and acknowledgements.
+Order at an iteration's end: the report, the checkpoint, the new version. Invariants: a sample enters the lineage once;
+a group of another incarnation or iteration is never trained on; what is published is a state between two updates that
+no later update changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.actor.checkpoints import Checkpoint, CheckpointStore
+from services.actor.grpo import group_advantages
+from services.actor.learning_rate import learning_rate
+from services.actor.ledger import OpenIteration, SampleLedger, Verdict
+from services.actor.minibatches import MinibatchAssembly
+from services.actor.snapshots import SnapshotShelf
+from tidegate.checksums import WrittenFile
+from tidegate.codec import decode_grants, decode_sample_id, encode_layout, fate_of
+from tidegate.ports.bus import SampleDelivery, Stage
+from tidegate.runtime.lead import Lead, LeadTools, layout_of
+from tidegate.types import Layout, SampleId
+from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+_FETCH_TIMEOUT_S = 5.0
+_KEEP_ALIVES_PER_ACK_WAIT = 3
+ZERO_STD = "zero_std"
+NONFINITE_UPDATE = "nonfinite_update"
+
+
+class UpdatesSkipped(RuntimeError):
+    """Too many updates in a row had a gradient that was not finite."""
+
+
+@dataclass(slots=True)
+class _Training:
+    """One iteration's training, as it stands."""
+
+    plan: types_pb2.IterationPlan
+    assembly: MinibatchAssembly
+    held: dict[int, SampleDelivery] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    num_duplicates_dropped: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class ActorLead(Lead):
+    """See the module."""
+
+    def __init__(self, tools: LeadTools) -> None:
+        super().__init__(tools)
+        self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
+        self._shelf = SnapshotShelf(tools)
+        self._ledger = SampleLedger(incarnation=0)
+        self._layout = Layout()
+        self._num_skipped = 0
+
+    async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
+        checkpoint = self._checkpoints.load(request.checkpoint) if request.checkpoint else None
+        members = decode_grants(request.members)
+        await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
+        seats = await self.crew.rendezvous(members, timeout_s=self.job.config.runtime.collective_timeout_s)
+        self._layout = layout_of(request)
+        start = wire.StartActor(
+            layout=encode_layout(self._layout),
+            config_json=request.config_json,
+            checkpoint_dir=str(self._checkpoints.path(request.checkpoint)) if checkpoint else "",
+        )
+        calls = {}
+        for grant, seat in zip(members, seats, strict=True):
+            calls[grant] = wire.WorkerCall(start_actor=start)
+            calls[grant].start_actor.rendezvous.CopyFrom(seat)
+        await self.crew.ask_all(calls)
+        self._num_skipped = 0
+        self._ledger = checkpoint.ledger.resumed(self.incarnation) if checkpoint else SampleLedger(self.incarnation)
+        await self.announce_layout(request, next_iteration=checkpoint.next_iteration if checkpoint else 0)
+        if checkpoint is None:
+            await self._warm_up()
+        await self._publish(checkpoint.version if checkpoint else 0)
+
+    async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
+        raise ValueError("the actor makes the weights and loads none")
+
+    async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
+        self._ledger = self._ledger.opened(
+            OpenIteration(plan.iteration, plan.first_prompt, plan.num_prompts, plan.group_size, plan.version)
+        )
+        assembly = MinibatchAssembly(
+            first_prompt=plan.first_prompt,
+            num_prompts=plan.num_prompts,
+            num_minibatches=plan.num_minibatches,
+            order=self.job.config.algorithm.minibatch_order,
+        )
+        training = _Training(plan, assembly)
+        keeping = asyncio.create_task(self._keep_alive(training), name="keep-alive")
+        try:
+            await self._train_all(training)
+        finally:
+            keeping.cancel()
+        await self._report(training)
+        self._ledger = self._ledger.closed_now()
+        await self._save(next_iteration=plan.iteration + 1, version=plan.version + 1)
+        await self._publish(plan.version + 1)
+
+    async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
+        newest = self._shelf.newest_version
+        if newest is not None:
+            await self.crew.drop_snapshots(before_version=newest, keep=[0])
+
+    async def _warm_up(self) -> None:
+        asked = self.job.config.actor.warm_up
+        if asked.steps == 0:
+            return
+        call = wire.WorkerCall(
+            warm_up=wire.WarmUp(num_steps=asked.steps, batch_size=asked.batch_size, learning_rate=asked.learning_rate)
+        )
+        first, *others = self.crew.members
+        rest = [asyncio.ensure_future(self.crew.ask(grant, call)) for grant in others]
+        try:
+            async for reply in self.crew.stream(first, call):
+                at = reply.warm_up
+                if at.step % max(1, asked.steps // 20) == 0 or at.step == asked.steps:
+                    await self.tell_progress("warm_up", at.step, at.num_steps, loss=at.loss)
+            await asyncio.gather(*rest)
+        finally:
+            for task in rest:
+                task.cancel()
+
+    async def _train_all(self, training: _Training) -> None:
+        consumer = await self.tools.samples.consumer(
+            self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tell_dead_letter
+        )
+        while not training.assembly.is_done:
+            for delivery in await consumer.fetch(training.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):
+                await self._take_in(delivery, training)
+            while (prompts := training.assembly.take()) is not None:
+                await self._train(prompts, training)
+
+    async def _take_in(self, delivery: SampleDelivery, training: _Training) -> None:
+        group = delivery.group
+        ids = [decode_sample_id(sample.id) for sample in group.samples]
+        verdict = self._ledger.verdict(ids)
+        if verdict is Verdict.NEW and group.prompt in training.held:
+            verdict = Verdict.SEEN
+        match verdict:
+            case Verdict.NEW if len(ids) == training.plan.group_size and group.version == training.plan.version:
+                training.held[group.prompt] = delivery
+                training.assembly.add(group.prompt)
+            case Verdict.SEEN:
+                training.num_duplicates_dropped += len(ids)
+                await delivery.ack()
+            case Verdict.SUPERSEDED:
+                await delivery.ack()
+            case _:
+                await delivery.dead_letter(
+                    f"group of prompt {group.prompt} holds {len(ids)} samples of iteration {group.iteration}, version "
+                    f"{group.version}; iteration {training.plan.iteration} takes prompts "
+                    f"{training.plan.first_prompt}-{training.plan.first_prompt + training.plan.num_prompts - 1} in "
+                    f"groups of {training.plan.group_size} from version {training.plan.version}"
+                )
+
+    async def _train(self, prompts: Sequence[int], training: _Training) -> None:
+        """One minibatch: what is filtered, the optimizer update, and what follows from its commit."""
+        deliveries = [training.held[prompt] for prompt in prompts]
+        groups = [delivery.group for delivery in deliveries]
+        for group in groups:
+            training.rewards.extend(sample.reward for sample in group.samples)
+            training.lengths.extend(len(sample.response_tokens) for sample in group.samples)
+        kept = groups
+        if self.job.config.algorithm.filter_zero_std:
+            kept = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
+            filtered = [sample for group in groups if group not in kept for sample in group.samples]
+            self._ledger = self._ledger.filtered(_ids(filtered), reason=ZERO_STD)
+        if kept:
+            await self._update(kept, training)
+        await asyncio.gather(*(delivery.ack() for delivery in deliveries))
+        for prompt in prompts:
+            del training.held[prompt]
+
+    async def _update(self, groups: Sequence[samples_pb2.SampleGroup], training: _Training) -> None:
+        config, plan = self.job.config, training.plan
+        open_iteration = self._ledger.open_iteration
+        assert open_iteration is not None
+        number = len(open_iteration.updates)
+        update_id = f"{self.incarnation}.{plan.iteration}.{number}"
+        rate = learning_rate(
+            self._ledger.num_trained, peak=config.actor.learning_rate, warm_up_samples=config.actor.lr_warm_up_samples
+        )
+        samples = [sample for group in groups for sample in self._train_samples(group)]
+        call = wire.WorkerCall(train=wire.Train(update_id=update_id, samples=samples, learning_rate=rate))
+        report = (await self.crew.ask_all(dict.fromkeys(self.crew.members, call)))[0].update
+        ids = _ids([sample for group in groups for sample in group.samples])
+        if report.committed:
+            self._num_skipped = 0
+            self._ledger = self._ledger.committed(update_id, ids)
+        else:
+            self._num_skipped += 1
+            self._ledger = self._ledger.discarded(ids, reason=NONFINITE_UPDATE)
+        self._write_journal(update_id, ids, report, rate)
+        training.metrics |= {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
+        await self.tell_progress("train", number + 1, plan.num_minibatches, **training.metrics)
+        if self._num_skipped > config.actor.max_skipped_updates:
+            raise UpdatesSkipped(
+                f"{self._num_skipped} updates in a row had a non-finite gradient (actor.max_skipped_updates="
+                f"{config.actor.max_skipped_updates}), the last {update_id}; lower actor.learning_rate, or resume "
+                "from an earlier checkpoint"
+            )
+
+    def _train_samples(self, group: samples_pb2.SampleGroup) -> list[wire.TrainSample]:
+        algorithm = self.job.config.algorithm
+        advantages = group_advantages(
+            [sample.reward for sample in group.samples], normalize_std=algorithm.normalize_std
+        )
+        return [
+            wire.TrainSample(
+                id=sample.id,
+                prompt_tokens=group.prompt_tokens,
+                response_tokens=sample.response_tokens,
+                advantage=advantage,
+                old_log_probs=sample.old_log_probs,
+                reference_log_probs=sample.reference_log_probs,
+                engine_log_probs=sample.engine_log_probs,
+                masked=algorithm.mask_truncated and sample.finish == samples_pb2.FINISH_REASON_LENGTH,
+            )
+            for sample, advantage in zip(group.samples, advantages, strict=True)
+        ]
+
+    def _write_journal(self, update_id: str, ids: Sequence[SampleId], report: wire.UpdateReport, rate: float) -> None:
+        row = {
+            "update": update_id,
+            "committed": report.committed,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": rate,
+            "samples": [str(sample) for sample in ids],
+        }
+        with self.tools.folder.journal.open("a") as journal:
+            journal.write(json.dumps(row) + "\n")
+
+    async def _report(self, training: _Training) -> None:
+        fates = self._ledger.open_iteration
+        assert fates is not None
+        lengths, rewards = sorted(training.lengths), training.rewards
+        metrics = training.metrics | {
+            "reward_mean": sum(rewards) / len(rewards),
+            "response_tokens_mean": sum(lengths) / len(lengths),
+            "response_tokens_median": float(lengths[len(lengths) // 2]),
+            "response_tokens_max": float(lengths[-1]),
+        }
+        await self.tell(
+            events_pb2.IterationReported(
+                trained=fate_of(fates.trained),
+                filtered=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.filtered.items())],
+                discarded=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.discarded.items())],
+                num_duplicates_dropped=training.num_duplicates_dropped,
+                metrics=metrics,
+            )
+        )
+
+    async def _save(self, *, next_iteration: int, version: int) -> None:
+        config = self.job.config
+        due = next_iteration % config.checkpoint.every == 0 or next_iteration == config.algorithm.iterations
+        if not due:
+            return
+        folder = self._checkpoints.begin()
+        call = wire.WorkerCall(save=wire.Save(folder=str(folder)))
+        replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
+        files = tuple(WrittenFile(r.saved.file, r.saved.size_bytes, r.saved.checksum) for r in replies)
+        checkpoint = Checkpoint(next_iteration, version, self._layout, self._ledger, files)
+        self._checkpoints.commit(checkpoint)
+        await self.tell(
+            events_pb2.CheckpointSaved(
+                next_iteration=next_iteration,
+                version=version,
+                name=checkpoint.name,
+                num_samples_trained=self._ledger.num_trained,
+            )
+        )
+        await self.tools.samples.purge(self.tools.job_id, incarnation=self.incarnation, iteration=next_iteration)
+
+    async def _publish(self, version: int) -> None:
+        snapshot = await self._shelf.publish(version, incarnation=self.incarnation)
+        reference = await self._shelf.reference(snapshot)
+        await self.tell(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
+
+    async def _keep_alive(self, training: _Training) -> None:
+        """Groups held for their minibatch are not delivered again meanwhile."""
+        while True:
+            await asyncio.sleep(self.job.config.runtime.ack_wait_s / _KEEP_ALIVES_PER_ACK_WAIT)
+            await asyncio.gather(*(delivery.in_progress() for delivery in list(training.held.values())))
+
+
+def _ids(samples: Sequence[samples_pb2.Sample]) -> list[SampleId]:
+    return [decode_sample_id(sample.id) for sample in samples]

@@ -1,0 +1,114 @@
+"""The actor's side of weight snapshots: has every rank write its part, and keeps the reference policy for later runs.
+
+Invariants: a snapshot is told only when all its files are complete; the reference is version 0 of the job, bit for bit,
+in every incarnation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from google.protobuf import json_format
+
+from tidegate.checksums import combined_checksum, file_checksum
+from tidegate.job import snapshot_folder
+from tidegate.runtime.lead import LeadTools
+from tidegate.types import node_of
+from tidegate.v1 import types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+_MESSAGE = "snapshot.json"
+
+
+class ReferenceMissing(ValueError):
+    """The job's folder has not got the reference policy that a resume needs."""
+
+
+class SnapshotShelf:
+    """Publishes versions."""
+
+    def __init__(self, tools: LeadTools) -> None:
+        self._tools = tools
+        self._node = tools.node
+        self._reference: types_pb2.Snapshot | None = None
+        self.newest_version: int | None = None
+
+    async def publish(self, version: int, *, incarnation: int) -> types_pb2.Snapshot:
+        """Every rank writes its shards into its node's host memory; the snapshot once all have."""
+        crew, config = self._tools.crew, self._tools.job.config
+        members = crew.members
+        calls = {
+            grant: wire.WorkerCall(
+                publish=wire.Publish(
+                    version=version,
+                    folder=str(snapshot_folder(config, node_of(grant.gpu), incarnation=incarnation, version=version)),
+                )
+            )
+            for grant in members
+        }
+        replies = await crew.ask_all(calls)
+        shards = [
+            types_pb2.SnapshotShard(
+                node=node_of(grant.gpu),
+                endpoint=crew.endpoint(node_of(grant.gpu)),
+                file=reply.published.file,
+                size_bytes=reply.published.size_bytes,
+                checksum=reply.published.checksum,
+            )
+            for grant, reply in zip(members, replies, strict=True)
+            if reply.published.file
+        ]
+        self.newest_version = version
+        return self._snapshot(version, incarnation, shards)
+
+    async def reference(self, published: types_pb2.Snapshot) -> types_pb2.Snapshot | None:
+        """The reference policy, readable in this incarnation; None when the job has no KL term."""
+        if self._tools.job.config.algorithm.kl_coefficient == 0:
+            return None
+        if published.version == 0:
+            await self._keep(published)
+            self._reference = published
+        elif self._reference is None or self._reference.incarnation != published.incarnation:
+            self._reference = self._restore(published.incarnation)
+        return self._reference
+
+    async def _keep(self, snapshot: types_pb2.Snapshot) -> None:
+        folder = Path(await self._tools.crew.fetch(snapshot, self._node))
+        kept = self._tools.folder.reference
+        partial = kept.with_name(f".{kept.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for shard in snapshot.shards:
+            shutil.copyfile(folder / shard.file, partial / shard.file)
+        (partial / _MESSAGE).write_text(json_format.MessageToJson(snapshot))
+        shutil.rmtree(kept, ignore_errors=True)
+        os.rename(partial, kept)
+
+    def _restore(self, incarnation: int) -> types_pb2.Snapshot:
+        kept, config = self._tools.folder.reference, self._tools.job.config
+        try:
+            snapshot = json_format.Parse((kept / _MESSAGE).read_text(), types_pb2.Snapshot())
+        except OSError as error:
+            raise ReferenceMissing(
+                f"reference policy {kept}: {error.strerror}; it is written when the job starts and a resume with a KL "
+                "term needs it: start the job anew"
+            ) from error
+        folder = snapshot_folder(config, self._node, incarnation=incarnation, version=snapshot.version)
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard in snapshot.shards:
+            if file_checksum(kept / shard.file) != shard.checksum:
+                raise ReferenceMissing(f"reference policy {kept / shard.file} is damaged: start the job anew")
+            shutil.copyfile(kept / shard.file, folder / shard.file)
+            shard.node, shard.endpoint = self._node, self._tools.crew.endpoint(self._node)
+        return self._snapshot(snapshot.version, incarnation, list(snapshot.shards))
+
+    def _snapshot(self, version: int, incarnation: int, shards: list[types_pb2.SnapshotShard]) -> types_pb2.Snapshot:
+        return types_pb2.Snapshot(
+            job=self._tools.job_id,
+            incarnation=incarnation,
+            version=version,
+            shards=sorted(shards, key=lambda shard: shard.file),
+            checksum=combined_checksum({shard.file: shard.checksum for shard in shards}),
+        )

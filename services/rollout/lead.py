@@ -1,0 +1,205 @@
+"""The rollout's lead: assigns an iteration's prompts to engines and publishes each group as soon as it is complete.
+
+An engine is kept as full as it can run; what it held goes to the others when it is lost, and an engine that comes takes
+part at once. A new lead asks the stream which groups are there and has only the others made. Invariants: a group is
+published whole and once; every response of an iteration is drawn from the iteration's version; a response is the same
+whichever engine makes it (its seed is derived from its id).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.rollout.groups import GroupsInProgress
+from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_sample_id, fate_of
+from tidegate.ports.bus import Stage
+from tidegate.runtime.crew import WorkerGone
+from tidegate.runtime.lead import Lead, LeadTools
+from tidegate.types import Grant, SampleId
+from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+_QUEUED_AHEAD = 1.25
+"""Requests an engine holds, as a multiple of what it runs at once: the next one starts without a round trip."""
+
+
+@dataclass(slots=True)
+class _EngineSlot:
+    grant: Grant
+    version: int | None = None
+    num_held: int = 0
+
+
+@dataclass(slots=True)
+class _Generation:
+    """One iteration's generating, as it stands."""
+
+    plan: types_pb2.IterationPlan
+    groups: GroupsInProgress[samples_pb2.Sample]
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_tokens: int = 0
+    num_published: int = 0
+
+
+class RolloutLead(Lead):
+    """See the module."""
+
+    def __init__(self, tools: LeadTools) -> None:
+        super().__init__(tools)
+        self._engines: dict[str, _EngineSlot] = {}
+        self._generation: _Generation | None = None
+
+    async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
+        grants = decode_grants(request.grants)
+        await self.crew.start(grants, transition=request.header.transition_id)
+        start = wire.WorkerCall(start_engine=wire.StartEngine(config_json=request.config_json))
+        await self.crew.ask_all(dict.fromkeys(grants, start))
+        for grant in grants:
+            self._engines[grant.gpu] = _EngineSlot(grant)
+        if request.HasField("weights"):
+            await self._load(request.weights, grants)
+        await self.announce_layout(request)
+
+    async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
+        for grant in self.crew.members:
+            self._engines.setdefault(grant.gpu, _EngineSlot(grant))
+        await self._load(request.weights, self.crew.members)
+        await self.tell(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
+
+    async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
+        prompts = range(plan.first_prompt, plan.first_prompt + plan.num_prompts)
+        done = await self.tools.samples.published(
+            self.tools.job_id, Stage.GENERATED, incarnation=self.incarnation, iteration=plan.iteration
+        )
+        groups = GroupsInProgress[samples_pb2.Sample](
+            incarnation=self.incarnation,
+            iteration=plan.iteration,
+            prompts=tuple(prompt for prompt in prompts if prompt not in done),
+            group_size=plan.group_size,
+        )
+        generation = _Generation(plan, groups, num_published=len(done))
+        self._generation = generation
+        try:
+            while not groups.is_done:
+                self._assign(generation)
+                await generation.changed.wait()
+                generation.changed.clear()
+                self._raise_failures(generation)
+        finally:
+            self._generation = None
+            for call in generation.calls:
+                call.cancel()
+            await asyncio.gather(*generation.calls, return_exceptions=True)
+        await self._report(plan)
+
+    async def supersede(self) -> None:
+        abort = wire.WorkerCall(abort=wire.Abort())
+        await asyncio.gather(*(self.crew.ask(grant, abort) for grant in self.crew.members), return_exceptions=True)
+
+    async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
+        versions = [slot.version for slot in self._engines.values() if slot.version is not None]
+        if versions:
+            await self.crew.drop_snapshots(before_version=min(versions), keep=[0])
+
+    async def _load(self, snapshot: types_pb2.Snapshot, grants: Sequence[Grant]) -> None:
+        await self.crew.load(snapshot, grants)
+        for grant in grants:
+            self._engines[grant.gpu].version = snapshot.version
+        if self._generation is not None:
+            self._generation.changed.set()
+
+    def _assign(self, generation: _Generation) -> None:
+        """Fill every engine that holds the iteration's version, the emptiest first."""
+        capacity = int(self.job.config.rollout.max_running_requests * _QUEUED_AHEAD)
+        ready = [
+            self._engines[grant.gpu]
+            for grant in self.crew.members
+            if grant.gpu in self._engines and self._engines[grant.gpu].version == generation.plan.version
+        ]
+        share = -(-(generation.groups.num_waiting + sum(slot.num_held for slot in ready)) // max(len(ready), 1))
+        for slot in sorted(ready, key=lambda slot: (slot.num_held, slot.grant)):
+            taken = generation.groups.take(max(0, min(capacity, share) - slot.num_held))
+            if taken:
+                slot.num_held += len(taken)
+                call = asyncio.create_task(self._run_on(slot, taken, generation), name=f"generate {slot.grant.gpu}")
+                generation.calls.add(call)
+
+    async def _run_on(self, slot: _EngineSlot, samples: Sequence[SampleId], generation: _Generation) -> None:
+        left = set(samples)
+        requests = [self._request(sample) for sample in samples]
+        try:
+            call = wire.WorkerCall(generate=wire.Generate(requests=requests))
+            async for reply in self.crew.stream(slot.grant, call):
+                sample = decode_sample_id(reply.generated.sample.id)
+                left.discard(sample)
+                slot.num_held -= 1
+                await self._take_in(sample, reply.generated.sample, generation)
+                generation.changed.set()
+        except WorkerGone as error:
+            self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(left), error=str(error))
+            if self._engines.get(slot.grant.gpu) is slot:
+                del self._engines[slot.grant.gpu]
+        finally:
+            slot.num_held -= len(left)
+            generation.groups.give_back(left)
+            generation.changed.set()
+
+    async def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: _Generation) -> None:
+        if response.finish == samples_pb2.FINISH_REASON_ABORT:
+            generation.groups.give_back([sample])
+            return
+        generation.num_tokens += len(response.response_tokens)
+        response.reward = self._reward(sample, response)
+        responses = generation.groups.add(sample, response)
+        if responses is None:
+            return
+        plan = generation.plan
+        group = samples_pb2.SampleGroup(
+            job=self.tools.job_id,
+            incarnation=self.incarnation,
+            iteration=plan.iteration,
+            prompt=sample.prompt,
+            version=plan.version,
+            prompt_tokens=self._prompt_tokens(sample.prompt),
+            samples=responses,
+            grants=encode_grants(self.crew.members),
+        )
+        await self.tools.samples.publish(Stage.GENERATED, group)
+        generation.num_published += 1
+        await self.tell_progress(
+            "generate", generation.num_published, plan.num_prompts, num_tokens=float(generation.num_tokens)
+        )
+
+    def _request(self, sample: SampleId) -> wire.GenerationRequest:
+        return wire.GenerationRequest(
+            id=encode_sample_id(sample),
+            prompt_tokens=self._prompt_tokens(sample.prompt),
+            seed=self.job.sampling_seed(sample),
+        )
+
+    def _prompt_tokens(self, prompt: int) -> list[int]:
+        return self.job.tokenizer.encode_prompt(self.job.task.prompt(prompt).text)
+
+    def _reward(self, sample: SampleId, response: samples_pb2.Sample) -> float:
+        text = self.job.tokenizer.decode_response(response.response_tokens)
+        return self.job.task.reward(self.job.task.prompt(sample.prompt), text)
+
+    def _raise_failures(self, generation: _Generation) -> None:
+        for call in [call for call in generation.calls if call.done()]:
+            generation.calls.remove(call)
+            call.result()
+
+    async def _report(self, plan: types_pb2.IterationPlan) -> None:
+        """What the stream holds is what was generated: the account is taken from there."""
+        published = await self.tools.samples.published(
+            self.tools.job_id, Stage.GENERATED, incarnation=self.incarnation, iteration=plan.iteration
+        )
+        ids = [
+            SampleId(self.incarnation, plan.iteration, prompt, draw)
+            for prompt in sorted(published)
+            for draw in range(plan.group_size)
+        ]
+        await self.tell(events_pb2.IterationReported(generated=fate_of(ids)))

@@ -1,0 +1,65 @@
+"""Groups in progress: whatever engines die, each sample comes in once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rollout.groups import GroupsInProgress
+from tidegate.types import SampleId
+
+
+def _groups() -> GroupsInProgress[str]:
+    return GroupsInProgress(incarnation=1, iteration=2, prompts=(7, 8), group_size=2)
+
+
+def test_samples_are_given_out_in_order_and_a_group_comes_out_when_it_is_complete() -> None:
+    groups = _groups()
+    first, second, third = groups.take(3)
+    assert [str(first), str(second), str(third)] == ["1.2.7.0", "1.2.7.1", "1.2.8.0"]
+    assert groups.add(second, "b") is None
+    assert groups.add(third, "c") is None
+    assert groups.add(first, "a") == ["a", "b"]
+    assert not groups.is_done
+
+
+def test_what_a_lost_engine_held_is_given_out_again_before_what_follows() -> None:
+    groups = _groups()
+    held = groups.take(2)
+    groups.give_back(held)
+    assert groups.take(3) == (*held, SampleId(1, 2, 8, 0))
+
+
+def test_a_late_answer_of_a_lost_engine_is_not_taken_twice() -> None:
+    groups = _groups()
+    (sample,) = groups.take(1)
+    groups.give_back([sample])
+    assert groups.add(sample, "late") is None
+    assert groups.take(1) == (sample,)
+    groups.add(sample, "again")
+    groups.give_back([sample])
+    assert groups.num_waiting == 3
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "add", "lose"]), st.integers(0, 3)), max_size=40))
+def test_every_history_ends_with_each_sample_once(steps: list[tuple[str, int]]) -> None:
+    groups = _groups()
+    running: list[SampleId] = []
+    complete: list[list[str]] = []
+
+    def add(sample: SampleId) -> None:
+        group = groups.add(sample, str(sample))
+        if group is not None:
+            complete.append(group)
+
+    for step, number in steps:
+        if step == "take":
+            running.extend(groups.take(number))
+        elif running and step == "add":
+            add(running.pop(number % len(running)))
+        elif running:
+            groups.give_back([running.pop(number % len(running))])
+    for sample in (*running, *groups.take(4)):
+        add(sample)
+    assert sorted(complete) == [["1.2.7.0", "1.2.7.1"], ["1.2.8.0", "1.2.8.1"]]
+    assert groups.is_done

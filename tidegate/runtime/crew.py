@@ -1,0 +1,211 @@
+"""The workers of one component of one job, wherever they run, as its lead sees them.
+
+The lead learns where the component's instances answer from each command. Invariants: a call goes to the instance of
+the GPU's node and carries the grant's token; a worker whose call failed for good is no longer a member; calls to all
+members are sent side by side, and when one fails the others are not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from tidegate.checksums import combined_checksum
+from tidegate.types import Grant, JobId, NodeId, node_of
+from tidegate.v1 import commands_pb2, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+Result = TypeVar("Result")
+
+
+class WorkerGone(ConnectionError):
+    """The worker died, or its instance cannot be reached: it is no member any more."""
+
+
+class WorkerRefused(ValueError):
+    """The worker would not do the call; nothing changed."""
+
+
+class SnapshotMismatch(ValueError):
+    """What a reader loaded is not what the actor published."""
+
+
+class InstancePort(Protocol):
+    """One instance of the component, here or on another node."""
+
+    async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
+        """Through the gate and ready for calls; raises with none of them started."""
+        ...
+
+    async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
+        """Returns when their gates are free: the bytes of device memory still held. Those not there are stopped."""
+        ...
+
+    async def workers(self, job: JobId) -> tuple[Grant, ...]:
+        """Those alive."""
+        ...
+
+    def call(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> AsyncIterator[wire.WorkerReply]:
+        """Replies as they come; raises WorkerGone or WorkerRefused."""
+        ...
+
+    async def store_address(self, grant: Grant) -> tuple[str, int]:
+        """Where the torch store of a world led by this worker will listen."""
+        ...
+
+    async def fetch_snapshot(self, snapshot: types_pb2.Snapshot) -> str:
+        """The folder on its node that holds the snapshot's files, verified."""
+        ...
+
+    async def drop_snapshots(self, job: JobId, *, before_version: int, keep: Sequence[int]) -> None: ...
+
+
+Connect = Callable[[str, str], InstancePort]
+"""(instance, endpoint) -> its port."""
+
+
+class Crew:
+    """See the module. One event loop uses it."""
+
+    def __init__(self, job: JobId, connect: Connect, *, call_timeout_s: float) -> None:
+        self._job = job
+        self._connect = connect
+        self._timeout_s = call_timeout_s
+        self._ports: dict[NodeId, InstancePort] = {}
+        self._endpoints: dict[NodeId, str] = {}
+        self._members: dict[str, Grant] = {}
+
+    @property
+    def members(self) -> tuple[Grant, ...]:
+        """Workers that are up, as far as known."""
+        return tuple(self._members.values())
+
+    def meet(self, addresses: Iterable[commands_pb2.InstanceAddress]) -> None:
+        """Learn where the component's instances answer."""
+        for address in addresses:
+            node = NodeId(address.instance.partition("@")[2])
+            self._endpoints[node] = address.endpoint
+            self._ports[node] = self._connect(address.instance, address.endpoint)
+
+    def endpoint(self, node: NodeId) -> str:
+        """Where the component's instance on this node answers; WorkerGone when none is known."""
+        self._on(node)
+        return self._endpoints[node]
+
+    async def take_over(self) -> None:
+        """Find the workers that an earlier lead left running."""
+        found = await asyncio.gather(
+            *(port.workers(self._job) for port in self._ports.values()), return_exceptions=True
+        )
+        self._members = {
+            grant.gpu: grant for grants in found if not isinstance(grants, BaseException) for grant in grants
+        }
+
+    async def start(self, grants: Sequence[Grant], *, transition: str) -> None:
+        """Bring these workers up; they are members then."""
+        await self._by_node(grants, lambda port, part: port.start_workers(self._job, transition, part))
+        self._members |= {grant.gpu: grant for grant in grants}
+
+    async def stop(self, grants: Sequence[Grant], *, transition: str) -> int:
+        """End these workers; the bytes of device memory that stayed held."""
+        for grant in grants:
+            self.forget(grant)
+        held = await self._by_node(grants, lambda port, part: port.stop_workers(self._job, transition, part))
+        return sum(held)
+
+    def forget(self, grant: Grant) -> None:
+        """It is no member any more."""
+        self._members.pop(grant.gpu, None)
+
+    async def rendezvous(self, members: Sequence[Grant], *, timeout_s: float) -> list[wire.Rendezvous]:
+        """One a member, in rank order; the first one's node serves the store."""
+        host, port = await self._port(members[0]).store_address(members[0])
+        return [
+            wire.Rendezvous(rank=rank, world_size=len(members), host=host, port=port, timeout_s=timeout_s)
+            for rank in range(len(members))
+        ]
+
+    async def stream(self, grant: Grant, call: wire.WorkerCall) -> AsyncIterator[wire.WorkerReply]:
+        """All replies to one call. WorkerGone (it is forgotten) or WorkerRefused."""
+        try:
+            async for reply in self._port(grant).call(grant, call, timeout_s=self._timeout_s):
+                yield reply
+        except WorkerGone:
+            if self._members.get(grant.gpu) == grant:
+                self.forget(grant)
+            raise
+
+    async def ask(self, grant: Grant, call: wire.WorkerCall) -> wire.WorkerReply:
+        """The last reply to one call."""
+        last = wire.WorkerReply()
+        async for reply in self.stream(grant, call):
+            last = reply
+        return last
+
+    async def ask_all(self, calls: Mapping[Grant, wire.WorkerCall]) -> list[wire.WorkerReply]:
+        """The last reply of each, in the order given; the first failure is raised at once."""
+        return await together([self.ask(grant, call) for grant, call in calls.items()])
+
+    async def load(self, snapshot: types_pb2.Snapshot, grants: Sequence[Grant], *, reference: bool = False) -> None:
+        """Bring a version to these workers' nodes and have them load it. SnapshotMismatch when one holds another."""
+        want = combined_checksum({shard.file: shard.checksum for shard in snapshot.shards})
+        if want != snapshot.checksum:
+            raise SnapshotMismatch(f"version {snapshot.version} names checksum {snapshot.checksum}, its files {want}")
+        nodes = sorted({node_of(grant.gpu) for grant in grants})
+        folders = dict(zip(nodes, await together([self.fetch(snapshot, node) for node in nodes]), strict=True))
+        calls = {
+            grant: wire.WorkerCall(
+                load_shards=wire.LoadShards(
+                    version=snapshot.version,
+                    folder=folders[node_of(grant.gpu)],
+                    files=[shard.file for shard in snapshot.shards],
+                    checksums=[shard.checksum for shard in snapshot.shards],
+                    reference=reference,
+                )
+            )
+            for grant in grants
+        }
+        for grant, reply in zip(calls, await self.ask_all(calls), strict=True):
+            if reply.loaded.checksum != snapshot.checksum:
+                raise SnapshotMismatch(
+                    f"{grant.gpu} loaded version {snapshot.version} with checksum {reply.loaded.checksum}, published "
+                    f"was {snapshot.checksum}"
+                )
+
+    async def fetch(self, snapshot: types_pb2.Snapshot, node: NodeId) -> str:
+        """Bring a version to one node: the folder that holds its files there."""
+        return await self._on(node).fetch_snapshot(snapshot)
+
+    async def drop_snapshots(self, *, before_version: int, keep: Sequence[int]) -> None:
+        """Free older versions on all nodes; a node that cannot be reached frees them when it starts anew."""
+        drops = [
+            port.drop_snapshots(self._job, before_version=before_version, keep=keep) for port in self._ports.values()
+        ]
+        await asyncio.gather(*drops, return_exceptions=True)
+
+    def _port(self, grant: Grant) -> InstancePort:
+        return self._on(node_of(grant.gpu))
+
+    def _on(self, node: NodeId) -> InstancePort:
+        if node not in self._ports:
+            raise WorkerGone(f"no instance of the component is known on node {node}; known: {sorted(self._ports)}")
+        return self._ports[node]
+
+    async def _by_node(
+        self, grants: Sequence[Grant], act: Callable[[InstancePort, Sequence[Grant]], Awaitable[Result]]
+    ) -> list[Result]:
+        nodes = sorted({node_of(grant.gpu) for grant in grants})
+        parts = [[grant for grant in grants if node_of(grant.gpu) == node] for node in nodes]
+        return await together([act(self._on(node), part) for node, part in zip(nodes, parts, strict=True)])
+
+
+async def together(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
+    """All results in order; the first failure cancels the rest and is raised as it is."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

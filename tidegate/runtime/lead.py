@@ -1,0 +1,213 @@
+"""What every component's lead does alike: takes a command, works on it apart from the answer, tells what came of it.
+
+A role's lead is a subclass that says how it scales, loads and runs its part of an iteration. Commands are taken in
+order and worked on one at a time, but for an iteration, which runs until it is done, closed or superseded. Invariants:
+a command of an older incarnation is refused; a newer incarnation, and a new lead, end what was running before; work
+that fails is told as `Failed`, never swallowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import structlog
+
+from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout
+from tidegate.events import EventBody
+from tidegate.job import Job, JobFolder
+from tidegate.ports.bus import DeadLetter, SampleStream
+from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.crew import Crew, WorkerGone
+from tidegate.types import Grant, JobId, Layout, NodeId
+from tidegate.v1 import commands_pb2, events_pb2, types_pb2
+
+Command: TypeAlias = (
+    commands_pb2.ScaleUpRequest
+    | commands_pb2.ScaleDownRequest
+    | commands_pb2.LoadWeightsRequest
+    | commands_pb2.OpenIterationRequest
+    | commands_pb2.CloseIterationRequest
+)
+
+
+class CommandRefused(ValueError):
+    """The command cannot be taken; nothing changed. The message says what and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeadTools:
+    """What a lead works with."""
+
+    node: NodeId
+    job: Job
+    folder: JobFolder
+    crew: Crew
+    samples: SampleStream
+    announcer: Announcer
+
+    @property
+    def job_id(self) -> JobId:
+        return JobId(self.job.config.job)
+
+
+class Lead:
+    """The lead of one component for as long as its epoch lasts."""
+
+    def __init__(self, tools: LeadTools) -> None:
+        self.tools = tools
+        self.job = tools.job
+        self.crew = tools.crew
+        self.incarnation = 0
+        self.iteration = 0
+        self._log = structlog.get_logger(type(self).__name__)
+        self._queue: asyncio.Queue[Command] = asyncio.Queue()
+        self._server: asyncio.Task[None] | None = None
+        self._iteration_task: asyncio.Task[None] | None = None
+        self._took_over = False
+
+    def take(self, command: Command) -> None:
+        """Accept a command for work. CommandRefused when it is of an older incarnation."""
+        header = command.header
+        if header.incarnation < self.incarnation:
+            raise CommandRefused(
+                f"command {header.id} is of incarnation {header.incarnation}, the component is at {self.incarnation}"
+            )
+        if self._server is None:
+            self._server = asyncio.create_task(self._serve(), name="lead")
+        self._queue.put_nowait(command)
+
+    async def aclose(self) -> None:
+        """Stop leading: workers stay, what was being done is left to the next lead."""
+        tasks = [task for task in (self._server, self._iteration_task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def tell(self, body: EventBody, *, transition: str = "", grants: Sequence[Grant] = ()) -> None:
+        """An event of this component, at its present incarnation and iteration."""
+        await self.tools.announcer.tell(
+            body,
+            incarnation=self.incarnation,
+            iteration=self.iteration,
+            transition_id=transition,
+            grants=grants or self.crew.members,
+        )
+
+    async def tell_progress(self, phase: str, num_done: int, num_total: int, **figures: float) -> None:
+        """`figures` are the component's own metrics."""
+        progress = events_pb2.Progress(phase=phase, num_done=num_done, num_total=num_total, metrics=figures)
+        await self.tell(progress)
+
+    async def fail(self, message: str, *, fatal: bool) -> None:
+        """The component could not do its work. `fatal`: it never can, and the job ends with this message."""
+        self._log.error("component failed", error=message, fatal=fatal)
+        await self.tell(events_pb2.Failed(what=events_pb2.Failed.WHAT_COMPONENT, message=message, fatal=fatal))
+
+    async def tell_dead_letter(self, letter: DeadLetter) -> None:
+        """The hook of this component's consumers: a message was set aside, and the job pauses."""
+        await self.tell(events_pb2.DeadLettered(subject=letter.subject, reason=letter.reason, dead_letter=letter.id))
+
+    async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
+        """Bring the component into the layout asked for, then `announce_layout`."""
+        raise NotImplementedError
+
+    async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
+        """Load a version on all members and tell `WeightsLoaded`."""
+        raise NotImplementedError
+
+    async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
+        """Do the component's part of an iteration and tell `IterationReported`; cancelled when it is superseded."""
+        raise NotImplementedError
+
+    async def supersede(self) -> None:
+        """A newer incarnation, or a new lead, begins: end what workers still do for what was before."""
+
+    async def announce_layout(self, request: commands_pb2.ScaleUpRequest, *, next_iteration: int = 0) -> None:
+        """Tell that the GPUs are acquired and the layout is in force."""
+        grants, transition = decode_grants(request.grants), request.header.transition_id
+        await self.tell(events_pb2.GpusAcquired(grants=request.grants), transition=transition, grants=grants)
+        committed = events_pb2.LayoutCommitted(
+            layout=request.layout, grants=request.members, next_iteration=next_iteration
+        )
+        await self.tell(committed, transition=transition, grants=decode_grants(request.members))
+
+    async def _serve(self) -> None:
+        while True:
+            command = await self._queue.get()
+            try:
+                await self._do(command)
+            except WorkerGone as error:
+                # Its instance tells the death; what comes of it is the scheduler's to decide.
+                self._log.warning("command interrupted", command=command.header.id, error=str(error))
+            except Exception as error:  # noqa: BLE001 - the edge: whatever a command's work raised is told as Failed
+                self._log.exception("command failed", command=command.header.id)
+                await self.fail(f"{type(command).__name__} {command.header.id}: {error}", fatal=True)
+
+    async def _do(self, command: Command) -> None:
+        header = command.header
+        if header.incarnation > self.incarnation:
+            await self._end_iteration()
+            await self.supersede()
+            self.incarnation = header.incarnation
+        self.crew.meet(header.instances)
+        if not self._took_over:
+            await self.crew.take_over()
+            await self.supersede()
+            self._took_over = True
+        match command:
+            case commands_pb2.ScaleUpRequest():
+                await self.scale_up(command)
+            case commands_pb2.ScaleDownRequest():
+                await self._scale_down(command)
+            case commands_pb2.LoadWeightsRequest():
+                await self.load_weights(command)
+            case commands_pb2.OpenIterationRequest():
+                await self._open(command.plan)
+            case commands_pb2.CloseIterationRequest():
+                await self._close(command)
+
+    async def _scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
+        grants = decode_grants(request.grants)
+        transition = request.header.transition_id
+        held = await self.crew.stop(grants, transition=transition)
+        released = events_pb2.GpusReleased(grants=encode_grants(grants), held_bytes=held)
+        await self.tell(released, transition=transition, grants=grants)
+        if request.members:
+            layout = encode_layout(decode_layout(request.layout))
+            await self.tell(events_pb2.LayoutCommitted(layout=layout, grants=request.members), transition=transition)
+
+    async def _open(self, plan: types_pb2.IterationPlan) -> None:
+        await self._end_iteration()
+        self.iteration = plan.iteration
+        self._iteration_task = asyncio.create_task(self._guarded(self.run_iteration(plan)), name="iteration")
+
+    async def _close(self, request: commands_pb2.CloseIterationRequest) -> None:
+        if self._iteration_task is not None:
+            await self._iteration_task
+        await self.close_iteration(request)
+
+    async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
+        """The iteration's accounts added up: let go of what it held."""
+
+    async def _end_iteration(self) -> None:
+        if self._iteration_task is not None:
+            self._iteration_task.cancel()
+            await asyncio.gather(self._iteration_task, return_exceptions=True)
+            self._iteration_task = None
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except WorkerGone as error:
+            self._log.warning("iteration interrupted", iteration=self.iteration, error=str(error))
+        except Exception as error:  # noqa: BLE001 - the edge: whatever an iteration raised is told as Failed
+            self._log.exception("iteration failed", iteration=self.iteration)
+            await self.fail(f"iteration {self.iteration}: {error}", fatal=True)
+
+
+def layout_of(request: commands_pb2.ScaleUpRequest) -> Layout:
+    """The layout a ScaleUp asks for."""
+    return decode_layout(request.layout)
