@@ -14,7 +14,7 @@ What every implementation promises (tests/contract/test_bus.py asks it of each):
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -66,6 +66,28 @@ class DeadLetter:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class BusLimits:
+    """What bounds the bus. Every process of a job uses the same ones.
+
+    `event_ack_wait_s` is how long the event in flight of a killed scheduler waits for the next replica;
+    `sample_ack_wait_s` the same for the groups of a killed lead. An event is never dead-lettered for being delivered
+    often (an outage of the store must not cost one), a group after `max_deliveries`.
+    """
+
+    event_ack_wait_s: float = 5.0
+    sample_ack_wait_s: float = 30.0
+    max_deliveries: int = 10
+    # How long a repeat of an event is known as such, by its id; far above any retry and any restart.
+    duplicate_window_s: float = 3600.0
+    # Reserved on the server's disk; a full stream refuses messages and forgets none.
+    events_max_bytes: int = 256 * 2**20
+    samples_max_bytes: int = 2 * 2**30
+    dead_max_bytes: int = 256 * 2**20
+    # JetStream changes leaders within 7 s (measured); a call gives up well after that.
+    deadline_s: float = 15.0
+
+
 OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 """Told after a dead letter is stored and before the message is settled; repeated when a crash comes between."""
 
@@ -105,7 +127,9 @@ class EventLog(Protocol):
         """Stores it on the stream of `event.job`; the sequence it has there, a repeat's own included."""
         ...
 
-    def read(self, job: JobId, *, after_sequence: int = 0, follow: bool = False) -> AsyncIterator[tuple[int, Event]]:
+    def read(
+        self, job: JobId, *, after_sequence: int = 0, follow: bool = False
+    ) -> AsyncGenerator[tuple[int, Event], None]:
         """(sequence, event) in order, consuming nothing; without `follow` it ends at what was last at the start."""
         ...
 

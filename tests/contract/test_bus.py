@@ -1,0 +1,599 @@
+"""What every bus promises (`tidegate.ports.bus`), asked of the one in memory and of a real nats-server.
+
+A wait is always one of the bus's own calls with its timeout; in memory the clock moves instead of time passing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import nats
+import pytest
+
+from tests.nats_server import NatsServer
+from tidegate.adapters.memory_bus import MemoryBus
+from tidegate.adapters.nats_bus import NatsBus
+from tidegate.codec import WireError
+from tidegate.events import EventSource, body_of
+from tidegate.ports.bus import (
+    BusLimits,
+    BusUnavailable,
+    DeadLetter,
+    JobNotOpen,
+    MessageTooLarge,
+    Stage,
+    StaleTerm,
+    StreamFull,
+    UnknownDeadLetter,
+)
+from tidegate.types import JobId, Role
+from tidegate.v1 import events_pb2, samples_pb2, types_pb2
+
+# A call that must find nothing waits this long; a call that must find something waits up to PATIENT_S.
+SOON_S = 0.2
+PATIENT_S = 10.0
+LIMITS = BusLimits(
+    event_ack_wait_s=1.0,
+    sample_ack_wait_s=1.0,
+    max_deliveries=2,
+    events_max_bytes=2**20,
+    samples_max_bytes=16 * 2**20,
+    dead_max_bytes=2**20,
+    deadline_s=5.0,
+)
+JOBS = itertools.count(1)
+
+
+@dataclass
+class Bench:
+    """One bus with an open job, and what only a test does to it."""
+
+    bus: MemoryBus | NatsBus
+    job: JobId
+    publish_raw: Callable[[str, bytes], Awaitable[None]]
+    told: list[DeadLetter]
+
+    async def on_dead_letter(self, letter: DeadLetter) -> None:
+        self.told.append(letter)
+
+
+Open = Callable[[BusLimits], Awaitable[Bench]]
+
+
+class MovingClock:
+    """A clock that whoever sleeps moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def open_bench(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
+    buses: list[MemoryBus | NatsBus] = []
+
+    async def in_memory(limits: BusLimits) -> Bench:
+        clock = MovingClock()
+        bus = MemoryBus(limits, now=clock.now, sleep=clock.sleep)
+        job = JobId(f"job-{next(JOBS)}")
+        await bus.streams.open_job(job)
+
+        async def publish_raw(subject: str, payload: bytes) -> None:
+            bus.publish_raw(job, subject, payload)
+
+        return Bench(bus, job, publish_raw, [])
+
+    async def on_nats(limits: BusLimits) -> Bench:
+        server: NatsServer = request.getfixturevalue("server")
+        bus = await NatsBus.connect(server.url, name="test", limits=limits)
+        buses.append(bus)
+        job = JobId(f"job-{next(JOBS)}")
+        await bus.streams.open_job(job)
+
+        async def publish_raw(subject: str, payload: bytes) -> None:
+            foreign = await nats.connect(server.url)
+            await foreign.jetstream().publish(subject, payload)
+            await foreign.close()
+
+        return Bench(bus, job, publish_raw, [])
+
+    yield {"memory": in_memory, "nats": on_nats}[request.param]
+    for bus in buses:
+        await bus.close()
+
+
+@pytest.fixture
+async def bench(open_bench: Open) -> Bench:
+    return await open_bench(LIMITS)
+
+
+def source(boot: int = 1) -> EventSource:
+    return EventSource("rollout@n0", role=Role.ROLLOUT, boot=boot, now_ns=lambda: 1)
+
+
+def progress(events: EventSource, job: JobId, num_done: int) -> events_pb2.Event:
+    return events.event(events_pb2.Progress(num_done=num_done), job=job, incarnation=1)
+
+
+def num_done(event: events_pb2.Event) -> int:
+    body = body_of(event)
+    assert isinstance(body, events_pb2.Progress)
+    return body.num_done
+
+
+def a_group(
+    job: JobId, prompt: int, *, incarnation: int = 1, iteration: int = 0, num_tokens: int = 3
+) -> samples_pb2.SampleGroup:
+    sample = samples_pb2.Sample(
+        id=types_pb2.SampleId(incarnation=incarnation, iteration=iteration, prompt=prompt, draw=0),
+        response_tokens=[7] * num_tokens,
+        engine_log_probs=[-1.0] * num_tokens,
+        versions=[samples_pb2.VersionRun(version=1, num_tokens=num_tokens)],
+        finish=samples_pb2.FINISH_REASON_STOP,
+        old_log_probs=[-1.0] * num_tokens,
+    )
+    return samples_pb2.SampleGroup(
+        job=job,
+        incarnation=incarnation,
+        iteration=iteration,
+        prompt=prompt,
+        version=1,
+        prompt_tokens=[1, 2],
+        samples=[sample],
+    )
+
+
+async def publish_groups(bench: Bench, *prompts: int) -> None:
+    for prompt in prompts:
+        await bench.bus.samples.publish(Stage.GENERATED, a_group(bench.job, prompt))
+
+
+async def test_a_repeated_event_is_stored_once_and_answered_with_its_own_sequence(bench: Bench) -> None:
+    events = source()
+    first, second = progress(events, bench.job, 1), progress(events, bench.job, 2)
+    sequences = [await bench.bus.events.publish(event) for event in (first, second, first)]
+    assert sequences == [1, 2, 1]
+    assert [event.id async for _, event in bench.bus.events.read(bench.job)] == [first.id, second.id]
+
+
+async def test_reading_the_log_gives_events_in_order_and_consumes_nothing(bench: Bench) -> None:
+    events = source()
+    for count in range(300):
+        await bench.bus.events.publish(progress(events, bench.job, count))
+    want = list(range(300))
+    for _ in range(2):
+        assert [num_done(event) async for _, event in bench.bus.events.read(bench.job)] == want
+    later = [sequence async for sequence, _ in bench.bus.events.read(bench.job, after_sequence=297)]
+    assert later == [298, 299, 300]
+
+
+async def test_a_follower_of_the_log_sees_what_is_published_later(bench: Bench) -> None:
+    events = source()
+    await bench.bus.events.publish(progress(events, bench.job, 1))
+    seen: list[int] = []
+    async with aclosing(bench.bus.events.read(bench.job, follow=True)) as log, asyncio.timeout(PATIENT_S):
+        async for _, event in log:
+            seen.append(num_done(event))
+            if len(seen) == 3:
+                break
+            await bench.bus.events.publish(progress(events, bench.job, len(seen) + 1))
+    assert seen == [1, 2, 3]
+
+
+async def test_a_consumer_has_one_event_in_flight_and_gets_them_in_order(bench: Bench) -> None:
+    events = source()
+    for count in (1, 2):
+        await bench.bus.events.publish(progress(events, bench.job, count))
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    first = await consumer.next(timeout_s=PATIENT_S)
+    assert first is not None
+    assert (first.sequence, num_done(first.event)) == (1, 1)
+    assert await consumer.next(timeout_s=SOON_S) is None
+    await first.ack()
+    second = await consumer.next(timeout_s=PATIENT_S)
+    assert second is not None
+    assert (second.sequence, num_done(second.event)) == (2, 2)
+
+
+async def test_an_event_handed_back_comes_again_before_later_ones(bench: Bench) -> None:
+    events = source()
+    for count in (1, 2):
+        await bench.bus.events.publish(progress(events, bench.job, count))
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    seen = []
+    for _ in range(4):
+        delivery = await consumer.next(timeout_s=PATIENT_S)
+        assert delivery is not None
+        seen.append(delivery.sequence)
+        await (delivery.nak() if len(seen) in (1, 2) else delivery.ack())
+    assert seen == [1, 1, 1, 2]
+
+
+async def test_an_event_its_holder_never_settles_comes_to_the_next_holder_of_the_name(bench: Bench) -> None:
+    await bench.bus.events.publish(progress(source(), bench.job, 1))
+    dies = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    assert await dies.next(timeout_s=PATIENT_S) is not None
+    takes_over = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    again = await takes_over.next(timeout_s=PATIENT_S)
+    assert again is not None
+    assert again.sequence == 1
+
+
+async def test_an_event_is_never_dead_lettered_for_being_handed_back_often(bench: Bench) -> None:
+    await bench.bus.events.publish(progress(source(), bench.job, 1))
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    for _ in range(LIMITS.max_deliveries + 3):
+        delivery = await consumer.next(timeout_s=PATIENT_S)
+        assert delivery is not None
+        await delivery.nak()
+    assert bench.told == []
+
+
+async def test_an_event_that_says_nothing_is_refused_before_it_is_sent(bench: Bench) -> None:
+    empty = progress(source(), bench.job, 1)
+    empty.ClearField("progress")
+    with pytest.raises(WireError, match=r"Event\.body is missing"):
+        await bench.bus.events.publish(empty)
+    assert [event async for _, event in bench.bus.events.read(bench.job)] == []
+
+
+async def test_a_group_is_stored_once_however_often_it_is_published(bench: Bench) -> None:
+    group = a_group(bench.job, 5)
+    stored = [await bench.bus.samples.publish(Stage.GENERATED, group) for _ in range(3)]
+    assert stored == [True, False, False]
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    (delivery,) = await consumer.fetch(10, timeout_s=PATIENT_S)
+    assert delivery.group == group
+    await delivery.ack()
+    assert await bench.bus.samples.publish(Stage.GENERATED, group) is False
+    assert await consumer.fetch(10, timeout_s=SOON_S) == []
+
+
+async def test_published_names_exactly_the_prompts_of_one_iteration_acknowledged_or_not(bench: Bench) -> None:
+    samples = bench.bus.samples
+    await publish_groups(bench, 3, 1)
+    await samples.publish(Stage.GENERATED, a_group(bench.job, 4, iteration=1))
+    await samples.publish(Stage.GENERATED, a_group(bench.job, 6, incarnation=2))
+    await samples.publish(Stage.SCORED, a_group(bench.job, 7))
+    consumer = await samples.consumer(bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter)
+    for delivery in await consumer.fetch(10, timeout_s=PATIENT_S):
+        await delivery.ack()
+    got = {
+        (stage, incarnation, iteration): await samples.published(
+            bench.job, stage, incarnation=incarnation, iteration=iteration
+        )
+        for stage, incarnation, iteration in itertools.product(Stage, (1, 2), (0, 1))
+    }
+    want = {key: frozenset[int]() for key in got} | {
+        (Stage.GENERATED, 1, 0): frozenset({1, 3}),
+        (Stage.GENERATED, 1, 1): frozenset({4}),
+        (Stage.GENERATED, 2, 0): frozenset({6}),
+        (Stage.SCORED, 1, 0): frozenset({7}),
+    }
+    assert got == want
+
+
+async def test_a_fetch_takes_what_is_there_in_order_and_no_more_than_asked_for(bench: Bench) -> None:
+    await publish_groups(bench, *range(5))
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    fetched = [[delivery.group.prompt for delivery in await consumer.fetch(3, timeout_s=PATIENT_S)] for _ in range(2)]
+    assert fetched == [[0, 1, 2], [3, 4]]
+    assert await consumer.num_waiting() == 5
+
+
+async def test_only_settled_groups_leave_the_backlog(bench: Bench) -> None:
+    await publish_groups(bench, 0, 1, 2)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    deliveries = await consumer.fetch(2, timeout_s=PATIENT_S)
+    assert await consumer.num_waiting() == 3
+    for delivery in deliveries:
+        await delivery.ack()
+    assert await consumer.num_waiting() == 1
+
+
+async def test_two_stages_have_consumers_of_their_own(bench: Bench) -> None:
+    await bench.bus.samples.publish(Stage.SCORED, a_group(bench.job, 1))
+    inference = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    actor = await bench.bus.samples.consumer(bench.job, Stage.SCORED, "actor", on_dead_letter=bench.on_dead_letter)
+    assert [delivery.group.prompt for delivery in await actor.fetch(10, timeout_s=PATIENT_S)] == [1]
+    assert await inference.fetch(10, timeout_s=SOON_S) == []
+
+
+async def test_a_group_without_its_old_log_probabilities_is_not_let_into_the_scored_stage(bench: Bench) -> None:
+    group = a_group(bench.job, 1)
+    del group.samples[0].old_log_probs[:]
+    with pytest.raises(WireError, match=r"Sample\.old_log_probs is missing"):
+        await bench.bus.samples.publish(Stage.SCORED, group)
+    assert await bench.bus.samples.publish(Stage.GENERATED, group) is True
+
+
+async def test_an_unsettled_group_comes_again_and_counts_its_deliveries(bench: Bench) -> None:
+    await publish_groups(bench, 1)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    (first,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+    (second,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+    assert [first.num_deliveries, second.num_deliveries] == [1, 2]
+    await first.ack()  # late, by whoever had it first: it counts
+    assert await consumer.num_waiting() == 0
+
+
+async def test_a_group_in_progress_does_not_come_again(bench: Bench) -> None:
+    await publish_groups(bench, 1)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    (held,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+    for _ in range(3):
+        await held.in_progress()
+        assert await consumer.fetch(1, timeout_s=0.5 * LIMITS.sample_ack_wait_s) == []
+    (again,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+    assert again.num_deliveries == 2
+
+
+async def test_a_group_handed_back_with_a_delay_comes_after_it_and_others_before(bench: Bench) -> None:
+    await publish_groups(bench, 1)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    (first,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+    await first.nak(delay_s=0.6)
+    assert await consumer.fetch(1, timeout_s=0.0) == []
+    await publish_groups(bench, 2)
+    order = [delivery.group.prompt for _ in range(2) for delivery in await consumer.fetch(1, timeout_s=PATIENT_S)]
+    assert order == [2, 1]
+
+
+async def test_settling_twice_or_after_a_purge_is_harmless(bench: Bench) -> None:
+    await publish_groups(bench, 1, 2)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    first, second = await consumer.fetch(2, timeout_s=PATIENT_S)
+    await first.ack()
+    await first.ack()
+    await first.nak()
+    await bench.bus.samples.purge(bench.job, incarnation=1, iteration=1)
+    await second.ack()
+    assert await consumer.fetch(2, timeout_s=SOON_S) == []
+
+
+async def test_what_cannot_be_decoded_becomes_a_dead_letter_and_holds_nobody_up(bench: Bench) -> None:
+    poison = {
+        "no message": (f"tg.samples.{bench.job}.generated.1.0.8", b"\xff\xff", "SampleGroup: 2 bytes"),
+        "on another's subject": (
+            f"tg.samples.{bench.job}.generated.1.0.9",
+            a_group(bench.job, 1).SerializeToString(),
+            "does not belong on subject",
+        ),
+        "without samples": (
+            f"tg.samples.{bench.job}.generated.1.0.10",
+            samples_pb2.SampleGroup(job=bench.job, prompt_tokens=[1]).SerializeToString(),
+            "SampleGroup.samples is missing",
+        ),
+    }
+    for subject, payload, _ in poison.values():
+        await bench.publish_raw(subject, payload)
+    await publish_groups(bench, 2)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    assert [delivery.group.prompt for delivery in await consumer.fetch(10, timeout_s=PATIENT_S)] == [2]
+    letters = await bench.bus.dead_letters.list(bench.job)
+    assert letters == bench.told
+    assert [(letter.subject, letter.size_bytes) for letter in letters] == [
+        (subject, len(payload)) for subject, payload, _ in poison.values()
+    ]
+    for letter, (_, _, want) in zip(letters, poison.values(), strict=True):
+        assert want in letter.reason
+
+
+async def test_an_undecodable_event_becomes_a_dead_letter_and_the_next_one_is_delivered(bench: Bench) -> None:
+    await bench.publish_raw(f"tg.events.{bench.job}", b"\xff\xff")
+    await bench.bus.events.publish(progress(source(), bench.job, 1))
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    delivery = await consumer.next(timeout_s=PATIENT_S)
+    assert delivery is not None
+    assert delivery.sequence == 2
+    assert [letter.subject for letter in bench.told] == [f"tg.events.{bench.job}"]
+    assert [num_done(event) async for _, event in bench.bus.events.read(bench.job)] == [1]
+
+
+async def test_a_group_delivered_too_often_becomes_a_dead_letter_that_says_so(bench: Bench) -> None:
+    await publish_groups(bench, 1)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    for _ in range(LIMITS.max_deliveries):
+        (delivery,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+        await delivery.nak()
+    assert await consumer.fetch(1, timeout_s=SOON_S) == []
+    assert [letter.reason for letter in bench.told] == [
+        "delivered 2 times and never acknowledged; see what its consumer logged"
+    ]
+    assert await consumer.num_waiting() == 0
+
+
+async def test_a_replayed_dead_letter_is_delivered_again_as_if_new(bench: Bench) -> None:
+    await publish_groups(bench, 1)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    (delivery,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+    await delivery.dead_letter("reward: no such task\n'größer'")
+    assert await consumer.fetch(1, timeout_s=SOON_S) == []
+    (letter,) = await bench.bus.dead_letters.list(bench.job)
+    assert letter == bench.told[0]
+    assert letter.reason == "reward: no such task\n'größer'"
+    await bench.bus.dead_letters.replay(bench.job, letter.id)
+    (again,) = await consumer.fetch(1, timeout_s=PATIENT_S)
+    assert (again.group.prompt, again.num_deliveries) == (1, 1)
+    assert await bench.bus.dead_letters.list(bench.job) == []
+    assert await bench.bus.samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == {1}
+    with pytest.raises(UnknownDeadLetter, match=f"no dead letter {letter.id}"):
+        await bench.bus.dead_letters.replay(bench.job, letter.id)
+
+
+async def test_a_dropped_dead_letter_is_gone_and_the_others_stay(bench: Bench) -> None:
+    await publish_groups(bench, 1, 2)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    for delivery in await consumer.fetch(2, timeout_s=PATIENT_S):
+        await delivery.dead_letter("unwanted")
+    first, second = await bench.bus.dead_letters.list(bench.job)
+    await bench.bus.dead_letters.drop(bench.job, first.id)
+    assert await bench.bus.dead_letters.list(bench.job) == [second]
+    with pytest.raises(UnknownDeadLetter):
+        await bench.bus.dead_letters.drop(bench.job, first.id)
+
+
+async def test_a_purge_removes_what_a_checkpoint_covers_and_nothing_later(bench: Bench) -> None:
+    samples = bench.bus.samples
+    places = list(itertools.product(Stage, (1, 2), (0, 1, 2)))
+    for stage, incarnation, iteration in places:
+        await samples.publish(stage, a_group(bench.job, 1, incarnation=incarnation, iteration=iteration))
+    await samples.purge(bench.job, incarnation=2, iteration=1)
+    left = [
+        (stage, incarnation, iteration)
+        for stage, incarnation, iteration in places
+        if await samples.published(bench.job, stage, incarnation=incarnation, iteration=iteration)
+    ]
+    assert left == [(stage, 2, iteration) for stage in Stage for iteration in (1, 2)]
+    consumer = await samples.consumer(bench.job, Stage.SCORED, "actor", on_dead_letter=bench.on_dead_letter)
+    assert [delivery.group.iteration for delivery in await consumer.fetch(9, timeout_s=PATIENT_S)] == [1, 2]
+
+
+async def test_a_message_beyond_the_limit_is_refused_with_size_limit_and_remedy(bench: Bench) -> None:
+    huge = a_group(bench.job, 1, num_tokens=200_000)
+    with pytest.raises(MessageTooLarge, match=rf"is {huge.ByteSize()} bytes; .* takes \d+.*lower group_size"):
+        await bench.bus.samples.publish(Stage.GENERATED, huge)
+
+
+async def test_a_full_stream_refuses_and_forgets_nothing(open_bench: Open) -> None:
+    bench = await open_bench(replace(LIMITS, samples_max_bytes=100_000))
+    publish = [
+        bench.bus.samples.publish(Stage.GENERATED, a_group(bench.job, prompt, num_tokens=3_000)) for prompt in range(10)
+    ]
+    outcomes = await asyncio.gather(*publish, return_exceptions=True)
+    refusals = [str(outcome) for outcome in outcomes if isinstance(outcome, StreamFull)]
+    stored = {prompt for prompt, outcome in enumerate(outcomes) if outcome is True}
+    assert "do not fit its 100000" in refusals[0]
+    assert 0 < len(stored) == 10 - len(refusals)
+    assert await bench.bus.samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == stored
+
+
+async def test_a_job_that_was_not_opened_is_named_in_the_error(bench: Bench) -> None:
+    other = JobId("never-opened")
+    bus = bench.bus
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "publish an event": lambda: bus.events.publish(progress(source(), other, 1)),
+        "publish a group": lambda: bus.samples.publish(Stage.GENERATED, a_group(other, 1)),
+        "consume": lambda: bus.samples.consumer(other, Stage.SCORED, "a", on_dead_letter=bench.on_dead_letter),
+        "read": lambda: anext(aiter(bus.events.read(other))),
+        "list dead letters": lambda: bus.dead_letters.list(other),
+    }
+    for call in calls.values():
+        with pytest.raises(JobNotOpen, match=r"_NEVER-OPENED: .* call open_job first"):
+            await call()
+
+
+async def test_opening_a_job_again_keeps_what_it_holds(bench: Bench) -> None:
+    await publish_groups(bench, 1)
+    await bench.bus.streams.open_job(bench.job)
+    assert await bench.bus.samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == {1}
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "x" * 65])
+async def test_a_consumer_name_that_could_reach_past_its_place_is_refused(bench: Bench, name: str) -> None:
+    with pytest.raises(ValueError, match="consumer name"):
+        await bench.bus.events.consumer(bench.job, name, on_dead_letter=bench.on_dead_letter)
+
+
+async def test_the_term_grows_by_compare_and_set_only(bench: Bench) -> None:
+    register = bench.bus.term
+    term, revision = await register.read()
+    after = await register.advance(expected_revision=revision, term=term + 3)
+    assert await register.read() == (term + 3, after)
+    with pytest.raises(StaleTerm, match=f"since revision {revision} was read"):
+        await register.advance(expected_revision=revision, term=term + 9)
+    with pytest.raises(ValueError, match="only grows"):
+        await register.advance(expected_revision=after, term=term + 3)
+    assert await register.read() == (term + 3, after)
+
+
+async def test_of_writers_that_race_for_the_next_term_one_wins(bench: Bench) -> None:
+    register = bench.bus.term
+    term, revision = await register.read()
+    outcomes = await asyncio.gather(
+        *(register.advance(expected_revision=revision, term=term + 1 + by) for by in range(5)), return_exceptions=True
+    )
+    assert sum(isinstance(outcome, int) for outcome in outcomes) == 1
+    assert sum(isinstance(outcome, StaleTerm) for outcome in outcomes) == 4
+
+
+async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_restarted(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path)
+    server.start()
+    bus = await NatsBus.connect(server.url, name="test", limits=replace(LIMITS, deadline_s=30.0))
+    bench = Bench(bus, JobId("restarted"), lambda subject, payload: asyncio.sleep(0), [])
+    try:
+        await bus.streams.open_job(bench.job)
+        await publish_groups(bench, 1, 2)
+        consumer = await bus.samples.consumer(
+            bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+        )
+        first, second = await consumer.fetch(2, timeout_s=PATIENT_S)
+        await first.ack()
+        server.kill()
+        waiting = asyncio.create_task(consumer.fetch(1, timeout_s=60.0))
+        publishing = asyncio.create_task(publish_groups(bench, 3))
+        server.start()
+        await publishing
+        (next_one,) = await waiting
+        prompts = {next_one.group.prompt}
+        await next_one.ack()
+        while not prompts >= {2, 3}:  # 1 may come again: its acknowledgement was in the memory of what was killed
+            for delivery in await consumer.fetch(2, timeout_s=PATIENT_S):
+                prompts.add(delivery.group.prompt)
+                await delivery.ack()
+        assert second.group.prompt == 2
+        assert await bus.samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == {1, 2, 3}
+        assert await consumer.num_waiting() == 0
+    finally:
+        await bus.close()
+        server.stop()
+
+
+async def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+    port = NatsServer(tmp_path).port
+    with pytest.raises(BusUnavailable, match=rf"nats://127.0.0.1:{port} did not answer within 0.5 s") as refused:
+        await NatsBus.connect(f"nats://me:hidden@127.0.0.1:{port}", name="test", limits=BusLimits(deadline_s=0.5))
+    assert "hidden" not in str(refused.value)

@@ -1,0 +1,236 @@
+"""The bus in memory, for tests and the simulator's shells: one object is the server, shared by all who would connect.
+
+It keeps the promises of `tidegate.ports.bus` as the NATS version does (one contract suite asks both), messages stored
+as the bytes that would travel. Time is injected: `now` is read, and `sleep` awaited when a consumer waits for a
+redelivery, so that a test may move the clock instead of waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+
+from tidegate.adapters import subjects
+from tidegate.adapters.memory_streams import (
+    Delivery,
+    DurableConsumer,
+    MemoryDeadLetters,
+    MemoryServer,
+    Progress,
+    Source,
+    Stored,
+    Stream,
+)
+from tidegate.codec import WireError, check_event, check_group, decode_event, decode_group
+from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StaleTerm
+from tidegate.types import JobId
+from tidegate.v1.events_pb2 import Event
+from tidegate.v1.samples_pb2 import SampleGroup
+
+
+class MemoryBus:
+    """All ports of `tidegate.ports.bus`: `streams`, `events`, `samples`, `dead_letters`, `term`."""
+
+    def __init__(
+        self,
+        limits: BusLimits | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        max_message_bytes: int = 2**20,
+    ) -> None:
+        server = MemoryServer(limits or BusLimits(), now=now, sleep=sleep, max_message_bytes=max_message_bytes)
+        self._server = server
+        self.streams = MemoryJobStreams(server)
+        self.events = MemoryEventLog(server)
+        self.samples = MemorySampleStream(server)
+        self.dead_letters = MemoryDeadLetters(server)
+        self.term = MemoryTermRegister()
+
+    async def close(self) -> None:
+        """Nothing to close: what is stored stays for whoever shares this object."""
+
+    def publish_raw(self, job: JobId, subject: str, payload: bytes) -> None:
+        """What a foreign client of a real server could do: any bytes on a subject of the job."""
+        name = subjects.events_stream(job) if subject.startswith("tg.events.") else subjects.samples_stream(job)
+        self._server.stream(name).append(Stored(subject, payload))
+        self._server.wake()
+
+
+class MemoryJobStreams:
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def open_job(self, job: JobId) -> None:
+        limits = self._server.limits
+        sizes = {
+            subjects.events_stream(job): limits.events_max_bytes,
+            subjects.samples_stream(job): limits.samples_max_bytes,
+        }
+        for name, max_bytes in sizes.items():
+            self._server.streams.setdefault(name, Stream(name, max_bytes))
+        self._server.dead.setdefault(job, {})
+
+
+class _EventDelivery(Delivery[Event]):
+    @property
+    def event(self) -> Event:
+        return self._message
+
+
+class _SampleDelivery(Delivery[SampleGroup]):
+    @property
+    def group(self) -> SampleGroup:
+        return self._message
+
+
+class _EventConsumer:
+    def __init__(self, consumer: DurableConsumer[Event]) -> None:
+        self._consumer = consumer
+
+    async def next(self, *, timeout_s: float) -> _EventDelivery | None:
+        for sequence, event in await self._consumer.fetch(1, timeout_s=timeout_s):
+            return _EventDelivery(self._consumer, sequence, event)
+        return None
+
+
+class MemoryEventLog:
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def publish(self, event: Event) -> int:
+        check_event(event)
+        job = JobId(event.job)
+        payload = event.SerializeToString()
+        self._server.check_size(payload, what=f"event {event.id}", remedy="publish less in one event")
+        stream = self._server.stream(subjects.events_stream(job))
+        if event.id not in stream.sequence_of_id:
+            stream.sequence_of_id[event.id] = stream.append(Stored(subjects.event_subject(job), payload))
+            self._server.wake()
+        return stream.sequence_of_id[event.id]
+
+    async def read(
+        self, job: JobId, *, after_sequence: int = 0, follow: bool = False
+    ) -> AsyncGenerator[tuple[int, Event], None]:
+        """What cannot be decoded is left out here: it is among the dead letters."""
+        stream = self._server.stream(subjects.events_stream(job))
+        last = stream.last_sequence
+        while True:
+            for sequence, message in list(stream.messages.items()):
+                if after_sequence < sequence and (follow or sequence <= last):
+                    after_sequence = sequence
+                    with suppress(WireError):
+                        yield sequence, decode_event(message.payload)
+            if not follow:
+                return
+            if after_sequence == stream.last_sequence:
+                await self._server.wait_for_arrival()
+
+    async def consumer(self, job: JobId, name: str, *, on_dead_letter: OnDeadLetter) -> _EventConsumer:
+        def decode(message: Stored) -> Event:
+            event = decode_event(message.payload)
+            if event.job != job:
+                raise WireError(f"Event.job {event.job!r} does not belong on subject {message.subject}")
+            return event
+
+        stream = self._server.stream(subjects.events_stream(job))
+        source = Source(
+            job=job,
+            stream=stream,
+            progress=stream.progress.setdefault(subjects.consumer_name(name), Progress()),
+            pattern=subjects.event_subject(job),
+            decode=decode,
+            ack_wait_s=self._server.limits.event_ack_wait_s,
+            one_at_a_time=True,
+            max_deliveries=None,
+            on_dead_letter=on_dead_letter,
+        )
+        return _EventConsumer(DurableConsumer(self._server, source))
+
+
+class _SampleConsumer:
+    def __init__(self, consumer: DurableConsumer[SampleGroup]) -> None:
+        self._consumer = consumer
+
+    async def fetch(self, max_groups: int, *, timeout_s: float) -> list[_SampleDelivery]:
+        fetched = await self._consumer.fetch(max_groups, timeout_s=timeout_s)
+        return [_SampleDelivery(self._consumer, sequence, group) for sequence, group in fetched]
+
+    async def num_waiting(self) -> int:
+        return self._consumer.num_waiting()
+
+
+class MemorySampleStream:
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def publish(self, stage: Stage, group: SampleGroup) -> bool:
+        check_group(group, scored=stage is Stage.SCORED)
+        subject = subjects.sample_subject(stage, group)
+        payload = group.SerializeToString()
+        self._server.check_size(payload, what=f"group {subject}", remedy="lower group_size or the longest response")
+        stream = self._server.stream(subjects.samples_stream(JobId(group.job)))
+        if any(held.subject == subject for held in stream.messages.values()):
+            return False
+        stream.append(Stored(subject, payload))
+        self._server.wake()
+        return True
+
+    async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> _SampleConsumer:
+        def decode(message: Stored) -> SampleGroup:
+            group = decode_group(message.payload, scored=stage is Stage.SCORED)
+            if subjects.sample_subject(stage, group) != message.subject:
+                raise WireError(f"SampleGroup does not belong on subject {message.subject}")
+            return group
+
+        stream = self._server.stream(subjects.samples_stream(job))
+        source = Source(
+            job=job,
+            stream=stream,
+            progress=stream.progress.setdefault(subjects.consumer_name(name), Progress()),
+            pattern=subjects.stage_samples(job, stage),
+            decode=decode,
+            ack_wait_s=self._server.limits.sample_ack_wait_s,
+            one_at_a_time=False,
+            max_deliveries=self._server.limits.max_deliveries,
+            on_dead_letter=on_dead_letter,
+        )
+        return _SampleConsumer(DurableConsumer(self._server, source))
+
+    async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
+        pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
+        stream = self._server.stream(subjects.samples_stream(job))
+        held = [stream.messages[sequence].subject for sequence in stream.of(pattern)]
+        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in held)
+
+    async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
+        stream = self._server.stream(subjects.samples_stream(job))
+        for sequence in list(stream.of(subjects.job_samples(job))):
+            _, its_incarnation, its_iteration, _ = subjects.parse_sample_subject(stream.messages[sequence].subject)
+            if (its_incarnation, its_iteration) < (incarnation, iteration):
+                del stream.messages[sequence]
+
+
+class MemoryTermRegister:
+    def __init__(self) -> None:
+        self._term = 0
+        self._revision = 0
+
+    async def read(self) -> tuple[int, int]:
+        return self._term, self._revision
+
+    async def advance(self, *, expected_revision: int, term: int) -> int:
+        if expected_revision != self._revision:
+            raise StaleTerm(
+                f"the term was advanced since revision {expected_revision} was read "
+                f"(it is {self._revision} now); read again"
+            )
+        if term <= self._term:
+            raise ValueError(
+                f"the term only grows: it is {self._term} and cannot become {term}; take at least {self._term + 1}"
+            )
+        self._term = term
+        self._revision += 1
+        return self._revision

@@ -1,0 +1,270 @@
+"""The bus on NATS JetStream (server 2.11 or newer).
+
+A job has three file-backed streams (see `subjects`): events, samples, dead letters. All keep messages until they are
+removed by hand (limits retention) and refuse new ones when full. Events are deduplicated by their id within a window;
+samples for good, by their subject, which takes a message only while it holds none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from nats.aio.msg import Msg
+
+from tidegate.adapters import subjects
+from tidegate.adapters.nats_consumer import Delivery, DurableConsumer, NatsDeadLetters, Source, stored_sequence
+from tidegate.adapters.nats_link import MAX_BYTES_EXCEEDED, WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
+from tidegate.adapters.nats_term import NatsTermRegister
+from tidegate.codec import WireError, check_event, check_group, decode_event, decode_group
+from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StreamFull
+from tidegate.types import JobId
+from tidegate.v1.events_pb2 import Event
+from tidegate.v1.samples_pb2 import SampleGroup
+
+_NS = 10**9
+# A follower that missed its hint looks again after this long.
+_FOLLOW_S = 2.0
+
+
+class NatsBus:
+    """All ports of `tidegate.ports.bus` on one connection: `streams`, `events`, `samples`, `dead_letters`, `term`."""
+
+    def __init__(self, link: NatsLink, limits: BusLimits) -> None:
+        self._link = link
+        self.streams = NatsJobStreams(link, limits)
+        self.dead_letters = NatsDeadLetters(link)
+        self.events = NatsEventLog(link, limits, self.dead_letters)
+        self.samples = NatsSampleStream(link, limits, self.dead_letters)
+        self.term = NatsTermRegister(link, writer=uuid.uuid4().hex)
+
+    @classmethod
+    async def connect(cls, url: str, *, name: str, limits: BusLimits | None = None) -> NatsBus:
+        """`name` is how the server lists this client. BusUnavailable when the server does not answer in time."""
+        limits = limits or BusLimits()
+        return cls(await NatsLink.connect(url, name=name, deadline_s=limits.deadline_s), limits)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+class NatsJobStreams:
+    def __init__(self, link: NatsLink, limits: BusLimits) -> None:
+        self._link = link
+        self._limits = limits
+
+    async def open_job(self, job: JobId) -> None:
+        limits = self._limits
+        streams = (
+            (subjects.events_stream(job), subjects.event_subject(job), limits.events_max_bytes),
+            (subjects.samples_stream(job), subjects.job_samples(job), limits.samples_max_bytes),
+            (subjects.dead_stream(job), subjects.dead_subject(job), limits.dead_max_bytes),
+        )
+        for stream, subject, max_bytes in streams:
+            await self._link.ensure_stream(
+                {
+                    "name": stream,
+                    "subjects": [subject],
+                    "retention": "limits",
+                    "discard": "new",
+                    "storage": "file",
+                    "num_replicas": 1,
+                    "max_bytes": max_bytes,
+                    "max_msgs": -1,
+                    "max_msgs_per_subject": -1,
+                    "max_consumers": -1,
+                    "duplicate_window": int(limits.duplicate_window_s * _NS),
+                    "allow_direct": True,
+                }
+            )
+
+
+class _EventDelivery(Delivery[Event]):
+    @property
+    def event(self) -> Event:
+        return self._message
+
+
+class _SampleDelivery(Delivery[SampleGroup]):
+    @property
+    def group(self) -> SampleGroup:
+        return self._message
+
+
+class _EventConsumer:
+    def __init__(self, consumer: DurableConsumer[Event]) -> None:
+        self._consumer = consumer
+
+    async def next(self, *, timeout_s: float) -> _EventDelivery | None:
+        for raw, event in await self._consumer.fetch(1, timeout_s=timeout_s):
+            return _EventDelivery(self._consumer, raw, event)
+        return None
+
+
+class NatsEventLog:
+    def __init__(self, link: NatsLink, limits: BusLimits, dead_letters: NatsDeadLetters) -> None:
+        self._link = link
+        self._limits = limits
+        self._dead_letters = dead_letters
+
+    async def publish(self, event: Event) -> int:
+        check_event(event)
+        job = JobId(event.job)
+        payload = event.SerializeToString()
+        self._link.check_size(payload, what=f"event {event.id}", remedy="publish less in one event")
+        stream = subjects.events_stream(job)
+        try:
+            ack = await self._link.publish(subjects.event_subject(job), payload, stream=stream, message_id=event.id)
+        except NatsRefused as refused:
+            raise _full(refused, stream, max_bytes=self._limits.events_max_bytes, size_bytes=len(payload)) from refused
+        return int(ack["seq"])
+
+    async def read(
+        self, job: JobId, *, after_sequence: int = 0, follow: bool = False
+    ) -> AsyncGenerator[tuple[int, Event], None]:
+        """What cannot be decoded is left out here: it is among the dead letters."""
+        stream = subjects.events_stream(job)
+        last = int((await self._link.require_stream(stream))["state"]["last_seq"])
+        arrived = asyncio.Event()
+
+        async def hint(_: Msg) -> None:
+            arrived.set()
+
+        unsubscribe = await self._link.subscribe(subjects.event_subject(job), hint) if follow else None
+        try:
+            while follow or after_sequence < last:
+                arrived.clear()
+                page = await self._link.read(stream, from_sequence=after_sequence + 1)
+                for message in page:
+                    after_sequence = stored_sequence(message)
+                    if not follow and after_sequence > last:
+                        return
+                    with suppress(WireError):
+                        yield after_sequence, decode_event(message.data)
+                if not page and not follow:
+                    return
+                if not page:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(arrived.wait(), _FOLLOW_S)
+        finally:
+            if unsubscribe is not None:
+                await unsubscribe()
+
+    async def consumer(self, job: JobId, name: str, *, on_dead_letter: OnDeadLetter) -> _EventConsumer:
+        source = Source(
+            job=job,
+            stream=subjects.events_stream(job),
+            consumer=subjects.consumer_name(name),
+            filter_subject=subjects.event_subject(job),
+            decode=_decode_event_message,
+            ack_wait_s=self._limits.event_ack_wait_s,
+            max_ack_pending=1,
+            max_deliveries=None,
+            on_dead_letter=on_dead_letter,
+        )
+        consumer = DurableConsumer(self._link, source, self._dead_letters)
+        await consumer.ensure()
+        return _EventConsumer(consumer)
+
+
+class _SampleConsumer:
+    def __init__(self, consumer: DurableConsumer[SampleGroup]) -> None:
+        self._consumer = consumer
+
+    async def fetch(self, max_groups: int, *, timeout_s: float) -> list[_SampleDelivery]:
+        fetched = await self._consumer.fetch(max_groups, timeout_s=timeout_s)
+        return [_SampleDelivery(self._consumer, raw, group) for raw, group in fetched]
+
+    async def num_waiting(self) -> int:
+        info = await self._consumer.info()
+        return int(info["num_pending"]) + int(info["num_ack_pending"])
+
+
+class NatsSampleStream:
+    def __init__(self, link: NatsLink, limits: BusLimits, dead_letters: NatsDeadLetters) -> None:
+        self._link = link
+        self._limits = limits
+        self._dead_letters = dead_letters
+
+    async def publish(self, stage: Stage, group: SampleGroup) -> bool:
+        check_group(group, scored=stage is Stage.SCORED)
+        subject = subjects.sample_subject(stage, group)
+        payload = group.SerializeToString()
+        self._link.check_size(payload, what=f"group {subject}", remedy="lower group_size or the longest response")
+        stream = subjects.samples_stream(JobId(group.job))
+        try:
+            # By its subject and not by an id: this outlives the window in which ids are remembered.
+            await self._link.publish(subject, payload, stream=stream, last_on_subject=0)
+        except NatsRefused as refused:
+            if refused.err_code == WRONG_LAST_SEQUENCE:
+                return False
+            raise _full(refused, stream, max_bytes=self._limits.samples_max_bytes, size_bytes=len(payload)) from refused
+        return True
+
+    async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> _SampleConsumer:
+        def decode(raw: Msg) -> SampleGroup:
+            group = decode_group(raw.data, scored=stage is Stage.SCORED)
+            if subjects.sample_subject(stage, group) != raw.subject:
+                raise WireError(f"SampleGroup does not belong on subject {raw.subject}")
+            return group
+
+        source = Source(
+            job=job,
+            stream=subjects.samples_stream(job),
+            consumer=subjects.consumer_name(name),
+            filter_subject=subjects.stage_samples(job, stage),
+            decode=decode,
+            ack_wait_s=self._limits.sample_ack_wait_s,
+            # Whoever fetches bounds what is in flight; the actor holds a whole iteration until its commits.
+            max_ack_pending=-1,
+            max_deliveries=self._limits.max_deliveries,
+            on_dead_letter=on_dead_letter,
+        )
+        consumer = DurableConsumer(self._link, source, self._dead_letters)
+        await consumer.ensure()
+        return _SampleConsumer(consumer)
+
+    async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
+        pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
+        held = await self._subjects(job, pattern)
+        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in held)
+
+    async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
+        held = {
+            subjects.parse_sample_subject(subject)[:3]
+            for subject in await self._subjects(job, subjects.job_samples(job))
+        }
+        for stage, its_incarnation, its_iteration in sorted(held):
+            if (its_incarnation, its_iteration) < (incarnation, iteration):
+                pattern = subjects.iteration_samples(job, stage, incarnation=its_incarnation, iteration=its_iteration)
+                await self._link.api(f"STREAM.PURGE.{subjects.samples_stream(job)}", {"filter": pattern})
+
+    async def _subjects(self, job: JobId, pattern: str) -> set[str]:
+        """Every subject that matches and holds a message; the server answers by pages."""
+        stream = subjects.samples_stream(job)
+        await self._link.require_stream(stream)
+        held: set[str] = set()
+        while True:
+            info = await self._link.api(f"STREAM.INFO.{stream}", {"subjects_filter": pattern, "offset": len(held)})
+            page = info["state"].get("subjects") or {}
+            held |= page.keys()
+            if not page or len(held) >= int(info.get("total", 0)):
+                return held
+
+
+def _decode_event_message(raw: Msg) -> Event:
+    event = decode_event(raw.data)
+    if subjects.event_subject(JobId(event.job)) != raw.subject:
+        raise WireError(f"Event.job {event.job!r} does not belong on subject {raw.subject}")
+    return event
+
+
+def _full(refused: NatsRefused, stream: str, *, max_bytes: int, size_bytes: int) -> Exception:
+    if refused.err_code != MAX_BYTES_EXCEEDED:
+        return refused
+    return StreamFull(
+        f"stream {stream} is full: {size_bytes} bytes more do not fit its {max_bytes}; "
+        "save a checkpoint (samples that it covers are purged) or raise the stream's limit"
+    )

@@ -1,0 +1,219 @@
+"""Durable consumers on JetStream, and where the messages go that no consumer can settle: the dead letters.
+
+What is delivered too often, or cannot be decoded, is first stored as a dead letter, then told, then terminated: a crash
+in between repeats the steps, and the stored dead letter is deduplicated. The server's own delivery limit is off,
+because past it a message would silently stay behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from nats.aio.msg import Msg
+
+from tidegate.adapters import subjects
+from tidegate.adapters.nats_link import CONSUMER_NOT_FOUND, NatsLink, NatsRefused
+from tidegate.codec import WireError
+from tidegate.ports.bus import DeadLetter, OnDeadLetter, UnknownDeadLetter
+from tidegate.types import JobId
+
+M = TypeVar("M")
+
+_NS = 10**9
+# Longer reasons are cut; they must fit the headroom that every message leaves below the server's limit.
+_MAX_REASON = 1000
+
+
+class NatsDeadLetters:
+    def __init__(self, link: NatsLink) -> None:
+        self._link = link
+
+    async def store(self, job: JobId, message: Msg, *, consumer: str, reason: str) -> DeadLetter:
+        """Sets the message aside; the same delivery again is the same dead letter."""
+        reason = reason[:_MAX_REASON]
+        origin = message.metadata
+        ack = await self._link.publish(
+            subjects.dead_subject(job),
+            message.data,
+            stream=subjects.dead_stream(job),
+            message_id=f"{origin.stream}/{consumer}/{origin.sequence.stream}",
+            # Header values are one line of ASCII; JSON makes any reason one.
+            headers={"Tg-Subject": message.subject, "Tg-Stream": origin.stream, "Tg-Reason": json.dumps(reason)},
+        )
+        return DeadLetter(id=ack["seq"], job=job, subject=message.subject, reason=reason, size_bytes=len(message.data))
+
+    async def list(self, job: JobId) -> list[DeadLetter]:
+        stream = subjects.dead_stream(job)
+        await self._link.require_stream(stream)
+        found: list[DeadLetter] = []
+        while page := await self._link.read(stream, from_sequence=found[-1].id + 1 if found else 1):
+            found += [_dead_letter(job, message) for message in page]
+        return found
+
+    async def replay(self, job: JobId, dead_letter: int) -> None:
+        message = await self._get(job, dead_letter)
+        headers = message.headers or {}
+        await self._link.publish(
+            headers["Tg-Subject"],
+            message.data,
+            stream=headers["Tg-Stream"],
+            message_id=f"replay/{dead_letter}",
+        )
+        await self._delete(job, dead_letter)
+
+    async def drop(self, job: JobId, dead_letter: int) -> None:
+        await self._get(job, dead_letter)
+        await self._delete(job, dead_letter)
+
+    async def _get(self, job: JobId, dead_letter: int) -> Msg:
+        stream = subjects.dead_stream(job)
+        await self._link.require_stream(stream)
+        for message in await self._link.read(stream, from_sequence=dead_letter):
+            if stored_sequence(message) == dead_letter:
+                return message
+            break
+        raise UnknownDeadLetter(
+            f"job {job} has no dead letter {dead_letter}: it was replayed or dropped, or never was; list them to see"
+        )
+
+    async def _delete(self, job: JobId, dead_letter: int) -> None:
+        # Gone already: another replay or drop came first, which is what was wanted.
+        with suppress(NatsRefused):
+            await self._link.api(f"STREAM.MSG.DELETE.{subjects.dead_stream(job)}", {"seq": dead_letter})
+
+
+@dataclass(frozen=True, slots=True)
+class Source(Generic[M]):
+    """What a durable consumer reads: a filtered stream of a job, and how its messages are let in."""
+
+    job: JobId
+    stream: str
+    consumer: str
+    filter_subject: str
+    decode: Callable[[Msg], M]
+    ack_wait_s: float
+    max_ack_pending: int
+    max_deliveries: int | None
+    on_dead_letter: OnDeadLetter
+
+
+class Delivery(Generic[M]):
+    def __init__(self, consumer: DurableConsumer[M], raw: Msg, message: M) -> None:
+        self._consumer = consumer
+        self._raw = raw
+        self._message = message
+
+    @property
+    def sequence(self) -> int:
+        return self._raw.metadata.sequence.stream
+
+    @property
+    def num_deliveries(self) -> int:
+        return self._raw.metadata.num_delivered
+
+    async def ack(self) -> None:
+        await self._consumer.settle(self._raw, b"+ACK")
+
+    async def in_progress(self) -> None:
+        await self._consumer.settle(self._raw, b"+WPI")
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        delay = b' {"delay": %d}' % int(delay_s * _NS) if delay_s > 0 else b""
+        await self._consumer.settle(self._raw, b"-NAK" + delay)
+
+    async def dead_letter(self, reason: str) -> None:
+        await self._consumer.bury(self._raw, reason)
+
+
+class DurableConsumer(Generic[M]):
+    """A durable pull consumer. It is made again when the server does not know it (any more)."""
+
+    def __init__(self, link: NatsLink, source: Source[M], dead_letters: NatsDeadLetters) -> None:
+        self._link = link
+        self._source = source
+        self._dead_letters = dead_letters
+
+    async def ensure(self) -> None:
+        source = self._source
+        await self._link.require_stream(source.stream)
+        config = {
+            "durable_name": source.consumer,
+            "deliver_policy": "all",
+            "replay_policy": "instant",
+            "ack_policy": "explicit",
+            "ack_wait": int(source.ack_wait_s * _NS),
+            "max_deliver": -1,
+            "max_ack_pending": source.max_ack_pending,
+            "filter_subject": source.filter_subject,
+        }
+        await self._link.api(
+            f"CONSUMER.DURABLE.CREATE.{source.stream}.{source.consumer}",
+            {"stream_name": source.stream, "config": config},
+        )
+
+    async def fetch(self, num: int, *, timeout_s: float) -> list[tuple[Msg, M]]:
+        """Waits for one message that may be let in; those that may not become dead letters."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
+        while True:
+            raws = await self._pull(num, timeout_s=max(ends - loop.time(), 0.0))
+            admitted = [(raw, message) for raw in raws if (message := await self._admit(raw)) is not None]
+            if admitted or not raws:
+                return admitted
+
+    async def info(self) -> dict[str, Any]:
+        try:
+            return await self._link.api(f"CONSUMER.INFO.{self._source.stream}.{self._source.consumer}", {})
+        except NatsRefused as refused:
+            if refused.err_code != CONSUMER_NOT_FOUND:
+                raise
+            await self.ensure()
+            return await self._link.api(f"CONSUMER.INFO.{self._source.stream}.{self._source.consumer}", {})
+
+    async def settle(self, raw: Msg, verdict: bytes) -> None:
+        await self._link.settle(raw, verdict)
+
+    async def bury(self, raw: Msg, reason: str) -> None:
+        source = self._source
+        dead_letter = await self._dead_letters.store(source.job, raw, consumer=source.consumer, reason=reason)
+        await source.on_dead_letter(dead_letter)
+        await self._link.settle(raw, b"+TERM")
+
+    async def _pull(self, num: int, *, timeout_s: float) -> list[Msg]:
+        source = self._source
+        try:
+            return await self._link.pull(source.stream, source.consumer, num=num, timeout_s=timeout_s)
+        except NatsRefused:
+            await self.ensure()
+            return await self._link.pull(source.stream, source.consumer, num=num, timeout_s=timeout_s)
+
+    async def _admit(self, raw: Msg) -> M | None:
+        limit = self._source.max_deliveries
+        if limit is not None and raw.metadata.num_delivered > limit:
+            await self.bury(raw, f"delivered {limit} times and never acknowledged; see what its consumer logged")
+            return None
+        try:
+            return self._source.decode(raw)
+        except WireError as undecodable:  # dead-lettered: no delivery of it can end otherwise
+            await self.bury(raw, str(undecodable))
+            return None
+
+
+def stored_sequence(message: Msg) -> int:
+    return int((message.headers or {})["Nats-Sequence"])
+
+
+def _dead_letter(job: JobId, message: Msg) -> DeadLetter:
+    headers = message.headers or {}
+    return DeadLetter(
+        id=stored_sequence(message),
+        job=job,
+        subject=headers["Tg-Subject"],
+        reason=json.loads(headers["Tg-Reason"]),
+        size_bytes=len(message.data),
+    )

@@ -1,0 +1,285 @@
+"""One connection to NATS and what JetStream can be asked over it, each call retried until its deadline.
+
+In this order a call may end: an answer; `NatsRefused` with JetStream's own code, nothing having changed; `JobNotOpen`
+when the stream it is about does not exist; `BusUnavailable` after the deadline, the outcome unknown. Time-outs, missing
+responders (a stream between two leaders) and JetStream's 503 are retried.
+
+Invariants: the connection is kept up for good (a closed one was closed by us); every pull has its own inbox, so that
+an answer to a call given up reaches nobody and is delivered again; no error text carries a URL's credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import nats
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeout
+
+from tidegate.ports.bus import BusUnavailable, JobNotOpen, MessageTooLarge
+
+T = TypeVar("T")
+
+# JetStream's error codes (server/errors.json of nats-server).
+STREAM_NOT_FOUND = 10059
+STREAM_NAME_IN_USE = 10058
+CONSUMER_NOT_FOUND = 10014
+NO_MESSAGE_FOUND = 10037
+WRONG_LAST_SEQUENCE = 10071
+MAX_BYTES_EXCEEDED = 10077
+# Sent as 503, yet asking again does not help.
+_DEFINITE_503 = frozenset({MAX_BYTES_EXCEEDED})
+
+# One attempt of a call. A server answers within milliseconds; more than this is a lost answer, asked for again.
+_ATTEMPT_S = 2.0
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 1.0
+# A pull that waits is asked anew this often: a server that restarted has forgotten it, and would leave us waiting.
+_LINGER_S = 2.0
+# A pull waits at least this long: one that expires on its way finds nothing, even where there is something.
+_LEAST_WAIT_S = 0.05
+# Messages of one direct read: a few hundred kilobytes of events.
+_READ_BATCH = 256
+# What a dead letter adds to a message (subject, reason): kept free below the server's limit.
+DEAD_LETTER_HEADROOM_BYTES = 4096
+
+
+class NatsRefused(RuntimeError):
+    """JetStream's definite refusal of a call."""
+
+    def __init__(self, description: str, *, err_code: int) -> None:
+        super().__init__(f"{description} (JetStream error {err_code})")
+        self.err_code = err_code
+
+
+class _NoAnswerYet(Exception):
+    """This attempt got no answer that settles the call."""
+
+
+class NatsLink:
+    """Made by `connect`; one for each process."""
+
+    def __init__(self, connection: Client, *, deadline_s: float) -> None:
+        self._connection = connection
+        self._deadline_s = deadline_s
+
+    @classmethod
+    async def connect(cls, url: str, *, name: str, deadline_s: float) -> NatsLink:
+        """BusUnavailable when the server does not answer within the deadline."""
+        log = structlog.get_logger("tidegate.nats").bind(server=_without_credentials(url))
+        reasons: list[str] = []
+
+        async def on_error(error: Exception) -> None:
+            reasons[:] = [f"{type(error).__name__}: {error}"]
+            log.warning("nats_error", error=reasons[0])
+
+        async def on_disconnected() -> None:
+            log.warning("nats_disconnected")
+
+        async def on_reconnected() -> None:
+            log.info("nats_reconnected")
+
+        connecting = nats.connect(
+            url,
+            name=name,
+            error_cb=on_error,
+            disconnected_cb=on_disconnected,
+            reconnected_cb=on_reconnected,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.25,
+        )
+        try:
+            connection = await asyncio.wait_for(connecting, deadline_s)
+        except (TimeoutError, NatsError, OSError) as failure:
+            reason = reasons[0] if reasons else f"{type(failure).__name__}: {failure}"
+            raise BusUnavailable(
+                f"NATS at {_without_credentials(url)} did not answer within {deadline_s:g} s ({reason}); "
+                "check the URL and that the server runs with JetStream on (-js)"
+            ) from failure
+        return cls(connection, deadline_s=deadline_s)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def api(self, call: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """JetStream's management API, `$JS.API.<call>`."""
+        return await self._answer(f"$JS.API.{call}", json.dumps(request).encode())
+
+    async def ensure_stream(self, config: Mapping[str, Any]) -> None:
+        """Creates the stream; one that exists takes the config's limits."""
+        name = config["name"]
+        try:
+            await self.api(f"STREAM.CREATE.{name}", config)
+        except NatsRefused as refused:
+            if refused.err_code != STREAM_NAME_IN_USE:
+                raise
+            await self.api(f"STREAM.UPDATE.{name}", config)
+
+    async def require_stream(self, stream: str) -> dict[str, Any]:
+        """Its info; JobNotOpen when there is none."""
+        try:
+            return await self.api(f"STREAM.INFO.{stream}", {})
+        except NatsRefused as refused:
+            raise _not_open(stream, refused) from refused
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        stream: str,
+        message_id: str | None = None,
+        last_on_subject: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The stream's acknowledgement (`seq`, `duplicate`).
+
+        One of two makes a retry harmless: an id, which the stream remembers for its window, or the sequence of the
+        last message on the subject (0: there is none), else NatsRefused with WRONG_LAST_SEQUENCE.
+        """
+        all_headers = {"Nats-Expected-Stream": stream, **(headers or {})}
+        if message_id is not None:
+            all_headers["Nats-Msg-Id"] = message_id
+        if last_on_subject is not None:
+            all_headers["Nats-Expected-Last-Subject-Sequence"] = str(last_on_subject)
+        return await self._answer(subject, payload, stream=stream, headers=all_headers)
+
+    def check_size(self, payload: bytes, *, what: str, remedy: str) -> None:
+        """MessageTooLarge unless the server takes it, and its dead letter too."""
+        limit = self._connection.max_payload - DEAD_LETTER_HEADROOM_BYTES
+        if len(payload) > limit:
+            raise MessageTooLarge(
+                f"{what} is {len(payload)} bytes; this NATS server takes {limit} "
+                f"(max_payload {self._connection.max_payload} less {DEAD_LETTER_HEADROOM_BYTES} for headers): "
+                f"raise max_payload in the server's config, or {remedy}"
+            )
+
+    async def settle(self, message: Msg, verdict: bytes) -> None:
+        """Answers a delivery (+ACK, -NAK, +WPI, +TERM) and waits until the server has it."""
+
+        async def attempt(timeout_s: float) -> None:
+            await self._request(message.reply, verdict, timeout_s=timeout_s)
+
+        await self._until_deadline(f"{verdict[:4].decode()} of {message.subject}", attempt)
+
+    async def pull(self, stream: str, consumer: str, *, num: int, timeout_s: float) -> list[Msg]:
+        """Waits for the first message, then takes up to `num` that are there. NatsRefused when no consumer answers."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        while True:
+            wait_s = min(max(ends - loop.time(), _LEAST_WAIT_S), _LINGER_S)
+            linger = {"batch": 1, "expires": int(wait_s * 1e9)}
+            messages = await self._collect(subject, linger, num=1, wait_s=wait_s)
+            # Only what is there now: without this, the server would wait for a whole batch.
+            if messages and num > 1:
+                rest = {"batch": num - 1, "no_wait": True}
+                messages += await self._collect(subject, rest, num=num - 1, wait_s=0.0)
+            if messages or loop.time() >= ends:
+                return messages
+
+    async def read(self, stream: str, *, from_sequence: int) -> list[Msg]:
+        """The next stored messages, without a consumer; empty at the end. Their headers carry `Nats-Sequence`."""
+        request = {"seq": from_sequence, "batch": _READ_BATCH}
+        return await self._collect(f"$JS.API.DIRECT.GET.{stream}", request, num=_READ_BATCH, wait_s=0.0)
+
+    async def subscribe(
+        self, subject: str, on_message: Callable[[Msg], Awaitable[None]]
+    ) -> Callable[[], Awaitable[None]]:
+        """A plain subscription, at most once: a hint, never the authority. The result ends it."""
+        subscription = await self._connection.subscribe(subject, cb=on_message)
+        return subscription.unsubscribe
+
+    async def _collect(self, subject: str, request: Mapping[str, Any], *, num: int, wait_s: float) -> list[Msg]:
+        """The messages that answer one request, up to the server's closing status or its silence."""
+        inbox = self._connection.new_inbox()
+        messages: list[Msg] = []
+        try:
+            subscription = await self._connection.subscribe(inbox)
+            try:
+                await self._connection.publish(subject, json.dumps(request).encode(), reply=inbox)
+                while len(messages) < num:
+                    message = await subscription.next_msg(timeout=wait_s + _ATTEMPT_S)
+                    status = (message.headers or {}).get("Status")
+                    if status == "503":
+                        raise NatsRefused(f"nobody answers {subject}", err_code=CONSUMER_NOT_FOUND)
+                    if status is not None:
+                        break
+                    messages.append(message)
+            finally:
+                await subscription.unsubscribe()
+        except NatsTimeout:
+            pass  # silence: the server went away in between; what came is returned, the rest is delivered again
+        except NatsError as failure:
+            raise BusUnavailable(f"NATS cannot be asked {subject}: {failure}") from failure
+        return messages
+
+    async def _answer(
+        self, subject: str, payload: bytes, *, stream: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        async def attempt(timeout_s: float) -> dict[str, Any]:
+            reply = await self._request(subject, payload, timeout_s=timeout_s, headers=headers, stream=stream)
+            answer: dict[str, Any] = json.loads(reply.data)
+            error = answer.get("error")
+            if error is None:
+                return answer
+            if error["code"] == 503 and error.get("err_code") not in _DEFINITE_503:
+                raise _NoAnswerYet(error["description"])
+            raise NatsRefused(error["description"], err_code=error.get("err_code", error["code"]))
+
+        return await self._until_deadline(subject, attempt)
+
+    async def _request(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        stream: str | None = None,
+    ) -> Msg:
+        try:
+            return await self._connection.request(
+                subject, payload, timeout=timeout_s, headers=dict(headers) if headers else None
+            )
+        except NoRespondersError as failure:
+            if stream is not None:
+                await self.require_stream(stream)
+            raise _NoAnswerYet("no stream responds") from failure
+        except NatsError as failure:
+            raise _NoAnswerYet(f"{type(failure).__name__}: {failure}") from failure
+
+    async def _until_deadline(self, what: str, attempt: Callable[[float], Awaitable[T]]) -> T:
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._deadline_s
+        retry_s = _FIRST_RETRY_S
+        while True:
+            try:
+                return await attempt(min(_ATTEMPT_S, max(ends - loop.time(), _FIRST_RETRY_S)))
+            except _NoAnswerYet as unsettled:
+                if self._connection.is_closed or loop.time() + retry_s >= ends:
+                    raise BusUnavailable(
+                        f"NATS did not answer {what} within {self._deadline_s:g} s ({unsettled}); "
+                        "check that the server runs and is reachable"
+                    ) from unsettled
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _LAST_RETRY_S)
+
+
+def _not_open(stream: str, refused: NatsRefused) -> Exception:
+    if refused.err_code != STREAM_NOT_FOUND:
+        return refused
+    return JobNotOpen(f"there is no stream {stream}: the job was not opened on this bus; call open_job first")
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,0 +1,82 @@
+"""Names on the bus: streams and subjects of a job, each token checked, so that no name reaches past its place.
+
+    events    TG_EVENTS_<JOB>    tg.events.<job>
+    samples   TG_SAMPLES_<JOB>   tg.samples.<job>.<stage>.<incarnation>.<iteration>.<prompt>
+    dead      TG_DEAD_<JOB>      tg.dead.<job>
+
+A job's id is lower case, so that upper case in a stream's name keeps two jobs apart.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tidegate.codec import WireError
+from tidegate.ports.bus import Stage
+from tidegate.types import JobId, job_id
+from tidegate.v1.samples_pb2 import SampleGroup
+
+_CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def events_stream(job: JobId) -> str:
+    return f"TG_EVENTS_{job_id(job).upper()}"
+
+
+def samples_stream(job: JobId) -> str:
+    return f"TG_SAMPLES_{job_id(job).upper()}"
+
+
+def dead_stream(job: JobId) -> str:
+    return f"TG_DEAD_{job_id(job).upper()}"
+
+
+def event_subject(job: JobId) -> str:
+    return f"tg.events.{job_id(job)}"
+
+
+def dead_subject(job: JobId) -> str:
+    return f"tg.dead.{job_id(job)}"
+
+
+def job_samples(job: JobId) -> str:
+    """Matches every sample message of the job."""
+    return f"tg.samples.{job_id(job)}.>"
+
+
+def stage_samples(job: JobId, stage: Stage) -> str:
+    """Matches every sample message of one stage."""
+    return f"tg.samples.{job_id(job)}.{stage}.>"
+
+
+def iteration_samples(job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> str:
+    """Matches every sample message of one stage of one iteration."""
+    return f"tg.samples.{job_id(job)}.{stage}.{_count(incarnation)}.{_count(iteration)}.*"
+
+
+def sample_subject(stage: Stage, group: SampleGroup) -> str:
+    place = f"{group.incarnation}.{group.iteration}.{group.prompt}"
+    return f"tg.samples.{job_id(group.job)}.{stage}.{place}"
+
+
+def parse_sample_subject(subject: str) -> tuple[Stage, int, int, int]:
+    """(stage, incarnation, iteration, prompt); WireError on anything else."""
+    tokens = subject.split(".")
+    stages = [stage.value for stage in Stage]
+    if len(tokens) != 7 or tokens[3] not in stages or not all(token.isdecimal() for token in tokens[4:]):
+        raise WireError(f"subject {subject!r} names no sample group; see tidegate.adapters.subjects")
+    incarnation, iteration, prompt = map(int, tokens[4:])
+    return Stage(tokens[3]), incarnation, iteration, prompt
+
+
+def consumer_name(name: str) -> str:
+    """The name itself; ValueError unless it is 1-64 characters of letters, digits, '-' and '_'."""
+    if not _CONSUMER.fullmatch(name):
+        raise ValueError(f"consumer name {name!r} must be 1-64 characters of letters, digits, '-' and '_'")
+    return name
+
+
+def _count(number: int) -> int:
+    if number < 0:
+        raise ValueError(f"{number} counts incarnations or iterations, so it is at least 0")
+    return number

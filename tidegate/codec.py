@@ -1,0 +1,210 @@
+"""Between the wire's messages and the values of `tidegate.types`, and what a message must hold to be let in.
+
+Invariants:
+- `decode_x(encode_x(value)) == value`.
+- Anything else is a `WireError` that names the message and the field; nothing is guessed, but for what the schema
+  defines (a layout's 0 is 1).
+- `ids_digest` does not depend on the order of the ids; equal sets have equal digests, and a lost or doubled id shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from google.protobuf.message import DecodeError, Message
+
+from tidegate.types import GpuId, Grant, JobId, Layout, Role, SampleId, Token, job_id
+from tidegate.v1 import events_pb2, samples_pb2, types_pb2
+
+_DIGEST_SPACE = 2**64
+_AXES = ("tp", "pp", "dp", "cp", "ep")
+_WIRE_ROLE: dict[Role, types_pb2.Role.ValueType] = {
+    Role.ACTOR: types_pb2.ROLE_ACTOR,
+    Role.ROLLOUT: types_pb2.ROLE_ROLLOUT,
+    Role.INFERENCE: types_pb2.ROLE_INFERENCE,
+}
+_ROLE = {wire: role for role, wire in _WIRE_ROLE.items()}
+
+
+class WireError(ValueError):
+    """A message that must not be let in: which message, which field, what is wrong with it."""
+
+
+def require(message: Message, *fields: str) -> None:
+    """WireError unless each field is there: set when it is a message, not empty or zero when it is a plain value."""
+    for field in fields:
+        descriptor = message.DESCRIPTOR.fields_by_name[field]
+        present = message.HasField(field) if descriptor.has_presence else bool(getattr(message, field))
+        if not present:
+            raise WireError(f"{message.DESCRIPTOR.name}.{field} is missing; the sender must set it")
+
+
+def encode_role(role: Role) -> types_pb2.Role.ValueType:
+    return _WIRE_ROLE[role]
+
+
+def decode_role(wire: types_pb2.Role.ValueType, *, field: str) -> Role:
+    """`field` is where the value stood ("Event.role"); an enum value does not know."""
+    role = _ROLE.get(wire)
+    if role is None:
+        known = ", ".join(types_pb2.Role.Name(value) for value in _ROLE)
+        raise WireError(f"{field} is {wire}, no role; it must be one of {known}")
+    return role
+
+
+def encode_token(token: Token) -> types_pb2.Token:
+    return types_pb2.Token(term=token.term, counter=token.counter)
+
+
+def decode_token(wire: types_pb2.Token) -> Token:
+    return Token(term=wire.term, counter=wire.counter)
+
+
+def encode_grant(grant: Grant) -> types_pb2.Grant:
+    return types_pb2.Grant(gpu=grant.gpu, token=encode_token(grant.token))
+
+
+def decode_grant(wire: types_pb2.Grant) -> Grant:
+    require(wire, "gpu", "token")
+    node, slash, index = wire.gpu.rpartition("/")
+    if not (node and slash and index.isdecimal()):
+        raise WireError(f"Grant.gpu is {wire.gpu!r}; it must be <node>/<index>")
+    return Grant(gpu=GpuId(wire.gpu), token=decode_token(wire.token))
+
+
+def encode_grants(grants: Iterable[Grant]) -> list[types_pb2.Grant]:
+    return [encode_grant(grant) for grant in grants]
+
+
+def decode_grants(wire: Iterable[types_pb2.Grant]) -> tuple[Grant, ...]:
+    """In the order of the wire, which is the rank order of `members`; WireError when a GPU stands there twice."""
+    grants = tuple(decode_grant(grant) for grant in wire)
+    seen: set[GpuId] = set()
+    for grant in grants:
+        if grant.gpu in seen:
+            raise WireError(f"Grant.gpu {grant.gpu!r} is there twice; a list of grants names each GPU once")
+        seen.add(grant.gpu)
+    return grants
+
+
+def encode_layout(layout: Layout) -> types_pb2.Layout:
+    return types_pb2.Layout(tp=layout.tp, pp=layout.pp, dp=layout.dp, cp=layout.cp, ep=layout.ep)
+
+
+def decode_layout(wire: types_pb2.Layout) -> Layout:
+    return Layout(**{axis: getattr(wire, axis) or 1 for axis in _AXES})
+
+
+def encode_sample_id(sample: SampleId) -> types_pb2.SampleId:
+    return types_pb2.SampleId(
+        incarnation=sample.incarnation, iteration=sample.iteration, prompt=sample.prompt, draw=sample.draw
+    )
+
+
+def decode_sample_id(wire: types_pb2.SampleId) -> SampleId:
+    return SampleId(incarnation=wire.incarnation, iteration=wire.iteration, prompt=wire.prompt, draw=wire.draw)
+
+
+def ids_digest(ids: Iterable[SampleId]) -> int:
+    """Sum modulo 2^64 of the 64-bit blake2b hashes of the ids' text."""
+    return sum(_hash64(str(sample)) for sample in ids) % _DIGEST_SPACE
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def fate_of(ids: Iterable[SampleId], *, reason: str = "") -> types_pb2.Fate:
+    """The account of samples that met one fate. A repeated id counts as often as it is there."""
+    samples = list(ids)
+    return types_pb2.Fate(reason=reason, num_samples=len(samples), ids_digest=ids_digest(samples))
+
+
+def total_fate(fates: Iterable[types_pb2.Fate]) -> types_pb2.Fate:
+    """The account of all of them together, without a reason."""
+    total = types_pb2.Fate()
+    for fate in fates:
+        total.num_samples += fate.num_samples
+        total.ids_digest = (total.ids_digest + fate.ids_digest) % _DIGEST_SPACE
+    return total
+
+
+def same_samples(one: types_pb2.Fate, other: types_pb2.Fate) -> bool:
+    """Whether both account for the same samples, whatever their reasons."""
+    return (one.num_samples, one.ids_digest) == (other.num_samples, other.ids_digest)
+
+
+def decode_job(name: str, *, field: str) -> JobId:
+    try:
+        return job_id(name)
+    except ValueError as invalid:
+        raise WireError(f"{field}: {invalid}") from invalid
+
+
+def check_event(event: events_pb2.Event) -> None:
+    """WireError unless the event says which job it is of, has the id that its source derives, and tells something."""
+    require(event, "id", "job", "source", "boot", "sequence")
+    decode_job(event.job, field="Event.job")
+    want = f"{event.source}/{event.boot}/{event.sequence}"
+    if event.id != want:
+        raise WireError(f"Event.id is {event.id!r}; its source, boot and sequence make it {want!r}")
+    if event.WhichOneof("body") is None:
+        raise WireError("Event.body is missing; the sender must set what happened")
+
+
+def decode_event(payload: bytes) -> events_pb2.Event:
+    event = events_pb2.Event()
+    _parse(event, payload)
+    check_event(event)
+    return event
+
+
+def check_group(group: samples_pb2.SampleGroup, *, scored: bool) -> None:
+    """WireError unless the group is whole and agrees with itself; `scored`: it must carry old log-probabilities."""
+    require(group, "job", "prompt_tokens", "samples")
+    decode_job(group.job, field="SampleGroup.job")
+    draws: set[int] = set()
+    for sample in group.samples:
+        _check_sample(sample, group)
+        if sample.id.draw in draws:
+            raise WireError(f"Sample.id {decode_sample_id(sample.id)} is twice in its group; each draw is there once")
+        draws.add(sample.id.draw)
+        if scored:
+            require(sample, "old_log_probs")
+
+
+def decode_group(payload: bytes, *, scored: bool) -> samples_pb2.SampleGroup:
+    group = samples_pb2.SampleGroup()
+    _parse(group, payload)
+    check_group(group, scored=scored)
+    return group
+
+
+def _check_sample(sample: samples_pb2.Sample, group: samples_pb2.SampleGroup) -> None:
+    require(sample, "id", "response_tokens", "finish")
+    here = (group.incarnation, group.iteration, group.prompt)
+    if (sample.id.incarnation, sample.id.iteration, sample.id.prompt) != here:
+        where = ".".join(map(str, here))
+        raise WireError(f"Sample.id {decode_sample_id(sample.id)} does not belong to its group {where}")
+    num_tokens = len(sample.response_tokens)
+    counts = {
+        "engine_log_probs": len(sample.engine_log_probs),
+        "versions": sum(run.num_tokens for run in sample.versions),
+        "old_log_probs": len(sample.old_log_probs) or num_tokens,
+        "reference_log_probs": len(sample.reference_log_probs) or num_tokens,
+    }
+    for field, count in counts.items():
+        if count != num_tokens:
+            raise WireError(
+                f"Sample.{field} of {decode_sample_id(sample.id)} covers {count} tokens; "
+                f"the response has {num_tokens}, and each needs one"
+            )
+
+
+def _parse(message: Message, payload: bytes) -> None:
+    try:
+        message.ParseFromString(payload)
+    except DecodeError as undecodable:
+        name = message.DESCRIPTOR.name
+        raise WireError(f"{name}: {len(payload)} bytes that are no {name} ({undecodable})") from undecodable

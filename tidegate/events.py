@@ -1,0 +1,100 @@
+"""Making events: who saw it, under which start of that source, and in what order, so that every id is derived.
+
+An event's id is `<source>/<boot>/<sequence>`: the source's name, the count of its starts and the count of its events
+since. A repeat of one event has one id; two events never do, as long as every start of a source has its own boot.
+
+An `EventSource` counts without a lock: it belongs to one event loop (or one thread) and is not shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tidegate.codec import WireError, encode_grants, encode_role
+from tidegate.types import Grant, JobId, Role
+from tidegate.v1 import events_pb2
+from tidegate.v1.events_pb2 import Event
+
+EventBody = (
+    events_pb2.Progress
+    | events_pb2.Backlog
+    | events_pb2.GpusReleased
+    | events_pb2.GpusAcquired
+    | events_pb2.LayoutCommitted
+    | events_pb2.Failed
+    | events_pb2.InstanceJoined
+    | events_pb2.InstanceLost
+    | events_pb2.LeadElected
+    | events_pb2.WeightsPublished
+    | events_pb2.WeightsLoaded
+    | events_pb2.IterationReported
+    | events_pb2.CheckpointSaved
+    | events_pb2.DeadLettered
+    | events_pb2.JobSubmitted
+    | events_pb2.JobCancelRequested
+    | events_pb2.JobResumeRequested
+    | events_pb2.GateReported
+    | events_pb2.CommandAnswered
+)
+
+
+class EventSource:
+    """Makes the events of one start of one source. `role` is None for those that are no component ("scheduler")."""
+
+    def __init__(self, source: str, *, role: Role | None, boot: int, now_ns: Callable[[], int]) -> None:
+        if not source or "/" in source:
+            raise ValueError(f"event source {source!r} must be non-empty and without '/', which parts an event's id")
+        if boot < 1:
+            raise ValueError(f"event source {source}: boot={boot} counts its starts, so it is at least 1")
+        self._source = source
+        self._role = role
+        self._boot = boot
+        self._now_ns = now_ns
+        self._sequence = 0
+
+    def event(
+        self,
+        body: EventBody,
+        *,
+        job: JobId,
+        incarnation: int,
+        iteration: int = 0,
+        transition_id: str = "",
+        grants: Sequence[Grant] = (),
+    ) -> Event:
+        """The next event of this source. `grants` are those under which it acted."""
+        self._sequence += 1
+        event = Event(
+            id=f"{self._source}/{self._boot}/{self._sequence}",
+            job=job,
+            incarnation=incarnation,
+            iteration=iteration,
+            transition_id=transition_id,
+            source=self._source,
+            boot=self._boot,
+            sequence=self._sequence,
+            grants=encode_grants(grants),
+            occurred_unix_ns=self._now_ns(),
+        )
+        if self._role is not None:
+            event.role = encode_role(self._role)
+        body_field = getattr(event, _field_of(body))
+        body_field.SetInParent()
+        body_field.CopyFrom(body)
+        return event
+
+
+def body_of(event: Event) -> EventBody:
+    """What happened; WireError when the event carries nothing."""
+    field = event.WhichOneof("body")
+    if field is None:
+        raise WireError(f"Event.body of {event.id!r} is missing; the sender must set what happened")
+    body: EventBody = getattr(event, field)
+    return body
+
+
+def _field_of(body: EventBody) -> str:
+    for field in Event.DESCRIPTOR.oneofs_by_name["body"].fields:
+        if field.message_type is body.DESCRIPTOR:
+            return field.name
+    raise ValueError(f"{body.DESCRIPTOR.name} is no event's body; see Event.body in events.proto")
