@@ -1,0 +1,3 @@
+"""How processes of a node are started, talked to, watched and ended."""
+
+from __future__ import annotations

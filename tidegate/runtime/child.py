@@ -1,0 +1,81 @@
+"""What a new process does to become a worker, forked or spawned: from bare descriptors to the entry's call.
+
+Also the two kernel calls that Python lacks: die with the parent, and die with it only if it is still the one meant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+
+from tidegate.runtime.launch import WorkerFds, WorkerSpec, resolve
+from tidegate.runtime.slot_clock import SlotClock
+from tidegate.runtime.worker import WorkerChannel, die_with_service
+
+_PR_SET_PDEATHSIG = 1
+_RESET_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """The kernel kills this process when the thread that started it ends; at once when `parent_pid` is gone already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
+    """Call the entry; the exit status. The hold's descriptor stays open for as long as this process lives."""
+    clock = SlotClock(time.monotonic_ns)
+    status = 1
+    try:
+        _take_log(spec)
+        for number in _RESET_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.update(spec.env)
+        _reseed()
+        channel_socket = socket.socket(fileno=fds.channel)
+        die_with_service(channel_socket)
+        channel = WorkerChannel(
+            channel_socket, grant=spec.grant, clock=clock, store_listener=socket.socket(fileno=fds.store_listener)
+        )
+        resolve(spec.entry)(channel)
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:  # noqa: BLE001 # the edge of the process: its log and its status tell what ended it
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return status
+
+
+def _take_log(spec: WorkerSpec) -> None:
+    log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(nothing)
+    # New objects, since the old ones may hold what the parent had not flushed, or a test's capture.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _reseed() -> None:
+    """Forks of one process would otherwise draw the same numbers."""
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
