@@ -143,11 +143,15 @@ class Reclaim:
 
 @dataclass(frozen=True, slots=True)
 class AskGate:
-    """Ask the node's gate through any living instance on it; the answer comes as `GateReported`."""
+    """Ask the node's gate through any living instance on it; the answer comes as `GateReported`.
+
+    `is_needed`: a component cannot work before it; else it goes on with the GPUs that it has.
+    """
 
     id: CommandId
     node: NodeId
     endpoints: tuple[str, ...]
+    is_needed: bool
 
 
 @dataclass(frozen=True, slots=True)

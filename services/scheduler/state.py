@@ -161,10 +161,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A command that was issued and whose effect is not observed. `key` is its id without the attempt."""
+    """A command that was issued and whose effect is not observed. `key` is its id without the attempt, `what` names it
+    to a person."""
 
     key: str
     kind: Kind
+    what: str
     role: Role | None
     epoch: int
     num_issued: int

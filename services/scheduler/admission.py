@@ -1,0 +1,100 @@
+"""Which events may change the state: each once, of this job, of a start, an incarnation, a lead and tokens in force.
+
+Order: the stream's sequence, the job, the source's own sequence, the incarnation, the lead, the tokens.
+Invariants: an event is admitted at most once, in whatever order events arrive; a refusal names its reason, and reasons
+are few, so that they can be counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from services.scheduler import events as ev
+from services.scheduler.state import TERMINAL, ClusterState, Phase, SourceClock, role_of_instance
+from tidegate.types import Grant
+
+MAX_AHEAD = 256
+"""Sequences remembered past a gap. Sources publish in order and retry at once, so gaps are a few events long; past
+this many the missing one is given up as never published."""
+
+_OF_ONE_INCARNATION = (
+    ev.Progress,
+    ev.Backlog,
+    ev.WeightsPublished,
+    ev.WeightsLoaded,
+    ev.IterationReported,
+    ev.CheckpointSaved,
+)
+_OF_THE_LEAD = (
+    ev.LayoutCommitted,
+    ev.WeightsPublished,
+    ev.WeightsLoaded,
+    ev.IterationReported,
+    ev.CheckpointSaved,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The event changes nothing. `reason` has no numbers: it is counted."""
+
+    reason: str
+
+
+def admit(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
+    """The state with the event noted as seen, or why it must not count."""
+    if event.job != state.job:
+        return Refused("of another job")
+    if event.stream_sequence is not None and event.stream_sequence <= state.applied_seq:
+        return Refused("applied before")
+    if role_of_instance(event.source) is not None:
+        clock = _tick(state.clocks.get(event.source), event)
+        if isinstance(clock, Refused):
+            return clock
+        state = replace(state, clocks={**state.clocks, event.source: clock})
+    return state
+
+
+def refusal(state: ClusterState, event: ev.Event) -> Refused | None:
+    """Why an event that was never seen before is void all the same; None when it counts."""
+    if is_found_checkpoint(state, event):
+        return None
+    if isinstance(event.body, _OF_ONE_INCARNATION) and event.incarnation != state.incarnation:
+        return Refused("of an older incarnation" if event.incarnation < state.incarnation else "of a later incarnation")
+    if isinstance(event.body, _OF_THE_LEAD) and not _is_of_lead(state, event):
+        return Refused("not of the component's lead")
+    if event.grants and all(is_stale(state, grant) for grant in event.grants):
+        return Refused("under old tokens")
+    return None
+
+
+def is_found_checkpoint(state: ClusterState, event: ev.Event) -> bool:
+    """A launcher may tell which checkpoint lies in the job's folder, as long as the job does not run."""
+    at_rest = state.spec is None or state.phase in TERMINAL or state.phase is Phase.SUBMITTED
+    return isinstance(event.body, ev.CheckpointSaved) and at_rest and role_of_instance(event.source) is None
+
+
+def is_stale(state: ClusterState, grant: Grant) -> bool:
+    """Somebody was granted the GPU since."""
+    record = state.gpus.get(grant.gpu)
+    return record is not None and grant.token < record.token
+
+
+def _tick(clock: SourceClock | None, event: ev.Event) -> SourceClock | Refused:
+    if clock is None or event.boot > clock.boot:
+        clock = SourceClock(boot=event.boot)
+    if event.boot < clock.boot:
+        return Refused("of an older start of its source")
+    if event.sequence <= clock.through or event.sequence in clock.ahead:
+        return Refused("seen before")
+    ahead = sorted((*clock.ahead, event.sequence))
+    through = clock.through
+    while ahead and (ahead[0] == through + 1 or len(ahead) > MAX_AHEAD):
+        through = ahead.pop(0)
+    return SourceClock(boot=clock.boot, through=through, ahead=tuple(ahead))
+
+
+def _is_of_lead(state: ClusterState, event: ev.Event) -> bool:
+    role = role_of_instance(event.source)
+    lead = state.components[role].lead if role else None
+    return lead is not None and lead.instance == event.source

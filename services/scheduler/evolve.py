@@ -1,0 +1,181 @@
+"""`evolve(state, event)`: the state after an event. Total, pure and idempotent; decides nothing that costs anything.
+
+Order: admission (each event once), a source's new start (its old one is dead), refusals, the event itself, then what
+follows from the state alone: an iteration opens when weights are held, closes when every component closed it.
+
+Invariants:
+- an event seen twice, late, or of something superseded changes only what is counted in `ignored`;
+- `version` grows by one with each event that counts, except progress and backlog, and ownership read unchanged;
+- no event that is well formed raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler import events as ev
+from services.scheduler import iterations, membership, ownership_view
+from services.scheduler.admission import Refused, admit, is_found_checkpoint, refusal
+from services.scheduler.expectations import answered
+from services.scheduler.losses import OVER, next_incarnation, stop
+from services.scheduler.state import (
+    TERMINAL,
+    Checkpoint,
+    ClusterState,
+    Component,
+    Phase,
+    ProgressSeen,
+    role_of_instance,
+)
+
+
+def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
+    """The state after the event."""
+    admitted = admit(state, event)
+    if isinstance(admitted, Refused):
+        return _applied(_ignored(state, admitted), event)
+    met = membership.meet(admitted, event)
+    folded = refusal(met, event) or _fold(met, event)
+    after = iterations.advance(_ignored(met, folded) if isinstance(folded, Refused) else folded)
+    folds_figures = isinstance(event.body, ev.Progress | ev.Backlog) and met is admitted
+    if not folds_figures and replace(after, ignored=admitted.ignored) != admitted:
+        after = replace(after, version=state.version + 1)
+    return _applied(after, event)
+
+
+def _applied(state: ClusterState, event: ev.Event) -> ClusterState:
+    if event.stream_sequence is None or event.stream_sequence <= state.applied_seq:
+        return state
+    return replace(state, applied_seq=event.stream_sequence)
+
+
+def _ignored(state: ClusterState, refused: Refused) -> ClusterState:
+    count = state.ignored.get(refused.reason, 0) + 1
+    return replace(state, ignored=dict(sorted({**state.ignored, refused.reason: count}.items())))
+
+
+def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
+    body = event.body
+    match body:
+        case ev.Progress() | ev.Backlog():
+            return _seen(state, event)
+        case ev.JobSubmitted():
+            return _submitted(state, event, body)
+        case ev.JobCancelRequested():
+            return _cancelled(state, body)
+        case ev.JobResumeRequested():
+            return _resumed(state)
+        case ev.DeadLettered():
+            return _paused(state, body)
+        case ev.CheckpointSaved():
+            return _checkpointed(state, event, body)
+        case ev.CommandAnswered():
+            return answered(state, body) or Refused("answers a command that is not waited for")
+        case ev.InstanceJoined():
+            return membership.joined(state, body)
+        case ev.InstanceLost():
+            return membership.lost(state, body)
+        case ev.LeadElected():
+            return membership.elected(state, event, body)
+        case ev.Failed():
+            return membership.failed(state, event, body)
+        case ev.WeightsPublished():
+            return iterations.published(state, body)
+        case ev.WeightsLoaded():
+            return iterations.loaded(state, event, body)
+        case ev.IterationReported():
+            return iterations.reported(state, event, body)
+        case ev.GpusAcquired():
+            # Tells people how far a start is; the layout's commit says all that a decision needs.
+            return state
+        case ev.GpusReleased():
+            return ownership_view.released(state, event, body)
+        case ev.LayoutCommitted():
+            return ownership_view.committed(state, event, body)
+        case ev.GateReported():
+            return ownership_view.gate_reported(state, body)
+        case ev.OwnershipObserved():
+            return ownership_view.observed(state, body)
+
+
+def _seen(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
+    role = role_of_instance(event.source)
+    match event.body:
+        case ev.Backlog(queue=queue, num_messages=num_messages):
+            return replace(state, backlog=dict(sorted({**state.backlog, queue: num_messages}.items())))
+        case ev.Progress() as progress if role is not None:
+            seen = ProgressSeen(
+                incarnation=event.incarnation,
+                iteration=event.iteration,
+                phase=progress.phase,
+                num_done=progress.num_done,
+                num_total=progress.num_total,
+                metrics=progress.metrics,
+            )
+            return replace(state, progress={**state.progress, role: seen})
+        case _:
+            return Refused("progress of no component")
+
+
+def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> ClusterState | Refused:
+    submission = f"{event.source}/{event.boot}/{event.sequence}"
+    if state.submission == submission:
+        return Refused("submitted before")
+    if state.spec is not None and not body.resume:
+        return Refused("the job exists")
+    if state.phase is Phase.FINISHED:
+        return Refused("the job is finished")
+    if not body.resume:
+        state = replace(state, checkpoint=None)
+    incarnation = max(1, event.incarnation, state.incarnation + (state.spec is not None))
+    again = next_incarnation(state, incarnation=incarnation)
+    return replace(
+        again,
+        phase=Phase.SUBMITTED,
+        outcome=None,
+        message="",
+        spec=body.spec,
+        config_json=body.config_json,
+        submission=submission,
+        # Whoever holds a GPU from before works for no one: its grants are suspects, its transitions end.
+        components={
+            role: Component(
+                lead=component.lead,
+                broken=tuple(each.id for each in (state.transition_of(role),) if each),
+            )
+            for role, component in state.components.items()
+        },
+        reference=None,
+        num_restarts=0,
+        expectations={},
+    )
+
+
+def _cancelled(state: ClusterState, body: ev.JobCancelRequested) -> ClusterState | Refused:
+    if state.phase in OVER:
+        return Refused("the job is ending")
+    return stop(state, Phase.CANCELLED, f"cancelled: {body.reason or 'no reason given'}")
+
+
+def _paused(state: ClusterState, body: ev.DeadLettered) -> ClusterState | Refused:
+    if state.phase in OVER:
+        return Refused("the job is ending")
+    message = f"dead letter {body.dead_letter} of {body.subject}: {body.reason}; replay or drop it, and the job goes on"
+    return replace(state, phase=Phase.PAUSED, message=message)
+
+
+def _resumed(state: ClusterState) -> ClusterState | Refused:
+    if state.phase is not Phase.PAUSED:
+        return Refused("the job is not paused")
+    phase = Phase.STARTING if state.iteration is None else Phase.RUNNING
+    return replace(state, phase=phase, message="")
+
+
+def _checkpointed(state: ClusterState, event: ev.Event, body: ev.CheckpointSaved) -> ClusterState | Refused:
+    known = state.checkpoint
+    if known is not None and body.next_iteration <= known.next_iteration:
+        return Refused("of an older checkpoint")
+    checkpoint = Checkpoint(next_iteration=body.next_iteration, version=body.version, name=body.name)
+    if is_found_checkpoint(state, event) and state.phase not in TERMINAL and state.iteration is None:
+        state = replace(state, next_iteration=body.next_iteration, next_version=body.version)
+    return replace(state, checkpoint=checkpoint)

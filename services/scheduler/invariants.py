@@ -1,0 +1,140 @@
+"""What must hold of every state, and between a state and the next. The shell checks it before it writes.
+
+Each check answers one promise; a violation says what, with its numbers. None is repaired here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.scheduler.accounts import fault
+from services.scheduler.state import TERMINAL, ClusterState, Phase
+from tidegate.ownership import GpuState
+from tidegate.types import GpuId, Role
+
+_FOLLOWS = {
+    Phase.SUBMITTED: {Phase.STARTING, Phase.PAUSED, Phase.STOPPING},
+    Phase.STARTING: {Phase.RUNNING, Phase.PAUSED, Phase.STOPPING},
+    Phase.RUNNING: {Phase.STARTING, Phase.PAUSED, Phase.STOPPING},
+    Phase.PAUSED: {Phase.STARTING, Phase.RUNNING, Phase.STOPPING},
+    Phase.STOPPING: TERMINAL,
+    Phase.FAILED: frozenset(),
+    Phase.CANCELLED: frozenset(),
+    Phase.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    invariant: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.detail}"
+
+
+def check(previous: ClusterState, state: ClusterState) -> list[Violation]:
+    """What does not hold of `state`, coming from `previous`; empty when all is well."""
+    checks = (
+        _one_owner_a_gpu(state),
+        _open_transitions_hold_their_gpus(state),
+        _layouts_have_their_ranks(state),
+        _samples_add_up(state),
+        _all_is_waited_for_with_a_deadline(state),
+        _counters_only_grow(previous, state),
+        _tokens_only_grow(previous, state),
+        _phases_follow(previous, state),
+    )
+    return [violation for found in checks for violation in found]
+
+
+def _one_owner_a_gpu(state: ClusterState) -> Iterator[Violation]:
+    holder: dict[GpuId, Role] = {}
+    for role in Role:
+        for grant in state.components[role].grants:
+            other = holder.setdefault(grant.gpu, role)
+            if other is not role:
+                yield Violation("one owner a GPU", f"{grant.gpu} works for the {other} and the {role}")
+            record = state.gpus.get(grant.gpu)
+            if record is None or record.token > grant.token:
+                continue
+            if record.state is not GpuState.OWNED or record.owner != state.owner(role):
+                holds = f"{record.state}, owner {record.owner or 'none'}"
+                yield Violation("one owner a GPU", f"{grant.gpu} works for the {role}; the store has it {holds}")
+
+
+def _open_transitions_hold_their_gpus(state: ClusterState) -> Iterator[Violation]:
+    holder: dict[GpuId, str] = {}
+    for transition in state.transitions.values():
+        if not transition.is_open or transition.deadline_unix_ms <= 0:
+            detail = f"{transition.id} is {transition.outcome}, deadline {transition.deadline_unix_ms} ms"
+            yield Violation("no open transition without a deadline", detail)
+        for move in transition.moves:
+            other = holder.setdefault(move.gpu, transition.id)
+            if other != transition.id:
+                yield Violation("one open transition a GPU", f"{move.gpu} is held by {other} and {transition.id}")
+
+
+def _layouts_have_their_ranks(state: ClusterState) -> Iterator[Violation]:
+    for role in Role:
+        component = state.components[role]
+        num_ranks = component.layout.num_ranks if component.layout else 0
+        num_grants = len(component.grants)
+        # The rollout's engines work one by one, and a component that stops lets go of its GPUs one by one.
+        may_lack = role is Role.ROLLOUT or state.phase is Phase.STOPPING or state.phase in TERMINAL
+        if num_grants > num_ranks or (num_grants < num_ranks and not may_lack) or (num_ranks and not num_grants):
+            detail = f"the {role} has {num_grants} grants for layout {component.layout} of {num_ranks} ranks"
+            yield Violation("a layout's ranks are its grants", detail)
+
+
+def _samples_add_up(state: ClusterState) -> Iterator[Violation]:
+    seen: set[int] = set()
+    for summary in state.summaries:
+        if (wrong := fault(summary)) is not None:
+            yield Violation("generated = trained + filtered + discarded", wrong)
+        if summary.is_superseded:
+            continue
+        if summary.iteration in seen:
+            yield Violation("an iteration is once in the lineage", f"iteration {summary.iteration} is there twice")
+        seen.add(summary.iteration)
+
+
+def _all_is_waited_for_with_a_deadline(state: ClusterState) -> Iterator[Violation]:
+    for key, expectation in state.expectations.items():
+        if key != expectation.key or expectation.due_ms <= 0:
+            detail = f"{key} is kept as {expectation.key}, due at {expectation.due_ms} ms"
+            yield Violation("a command is waited for until a deadline", detail)
+
+
+def _counters_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    for name in ("version", "incarnation", "applied_seq", "num_transitions"):
+        before, after = getattr(previous, name), getattr(state, name)
+        if after < before:
+            yield Violation("counters only grow", f"{name} went from {before} to {after}")
+    for role in Role:
+        earlier, later = previous.components[role].lead, state.components[role].lead
+        if earlier and (later is None or later.epoch < earlier.epoch):
+            epoch = later.epoch if later else "none"
+            yield Violation("counters only grow", f"the {role}'s lead epoch went from {earlier.epoch} to {epoch}")
+    for name, instance in previous.instances.items():
+        known = state.instances.get(name)
+        if known is None or known.boot < instance.boot:
+            yield Violation("counters only grow", f"the boot of {name} went from {instance.boot} to {known}")
+
+
+def _tokens_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    for gpu, record in previous.gpus.items():
+        known = state.gpus.get(gpu)
+        if known is None or known.token < record.token:
+            token = known.token if known else "none"
+            yield Violation("tokens only grow", f"the token of {gpu} went from {record.token} to {token}")
+
+
+def _phases_follow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    if previous.phase is not state.phase:
+        resumed = state.phase is Phase.SUBMITTED and state.incarnation > previous.incarnation
+        if not resumed and state.phase not in _FOLLOWS[previous.phase]:
+            yield Violation("phases follow their order", f"from {previous.phase} to {state.phase}")
+    if (state.phase is Phase.STOPPING) and state.outcome not in TERMINAL:
+        yield Violation("phases follow their order", f"{state.phase} with the outcome {state.outcome}")

@@ -1,0 +1,85 @@
+"""What the open iteration, and the weights before it, need next. Pure.
+
+Order: the published version is loaded by rollout and inference, the iteration is opened at each lead, and when its
+samples add up it is closed at each. A new lead is asked again under its own epoch: it knows nothing of its forerunner.
+"""
+
+from __future__ import annotations
+
+from services.scheduler import commands as cmd
+from services.scheduler.accounts import ACCOUNTANTS
+from services.scheduler.iterations import READERS
+from services.scheduler.state import ClusterState, Iteration
+from services.scheduler.wanted import Wanted, header
+from tidegate.types import Role
+
+
+def wanted_iteration(state: ClusterState, now_ms: int) -> Wanted:
+    wanted = _loads(state, now_ms)
+    if state.iteration is None:
+        return wanted
+    if state.iteration.is_accounted:
+        return wanted + _closes(state, state.iteration, now_ms)
+    return wanted + _opens(state, state.iteration, now_ms)
+
+
+def _loads(state: ClusterState, now_ms: int) -> Wanted:
+    version = state.target_version
+    snapshot = state.snapshots.get(version)
+    if snapshot is None:
+        return Wanted((), (f"version {version} is not published yet",))
+    wanted = Wanted()
+    for role in READERS:
+        lead = state.lead_of(role)
+        if lead is None or not state.components[role].is_up or state.holds(role, version):
+            continue
+        reference = state.reference if state.needs_reference(role) else None
+        if reference is None and state.needs_reference(role):
+            wanted += Wanted((), ("the reference policy, version 0, is not published yet",))
+            continue
+        load = cmd.LoadWeights(
+            header=header(state, role, lead, step=f"{state.job}/{state.incarnation}/v{version}/load", now_ms=now_ms),
+            weights=snapshot,
+            reference=reference,
+        )
+        wanted += Wanted((load,), (f"the {role} loads version {version}",))
+    return wanted
+
+
+def _step(state: ClusterState, iteration: Iteration, step: str) -> str:
+    return f"{state.job}/{state.incarnation}/i{iteration.plan.iteration}/{step}"
+
+
+def _opens(state: ClusterState, iteration: Iteration, now_ms: int) -> Wanted:
+    wanted = Wanted()
+    for role in Role:
+        lead = state.lead_of(role)
+        ready = state.components[role].is_up and (role not in READERS or state.holds(role, iteration.plan.version))
+        if lead is None or not ready or iteration.opened.get(role) == lead.epoch:
+            continue
+        step = _step(state, iteration, "open")
+        wanted += Wanted(
+            (cmd.OpenIteration(header(state, role, lead, step=step, now_ms=now_ms), iteration.plan),),
+            (f"opens iteration {iteration.plan.iteration} at the {role}",),
+        )
+    told = sum(role in iteration.reports for role in ACCOUNTANTS)
+    note = f"iteration {iteration.plan.iteration}: {len(iteration.opened)} of {len(Role)} components took it"
+    return wanted + Wanted((), (f"{note}, {told} of {len(ACCOUNTANTS)} accounts are in",))
+
+
+def _closes(state: ClusterState, iteration: Iteration, now_ms: int) -> Wanted:
+    num_iterations = state.spec.num_iterations if state.spec else 0
+    last = iteration.plan.iteration + 1 >= num_iterations
+    wanted = Wanted()
+    for role in Role:
+        lead = state.lead_of(role)
+        if lead is None or role in iteration.closed:
+            continue
+        step = _step(state, iteration, "close")
+        close = cmd.CloseIteration(
+            header=header(state, role, lead, step=step, now_ms=now_ms),
+            iteration=iteration.plan.iteration,
+            last=last,
+        )
+        wanted += Wanted((close,), (f"closes iteration {iteration.plan.iteration} at the {role}",))
+    return wanted

@@ -1,0 +1,104 @@
+"""What a death changes: a component goes on with less, starts its world again, or the job takes a new incarnation.
+
+- rollout: an engine is a GPU of its own; the others go on, the component is down only when none is left;
+- inference: one world of ranks; losing one loses all, and they are started again under the same lead;
+- actor: one world that holds the training state; losing it supersedes the incarnation, and the next one starts from
+  the last checkpoint, at most `max_actor_restarts` times.
+
+Nothing here moves a GPU. A grant that leaves a component's `grants` is a suspect: `decide` has the store count its GPU
+as lost, the node's gate asked, and the GPU taken back when nobody holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from services.scheduler.accounts import supersede
+from services.scheduler.state import TERMINAL, ClusterState, Component, Phase
+from tidegate.types import Grant, NodeId, Role, node_of
+
+OVER = TERMINAL | {Phase.STOPPING}
+
+
+def stop(state: ClusterState, outcome: Phase, message: str) -> ClusterState:
+    """Begin to end the job; nothing happens when it is ending already."""
+    if state.phase in OVER:
+        return state
+    return replace(state, phase=Phase.STOPPING, outcome=outcome, message=message)
+
+
+def with_component(state: ClusterState, role: Role, component: Component) -> ClusterState:
+    return replace(state, components={**state.components, role: component})
+
+
+def lose(state: ClusterState, role: Role, gone: Iterable[Grant], *, why: str) -> ClusterState:
+    """The holders of these grants are gone. Grants that the role does not work under, nor acquires, change nothing."""
+    component = state.components[role]
+    gone = set(gone)
+    transition = state.transition_of(role)
+    if transition is not None and transition.id not in component.broken:
+        coming = {Grant(move.gpu, move.token) for move in transition.moves if move.target == state.owner(role)}
+        if coming & gone:
+            component = replace(component, broken=(*component.broken, transition.id))
+            state = with_component(state, role, component)
+    left = tuple(grant for grant in component.grants if grant not in gone)
+    if len(left) == len(component.grants):
+        return state
+    if state.phase in OVER or (role is Role.ROLLOUT and left):
+        return with_component(state, role, shrunk(component, left))
+    if role is Role.ACTOR:
+        return restart_actor(state, why=why)
+    return with_component(state, role, shrunk(component, ()))
+
+
+def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
+    """With nothing left, it is down and holds no weights."""
+    if left:
+        return replace(component, grants=left)
+    return replace(component, grants=(), layout=None, loaded=None, has_reference=False)
+
+
+def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> ClusterState:
+    """The role's instance on the node is gone, and its workers with it."""
+    transition = state.transition_of(role)
+    coming = [Grant(move.gpu, move.token) for move in transition.moves if move.target] if transition else []
+    held = [Grant(record.gpu, record.token) for record in state.records_of(role)]
+    return lose(state, role, [grant for grant in (*held, *coming) if node_of(grant.gpu) == node], why=why)
+
+
+def restart_actor(state: ClusterState, *, why: str) -> ClusterState:
+    """A new incarnation from the last checkpoint, or the job's end when it had as many as it may."""
+    allowed = state.spec.max_actor_restarts if state.spec else 0
+    if state.num_restarts >= allowed:
+        message = (
+            f"{why}; the actor was restarted {state.num_restarts} times and runtime.max_actor_restarts={allowed}: "
+            "see its logs, then resume"
+        )
+        stopping = stop(state, Phase.FAILED, message)
+        return with_component(stopping, Role.ACTOR, shrunk(state.components[Role.ACTOR], ()))
+    state = next_incarnation(state, incarnation=state.incarnation + 1)
+    where = f"checkpoint {state.checkpoint.name}" if state.checkpoint else "the beginning: there is no checkpoint yet"
+    return replace(
+        state,
+        num_restarts=state.num_restarts + 1,
+        phase=Phase.PAUSED if state.phase is Phase.PAUSED else Phase.STARTING,
+        message=f"{why}; restart {state.num_restarts + 1} of {allowed}, from {where}",
+    )
+
+
+def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
+    """All unfinished work is superseded, the actor is down, and the next iteration is the checkpoint's."""
+    checkpoint = state.checkpoint
+    next_iteration = checkpoint.next_iteration if checkpoint else 0
+    state = supersede(state, next_iteration=next_iteration)
+    actor = state.components[Role.ACTOR]
+    transition = state.transition_of(Role.ACTOR)
+    broken = (transition.id,) if transition else ()
+    return replace(
+        with_component(state, Role.ACTOR, Component(lead=actor.lead, broken=broken)),
+        incarnation=incarnation,
+        snapshots={},
+        next_iteration=next_iteration,
+        next_version=checkpoint.version if checkpoint else 0,
+    )

@@ -1,0 +1,106 @@
+"""Who is there: instances that start, start again and go, leads that are elected, workers that fail.
+
+Invariants: an instance's `boot` and a lead's `epoch` only grow; a new boot is the death of the one before it, whichever
+event shows it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler import events as ev
+from services.scheduler.admission import Refused, is_stale
+from services.scheduler.losses import OVER, lose, lose_node, restart_actor, stop, with_component
+from services.scheduler.state import (
+    ClusterState,
+    Instance,
+    Lead,
+    Phase,
+    node_of_instance,
+    role_of_instance,
+)
+from tidegate.types import Grant, InstanceId, Role
+
+
+def meet(state: ClusterState, event: ev.Event) -> ClusterState:
+    """An event of a newer start of an instance shows that the one before is dead."""
+    if role_of_instance(event.source) is None:
+        return state
+    return _started(state, InstanceId(event.source), boot=event.boot)
+
+
+def _started(state: ClusterState, name: InstanceId, *, boot: int) -> ClusterState:
+    known = state.instances.get(name)
+    if known is not None and boot <= known.boot:
+        return state
+    role = role_of_instance(name)
+    assert role is not None, f"{name} names no role"
+    if known is not None:
+        state = lose_node(state, role, node_of_instance(name), why=f"{name} died and started again (boot {boot})")
+    return _with_instance(state, name, Instance(endpoint="", boot=boot, living=True))
+
+
+def _with_instance(state: ClusterState, name: InstanceId, instance: Instance) -> ClusterState:
+    return replace(state, instances=dict(sorted({**state.instances, name: instance}.items())))
+
+
+def joined(state: ClusterState, body: ev.InstanceJoined) -> ClusterState | Refused:
+    if role_of_instance(body.instance) is None:
+        return Refused("names no instance")
+    state = _started(state, body.instance, boot=body.boot)
+    if body.boot < state.instances[body.instance].boot:
+        return Refused("of an older start of its source")
+    return _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=body.boot, living=True))
+
+
+def lost(state: ClusterState, body: ev.InstanceLost) -> ClusterState | Refused:
+    known, role = state.instances.get(body.instance), role_of_instance(body.instance)
+    if known is None or role is None:
+        return Refused("names no instance")
+    if body.boot != known.boot or not known.living:
+        return Refused("of an older start of its source")
+    state = _with_instance(state, body.instance, replace(known, living=False))
+    return lose_node(state, role, node_of_instance(body.instance), why=f"the lease of {body.instance} expired")
+
+
+def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> ClusterState | Refused:
+    role = role_of_instance(body.instance)
+    if role is None:
+        return Refused("names no instance")
+    component = state.components[role]
+    if component.lead is not None and body.epoch <= component.lead.epoch:
+        return Refused("of an older lead epoch")
+    known = state.instances.get(body.instance)
+    boot = event.boot if event.source == body.instance else (known.boot if known else 0)
+    if known is not None and boot < known.boot:
+        return Refused("of an older start of its source")
+    lead = Lead(instance=body.instance, endpoint=body.endpoint, epoch=body.epoch, boot=boot)
+    state = _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=boot, living=True))
+    state = with_component(state, role, replace(component, lead=lead, loaded=None, has_reference=False))
+    if role is Role.ACTOR and component.is_up and state.phase not in OVER:
+        return restart_actor(state, why=f"the actor's lead changed to {body.instance} (epoch {body.epoch})")
+    return state
+
+
+def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterState | Refused:
+    role = role_of_instance(event.source)
+    if body.fatal:
+        if event.incarnation not in (0, state.incarnation):
+            return Refused("of an older incarnation")
+        if state.phase in OVER:
+            return Refused("the job is ending")
+        return stop(state, Phase.FAILED, f"{event.source}: {body.message}")
+    if role is None or body.what is ev.FailedWhat.SAMPLE:
+        return Refused("failed without a component")
+    gone = body.grants or (_everything(state, role) if body.what is ev.FailedWhat.COMPONENT else ())
+    current = tuple(grant for grant in gone if not is_stale(state, grant))
+    if not current:
+        return Refused("under old tokens")
+    exit_text = f" (exit status {body.exit_status})" if body.exit_status else ""
+    return lose(state, role, current, why=f"{event.source}: {body.message}{exit_text}")
+
+
+def _everything(state: ClusterState, role: Role) -> tuple[Grant, ...]:
+    transition = state.transition_of(role)
+    coming = [Grant(move.gpu, move.token) for move in transition.moves if move.target] if transition else []
+    return (*state.components[role].grants, *coming)

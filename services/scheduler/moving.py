@@ -1,0 +1,283 @@
+"""What moving GPUs needs next: transitions begun, carried on and ended, and lost GPUs taken back. Pure.
+
+A start is free -> component, a stop component -> free; a transition moves GPUs of one component, and one is planned at
+a time. Each step is derived from the store's record and from what components told, never from what was asked before.
+
+A component that lost GPUs: the store counts them as lost, the node's gate is asked, a worker that still holds one is
+stopped through the component's lead, and a GPU that nobody holds is reclaimed; then a new start takes it again.
+A world (actor, inference) that lost one rank goes this way with all its GPUs; the rollout with the lost ones alone.
+"""
+
+from __future__ import annotations
+
+from services.scheduler import commands as cmd
+from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
+from services.scheduler.ownership_view import transition_id
+from services.scheduler.policy import Proposal
+from services.scheduler.state import ClusterState, Phase
+from services.scheduler.values import Placed, Snapshot
+from services.scheduler.wanted import Wanted, header, waiting
+from tidegate.ownership import GpuRecord, GpuState, Move, MoveState, Part, PartState, Transition
+from tidegate.transitions import earned_outcome
+from tidegate.types import CommandId, Grant, Layout, NodeId, Role, instance_id, node_of
+
+MAX_FAILED_STARTS = 3
+"""Starts of a component that may fail in a row. The first failure is often a death that starting again mends; a third
+one has the same cause again, which the component's logs tell."""
+
+
+def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted:
+    """All components, in role order."""
+    wanted = Wanted()
+    for role in Role:
+        transition = state.transition_of(role)
+        if transition is not None:
+            wanted += _continued(state, role, transition, now_ms)
+        wanted += _recovered(state, role, now_ms)
+    wanted += _asked_gates(state)
+    plans = [plan for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
+    begun = False
+    for plan in plans:
+        # The next id depends on the store's last transition, so the others wait until this one is observed.
+        is_plan = any(isinstance(command, cmd.PlanTransition) for command in plan.commands)
+        if not (is_plan and begun):
+            wanted += plan
+        begun = begun or is_plan
+    return wanted
+
+
+def _continued(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+    if _is_hopeless(state, role, transition):
+        return _close(transition)
+    if transition.part(role).state is PartState.COMMITTED:
+        return _close(transition)
+    if transition.part(role).new_layout is None:
+        return _stopped(state, role, transition, now_ms)
+    return _started(state, role, transition, now_ms)
+
+
+def _is_hopeless(state: ClusterState, role: Role, transition: Transition) -> bool:
+    starts = transition.part(role).new_layout is not None
+    lost = any(state.gpus[move.gpu].state is GpuState.LOST for move in transition.moves if move.gpu in state.gpus)
+    return lost or transition.id in state.components[role].broken or (starts and state.phase is Phase.STOPPING)
+
+
+def _close(transition: Transition) -> Wanted:
+    outcome = earned_outcome(transition)
+    command = cmd.CloseTransition(CommandId(f"{transition.id}/close"), transition.id, outcome)
+    return Wanted((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
+
+
+def _advance(transition: Transition, move: Move, to_state: MoveState) -> cmd.AdvanceMove:
+    key = CommandId(f"{transition.id}/{to_state}/{move.gpu}")
+    return cmd.AdvanceMove(key, transition.id, move.gpu, move.state, to_state)
+
+
+def _commit(transition: Transition, role: Role, layout: Layout | None) -> Wanted:
+    command = cmd.CommitPart(CommandId(f"{transition.id}/commit/{role}"), transition.id, role, layout)
+    return Wanted((command,), (f"commits the {role}'s layout {layout or 'none'}",))
+
+
+def _started(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+    steps = tuple(
+        _advance(transition, move, MoveState.ACQUIRING) for move in transition.moves if move.state is MoveState.PLANNED
+    )
+    if steps:
+        return Wanted(steps, (f"hands {len(steps)} GPUs to the {role}",))
+    component, layout = state.components[role], transition.part(role).new_layout
+    coming = tuple(Grant(move.gpu, move.token) for move in transition.moves)
+    if layout is None or (component.is_up and set(coming) <= set(component.grants)):
+        return _commit(transition, role, layout)
+    lead = state.lead_of(role)
+    if lead is None:
+        return waiting(state, role, "lead", what=f"a lead of the {role}")
+    weights, reference = _to_load(state, role)
+    members = (*component.grants, *coming)
+    up = cmd.ScaleUp(
+        header=header(state, role, lead, step=f"{transition.id}/up", now_ms=now_ms, transition_id=transition.id),
+        grants=coming,
+        members=_in_rank_order(state, role, members),
+        layout=layout,
+        weights=weights,
+        reference=reference,
+        checkpoint=state.checkpoint.name if role is Role.ACTOR and state.checkpoint else "",
+    )
+    return Wanted((up,), (f"starts the {role} on {len(coming)} GPUs, {len(members)} in all",))
+
+
+def _to_load(state: ClusterState, role: Role) -> tuple[Snapshot | None, Snapshot | None]:
+    """Weights and reference for a component that starts: both, or none before they are published."""
+    weights = state.snapshots.get(state.target_version)
+    reference = state.reference if state.needs_reference(role) else None
+    if role is Role.ACTOR or weights is None or (reference is None and state.needs_reference(role)):
+        return None, None
+    return weights, reference
+
+
+def _in_rank_order(state: ClusterState, role: Role, grants: tuple[Grant, ...]) -> tuple[Grant, ...]:
+    order = state.spec.placement[role].gpus if state.spec else ()
+    rank = {gpu: index for index, gpu in enumerate(order)}
+    return tuple(sorted(grants, key=lambda grant: (rank.get(grant.gpu, len(rank)), grant)))
+
+
+def _stopped(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+    planned = [move for move in transition.moves if move.state is MoveState.PLANNED]
+    if planned:
+        steps = tuple(_advance(transition, move, MoveState.DRAINING) for move in planned)
+        return Wanted(steps, (f"drains {len(steps)} GPUs of the {role}",))
+    draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
+    if not draining:
+        return _commit(transition, role, None)
+    component = state.components[role]
+    free = [move for move in draining if Grant(move.gpu, move.token) in state.released]
+    steps = tuple(_advance(transition, move, MoveState.RELEASED) for move in free)
+    working = tuple(grant for move in draining if (grant := Grant(move.gpu, move.token)) in component.grants)
+    wanted = Wanted(steps, (f"releases {len(free)} of the {role}'s {len(draining)} draining GPUs",))
+    if not working:
+        return wanted
+    lead = state.lead_of(role)
+    if lead is None:
+        return wanted + waiting(state, role, "lead", what=f"a lead of the {role}")
+    down = cmd.ScaleDown(
+        header=header(state, role, lead, step=f"{transition.id}/down", now_ms=now_ms, transition_id=transition.id),
+        grants=working,
+        members=(),
+        layout=None,
+    )
+    return wanted + Wanted((down,), (f"stops the {role} on {len(working)} GPUs",))
+
+
+def _recovered(state: ClusterState, role: Role, now_ms: int) -> Wanted:
+    """Suspects on their way back to the free pool, as far as the store and the component's lead can bring them."""
+    wanted = Wanted()
+    stuck: list[Grant] = []
+    for grant in state.suspects(role):
+        record = state.gpus[grant.gpu]
+        key = f"{state.job}/{state.incarnation}/{grant.gpu}/{grant.token}"
+        if record.state is GpuState.OWNED and record.transition is None:
+            lost = cmd.MarkLost(CommandId(f"{key}/lost"), grant.gpu, grant.token)
+            wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
+        elif record.state is GpuState.LOST and record.transition is None and grant in state.released:
+            reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
+            wanted += Wanted((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
+        elif grant in state.held:
+            stuck.append(grant)
+    lead = state.lead_of(role)
+    if not stuck or lead is None:
+        return wanted
+    component = state.components[role]
+    step = f"{state.job}/{state.incarnation}/clear-{max(grant.token for grant in stuck)}/down"
+    down = cmd.ScaleDown(
+        header=header(state, role, lead, step=step, now_ms=now_ms),
+        grants=tuple(stuck),
+        members=component.grants,
+        layout=component.layout,
+    )
+    return wanted + Wanted((down,), (f"clears {len(stuck)} GPUs that living workers of the {role} hold",))
+
+
+def _asked_gates(state: ClusterState) -> Wanted:
+    """One question a node, for all roles that have suspects there."""
+    roles: dict[NodeId, list[Role]] = {}
+    for role in Role:
+        for grant in state.suspects(role):
+            if grant not in state.released and not _is_owned_at_rest(state.gpus[grant.gpu]):
+                roles.setdefault(node_of(grant.gpu), []).append(role)
+    wanted = Wanted()
+    for node, holders in sorted(roles.items()):
+        is_needed = not all(state.components[role].is_up for role in holders)
+        endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
+        note = f"{len(holders)} GPUs on {node} wait for its gate"
+        if endpoints:
+            ask = cmd.AskGate(CommandId(f"{state.job}/{state.incarnation}/gate/{node}"), node, endpoints, is_needed)
+            wanted += Wanted((ask,), (note,))
+        elif is_needed:
+            wanted += waiting(
+                state, holders[0], f"gate-{node}", what=f"an instance on {node}, whose gate must tell of lost GPUs"
+            )
+        else:
+            wanted += Wanted((), (f"{note}, which no living instance there can ask",))
+    return wanted
+
+
+def _is_owned_at_rest(record: GpuRecord) -> bool:
+    """To be counted as lost first; within a transition that stops the component it need not be."""
+    return record.state is GpuState.OWNED and record.transition is None
+
+
+def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -> Wanted | None:
+    """The role's next transition; None when it has one, or needs none."""
+    if state.transition_of(role) is not None:
+        return None
+    if state.phase is Phase.STOPPING:
+        return _planned_stop(state, role, now_ms)
+    placed = proposal.placement.get(role)
+    return None if placed is None else _planned_start(state, role, placed, now_ms)
+
+
+def _planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
+    component = state.components[role]
+    if not component.grants:
+        return None
+    moves = tuple(
+        Move(gpu=grant.gpu, source=state.owner(role), target=None, planned_token=grant.token)
+        for grant in component.grants
+    )
+    part = Part(role=role, old_layout=component.layout, new_layout=None)
+    return _plan(state, moves, part, reason=f"stop the {role}: the job ends {state.outcome}", now_ms=now_ms)
+
+
+def _planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) -> Wanted | None:
+    component = state.components[role]
+    missing = [gpu for gpu in placed.gpus if gpu not in {grant.gpu for grant in component.grants}]
+    if not missing:
+        return None
+    if component.num_failed_starts >= MAX_FAILED_STARTS:
+        return Wanted(failure=f"the {role} failed to start {component.num_failed_starts} times in a row: see its logs")
+    unknown = [gpu for gpu in missing if gpu not in state.gpus]
+    if unknown:
+        return Wanted((), (f"{len(unknown)} GPUs of the {role} are not registered in the store yet",))
+    free = [gpu for gpu in missing if _is_free(state.gpus[gpu])]
+    if not free or (len(free) < len(missing) and not component.is_up):
+        busy = ", ".join(_described(state.gpus[gpu]) for gpu in missing if gpu not in free)
+        return Wanted((), (f"{len(free)} of {len(missing)} GPUs of the {role} are free ({busy})",))
+    absent = sorted({node_of(gpu) for gpu in free} - _nodes_of(state, role))
+    if state.lead_of(role) is None or absent:
+        instances = ", ".join(instance_id(role, node) for node in absent)
+        what = f"{instances} to join" if absent else f"a lead of the {role}"
+        if component.is_up:
+            return Wanted((), (f"{len(free)} GPUs of the {role} wait for {what}",))
+        return waiting(state, role, "instances" if absent else "lead", what=what)
+    moves = tuple(
+        Move(gpu=gpu, source=None, target=state.owner(role), planned_token=state.gpus[gpu].token) for gpu in free
+    )
+    part = Part(role=role, old_layout=component.layout, new_layout=placed.layout)
+    return _plan(state, moves, part, reason=f"start the {role} on {len(free)} GPUs", now_ms=now_ms)
+
+
+def _is_free(record: GpuRecord) -> bool:
+    return record.state is GpuState.FREE and record.transition is None
+
+
+def _described(record: GpuRecord) -> str:
+    owner = f" of {record.owner}" if record.owner else ""
+    return f"{record.gpu} {record.state}{owner}"
+
+
+def _nodes_of(state: ClusterState, role: Role) -> set[NodeId]:
+    return {node for name in state.living(role=role) for node in (NodeId(name.partition("@")[2]),)}
+
+
+def _plan(state: ClusterState, moves: tuple[Move, ...], part: Part, *, reason: str, now_ms: int) -> Wanted:
+    transition = Transition(
+        id=transition_id(state),
+        job=state.job,
+        incarnation=state.incarnation,
+        moves=moves,
+        parts=(part,),
+        planned_version=state.version,
+        deadline_unix_ms=now_ms + MAX_ISSUES * command_deadline_ms(state),
+        reason=reason,
+    )
+    command = cmd.PlanTransition(CommandId(f"{transition.id}/plan"), transition)
+    return Wanted((command,), (f"plans {transition.id}: {reason}",))

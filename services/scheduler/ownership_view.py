@@ -1,0 +1,163 @@
+"""What the scheduler knows of GPUs: the store's records, releases, gates, and the layouts that components committed.
+
+Invariants: a record's token never goes back; `released` and `held` speak only of grants that are still the store's;
+a layout counts only with current tokens and within the open transition it was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler import events as ev
+from services.scheduler.accounts import supersede
+from services.scheduler.admission import Refused
+from services.scheduler.losses import OVER, lose, shrunk, with_component
+from services.scheduler.state import ClusterState, Phase, role_of_instance
+from tidegate.ownership import GpuRecord, GpuState, Outcome, Transition
+from tidegate.types import Grant, Role, TransitionId
+
+
+def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
+    """Takes over what the store says, and draws its conclusions: what a component works under must still be its."""
+    gpus = dict(state.gpus)
+    for record in body.gpus:
+        known = gpus.get(record.gpu)
+        if known is None or record.token >= known.token:
+            gpus[record.gpu] = record
+    before = state.transitions
+    transitions = {each.id: each for each in sorted(body.transitions, key=_index) if each.is_open}
+    state = replace(
+        state,
+        gpus=dict(sorted(gpus.items())),
+        transitions=transitions,
+        num_transitions=max([state.num_transitions, *map(_index, body.transitions)]),
+    )
+    for transition in body.transitions:
+        if transition.id in before and not transition.is_open:
+            state = _closed(state, transition)
+    for role in Role:
+        state = _forget_closed(state, role)
+        taken = [grant for grant in state.components[role].grants if not _is_owned(state, role, grant)]
+        state = lose(state, role, taken, why=f"the store counts {', '.join(each.gpu for each in taken)} as lost")
+    current = {Grant(record.gpu, record.token) for record in gpus.values() if record.state is not GpuState.FREE}
+    if state.phase is Phase.SUBMITTED and transitions:
+        state = replace(state, phase=Phase.STARTING)
+    return replace(
+        state,
+        released=tuple(grant for grant in state.released if grant in current),
+        held=tuple(grant for grant in state.held if grant in current),
+    )
+
+
+def _index(transition: Transition) -> int:
+    """The k of `<job>/<incarnation>/t<k>`; 0 for what was not named here."""
+    text = transition.id.rpartition("/t")[2]
+    return int(text) if text.isdecimal() else 0
+
+
+def transition_id(state: ClusterState) -> TransitionId:
+    """Of the next transition."""
+    return TransitionId(f"{state.job}/{state.incarnation}/t{state.num_transitions + 1}")
+
+
+def _closed(state: ClusterState, transition: Transition) -> ClusterState:
+    """An unfinished start counts against its component."""
+    for part in transition.parts:
+        component = state.components[part.role]
+        if part.new_layout is not None and transition.outcome is not Outcome.COMMITTED:
+            component = replace(component, num_failed_starts=component.num_failed_starts + 1)
+            state = with_component(state, part.role, component)
+    return state
+
+
+def _forget_closed(state: ClusterState, role: Role) -> ClusterState:
+    component = state.components[role]
+    broken = tuple(each for each in component.broken if each in state.transitions)
+    return with_component(state, role, replace(component, broken=broken)) if broken != component.broken else state
+
+
+def _is_owned(state: ClusterState, role: Role, grant: Grant) -> bool:
+    record = state.gpus.get(grant.gpu)
+    if record is None or record.token < grant.token:
+        return True
+    return record.token == grant.token and record.state is GpuState.OWNED and record.owner == state.owner(role)
+
+
+def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> ClusterState | Refused:
+    role = role_of_instance(event.source)
+    if role is None:
+        return Refused("released by no component")
+    free = tuple(grant for grant in body.grants if _is_of_role(state, role, grant))
+    if not free:
+        return Refused("under old tokens")
+    component = state.components[role]
+    transition = state.transition_of(role)
+    leaving = {move.gpu for move in transition.moves if move.source == state.owner(role)} if transition else set()
+    asked = tuple(grant for grant in free if grant.gpu in leaving)
+    state = with_component(
+        state, role, shrunk(component, tuple(grant for grant in component.grants if grant not in asked))
+    )
+    state = lose(state, role, free, why=f"{event.source} gave up {', '.join(grant.gpu for grant in free)} unasked")
+    return _with_released(state, free)
+
+
+def _is_of_role(state: ClusterState, role: Role, grant: Grant) -> bool:
+    record: GpuRecord | None = state.gpus.get(grant.gpu)
+    return record is not None and record.token == grant.token and record.owner == state.owner(role)
+
+
+def _with_released(state: ClusterState, free: tuple[Grant, ...]) -> ClusterState:
+    return replace(
+        state,
+        released=tuple(sorted({*state.released, *free})),
+        held=tuple(grant for grant in state.held if grant not in free),
+    )
+
+
+def gate_reported(state: ClusterState, body: ev.GateReported) -> ClusterState | Refused:
+    """A gate speaks of suspects only: of a worker that starts or works, its component speaks."""
+    suspects = {grant.gpu: grant for role in Role for grant in state.suspects(role)}
+    free: list[Grant] = []
+    held: list[Grant] = []
+    for gate in sorted(body.gpus, key=lambda each: each.gpu):
+        grant = suspects.get(gate.gpu)
+        if grant is None or gate.highest_token > grant.token or grant in state.released:
+            continue
+        (held if gate.held else free).append(grant)
+    if not free and not held:
+        return Refused("of GPUs that nobody asked about")
+    state = replace(state, held=tuple(sorted({*state.held, *held})))
+    return _with_released(state, tuple(free))
+
+
+def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) -> ClusterState | Refused:
+    role = role_of_instance(event.source)
+    transition = state.transition_of(role) if role else None
+    if role is None or transition is None or event.transition_id != transition.id:
+        return Refused("of a transition that is not open")
+    component = state.components[role]
+    if transition.id in component.broken or state.phase in OVER:
+        return Refused("of a transition that is broken")
+    if body.layout != transition.part(role).new_layout:
+        return Refused("of another layout than planned")
+    coming = {Grant(move.gpu, move.token) for move in transition.moves if move.target == state.owner(role)}
+    if not coming or not coming <= set(body.grants):
+        return Refused("without the GPUs that were to come")
+    working = coming | set(component.grants)
+    component = replace(
+        component,
+        layout=body.layout,
+        grants=tuple(grant for grant in body.grants if grant in working),
+        num_failed_starts=0,
+    )
+    state = with_component(state, role, component)
+    return _lineage(state, next_iteration=body.next_iteration) if role is Role.ACTOR else state
+
+
+def _lineage(state: ClusterState, *, next_iteration: int) -> ClusterState:
+    """The actor says from where it really goes on."""
+    state = supersede(state, next_iteration=next_iteration)
+    checkpoint = state.checkpoint
+    known = checkpoint is not None and checkpoint.next_iteration == next_iteration
+    version = checkpoint.version if checkpoint is not None and known else next_iteration
+    return replace(state, next_iteration=next_iteration, next_version=version)
