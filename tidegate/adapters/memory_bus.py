@@ -39,7 +39,7 @@ class MemoryBus:
         *,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        max_message_bytes: int = 2**20,
+        max_message_bytes: int = 8 * 2**20,
     ) -> None:
         server = MemoryServer(limits or BusLimits(), now=now, sleep=sleep, max_message_bytes=max_message_bytes)
         self._server = server

@@ -46,6 +46,8 @@ _LAST_RETRY_S = 1.0
 _LINGER_S = 2.0
 # A pull waits at least this long: one that expires on its way finds nothing, even where there is something.
 _LEAST_WAIT_S = 0.05
+# A batch ends here: beyond 128 MB waiting for us, nats-py would drop messages, to be delivered again much later.
+_BATCH_BYTES = 64 * 2**20
 # Messages of one direct read: a few hundred kilobytes of events.
 _READ_BATCH = 256
 # What a dead letter adds to a message (subject, reason): kept free below the server's limit.
@@ -181,7 +183,7 @@ class NatsLink:
             messages = await self._collect(subject, linger, num=1, wait_s=wait_s)
             # Only what is there now: without this, the server would wait for a whole batch.
             if messages and num > 1:
-                rest = {"batch": num - 1, "no_wait": True}
+                rest = {"batch": num - 1, "no_wait": True, "max_bytes": _BATCH_BYTES}
                 messages += await self._collect(subject, rest, num=num - 1, wait_s=0.0)
             if messages or loop.time() >= ends:
                 return messages
