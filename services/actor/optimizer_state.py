@@ -20,6 +20,11 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any) -> None:
         (self._distributed,) = optimizer.chained_optimizers
+        if not isinstance(self._adam, torch.optim.Adam):
+            raise ValueError(
+                f"Megatron chose {type(self._adam).__qualname__}, which keeps its step count elsewhere than torch's "
+                "Adam, so that a checkpoint would lose it: run without Transformer Engine and Apex installed"
+            )
         self._allocate()
 
     def tensors(self, named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -49,10 +49,6 @@ class ParallelRanks:
     dp: int
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp == self.layout.pp - 1
 
@@ -72,6 +68,7 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
             f"{rendezvous.world_size}: give the component {layout.num_ranks} GPUs or change its layout"
         )
     timeout = timedelta(seconds=rendezvous.timeout_s)
+    # Both take the interface from the environment only, each time they make a group.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.interface
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -141,15 +143,16 @@ def _refusal(actor: MegatronTrainer, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) -> Results:
-    """Log-probabilities as the actor and as a model without optimizer compute them, and an update on just those."""
+    """Log-probabilities as the actor and as a frozen model compute them, and an update on just those."""
     settings = recorded.trainer_settings(tied=tied)
     samples = recorded.recorded_samples()
     sequences = [sample.tokens for sample in samples]
     with trainer(context, layout, settings) as actor:
         by_actor = actor.log_probs(sequences)
-        chunks = build_model_chunks(
+        built = build_model_chunks(
             settings.model, Layout(**layout), padded_vocab=settings.padded_vocab, seed=settings.seed, device=CPU
         )
+        chunks = [chunk.eval().requires_grad_(False) for chunk in built]
         batches = replica_batches(
             sequences, settings.limits, num_replicas=actor.ranks.layout.dp, replica=actor.ranks.dp
         )
@@ -189,8 +192,16 @@ def supervised(context: RankContext, *, layout: dict[str, int], num_updates: int
     return {"loss": np.array([report.loss for report in reports])}
 
 
-def listening_addresses(context: RankContext, *, layout: dict[str, int]) -> Results:
-    """The addresses this rank's sockets listen on while its world is up and has trained."""
+def listening_addresses(context: RankContext, *, layout: dict[str, int], own_socket: bool) -> Results:
+    """The addresses this rank's sockets listen on while its world is up and has trained.
+
+    The interface that the environment names does not exist: the world must use the configured one.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "absent0"
+    if own_socket and context.listen_fd is not None:
+        os.close(context.listen_fd)
+        with listening_socket() as free:
+            context = dataclasses.replace(context, listen_fd=None, port=free.getsockname()[1])
     with trainer(context, layout, recorded.trainer_settings()) as actor:
         actor.train_minibatch(recorded.recorded_samples(), 1e-3)
         connections = psutil.Process().net_connections(kind="inet")
@@ -236,3 +247,16 @@ def two_worlds(context: RankContext, *, first: dict[str, int], second: dict[str,
     with trainer(again, second, settings) as actor:
         norms.append(actor.train_minibatch(recorded.recorded_samples(), 1e-3).grad_norm)
     return {"norms": np.array(norms)}
+
+
+def hang(context: RankContext) -> Results:
+    signal.pause()
+    return {}
+
+
+def fail_on(context: RankContext, *, rank: int, others_hang: bool = False) -> Results:
+    if context.rank == rank:
+        raise ArithmeticError(f"rank {rank} was told to fail")
+    if others_hang:
+        signal.pause()
+    return {}

@@ -51,8 +51,14 @@ def test_supervised_steps_learn_the_demonstrations(ranks: RankServer, layout: di
         assert rank["loss"][-1] < 0.2 * rank["loss"][0]
 
 
-def test_no_rank_listens_beyond_loopback(ranks: RankServer) -> None:
-    got = ranks.run(f"{JOBS}:listening_addresses", 8, {"layout": EIGHT_RANKS})
+@pytest.mark.parametrize(
+    ("layout", "own_socket"),
+    [(EIGHT_RANKS, False), ({}, True)],
+    ids=["eight ranks on a socket they are given", "one rank on a socket of its own"],
+)
+def test_no_rank_listens_beyond_loopback(ranks: RankServer, layout: dict[str, int], own_socket: bool) -> None:
+    arguments = {"layout": layout, "own_socket": own_socket}
+    got = ranks.run(f"{JOBS}:listening_addresses", 8 if layout else 1, arguments)
     addresses = {address for rank in got for address in rank["addresses"].tolist()}
     assert "127.0.0.1" in addresses, "the store and gloo must have been seen to listen"
     assert addresses <= {"127.0.0.1", "::1"}
