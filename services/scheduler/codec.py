@@ -1,0 +1,278 @@
+"""Between the wire's messages and the scheduler's values, and between a state and its bytes.
+
+Invariants:
+- `decode_state(encode_state(state)) == state`, and equal states have equal bytes, whichever replica wrote them;
+- what is not a state of this format is refused with a ValueError that names the place;
+- an event that its schema does not allow is refused with a WireError and never reaches `evolve`.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import types
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from services.scheduler import events as ev
+from services.scheduler.state import ClusterState
+from services.scheduler.values import Fate, JobSpec, Placed, Snapshot
+from tidegate.codec import WireError, decode_grants, decode_layout, decode_role, decode_token, require
+from tidegate.config import JobConfig
+from tidegate.events import body_of
+from tidegate.types import GpuId, InstanceId, NodeId, Role
+from tidegate.v1 import events_pb2, types_pb2
+
+STATE_FORMAT = 1
+"""Raised when a state of the old form would be read wrongly."""
+
+T = TypeVar("T")
+
+
+def job_spec(config: JobConfig) -> JobSpec:
+    """What the scheduler needs of a job's config."""
+    algorithm, runtime = config.algorithm, config.runtime
+    return JobSpec(
+        placement={role: Placed(gpus=config.placement(role), layout=config.layout(role)) for role in Role},
+        num_iterations=algorithm.iterations,
+        num_prompts=algorithm.prompts_per_iteration,
+        group_size=algorithm.group_size,
+        num_minibatches=algorithm.n_minibatches,
+        seed=config.seed,
+        uses_reference=algorithm.kl_coefficient > 0,
+        max_actor_restarts=runtime.max_actor_restarts,
+        command_deadline_ms=round(runtime.command_deadline_s * 1000),
+    )
+
+
+def event_of(message: events_pb2.Event, *, stream_sequence: int | None = None) -> ev.Event:
+    """The event of a checked message. WireError, or ConfigError for a submission, names the field that is wrong."""
+    return ev.Event(
+        job=message.job,
+        source=message.source,
+        boot=message.boot,
+        sequence=message.sequence,
+        body=_body(message),
+        incarnation=message.incarnation,
+        iteration=message.iteration,
+        transition_id=message.transition_id,
+        grants=decode_grants(message.grants),
+        role=decode_role(message.role, field="Event.role") if message.role else None,
+        stream_sequence=stream_sequence,
+    )
+
+
+def _body(message: events_pb2.Event) -> ev.Body:
+    body = body_of(message)
+    convert = _BODIES[type(body)]
+    return convert(body)
+
+
+def _failed(body: events_pb2.Failed) -> ev.Failed:
+    what = {
+        events_pb2.Failed.WHAT_WORKER: ev.FailedWhat.WORKER,
+        events_pb2.Failed.WHAT_COMPONENT: ev.FailedWhat.COMPONENT,
+        events_pb2.Failed.WHAT_SAMPLE: ev.FailedWhat.SAMPLE,
+    }.get(body.what)
+    if what is None:
+        raise WireError(f"Failed.what is {body.what}; it must be a worker, a component or a sample")
+    return ev.Failed(
+        what=what,
+        grants=decode_grants(body.grants),
+        exit_status=body.exit_status,
+        message=body.message,
+        fatal=body.fatal,
+    )
+
+
+def _instance(name: str, *, field: str) -> InstanceId:
+    role, at, node = name.partition("@")
+    if role not in tuple(Role) or not at or not node:
+        raise WireError(f"{field} is {name!r}; it must be <role>@<node>")
+    return InstanceId(name)
+
+
+def _lead_elected(body: events_pb2.LeadElected) -> ev.LeadElected:
+    require(body, "endpoint", "epoch")
+    return ev.LeadElected(_instance(body.instance, field="LeadElected.instance"), body.endpoint, body.epoch)
+
+
+def _joined(body: events_pb2.InstanceJoined) -> ev.InstanceJoined:
+    require(body, "endpoint", "boot")
+    return ev.InstanceJoined(_instance(body.instance, field="InstanceJoined.instance"), body.endpoint, body.boot)
+
+
+def _published(body: events_pb2.WeightsPublished) -> ev.WeightsPublished:
+    require(body, "snapshot")
+    require(body.snapshot, "checksum", "incarnation")
+    return ev.WeightsPublished(snapshot_of(body.snapshot))
+
+
+def snapshot_of(message: types_pb2.Snapshot) -> Snapshot:
+    return Snapshot(
+        incarnation=message.incarnation,
+        version=message.version,
+        checksum=message.checksum,
+        message=message.SerializeToString(deterministic=True),
+    )
+
+
+def _fate(message: types_pb2.Fate) -> Fate:
+    return Fate(reason=message.reason, num_samples=message.num_samples, ids_digest=message.ids_digest)
+
+
+def _reported(body: events_pb2.IterationReported) -> ev.IterationReported:
+    return ev.IterationReported(
+        generated=_fate(body.generated),
+        trained=_fate(body.trained),
+        filtered=tuple(_fate(each) for each in body.filtered),
+        discarded=tuple(_fate(each) for each in body.discarded),
+        num_duplicates_dropped=body.num_duplicates_dropped,
+        metrics=tuple(sorted(body.metrics.items())),
+    )
+
+
+def _submitted(body: events_pb2.JobSubmitted) -> ev.JobSubmitted:
+    spec = job_spec(JobConfig.from_json(body.config_json))
+    return ev.JobSubmitted(spec=spec, config_json=body.config_json, resume=body.resume)
+
+
+def _gate_reported(body: events_pb2.GateReported) -> ev.GateReported:
+    gates = []
+    for gate in body.gpus:
+        require(gate, "gpu", "highest_token")
+        gates.append(ev.GateState(GpuId(gate.gpu), decode_token(gate.highest_token), gate.held))
+    return ev.GateReported(node=NodeId(body.node), gpus=tuple(gates))
+
+
+_BODIES: dict[type, Callable[[Any], ev.Body]] = {
+    events_pb2.Progress: lambda body: ev.Progress(
+        tuple(sorted(body.metrics.items())), body.num_done, body.num_total, body.phase
+    ),
+    events_pb2.Backlog: lambda body: ev.Backlog(body.queue, body.num_messages),
+    events_pb2.GpusReleased: lambda body: ev.GpusReleased(decode_grants(body.grants)),
+    events_pb2.GpusAcquired: lambda body: ev.GpusAcquired(decode_grants(body.grants)),
+    events_pb2.LayoutCommitted: lambda body: ev.LayoutCommitted(
+        decode_layout(body.layout), decode_grants(body.grants), body.next_iteration
+    ),
+    events_pb2.Failed: _failed,
+    events_pb2.InstanceJoined: _joined,
+    events_pb2.InstanceLost: lambda body: ev.InstanceLost(
+        _instance(body.instance, field="InstanceLost.instance"), body.boot
+    ),
+    events_pb2.LeadElected: _lead_elected,
+    events_pb2.WeightsPublished: _published,
+    events_pb2.WeightsLoaded: lambda body: ev.WeightsLoaded(body.version, body.checksum),
+    events_pb2.IterationReported: _reported,
+    events_pb2.CheckpointSaved: lambda body: ev.CheckpointSaved(
+        body.next_iteration, body.version, body.name, body.num_samples_trained
+    ),
+    events_pb2.DeadLettered: lambda body: ev.DeadLettered(body.subject, body.reason, body.dead_letter),
+    events_pb2.JobSubmitted: _submitted,
+    events_pb2.JobCancelRequested: lambda body: ev.JobCancelRequested(body.reason),
+    events_pb2.JobResumeRequested: lambda body: ev.JobResumeRequested(),
+    events_pb2.GateReported: _gate_reported,
+    events_pb2.CommandAnswered: lambda body: ev.CommandAnswered(body.command_id, body.accepted, body.message),
+}
+
+
+def encode_state(state: ClusterState) -> bytes:
+    """Canonical JSON: sorted keys, no spaces."""
+    document = {"format": STATE_FORMAT, "state": _plain(state)}
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+
+
+def decode_state(encoded: bytes) -> ClusterState:
+    """Inverse of `encode_state`; ValueError on anything else."""
+    try:
+        document = json.loads(encoded)
+    except ValueError as error:
+        raise ValueError(f"not a scheduler state: {len(encoded)} bytes that are no JSON ({error})") from error
+    found = document.get("format") if isinstance(document, dict) and "state" in document else None
+    if found != STATE_FORMAT:
+        raise ValueError(
+            f"scheduler state of format {found!r}, this code reads {STATE_FORMAT}: use the code that wrote it"
+        )
+    return _typed(ClusterState, document.get("state"), "state")
+
+
+def _plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """`value`, as JSON gives it, as a value of the annotated kind."""
+    kind = getattr(kind, "__supertype__", kind)
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (kind,) = (each for each in get_args(kind) if each is not type(None))
+        return _typed(kind, value, where)
+    if origin is tuple:
+        return _typed_tuple(get_args(kind), value, where)
+    if origin is not None and issubclass(origin, Mapping):
+        key_kind, value_kind = get_args(kind)
+        items = _expect(dict, value, where).items()
+        pairs = [(_key(key_kind, key, where), _typed(value_kind, each, f"{where}.{key}")) for key, each in items]
+        return dict(pairs)
+    if dataclasses.is_dataclass(kind):
+        return _typed_dataclass(kind, value, where)
+    if kind is bytes:
+        return base64.b64decode(_expect(str, value, where), validate=True)
+    if issubclass(kind, StrEnum):
+        return kind(_expect(str, value, where))
+    if kind is float and type(value) is int:
+        return float(value)
+    return _expect(kind, value, where)
+
+
+def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    items = _expect(list, value, where)
+    kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
+    if len(kinds) != len(items):
+        raise ValueError(f"{where} holds {len(items)} items, it must hold {len(kinds)}")
+    return tuple(
+        _typed(kind, each, f"{where}[{index}]") for index, (kind, each) in enumerate(zip(kinds, items, strict=True))
+    )
+
+
+def _typed_dataclass(kind: Any, value: Any, where: str) -> Any:
+    fields = _expect(dict, value, where)
+    hints = _hints(kind)
+    names = [each.name for each in dataclasses.fields(kind)]
+    if sorted(fields) != sorted(names):
+        odd = ", ".join(sorted(set(fields) ^ set(names)))
+        raise ValueError(f"{where} does not hold the fields of {kind.__name__}: {odd} missing or unknown")
+    return kind(**{name: _typed(hints[name], fields[name], f"{where}.{name}") for name in names})
+
+
+def _key(kind: Any, key: str, where: str) -> Any:
+    kind = getattr(kind, "__supertype__", kind)
+    if kind is int:
+        if not key.isdecimal():
+            raise ValueError(f"{where} has the key {key!r}, it must be a number")
+        return int(key)
+    return kind(key)
+
+
+def _expect(kind: type[T], value: Any, where: str) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"{where} is {type(value).__name__}, it must be {kind.__name__}")
+    return value

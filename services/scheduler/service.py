@@ -1,0 +1,188 @@
+"""The scheduler's shell: load the state, evolve it by the next event, decide, check, write, issue.
+
+It keeps nothing that it cannot rebuild: any number of replicas run, and any goes on where another stopped. Order of a
+turn: the event is folded, ownership is read where it may have changed, the decision is made and written with the state
+by compare-and-set, the event is acknowledged, and only then commands go out. Invariants: an event is acknowledged after
+its state is written; a command goes out after the state says so; a state that breaks an invariant is never written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.codec import decode_state, encode_state, event_of
+from services.scheduler.decide import Decision, decide
+from services.scheduler.evolve import evolve
+from services.scheduler.expectations import issued, next_due_ms
+from services.scheduler.invariants import check
+from services.scheduler.issuer import Issuer
+from services.scheduler.policy import Policy
+from services.scheduler.state import TERMINAL, ClusterState
+from tidegate.adoption import GateReports, adopt
+from tidegate.codec import WireError
+from tidegate.ownership import StoreNotAdopted, StoreUnavailable, VersionConflict
+from tidegate.ports.bus import BusUnavailable, EventConsumer, EventDelivery, TermRegister
+from tidegate.ports.store import JobState, Store
+from tidegate.runtime.announcer import Announcer
+from tidegate.types import JobId
+from tidegate.v1 import events_pb2
+
+BEAT_S = 1.0
+"""How often leases are looked at; an expiry is told at most this much late."""
+RETRY_S = 0.2
+"""Pause after the store or the bus did not answer."""
+
+
+class StateBroken(AssertionError):
+    """A state that breaks an invariant: never written, and nothing is issued on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerPorts:
+    """What the shell works with."""
+
+    store: Store
+    consumer: EventConsumer
+    terms: TermRegister
+    announcer: Announcer
+    issuer: Issuer
+    ask_gates: Callable[[ClusterState | None], Awaitable[GateReports]]
+
+
+class SchedulerService:
+    """See the module."""
+
+    def __init__(self, job: JobId, ports: SchedulerPorts, policy: Policy) -> None:
+        self._job = job
+        self._ports = ports
+        self._policy = policy
+        self._state: ClusterState | None = None
+        self._written = JobState(payload=b"", write=0, version=0)
+        self._reason = ""
+        self._next_beat_s = 0.0
+        self._has_news = False
+        self._log = structlog.get_logger("scheduler")
+
+    @property
+    def state(self) -> ClusterState | None:
+        """As last read or written by this replica."""
+        return self._state
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Turn after turn until `stopping` is set."""
+        while not stopping.is_set():
+            try:
+                await self._turn()
+            except StoreNotAdopted as error:
+                self._log.warning("adopting the store", error=str(error))
+                self._state = None
+                await self._adopt()
+            except VersionConflict as error:
+                self._log.info("another replica was first", error=str(error))
+                self._state = None
+            except (StoreUnavailable, BusUnavailable) as error:
+                # The outcome is unknown: read again, decide again.
+                self._log.warning("no answer", error=str(error))
+                self._state = None
+                await asyncio.sleep(RETRY_S)
+        await self._ports.issuer.aclose()
+
+    async def _turn(self) -> None:
+        before = await self._loaded()
+        now_ms = await self._ports.store.now_unix_ms()
+        delivery = await self._ports.consumer.next(timeout_s=self._wait_s(before, now_ms))
+        state = await self._evolved(before, delivery) if delivery else before
+        state = await self._with_ownership(state)
+        await self._look_at_leases(state)
+        now_ms = await self._ports.store.now_unix_ms()
+        decision = decide(state, now_ms, policy=self._policy)
+        after = issued(state, decision.commands, decision.waiting, now_ms)
+        await self._write(before, after, delivery)
+        self._tell(decision)
+        await self._issue(after, decision)
+
+    async def _loaded(self) -> ClusterState:
+        if self._state is None:
+            found = await self._ports.store.load(self._job)
+            self._written = found or JobState(payload=b"", write=0, version=0)
+            self._state = decode_state(found.payload) if found else ClusterState(job=self._job)
+        return self._state
+
+    def _wait_s(self, state: ClusterState, now_ms: int) -> float:
+        if self._has_news:
+            return 0.0
+        due_ms = next_due_ms(state)
+        if state.phase in TERMINAL or due_ms is None:
+            return BEAT_S
+        return min(BEAT_S, max(0.0, (due_ms - now_ms) / 1000))
+
+    async def _evolved(self, state: ClusterState, delivery: EventDelivery) -> ClusterState:
+        try:
+            return evolve(state, event_of(delivery.event, stream_sequence=delivery.sequence))
+        except WireError as error:
+            await delivery.dead_letter(str(error))
+            return state
+
+    async def _with_ownership(self, state: ClusterState) -> ClusterState:
+        """What the store says of the job's GPUs and transitions, folded like an event when it is news."""
+        if state.spec is None:
+            return state
+        placed = {gpu for component in state.spec.placement.values() for gpu in component.gpus}
+        await self._ports.store.register(tuple(sorted(placed - set(state.gpus))))
+        gpus = await self._ports.store.gpus()
+        observed = ev.OwnershipObserved(
+            gpus=tuple(gpus[gpu] for gpu in sorted(placed)),
+            transitions=await self._ports.store.transitions(self._job),
+        )
+        return evolve(state, ev.Event(job=self._job, source="scheduler", boot=0, sequence=0, body=observed))
+
+    async def _look_at_leases(self, state: ClusterState) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_beat_s:
+            return
+        self._next_beat_s = now_s + BEAT_S
+        for holder in await self._ports.store.expired():
+            known = state.instances.get(holder)
+            if known is not None:
+                lost = events_pb2.InstanceLost(instance=holder, boot=known.boot)
+                await self._ports.announcer.tell(lost, incarnation=state.incarnation)
+                await self._ports.store.release(holder)
+
+    async def _write(self, before: ClusterState, after: ClusterState, delivery: EventDelivery | None) -> None:
+        if after != before:
+            if violations := check(before, after):
+                raise StateBroken("; ".join(str(violation) for violation in violations))
+            self._written = await self._ports.store.save(
+                self._job, encode_state(after), expected_write=self._written.write, version=after.version
+            )
+        self._state = after
+        if delivery is not None:
+            await delivery.ack()
+
+    def _tell(self, decision: Decision) -> None:
+        if decision.reason != self._reason:
+            self._reason = decision.reason
+            self._log.info(
+                "decided", reason=decision.reason, commands=[str(cmd.command_id(c)) for c in decision.commands]
+            )
+
+    async def _issue(self, state: ClusterState, decision: Decision) -> None:
+        self._has_news = False
+        for command in decision.commands:
+            await self._ports.issuer.issue(command, state)
+            # What the store now says, and what the job's own end leads to, is the next turn's to see.
+            self._has_news = self._has_news or isinstance(command, cmd.StoreCommand | cmd.StopJob)
+
+    async def _adopt(self) -> None:
+        state = self._state
+        try:
+            await adopt(self._ports.store, self._ports.terms, lambda: self._ports.ask_gates(state))
+        except (StoreUnavailable, BusUnavailable, VersionConflict) as error:
+            self._log.warning("not adopted yet", error=str(error))
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,95 @@
+"""The shell in little: deliver, observe, decide, check, write down, execute. Time moves only when nothing else can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.decide import Decision, decide
+from services.scheduler.evolve import evolve
+from services.scheduler.expectations import issued, next_due_ms
+from services.scheduler.invariants import check
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.state import TERMINAL, ClusterState
+from tests.unit.scheduler.fake_cluster import JOB, FakeCluster
+
+MAX_STEPS = 4000
+
+
+@dataclass
+class Drive:
+    """One job with its scheduler. `history` holds all that the scheduler saw and decided."""
+
+    cluster: FakeCluster
+    state: ClusterState = field(default_factory=lambda: ClusterState(job=JOB))
+    now_ms: int = 1_000_000
+    history: list[tuple[ev.Event | None, int, Decision]] = field(default_factory=list)
+    delivered: list[ev.Event] = field(default_factory=list)
+
+    def deliver(self, event: ev.Event) -> None:
+        self.delivered.append(event)
+        self._see(event)
+        self.decide(event)
+
+    def decide(self, event: ev.Event | None = None) -> list[cmd.Command]:
+        """Decides until the store and the state agree, as the shell does."""
+        done: list[cmd.Command] = []
+        for _ in range(50):
+            self._see(self.cluster.observed())
+            decision = decide(self.state, self.now_ms, policy=StaticPolicy())
+            self.history.append((event, self.now_ms, decision))
+            assert decision.reason, "every decision has a reason"
+            after = issued(self.state, decision.commands, decision.waiting, self.now_ms)
+            self._take(after)
+            self.cluster.saved_version = self.state.version
+            if not decision.commands:
+                return done
+            self.cluster.execute(decision.commands)
+            done += decision.commands
+        raise AssertionError(f"50 decisions without an end; the last: {decision}")
+
+    def _see(self, event: ev.Event) -> None:
+        self._take(evolve(self.state, event))
+
+    def _take(self, state: ClusterState) -> None:
+        violations = check(self.state, state)
+        assert not violations, "\n".join(map(str, violations))
+        self.state = state
+
+    def step(self, index: int = 0) -> bool:
+        """The next thing that happens: an event, work, a restart, or time; False when nothing can."""
+        if self.cluster.outbox:
+            self.deliver(self.cluster.outbox.pop(index % len(self.cluster.outbox)))
+        elif self.cluster.work() or self.cluster.restart_dead():
+            return True
+        else:
+            due_ms = next_due_ms(self.state)
+            if due_ms is None:
+                return False
+            self.now_ms = max(self.now_ms, due_ms)
+            self.decide()
+        return True
+
+    def run(self) -> ClusterState:
+        """To the job's end."""
+        for _ in range(MAX_STEPS):
+            if self.state.phase in TERMINAL:
+                return self.state
+            if not self.step():
+                break
+        raise AssertionError(f"the job does not end: {self.history[-1][2].reason}")
+
+    def run_until(self, condition: object) -> ClusterState:
+        for _ in range(MAX_STEPS):
+            if condition(self.state):  # type: ignore[operator]
+                return self.state
+            if not self.step():
+                break
+        raise AssertionError(f"it never comes to that: {self.history[-1][2].reason}")
+
+
+def booted(cluster: FakeCluster) -> Drive:
+    drive = Drive(cluster)
+    cluster.boot()
+    return drive

@@ -1,0 +1,391 @@
+"""A cluster that answers the scheduler's commands with events, in memory and without time of its own.
+
+It has what the real one has, by the same rules: an ownership store (`tidegate.transitions`), gates that know who holds
+a GPU, instances with boots, leads with epochs that store their answers by command id, and an actor whose checkpoints
+outlive it. What it says waits in `outbox`, for a test to deliver in the order it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed, Snapshot
+from tidegate import transitions
+from tidegate.ownership import (
+    GpuBusy,
+    GpuRecord,
+    GpuState,
+    IllegalStep,
+    StaleToken,
+    Transition,
+    VersionConflict,
+)
+from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, gpu_id, instance_id, node_of
+
+JOB = JobId("tide")
+NODES = (NodeId("n0"), NodeId("n1"))
+TERM = 1
+
+
+def gpu(node: str, index: int) -> GpuId:
+    return gpu_id(NodeId(node), index)
+
+
+def spec(
+    *, num_iterations: int = 2, uses_reference: bool = True, max_actor_restarts: int = 3, deadline_ms: int = 1000
+) -> JobSpec:
+    return JobSpec(
+        placement={
+            Role.ACTOR: Placed((gpu("n0", 0), gpu("n1", 0)), Layout(dp=2)),
+            Role.ROLLOUT: Placed((gpu("n0", 1), gpu("n1", 1), gpu("n1", 3)), Layout(dp=3)),
+            Role.INFERENCE: Placed((gpu("n0", 2), gpu("n1", 2)), Layout(tp=2)),
+        },
+        num_iterations=num_iterations,
+        num_prompts=4,
+        group_size=2,
+        num_minibatches=2,
+        seed=7,
+        uses_reference=uses_reference,
+        max_actor_restarts=max_actor_restarts,
+        command_deadline_ms=deadline_ms,
+    )
+
+
+@dataclass
+class FakeInstance:
+    boot: int = 1
+    is_alive: bool = True
+    sequence: int = 0
+
+
+@dataclass
+class FakeGate:
+    highest: Token = Token(0, 0)
+    is_held: bool = False
+
+
+@dataclass
+class FakeLead:
+    """One lead's memory: gone with it. `members` are the grants that its component has."""
+
+    instance: InstanceId
+    epoch: int
+    members: tuple[Grant, ...] = ()
+    plan: IterationPlan | None = None
+    incarnation: int = 0
+    has_reported: bool = False
+
+
+@dataclass
+class FakeCluster:
+    """`num_wrong` samples of each iteration are lost on the way, for tests of the accounts."""
+
+    job_spec: JobSpec
+    checkpoint_every: int = 1
+    num_lost: int = 0
+    gpus: dict[GpuId, GpuRecord] = field(default_factory=dict)
+    records: dict[str, Transition] = field(default_factory=dict)
+    gates: dict[GpuId, FakeGate] = field(default_factory=dict)
+    instances: dict[InstanceId, FakeInstance] = field(default_factory=dict)
+    leads: dict[Role, FakeLead | None] = field(default_factory=dict)
+    epochs: dict[Role, int] = field(default_factory=dict)
+    answers: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    outbox: list[ev.Event] = field(default_factory=list)
+    log: list[cmd.Command] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
+    saved_version: int = 0
+
+    def __post_init__(self) -> None:
+        for placed in self.job_spec.placement.values():
+            for each in placed.gpus:
+                self.gpus[each] = GpuRecord(each, GpuState.FREE, None, Token(0, 0))
+                self.gates[each] = FakeGate()
+        self.leads = dict.fromkeys(Role)
+        self.epochs = dict.fromkeys(Role, 0)
+
+    def boot(self) -> None:
+        """Every instance joins, the first of each role leads, and the job is submitted."""
+        for role in Role:
+            for node in NODES:
+                self.start(instance_id(role, node))
+        self.say_as("launcher", ev.JobSubmitted(self.job_spec, "{}", resume=False))
+
+    def say_as(self, source: str, body: ev.Body) -> None:
+        """From what is no component: scheduler, launcher, control."""
+        sequence = sum(event.source == source for event in self.outbox) + len(self.effects) + len(self.log) + 1
+        self.outbox.append(ev.Event(job=JOB, source=source, boot=1, sequence=sequence, body=body))
+
+    def say(
+        self,
+        name: InstanceId,
+        body: ev.Body,
+        *,
+        incarnation: int = 0,
+        iteration: int = 0,
+        transition_id: str = "",
+        grants: tuple[Grant, ...] = (),
+    ) -> None:
+        instance = self.instances[name]
+        instance.sequence += 1
+        self.outbox.append(
+            ev.Event(
+                job=JOB,
+                source=name,
+                boot=instance.boot,
+                sequence=instance.sequence,
+                body=body,
+                incarnation=incarnation,
+                iteration=iteration,
+                transition_id=transition_id,
+                grants=grants,
+                role=role_of(name),
+            )
+        )
+
+    # Life and death
+
+    def start(self, name: InstanceId) -> None:
+        """A new start of the instance; it leads when nobody does."""
+        known = self.instances.get(name)
+        self.instances[name] = FakeInstance(boot=known.boot + 1 if known else 1)
+        self.say(name, ev.InstanceJoined(name, f"at-{name}", self.instances[name].boot))
+        if self.leads[role_of(name)] is None:
+            self.elect(name)
+
+    def elect(self, name: InstanceId) -> None:
+        role = role_of(name)
+        self.epochs[role] += 1
+        self.leads[role] = FakeLead(name, self.epochs[role])
+        self.say(name, ev.LeadElected(name, f"at-{name}", self.epochs[role]))
+
+    def kill_worker(self, slot: GpuId) -> None:
+        """Its service sees it at once. Nothing happens where nothing runs."""
+        record, gate = self.gpus[slot], self.gates[slot]
+        if record.owner is None or not gate.is_held:
+            return
+        gate.is_held = False
+        name = instance_id(record.owner.role, node_of(slot))
+        grants = (Grant(slot, gate.highest),)
+        self.say(name, ev.Failed(ev.FailedWhat.WORKER, grants, -9, f"worker of {slot} was killed", fatal=False))
+
+    def kill_instance(self, name: InstanceId, *, tells: bool) -> None:
+        """Its workers die with it. `tells`: its lease is seen to expire before it starts again."""
+        instance, role = self.instances[name], role_of(name)
+        if not instance.is_alive:
+            return
+        instance.is_alive = False
+        node = NodeId(name.partition("@")[2])
+        for slot in self.job_spec.placement[role].gpus:
+            if node_of(slot) == node:
+                self.gates[slot].is_held = False
+        if tells:
+            self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
+        lead = self.leads[role]
+        if lead is not None and lead.instance == name:
+            self.leads[role] = None
+            heirs = sorted(each for each in self.instances if role_of(each) is role and self.instances[each].is_alive)
+            if heirs:
+                self.elect(heirs[0])
+
+    def restart_dead(self) -> bool:
+        """What a process supervisor does; False when everything lives."""
+        dead = sorted(name for name, instance in self.instances.items() if not instance.is_alive)
+        for name in dead:
+            self.start(name)
+        return bool(dead)
+
+    # Commands
+
+    def execute(self, commands: Sequence[cmd.Command]) -> None:
+        for command in commands:
+            self.log.append(command)
+            match command:
+                case cmd.Await() | cmd.StopJob() | cmd.FinishJob():
+                    pass
+                case cmd.AskGate():
+                    self._answer_gate(command)
+                case _ if isinstance(command, cmd.LeadCommand):
+                    self._ask_lead(command)
+                case _:
+                    self._operate_store(command)
+
+    def observed(self) -> ev.Event:
+        """What the shell reads back."""
+        records = tuple(self.records[key] for key in sorted(self.records))
+        body = ev.OwnershipObserved(tuple(record for _, record in sorted(self.gpus.items())), records)
+        return ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=body)
+
+    def _answer_gate(self, command: cmd.AskGate) -> None:
+        gates = tuple(
+            ev.GateState(slot, gate.highest, gate.is_held)
+            for slot, gate in sorted(self.gates.items())
+            if node_of(slot) == command.node
+        )
+        self.say_as("scheduler", ev.GateReported(command.node, gates))
+
+    def _operate_store(self, command: cmd.Command) -> None:
+        try:
+            self._change_store(command)
+        except (GpuBusy, IllegalStep, StaleToken, VersionConflict) as refused:
+            self.say_as("scheduler", ev.CommandAnswered(cmd.command_id(command), False, str(refused)))
+
+    def _change_store(self, command: cmd.Command) -> None:
+        match command:
+            case cmd.PlanTransition():
+                planned = command.transition
+                known = self.records.get(planned.id)
+                if known is None:
+                    self._keep(transitions.plan(planned, self.gpus, job_version=self.saved_version))
+                elif not transitions.same_plan(known, planned):
+                    raise VersionConflict(f"{planned.id} is another plan's")
+            case cmd.AdvanceMove():
+                stored = self.records[command.transition_id]
+                states = {"from_state": command.from_state, "to_state": command.to_state}
+                self._keep(transitions.advance(stored, self.gpus[command.gpu], term=TERM, **states))
+            case cmd.CommitPart():
+                stored = self.records[command.transition_id]
+                self._keep(transitions.commit(stored, self.gpus, command.role, command.layout))
+            case cmd.CloseTransition():
+                self._keep(transitions.close(self.records[command.transition_id], self.gpus, command.outcome))
+            case cmd.MarkLost():
+                self.gpus[command.gpu] = transitions.mark_lost(self.gpus[command.gpu], command.token)
+            case cmd.Reclaim():
+                assert not self.gates[command.gpu].is_held, f"{command.gpu} is reclaimed while a worker holds it"
+                self.gpus[command.gpu] = transitions.reclaim(self.gpus[command.gpu], command.token)
+
+    def _keep(self, change: transitions.Change) -> None:
+        self.records[change.transition.id] = change.transition
+        self.gpus.update({record.gpu: record for record in change.gpus})
+
+    def _ask_lead(self, command: cmd.LeadCommand) -> None:
+        header = command.header
+        lead = self.leads[header.role]
+        if lead is None or header.endpoint != f"at-{lead.instance}":
+            return
+        if header.lead_epoch != lead.epoch:
+            self._answer(header, accepted=False, message=f"epoch {header.lead_epoch} is not {lead.epoch}")
+            return
+        if header.id not in self.answers:
+            self.answers[header.id] = (True, "")
+            self.effects.append(header.id)
+            self._obey(command, lead)
+        accepted, message = self.answers[header.id]
+        self._answer(header, accepted=accepted, message=message)
+
+    def _answer(self, header: cmd.Header, *, accepted: bool, message: str) -> None:
+        self.say_as("scheduler", ev.CommandAnswered(header.id, accepted, message))
+
+    def _obey(self, command: cmd.LeadCommand, lead: FakeLead) -> None:
+        header = command.header
+        match command:
+            case cmd.ScaleUp():
+                self._scale_up(command, lead)
+            case cmd.ScaleDown():
+                for grant in command.grants:
+                    self.gates[grant.gpu].is_held = False
+                lead.members = command.members
+                self.say(lead.instance, ev.GpusReleased(command.grants), transition_id=header.transition_id)
+            case cmd.LoadWeights():
+                lead.members = header.members
+                self._tell_loaded(lead, header, command.weights)
+            case cmd.OpenIteration():
+                lead.plan, lead.incarnation, lead.has_reported = command.plan, header.incarnation, False
+                lead.members = header.members
+            case cmd.CloseIteration():
+                lead.plan = None
+
+    def _scale_up(self, command: cmd.ScaleUp, lead: FakeLead) -> None:
+        header = command.header
+        for grant in command.grants:
+            gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
+            if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
+                self.say(lead.instance, ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", False))
+                return
+            gate.highest, gate.is_held = grant.token, True
+        lead.members, lead.incarnation = command.members, header.incarnation
+        next_iteration = self.checkpoints.get(command.checkpoint, 0)
+        said = {"incarnation": header.incarnation, "transition_id": header.transition_id, "grants": command.members}
+        self.say(lead.instance, ev.GpusAcquired(command.grants), **said)
+        self.say(lead.instance, ev.LayoutCommitted(command.layout, command.members, next_iteration), **said)
+        if command.weights is not None:
+            self._tell_loaded(lead, header, command.weights)
+        if header.role is Role.ACTOR:
+            for version in sorted({0, next_iteration} if self.job_spec.uses_reference else {next_iteration}):
+                self._publish(lead, header.incarnation, version)
+
+    def _tell_loaded(self, lead: FakeLead, header: cmd.Header, weights: Snapshot) -> None:
+        body = ev.WeightsLoaded(weights.version, weights.checksum)
+        self.say(lead.instance, body, incarnation=header.incarnation, grants=lead.members)
+
+    def _publish(self, lead: FakeLead, incarnation: int, version: int) -> None:
+        snapshot = Snapshot(incarnation, version, f"sum-{version}", f"shards of {version}".encode())
+        body = ev.WeightsPublished(snapshot)
+        self.say(lead.instance, body, incarnation=incarnation, grants=lead.members)
+
+    # Work
+
+    def work(self) -> bool:
+        """Leads that took the iteration do their part; False when there is nothing to do."""
+        leads = {role: lead for role, lead in self.leads.items() if lead is not None and self._can_work(role, lead)}
+        plans = {(lead.incarnation, lead.plan) for lead in leads.values()}
+        if len(leads) < len(Role) or len(plans) != 1 or None in {lead.plan for lead in leads.values()}:
+            return False
+        todo = [role for role in (Role.ROLLOUT, Role.INFERENCE, Role.ACTOR) if not leads[role].has_reported]
+        for role in todo:
+            self._report(role, leads[role])
+        return bool(todo)
+
+    def _can_work(self, role: Role, lead: FakeLead) -> bool:
+        works = [self.gates[each.gpu].is_held and self.gates[each.gpu].highest == each.token for each in lead.members]
+        return any(works) if role is Role.ROLLOUT else all(works) and bool(works)
+
+    def _report(self, role: Role, lead: FakeLead) -> None:
+        plan = lead.plan
+        assert plan is not None, "only leads with a plan report"
+        lead.has_reported = True
+        trained, filtered, discarded = samples(plan, lead.incarnation)
+        body = ev.IterationReported(Fate(), Fate(), (), (), 0, (("seen", 1.0),))
+        if role is Role.ROLLOUT:
+            body = replace(body, generated=fate((*trained, *filtered, *discarded)), metrics=(("reward_mean", 0.5),))
+        elif role is Role.ACTOR:
+            zero_std, invalid = fate(filtered, reason="zero_std"), fate(discarded, reason="invalid")
+            kept = trained[self.num_lost :]
+            body = replace(body, trained=fate(kept), filtered=(zero_std,), discarded=(invalid,))
+        said = {"incarnation": lead.incarnation, "iteration": plan.iteration, "grants": lead.members}
+        self.say(lead.instance, body, **said)
+        if role is Role.ACTOR:
+            self._publish(lead, lead.incarnation, plan.version + 1)
+            if (plan.iteration + 1) % self.checkpoint_every == 0:
+                self._save(lead, plan)
+
+    def _save(self, lead: FakeLead, plan: IterationPlan) -> None:
+        name, next_iteration = f"step-{lead.incarnation}-{plan.iteration + 1}", plan.iteration + 1
+        self.checkpoints[name] = next_iteration
+        body = ev.CheckpointSaved(next_iteration, plan.version + 1, name, 0)
+        self.say(lead.instance, body, incarnation=lead.incarnation, grants=lead.members)
+
+
+def role_of(name: InstanceId) -> Role:
+    return Role(name.partition("@")[0])
+
+
+def samples(plan: IterationPlan, incarnation: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Hashes of the ids that are trained, filtered and discarded."""
+    count = plan.num_prompts * plan.group_size
+    ids = [hash_of(incarnation, plan.iteration, index) for index in range(count)]
+    return tuple(ids[: count - 3]), tuple(ids[count - 3 : count - 1]), tuple(ids[count - 1 :])
+
+
+def hash_of(*numbers: int) -> int:
+    value = 1469598103934665603
+    for number in numbers:
+        value = (value ^ (number + 1)) * 1099511628211 % 2**64
+    return value
+
+
+def fate(ids: Sequence[int], *, reason: str = "") -> Fate:
+    return Fate(reason=reason, num_samples=len(ids), ids_digest=sum(ids) % 2**64)
