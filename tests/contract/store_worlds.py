@@ -28,6 +28,9 @@ class World(Protocol):
         """The next write takes effect and its client never hears of it."""
         ...
 
+    @property
+    def num_answers_to_lose(self) -> int: ...
+
     async def aclose(self) -> None: ...
 
 
@@ -46,6 +49,10 @@ class MemoryWorld:
 
     def lose_next_answer(self) -> None:
         self._server.num_answers_to_lose = 1
+
+    @property
+    def num_answers_to_lose(self) -> int:
+        return self._server.num_answers_to_lose
 
     async def aclose(self) -> None:
         pass
@@ -79,6 +86,10 @@ class RedisWorld:
 
     def lose_next_answer(self) -> None:
         self._proxy.num_answers_to_lose = 1
+
+    @property
+    def num_answers_to_lose(self) -> int:
+        return self._proxy.num_answers_to_lose
 
     async def aclose(self) -> None:
         for client in self._clients:

@@ -52,18 +52,19 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Emb
 
 @pytest.fixture(params=["memory", "redis"])
 async def world(request: pytest.FixtureRequest, servers: EmbeddedServers) -> AsyncIterator[World]:
-    if request.param == "memory":
-        yield MemoryWorld()
-        return
-
     async def restart() -> None:
         await servers.store.stop()
         await servers.start()
 
-    redis = RedisWorld(servers.store, restart)
-    await redis.open()
-    yield redis
-    await redis.aclose()
+    world: World
+    if request.param == "memory":
+        world = MemoryWorld()
+    else:
+        world = RedisWorld(servers.store, restart)
+        await world.open()
+    yield world
+    await world.aclose()
+    assert world.num_answers_to_lose == 0, "the test meant to lose an answer and did not"
 
 
 @pytest.fixture

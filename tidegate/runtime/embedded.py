@@ -28,7 +28,7 @@ from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, packaged_bin
 START_TIMEOUT_S = 20.0
 """Both answer within 0.1 s; a log of a long job takes seconds to be read again."""
 STOP_GRACE_S = 5.0
-LOCK_TIMEOUT_S = 2.0
+LOCK_TIMEOUT_S = 1.0
 """How long to wait for the servers of a killed predecessor, which die with it, to be gone."""
 _POLL_S = 0.005
 _NUM_PORT_CHOICES = 5
@@ -50,8 +50,9 @@ class FolderInUse(RuntimeError):
 class EmbeddedServer:
     """One server. Its port is chosen at the first start and stays; pid and pidfd are those of the last start."""
 
-    def __init__(self, kind: ServerKind, folder: Path, *, port: int | None = None) -> None:
+    def __init__(self, kind: ServerKind, folder: Path, *, port: int | None, stop_grace_s: float) -> None:
         self._kind = kind
+        self._stop_grace_s = stop_grace_s
         self._folder = folder
         self._port = port
         self._process: subprocess.Popen[bytes] | None = None
@@ -112,12 +113,12 @@ class EmbeddedServer:
         return process.wait()
 
     async def stop(self) -> None:
-        """Asks it to end, kills it after `STOP_GRACE_S`. Nothing happens when it does not run."""
+        """Asks it to end, kills it after `stop_grace_s`. Nothing happens when it does not run."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
             try:
-                await asyncio.wait_for(self.exited(), STOP_GRACE_S)
+                await asyncio.wait_for(self.exited(), self._stop_grace_s)
             except TimeoutError:  # it hangs: data acknowledged is on disk, so a kill loses nothing
                 self._process.kill()
                 self._process.wait()
@@ -172,11 +173,18 @@ class EmbeddedServer:
 class EmbeddedServers:
     """Both servers, with their data in one folder. `start` also restarts whichever died, on its old port and data."""
 
-    def __init__(self, folder: Path, *, nats_port: int | None = None, store_port: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nats_port: int | None = None,
+        store_port: int | None = None,
+        stop_grace_s: float = STOP_GRACE_S,
+    ) -> None:
         self._folder = folder.absolute()
         self._lock_fd = -1
-        self.nats = EmbeddedServer(NATS, self._folder, port=nats_port)
-        self.store = EmbeddedServer(VALKEY, self._folder, port=store_port)
+        self.nats = EmbeddedServer(NATS, self._folder, port=nats_port, stop_grace_s=stop_grace_s)
+        self.store = EmbeddedServer(VALKEY, self._folder, port=store_port, stop_grace_s=stop_grace_s)
 
     async def __aenter__(self) -> EmbeddedServers:
         await self.start()
