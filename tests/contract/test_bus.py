@@ -614,6 +614,17 @@ async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_re
         await bus.close()
 
 
+async def test_a_publish_gives_up_at_its_deadline(tmp_path: Path) -> None:
+    async with nats_server(tmp_path) as (server, _):
+        bus = await NatsBus.connect(server.url, name="test", limits=replace(LIMITS, deadline_s=0.5))
+        job = JobId("given-up")
+        await bus.streams.open_job(job)
+        await server.stop()
+        with pytest.raises(BusUnavailable, match=rf"did not answer tg\.events\.{job} within 0\.5 s"):
+            await bus.events.publish(progress(source(), job, 1))
+        await bus.close()
+
+
 async def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
     with socket.socket() as nobody:  # bound and not listening: nobody else gets the port, and it refuses
         nobody.bind(("127.0.0.1", 0))

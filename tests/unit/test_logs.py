@@ -1,0 +1,100 @@
+"""Log lines: JSON, keys in order, no secrets, one form for our lines and for those of libraries."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from tidegate.logs import configure_logging
+
+
+@pytest.fixture
+def log_path(tmp_path: Path) -> Iterator[Path]:
+    """Logging set up to a file, and all as it was afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    for handler in handlers:
+        root.removeHandler(handler)  # pytest's own: configure_logging would close them
+    path = tmp_path / "logs" / "actor.jsonl"
+    configure_logging("actor@n0", path=path)
+    yield path
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_one_object_with_its_keys_in_a_fixed_order(log_path: Path) -> None:
+    structlog.get_logger("tidegate.test").bind(zeta=1).info("happened", alpha=2.5, middle=["x"])
+    (line,) = lines(log_path)
+    assert list(line) == ["time", "level", "logger", "source", "event", "alpha", "middle", "zeta"]
+    assert {key: line[key] for key in line if key != "time"} == {
+        "level": "info",
+        "logger": "tidegate.test",
+        "source": "actor@n0",
+        "event": "happened",
+        "alpha": 2.5,
+        "middle": ["x"],
+        "zeta": 1,
+    }
+
+
+def test_a_librarys_record_has_the_same_form(log_path: Path) -> None:
+    logging.getLogger("nats").warning("lost %s", "server")
+    (line,) = lines(log_path)
+    assert [line[key] for key in ("level", "logger", "source", "event")] == [
+        "warning",
+        "nats",
+        "actor@n0",
+        "lost server",
+    ]
+
+
+def test_no_secret_is_written_wherever_it_stands(log_path: Path) -> None:
+    structlog.get_logger("tidegate.test").info(
+        "connect nats://me:hidden@host:1/",
+        redis_password="hidden",
+        config={"api_key": "hidden", "urls": ["redis://:hidden@host:2", Path("plain")], "token": "1.4"},
+    )
+    (line,) = lines(log_path)
+    assert "hidden" not in log_path.read_text()
+    assert line["event"] == "connect nats://host:1/"
+    assert line["redis_password"] == "[removed]"
+    assert line["config"] == {"api_key": "[removed]", "urls": ["redis://host:2", "plain"], "token": "1.4"}
+
+
+def test_an_exception_keeps_its_traceback(log_path: Path) -> None:
+    try:
+        raise RuntimeError("redis://u:hidden@host refused")
+    except RuntimeError:
+        structlog.get_logger("tidegate.test").exception("failed")
+    (line,) = lines(log_path)
+    assert "RuntimeError: redis://host refused" in str(line["exception"])
+
+
+def test_a_figure_that_is_no_number_leaves_the_line_valid_json(log_path: Path) -> None:
+    structlog.get_logger("tidegate.test").info("update", loss=float("nan"))
+    text = log_path.read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["loss"] == "nan"
+
+
+def test_lines_below_the_level_are_left_out(log_path: Path) -> None:
+    structlog.get_logger("tidegate.test").debug("noise")
+    assert lines(log_path) == []
+
+
+def test_an_unknown_level_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"log level 'LOUD' is none of .*WARNING"):
+        configure_logging("actor@n0", level="LOUD")

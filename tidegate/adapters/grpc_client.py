@@ -1,0 +1,110 @@
+"""Calling other instances: one channel an endpoint, a deadline on every call, named exceptions instead of statuses.
+
+A channel is used with the ordinary generated stub. A call without a `timeout` of its own gets the default. What ends
+without an answer is `PeerUnavailable` (the outcome is unknown), what the peer refused or failed at `PeerRefused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from tidegate.adapters.grpc_server import ERROR_METADATA, MAX_MESSAGE_BYTES
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+
+# A restarted peer is tried again within a second; gRPC's own default waits up to two minutes.
+_FIRST_RECONNECT_MS = 100
+_LAST_RECONNECT_MS = 1000
+_NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+# Requests and responses are of every method's own types.
+Continue = Callable[[Any, Any], Any]
+
+
+class Channels:
+    """The channels of one process. Not for sharing between event loops."""
+
+    def __init__(self, *, default_timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._default_timeout_s = default_timeout_s
+        self._credentials = credentials
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def connect(self, endpoint: str) -> grpc.aio.Channel:
+        """The channel to `<host>:<port>`, made at the first call; it connects, and connects again, by itself."""
+        if endpoint not in self._channels:
+            self._channels[endpoint] = self._open(endpoint)
+        return self._channels[endpoint]
+
+    async def close(self) -> None:
+        """Ends every channel and the calls on it."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close(None)
+
+    def _open(self, endpoint: str) -> grpc.aio.Channel:
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
+            ("grpc.min_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
+            ("grpc.max_reconnect_backoff_ms", _LAST_RECONNECT_MS),
+            # The data plane is a private network; a proxy of the environment is for the world outside.
+            ("grpc.enable_http_proxy", 0),
+        ]
+        interceptors: list[Any] = [
+            _UnaryCalls(endpoint, self._default_timeout_s),
+            _StreamedCalls(endpoint, self._default_timeout_s),
+        ]
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(endpoint, options=options, interceptors=interceptors)
+        return grpc.aio.secure_channel(endpoint, self._credentials, options=options, interceptors=interceptors)
+
+
+class _Calls:
+    def __init__(self, endpoint: str, default_timeout_s: float) -> None:
+        self._endpoint = endpoint
+        self._default_timeout_s = default_timeout_s
+
+    def with_deadline(self, details: Any) -> Any:
+        return details._replace(timeout=self._default_timeout_s) if details.timeout is None else details
+
+    def named(self, failure: grpc.aio.AioRpcError, details: Any) -> Exception:
+        method = details.method.decode() if isinstance(details.method, bytes) else details.method
+        what = f"{method} at {self._endpoint}"
+        if failure.code() in _NO_ANSWER:
+            return PeerUnavailable(
+                f"{what} gave no answer within {details.timeout:g} s ({failure.code().name}: {failure.details()})"
+            )
+        trailing: Any = failure.trailing_metadata() or ()
+        errors = [str(value) for key, value in trailing if key == ERROR_METADATA]
+        return PeerRefused(
+            f"{what}: {failure.details()}", status=failure.code().name, error=errors[0] if errors else ""
+        )
+
+
+class _UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # no generic at run time
+    async def intercept_unary_unary(self, continuation: Continue, details: Any, request: Any) -> Any:
+        details = self.with_deadline(details)
+        call = await continuation(details, request)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as failure:
+            raise self.named(failure, details) from failure
+
+
+class _StreamedCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]  # no generic at run time
+    async def intercept_unary_stream(self, continuation: Continue, details: Any, request: Any) -> AsyncIterator[Any]:
+        details = self.with_deadline(details)
+        call = await continuation(details, request)
+        return self._responses(call, details)
+
+    async def _responses(self, call: Any, details: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as failure:
+            raise self.named(failure, details) from failure
+        finally:
+            call.cancel()  # nothing happens when it is over; else nobody reads it any more

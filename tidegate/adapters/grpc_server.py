@@ -1,0 +1,233 @@
+"""Serving gRPC: every listener of ours is made here.
+
+Invariants:
+- A listener is on loopback, or has TLS credentials, or was explicitly allowed to be open.
+- A call has a deadline, else it is refused before its handler runs (health and reflection, which tools call without
+  one, excepted).
+- A handler's exception becomes a status with its message; what has no status of its own is INTERNAL, and logged.
+  The exception's name travels as trailing metadata, so that the caller can tell refusals apart.
+- Two listeners never share a port.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import grpc
+import structlog
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tidegate.ownership import (
+    GpuBusy,
+    StaleToken,
+    StoreNotAdopted,
+    StoreUnavailable,
+    UnknownGpu,
+    UnknownTransition,
+    VersionConflict,
+)
+from tidegate.ports.bus import BusUnavailable, JobNotOpen, StreamFull, UnknownDeadLetter
+from tidegate.ports.rpc import NotSupported, PeerUnavailable
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""The largest message is a group of samples or a minibatch, bounded by NATS at 8 MB; weights go in chunks."""
+ERROR_METADATA = "tidegate-error"
+
+_TOOLS = ("grpc.health.", "grpc.reflection.")
+_STATUS: dict[type[Exception], grpc.StatusCode] = {
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotSupported: grpc.StatusCode.UNIMPLEMENTED,
+    NotImplementedError: grpc.StatusCode.UNIMPLEMENTED,  # what a generated servicer raises for a call left out
+    StaleToken: grpc.StatusCode.FAILED_PRECONDITION,
+    GpuBusy: grpc.StatusCode.FAILED_PRECONDITION,
+    StoreNotAdopted: grpc.StatusCode.FAILED_PRECONDITION,
+    VersionConflict: grpc.StatusCode.ABORTED,
+    UnknownGpu: grpc.StatusCode.NOT_FOUND,
+    UnknownTransition: grpc.StatusCode.NOT_FOUND,
+    UnknownDeadLetter: grpc.StatusCode.NOT_FOUND,
+    JobNotOpen: grpc.StatusCode.NOT_FOUND,
+    StreamFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StoreUnavailable: grpc.StatusCode.UNAVAILABLE,
+    BusUnavailable: grpc.StatusCode.UNAVAILABLE,
+    PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
+}
+
+# Requests, responses and handlers are of every method's own types.
+Behaviour = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One service to serve: its descriptor, and the generated `add_XServicer_to_server` bound to the servicer."""
+
+    descriptor: ServiceDescriptor
+    add_to: Callable[[grpc.aio.Server], None]
+
+
+class _Health(Protocol):
+    """grpcio-health-checking's asyncio servicer, which its type stubs leave out."""
+
+    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None: ...
+
+    async def enter_graceful_shutdown(self) -> None: ...
+
+
+class RpcServer:
+    """A running server; made by `serve`."""
+
+    def __init__(self, server: grpc.aio.Server, health_service: _Health, endpoint: str) -> None:
+        self._server = server
+        self._health = health_service
+        self.endpoint = endpoint
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
+    async def set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
+        """What the health service answers for it."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(service.full_name, status)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Takes no new calls, tells health so, and cancels the calls that still run after the grace."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def serve(
+    services: Sequence[Service],
+    address: str,
+    *,
+    credentials: grpc.ServerCredentials | None = None,
+    allow_insecure_remote: bool = False,
+) -> RpcServer:
+    """Serves on `<host>:<port>`; port 0 takes a free one. ValueError for an address that must not or cannot be used."""
+    host, port = _split(address)
+    if credentials is None and not allow_insecure_remote and not _is_loopback(host):
+        raise ValueError(
+            f"{address} listens beyond this machine without TLS: anyone who reaches it could command this job; "
+            "listen on 127.0.0.1, give TLS credentials, or allow it explicitly (allow_insecure_remote)"
+        )
+    server = grpc.aio.server(
+        interceptors=[_Guard()],
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+    health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]  # see _Health
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    for service in services:
+        service.add_to(server)
+        await health_service.set(service.descriptor.full_name, health_pb2.HealthCheckResponse.SERVING)
+    await health_service.set("", health_pb2.HealthCheckResponse.SERVING)
+    names = [service.descriptor.full_name for service in services]
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    bound = _bind(server, f"{host}:{port}", credentials)
+    await server.start()
+    return RpcServer(server, health_service, f"{host}:{bound}")
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as refused:
+        raise ValueError(
+            f"gRPC cannot listen on {address}: is the port taken, or the address another machine's? "
+            "Choose another, or port 0 for a free one"
+        ) from refused
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(f"listen address {address!r} must be <host>:<port>, for example 127.0.0.1:0")
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether it is a loopback address. A name may resolve to anything, tomorrow to something else: only localhost."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic at run time
+    """Stands before every handler: no call without a deadline, no exception without a status."""
+
+    def __init__(self) -> None:
+        self._log = structlog.get_logger("tidegate.grpc")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)  # None for a method that nobody serves
+        method = handler_call_details.method
+        if handler is None or method.lstrip("/").startswith(_TOOLS):
+            return handler  # type: ignore[no-any-return]  # grpcio takes None here, which its type stubs deny
+        kinds = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
+        }
+        remake, behaviour = kinds[handler.request_streaming, handler.response_streaming]
+        guarded = self._guard_stream if handler.response_streaming else self._guard_single
+        return remake(guarded(method, behaviour), handler.request_deserializer, handler.response_serializer)
+
+    def _guard_single(self, method: str, behaviour: Behaviour) -> Behaviour:
+        async def single(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            await _require_deadline(method, context)
+            try:
+                return await behaviour(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001  # the edge: every failure becomes a status
+                await self._refuse(method, context, error)
+
+        return single
+
+    def _guard_stream(self, method: str, behaviour: Behaviour) -> Behaviour:
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            await _require_deadline(method, context)
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001  # the edge: every failure becomes a status
+                await self._refuse(method, context, error)
+
+        return stream
+
+    async def _refuse(self, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+        known = next((kind for kind in type(error).__mro__ if kind in _STATUS), None)
+        name = type(error).__name__
+        if known is None:
+            self._log.error("call_failed", method=method, error=name, exc_info=error)
+            code, message = grpc.StatusCode.INTERNAL, f"{name}: {error}"
+        else:
+            self._log.warning("call_refused", method=method, error=name, message=str(error))
+            code, message = _STATUS[known], str(error)
+        await context.abort(code, message, trailing_metadata=((ERROR_METADATA, name),))
+        raise AssertionError("abort always raises")
+
+
+async def _require_deadline(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    if context.time_remaining() is None:
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"{method} was called without a deadline; set one (timeout= in Python, -max-time with grpcurl)",
+        )
