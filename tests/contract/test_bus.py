@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +33,7 @@ from tidegate.ports.bus import (
     StreamFull,
     UnknownDeadLetter,
 )
-from tidegate.runtime.embedded import EmbeddedServer
-from tidegate.runtime.server_kinds import NATS
+from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import JobId, Role
 from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 
@@ -82,29 +81,13 @@ class MovingClock:
         self.now_s += duration_s
 
 
-@asynccontextmanager
-async def nats_server(folder: Path) -> AsyncIterator[tuple[EmbeddedServer, Callable[[], Awaitable[None]]]]:
-    """A server that runs, and what starts it again on its port and data when it is dead."""
-    with (folder / "lock").open("w") as lock:
-        server = EmbeddedServer(NATS, folder)
-
-        async def start() -> None:
-            await server.start(lock_fd=lock.fileno())
-
-        await start()
-        try:
-            yield server, start
-        finally:
-            await server.stop()
-
-
 @pytest.fixture(scope="module")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    servers = EmbeddedServers(tmp_path_factory.mktemp("servers"))
     with asyncio.Runner() as runner:
-        running = nats_server(tmp_path_factory.mktemp("nats"))
-        server, _ = runner.run(running.__aenter__())
-        yield server.url
-        runner.run(running.__aexit__(None, None, None))
+        runner.run(servers.start())
+        yield servers.nats.url
+        runner.run(servers.stop())
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -584,8 +567,8 @@ async def test_of_writers_that_race_for_the_next_term_one_wins(bench: Bench) -> 
 
 
 async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_restarted(tmp_path: Path) -> None:
-    async with nats_server(tmp_path) as (server, start_again):
-        bus = await NatsBus.connect(server.url, name="test", limits=replace(LIMITS, deadline_s=30.0))
+    async with EmbeddedServers(tmp_path) as servers:
+        bus = await NatsBus.connect(servers.nats.url, name="test", limits=replace(LIMITS, deadline_s=30.0))
         job = JobId("restarted")
         bench = Bench(bus, job, no_raw_messages, [])
         await bus.streams.open_job(job)
@@ -593,11 +576,11 @@ async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_re
         consumer = await bus.samples.consumer(job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter)
         first, second = await consumer.fetch(2, timeout_s=PATIENT_S)
         await first.ack()
-        os.kill(server.pid, signal.SIGKILL)
-        await server.exited()
+        os.kill(servers.nats.pid, signal.SIGKILL)
+        await servers.nats.exited()
         fetching = asyncio.create_task(consumer.fetch(1, timeout_s=60.0))
         publishing = asyncio.create_task(publish_groups(bench, 3))
-        await start_again()
+        await servers.start()
         await publishing
         deliveries = await fetching
         prompts: set[int] = set()
@@ -615,11 +598,11 @@ async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_re
 
 
 async def test_a_publish_gives_up_at_its_deadline(tmp_path: Path) -> None:
-    async with nats_server(tmp_path) as (server, _):
-        bus = await NatsBus.connect(server.url, name="test", limits=replace(LIMITS, deadline_s=0.5))
+    async with EmbeddedServers(tmp_path) as servers:
+        bus = await NatsBus.connect(servers.nats.url, name="test", limits=replace(LIMITS, deadline_s=0.5))
         job = JobId("given-up")
         await bus.streams.open_job(job)
-        await server.stop()
+        await servers.nats.stop()
         with pytest.raises(BusUnavailable, match=rf"did not answer tg\.events\.{job} within 0\.5 s"):
             await bus.events.publish(progress(source(), job, 1))
         await bus.close()
