@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tidegate.gate.gate import Gate, GateClosed, GateDamaged, GateHold, GateState, StaleToken
+from tidegate.gate.gate import Gate, GateClosed, GateDamaged, GateHold, GateState
+from tidegate.ownership import StaleToken
 
 __all__ = ["Gate", "GateClosed", "GateDamaged", "GateHold", "GateState", "StaleToken"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from tidegate.gate.lock import is_locked_by_another, lock, try_lock, unlock
+from tidegate.ownership import StaleToken
 from tidegate.types import GpuId, Grant, Token
 
 _HOLD, _PASSING = 0, 1
@@ -31,10 +32,6 @@ _RELEASE_POLL_S = 0.005
 
 class GateClosed(RuntimeError):
     """Another open file holds the GPU; try again when it has been released or its holder is dead."""
-
-
-class StaleToken(RuntimeError):
-    """A larger token has been seen: whoever carries this one has lost the GPU, and trying again cannot help."""
 
 
 class GateDamaged(RuntimeError):

@@ -21,7 +21,7 @@ class Echo:
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         kind = call.WhichOneof("body")
         if kind == "start_engine":
-            yield Answer(call.call_id, wire.Started(detail=str(_about(call.start_engine.config_json))))
+            yield Answer(call.call_id, wire.Started(detail=str(self._about(call.start_engine.config_json))))
         elif kind == "warm_up":
             for step in range(call.warm_up.num_steps):
                 progress = wire.WarmUpProgress(step=step, num_steps=call.warm_up.num_steps)
@@ -33,25 +33,23 @@ class Echo:
         elif kind == "save":
             signal.pause()
 
-
-def _about(what: str) -> object:
-    if what == "fds":
-        return sorted(
-            os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in os.listdir("/proc/self/fd") if _is_open(fd)
-        )
-    if what == "random":
-        return random.random()
-    if what == "signals":
-        return [
-            signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-        ]
-    if what == "stdin":
-        return repr(sys.stdin.read())
-    return os.environ.get(what, "")
-
-
-def _is_open(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+    def _about(self, what: str) -> object:
+        if what == "pid":
+            return os.getpid()
+        if what == "fds":
+            links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+            return sorted(os.readlink(link).split(":")[0] for link in links if os.path.lexists(link))
+        if what == "random":
+            return random.random()
+        if what == "signals":
+            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+            return [signal.getsignal(number) is signal.SIG_DFL for number in numbers]
+        if what == "stdin":
+            return repr(sys.stdin.read())
+        if what == "listener":
+            assert self._channel.store_listener is not None
+            return self._channel.store_listener.getsockname()[1]
+        return os.environ.get(what, "")
 
 
 def echo(channel: WorkerChannel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -10,9 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tidegate.runtime.launch import WorkerFds, WorkerSpec
-from tidegate.types import GpuId, Grant, Token
+from tidegate.adapters.grpc_server import Service
+from tidegate.gate import Gate
+from tidegate.runtime.instance import InstanceServicer, LocalInstance, WeightsServicer
+from tidegate.runtime.launch import WorkerFds, WorkerLauncher, WorkerSpec
+from tidegate.runtime.snapshots import ShardSource, SnapshotStore
+from tidegate.runtime.workers import LocalWorkers, WorkerHome
+from tidegate.types import GpuId, Grant, JobId, NodeId, Token
+from tidegate.v1 import instance_pb2, instance_pb2_grpc
 
+JOB = JobId("demo")
 ENTRIES = "tests.integration.runtime.entries"
 
 
@@ -47,3 +55,40 @@ def worker_fds() -> Iterator[tuple[socket.socket, WorkerFds]]:
         theirs.close()
         listener.close()
         os.close(hold)
+
+
+class Node:
+    """A node's service instance in this process, its fork server apart."""
+
+    def __init__(self, name: str, folder: Path, launcher: WorkerLauncher, *, source: ShardSource) -> None:
+        self.name = NodeId(name)
+        self.gate = Gate(folder / name / "gate")
+        self.timeline = folder / "timeline" / f"actor@{name}.jsonl"
+        self.deaths: asyncio.Queue[tuple[Grant, int]] = asyncio.Queue()
+        home = WorkerHome(
+            entry=f"{ENTRIES}:echo",
+            log_dir=folder / "logs",
+            timeline=self.timeline,
+            stop_timeout_s=0.5,
+            start_timeout_s=20,
+        )
+        self.workers = LocalWorkers(home, gate=self.gate, launcher=launcher, on_death=self._died)
+        self.snapshots = SnapshotStore(folder / name / "snapshots", node=self.name, source=source)
+        self.instance = LocalInstance(
+            JOB, node=self.name, workers=self.workers, gate=self.gate, snapshots=self.snapshots, timeout_s=10
+        )
+
+    async def _died(self, died: Grant, exit_status: int) -> None:
+        self.deaths.put_nowait((died, exit_status))
+
+
+def services_of(node: Node) -> list[Service]:
+    """What a node's instance serves."""
+    instance, weights = InstanceServicer(node.instance, boot=7), WeightsServicer(node.snapshots)
+    services = instance_pb2.DESCRIPTOR.services_by_name
+    return [
+        Service(
+            services["Instance"], lambda server: instance_pb2_grpc.add_InstanceServicer_to_server(instance, server)
+        ),
+        Service(services["Weights"], lambda server: instance_pb2_grpc.add_WeightsServicer_to_server(weights, server)),
+    ]

@@ -1,0 +1,201 @@
+"""What a lead may ask of an instance, asked of one in this process and of one behind gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runtime.nodes import JOB, Node, fork_server, grant, services_of
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import serve
+from tidegate.gate import GateClosed, GateState, StaleToken
+from tidegate.runtime.crew import InstancePort, WorkerGone, WorkerRefused
+from tidegate.runtime.fork_client import ForkServerLauncher
+from tidegate.runtime.instance import LocalInstance
+from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
+from tidegate.types import Grant, Token
+from tidegate.v1 import instance_pb2, instance_pb2_grpc
+from tidegate.v1 import workers_pb2 as wire
+
+Port = LocalInstance | RemoteInstance
+
+
+@pytest.fixture(scope="module")
+def fork_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("node")
+    with fork_server(folder / "fork.sock"):
+        yield folder / "fork.sock"
+
+
+@pytest.fixture
+async def channels() -> AsyncIterator[Channels]:
+    channels = Channels(default_timeout_s=10)
+    yield channels
+    await channels.close()
+
+
+@pytest.fixture
+async def node(fork_socket: Path, tmp_path: Path, channels: Channels) -> AsyncIterator[Node]:
+    launcher = await ForkServerLauncher.connect(fork_socket, timeout_s=20)
+    node = Node("n0", tmp_path, launcher, source=GrpcShardSource(channels.connect))
+    yield node
+    await node.workers.aclose()
+    await launcher.close()
+
+
+@pytest.fixture(params=["local", "remote"])
+async def port(request: pytest.FixtureRequest, node: Node, channels: Channels) -> AsyncIterator[Port]:
+    if request.param == "local":
+        yield node.instance
+        return
+    server = await serve(services_of(node), "127.0.0.1:0")
+    yield RemoteInstance(channels.connect(server.endpoint), timeout_s=10)
+    await server.stop(grace_s=0)
+
+
+async def replies(port: InstancePort, held: Grant, call: wire.WorkerCall) -> list[wire.WorkerReply]:
+    return [reply async for reply in port.call(held, call, timeout_s=5)]
+
+
+def about(what: str) -> wire.WorkerCall:
+    return wire.WorkerCall(start_engine=wire.StartEngine(config_json=what))
+
+
+async def test_workers_start_through_the_gate_and_free_it_when_stopped(port: Port, node: Node) -> None:
+    both = [grant("n0/0"), grant("n0/1")]
+    await port.start_workers(JOB, "t1", both)
+    assert await port.workers(JOB) == tuple(both)
+    assert await port.gate_report() == tuple(GateState(held.gpu, Token(1, 1), held=True) for held in both)
+    assert await port.stop_workers(JOB, "t2", both) == 0
+    assert await port.workers(JOB) == ()
+    assert [state.held for state in await port.gate_report()] == [False, False]
+    assert node.deaths.empty()
+
+
+async def test_a_repeated_start_and_a_repeated_stop_change_nothing(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    (first,) = await replies(port, grant(), about("random"))
+    await port.start_workers(JOB, "t1", [grant()])
+    assert await port.workers(JOB) == (grant(),)
+    assert first.started.detail
+    await port.stop_workers(JOB, "t2", [grant()])
+    await port.start_workers(JOB, "t3", [grant(counter=2)])
+    await port.stop_workers(JOB, "t2", [grant()])
+    assert await port.workers(JOB) == (grant(counter=2),)
+
+
+async def test_a_start_that_is_refused_leaves_none_of_its_workers(port: Port, node: Node) -> None:
+    held = node.gate.acquire(grant("n0/1", counter=5))
+    with pytest.raises(GateClosed, match="n0/1"):
+        await port.start_workers(JOB, "t1", [grant("n0/0", counter=9), grant("n0/1", counter=9)])
+    assert await port.workers(JOB) == ()
+    held.close()
+    with pytest.raises(StaleToken, match=r"1\.5"):
+        await port.start_workers(JOB, "t1", [grant("n0/1", counter=5)])
+
+
+async def test_replies_stream_and_calls_to_one_worker_do_not_mix(port: Port) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    warm_up = wire.WorkerCall(call_id=41, warm_up=wire.WarmUp(num_steps=3))
+    async with aclosing(port.call(grant(), warm_up, timeout_s=5)) as streamed:
+        first = await anext(streamed)
+        (other,) = await replies(port, grant(), wire.WorkerCall(call_id=41, start_engine=wire.StartEngine()))
+        rest = [reply async for reply in streamed]
+    assert [reply.warm_up.step for reply in (first, *rest)] == [0, 1, 2]
+    assert [reply.last for reply in (first, *rest)] == [False, False, True]
+    assert {reply.call_id for reply in (first, other, *rest)} == {41}
+    assert other.HasField("started")
+
+
+async def test_a_refused_call_leaves_the_worker_as_it_was(port: Port) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    with pytest.raises(WorkerRefused, match="does not fit"):
+        await replies(port, grant(), wire.WorkerCall(train=wire.Train(update_id="refused")))
+    assert len(await replies(port, grant(), about(""))) == 1
+
+
+async def test_a_call_that_breaks_the_worker_says_why_and_its_death_is_told_once(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    with pytest.raises(WorkerGone, match="RuntimeError: this update broke the worker"):
+        await replies(port, grant(), wire.WorkerCall(train=wire.Train(update_id="broken")))
+    assert await node.deaths.get() == (grant(), 1)
+    with pytest.raises(WorkerGone, match="no worker runs on n0/0"):
+        await replies(port, grant(), about(""))
+    assert node.deaths.empty()
+
+
+async def test_a_killed_worker_fails_its_calls_and_frees_its_gpu(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    (reply,) = await replies(port, grant(), about("pid"))
+    async with aclosing(port.call(grant(), wire.WorkerCall(save=wire.Save()), timeout_s=10)) as streamed:
+        os.kill(int(reply.started.detail), signal.SIGKILL)
+        with pytest.raises(WorkerGone, match="n0/0"):
+            await anext(streamed)
+    assert await node.deaths.get() == (grant(), -signal.SIGKILL)
+    assert not node.gate.is_held(grant().gpu)
+    await port.start_workers(JOB, "t2", [grant(counter=2)])
+
+
+@pytest.mark.parametrize("counter", [1, 3], ids=["older", "newer"])
+async def test_a_call_under_another_token_is_refused(port: Port, counter: int) -> None:
+    await port.start_workers(JOB, "t1", [grant(counter=2)])
+    with pytest.raises(WorkerGone, match=r"runs under 1\.2"):
+        await replies(port, grant(counter=counter), about(""))
+
+
+async def test_a_call_past_its_deadline_is_given_up_by_name(port: Port) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    with pytest.raises(TimeoutError, match="did not answer save"):
+        [reply async for reply in port.call(grant(), wire.WorkerCall(save=wire.Save()), timeout_s=0.1)]
+
+
+async def test_a_worker_that_does_not_leave_is_killed_by_the_stop(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    with pytest.raises(TimeoutError):
+        [reply async for reply in port.call(grant(), wire.WorkerCall(save=wire.Save()), timeout_s=0.05)]
+    await port.stop_workers(JOB, "t2", [grant()])
+    assert not node.gate.is_held(grant().gpu)
+    assert node.deaths.empty()
+
+
+async def test_the_store_address_is_where_the_worker_listens(port: Port) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    host, number = await port.store_address(grant())
+    (reply,) = await replies(port, grant(), about("listener"))
+    assert (host, reply.started.detail) == ("127.0.0.1", str(number))
+
+
+async def test_the_timeline_has_the_slot_contiguous_from_start_to_stop(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    await replies(port, grant(), wire.WorkerCall(warm_up=wire.WarmUp(num_steps=2)))
+    await port.stop_workers(JOB, "t2", [grant()])
+    spans = [json.loads(line) for line in node.timeline.read_text().splitlines()]
+    assert {span["gpu"] for span in spans} == {"n0/0"}
+    assert all(before["end_ns"] == after["start_ns"] for before, after in pairwise(spans))
+    states = [span["state"] for span in spans]
+    want = ["starting", "waiting_prompts", "training", "waiting_prompts"]
+    assert [state for state, before in zip(states, [None, *states], strict=False) if state != before] == want
+
+
+async def test_another_job_is_refused(port: Port) -> None:
+    with pytest.raises(ValueError, match="serves job 'demo', not 'other'"):
+        await port.start_workers(type(JOB)("other"), "t1", [grant()])
+
+
+async def test_bad_grants_on_the_wire_are_refused_by_field(node: Node, channels: Channels) -> None:
+    server = await serve(services_of(node), "127.0.0.1:0")
+    stub = instance_pb2_grpc.InstanceStub(channels.connect(server.endpoint))
+    described = await stub.DescribeWorkers(instance_pb2.DescribeWorkersRequest(job=JOB), timeout=5)
+    assert described.boot == 7
+    with pytest.raises(Exception, match=r"CallRequest\.call is missing"):
+        [reply async for reply in stub.Call(instance_pb2.CallRequest(), timeout=5)]
+    with pytest.raises(Exception, match=r"WorkerCall\.token is missing"):
+        [reply async for reply in stub.Call(instance_pb2.CallRequest(call=wire.WorkerCall(gpu="n0/0")), timeout=5)]
+    await server.stop(grace_s=0)

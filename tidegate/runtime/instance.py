@@ -1,0 +1,206 @@
+"""A service instance as its node offers it: its workers, the node's gate and snapshots; here, and over gRPC.
+
+`LocalInstance` is the `InstancePort` of the instance's own process. `InstanceServicer` and `WeightsServicer` offer the
+same to other processes; their client is `tidegate.runtime.remote_instance`. Refusals are exceptions, which the server
+turns into a status and the exception's name. Invariant: a request that names another job, a bad grant or a path
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+
+from tidegate.codec import decode_grant, decode_grants, encode_grants, encode_token, require
+from tidegate.gate import Gate, GateState
+from tidegate.runtime.crew import WorkerGone, WorkerRefused
+from tidegate.runtime.snapshots import FetchedSnapshot, SnapshotStore
+from tidegate.runtime.workers import LocalWorkers
+from tidegate.types import Grant, JobId, NodeId
+from tidegate.v1 import events_pb2, instance_pb2, instance_pb2_grpc, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+CHUNK_BYTES = 1 << 20
+DEADLINE_MARGIN_S = 1.0
+"""A caller's gRPC deadline is this much later than the call's own, so that it hears which call was late."""
+
+
+class LocalInstance:
+    """This process's instance of one job. It works without gRPC: the lead calls its own node's workers here."""
+
+    def __init__(
+        self, job: JobId, *, node: NodeId, workers: LocalWorkers, gate: Gate, snapshots: SnapshotStore, timeout_s: float
+    ) -> None:
+        """`timeout_s` bounds a snapshot's transfer."""
+        self.node = node
+        self._job = job
+        self._workers = workers
+        self._gate = gate
+        self._snapshots = snapshots
+        self._timeout_s = timeout_s
+
+    async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
+        """Through the gate and ready for calls; raises with none of them started."""
+        self._check_job(job)
+        await self._workers.start(grants)
+
+    async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
+        """Returns when their gates are free: the bytes of device memory still held. Those not there are stopped.
+
+        A slot's memory is its process's own, so that with the process dead nothing is held.
+        """
+        self._check_job(job)
+        await self._workers.stop(grants)
+        return 0
+
+    async def workers(self, job: JobId) -> tuple[Grant, ...]:
+        """Those alive."""
+        self._check_job(job)
+        return self._workers.running()
+
+    def call(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> AsyncGenerator[wire.WorkerReply, None]:
+        """Replies as they come; raises WorkerGone, WorkerRefused (nothing changed) or TimeoutError."""
+        return self._workers.call(grant, call, timeout_s=timeout_s)
+
+    async def store_address(self, grant: Grant) -> tuple[str, int]:
+        """Where the torch store of a world led by this worker listens."""
+        return self._workers.store_address(grant)
+
+    async def fetch_snapshot(self, snapshot: types_pb2.Snapshot) -> str:
+        """The folder on this node that holds the snapshot's files, verified."""
+        return str((await self.fetch(snapshot)).folder)
+
+    async def fetch(self, snapshot: types_pb2.Snapshot) -> FetchedSnapshot:
+        self._check_job(snapshot.job)
+        return await self._snapshots.fetch(snapshot, timeout_s=self._timeout_s)
+
+    async def drop_snapshots(self, job: JobId, *, before_version: int, keep: Sequence[int]) -> None:
+        self.drop(job, before_version=before_version, keep=keep)
+
+    def drop(self, job: str, *, before_version: int, keep: Sequence[int]) -> int:
+        """How many versions were dropped."""
+        return self._snapshots.drop(self._check_job(job), before_version=before_version, keep=keep)
+
+    async def gate_report(self) -> tuple[GateState, ...]:
+        """Of every GPU of this node, whichever service or job had it."""
+        return tuple(self._gate.report())
+
+    def _check_job(self, job: str) -> JobId:
+        if job != self._job:
+            raise ValueError(f"this instance on node {self.node} serves job {self._job!r}, not {job!r}")
+        return self._job
+
+
+class InstanceServicer(instance_pb2_grpc.InstanceServicer):
+    """Offers a `LocalInstance` to other processes. `boot` numbers this start of the instance."""
+
+    def __init__(self, instance: LocalInstance, *, boot: int) -> None:
+        self._instance = instance
+        self._boot = boot
+
+    async def StartWorkers(
+        self, request: instance_pb2.StartWorkersRequest, context: Context
+    ) -> instance_pb2.StartWorkersResponse:
+        grants = decode_grants(request.grants)
+        await self._instance.start_workers(JobId(request.job), request.transition_id, grants)
+        return instance_pb2.StartWorkersResponse(started=request.grants)
+
+    async def StopWorkers(
+        self, request: instance_pb2.StopWorkersRequest, context: Context
+    ) -> instance_pb2.StopWorkersResponse:
+        grants = decode_grants(request.grants)
+        held = await self._instance.stop_workers(JobId(request.job), request.transition_id, grants)
+        return instance_pb2.StopWorkersResponse(released=request.grants, held_bytes=held)
+
+    async def DescribeWorkers(
+        self, request: instance_pb2.DescribeWorkersRequest, context: Context
+    ) -> instance_pb2.DescribeWorkersResponse:
+        grants = await self._instance.workers(JobId(request.job))
+        return instance_pb2.DescribeWorkersResponse(workers=encode_grants(grants), boot=self._boot)
+
+    async def Call(
+        self, request: instance_pb2.CallRequest, context: Context
+    ) -> AsyncIterator[instance_pb2.CallResponse]:
+        require(request, "call")
+        call = request.call
+        require(call, "gpu", "token")
+        grant = decode_grant(types_pb2.Grant(gpu=call.gpu, token=call.token))
+        try:
+            async with aclosing(self._instance.call(grant, call, timeout_s=_time_left(context))) as replies:
+                async for reply in replies:
+                    yield instance_pb2.CallResponse(reply=reply)
+        # These two are answers about the call, and the schema has words for them.
+        except (WorkerRefused, WorkerGone) as error:
+            failed = wire.WorkerReply(
+                call_id=call.call_id, last=True, error=str(error), fatal=isinstance(error, WorkerGone)
+            )
+            yield instance_pb2.CallResponse(reply=failed)
+
+    async def FetchSnapshot(
+        self, request: instance_pb2.FetchSnapshotRequest, context: Context
+    ) -> instance_pb2.FetchSnapshotResponse:
+        require(request, "snapshot")
+        fetched = await self._instance.fetch(request.snapshot)
+        return instance_pb2.FetchSnapshotResponse(folder=str(fetched.folder), fetched_bytes=fetched.fetched_bytes)
+
+    async def DropSnapshots(
+        self, request: instance_pb2.DropSnapshotsRequest, context: Context
+    ) -> instance_pb2.DropSnapshotsResponse:
+        dropped = self._instance.drop(
+            request.job, before_version=request.before_version, keep=list(request.keep_versions)
+        )
+        return instance_pb2.DropSnapshotsResponse(num_dropped=dropped)
+
+    async def ReserveStore(
+        self, request: instance_pb2.ReserveStoreRequest, context: Context
+    ) -> instance_pb2.ReserveStoreResponse:
+        require(request, "grant")
+        host, port = await self._instance.store_address(decode_grant(request.grant))
+        return instance_pb2.ReserveStoreResponse(host=host, port=port)
+
+    async def GateReport(
+        self, request: instance_pb2.GateReportRequest, context: Context
+    ) -> instance_pb2.GateReportResponse:
+        states = await self._instance.gate_report()
+        return instance_pb2.GateReportResponse(
+            node=self._instance.node, gpus=[_encode_state(state) for state in states]
+        )
+
+
+class WeightsServicer(instance_pb2_grpc.WeightsServicer):
+    """Serves this node's snapshot files to other nodes."""
+
+    def __init__(self, snapshots: SnapshotStore) -> None:
+        self._snapshots = snapshots
+
+    async def FetchShard(
+        self, request: instance_pb2.FetchShardRequest, context: Context
+    ) -> AsyncIterator[instance_pb2.FetchShardResponse]:
+        path = self._snapshots.file_to_serve(
+            request.job,
+            incarnation=request.incarnation,
+            version=request.version,
+            file=request.file,
+            grants=request.grants,
+        )
+        # Host memory: a chunk is read in well under a millisecond.
+        with path.open("rb") as stream:  # see above
+            while chunk := stream.read(CHUNK_BYTES):
+                yield instance_pb2.FetchShardResponse(chunk=chunk)
+
+
+def _time_left(context: Context) -> float:
+    """For the call itself; the server lets no call in without a deadline."""
+    remaining_s = context.time_remaining()
+    assert remaining_s is not None
+    return max(0.0, remaining_s - DEADLINE_MARGIN_S)
+
+
+def _encode_state(state: GateState) -> events_pb2.GateState:
+    token = None if state.highest_token is None else encode_token(state.highest_token)
+    return events_pb2.GateState(gpu=state.gpu, highest_token=token, held=state.held)

@@ -1,0 +1,165 @@
+"""One worker process as its service holds it: calls out, replies in, its death seen once.
+
+Replies are told apart by call id: a caller's own id comes back to it, the one on the channel is this module's.
+Invariants: every call ends, by its last reply, by its deadline, or by `WorkerGone`; no reply reaches two calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+from tidegate.runtime.channel import AsyncChannel, ChannelClosed
+from tidegate.runtime.crew import WorkerGone, WorkerRefused
+from tidegate.runtime.launch import WorkerProcess
+from tidegate.runtime.worker import READY_CALL_ID
+from tidegate.types import Grant
+from tidegate.v1 import workers_pb2 as wire
+
+OnSpans = Callable[[Grant, Sequence[wire.Span]], None]
+_Replies = asyncio.Queue[wire.WorkerReply | None]
+"""None: the worker is gone."""
+_DRAIN_S = 1.0
+"""For what a dead worker had written; a process that it forked may keep the channel open for longer."""
+
+
+class LocalWorker:
+    """A started process. `attach` it to its channel first."""
+
+    def __init__(self, grant: Grant, process: WorkerProcess, *, log_path: Path, on_spans: OnSpans) -> None:
+        self.grant = grant
+        self.process = process
+        self.ends_quietly = True
+        """Its end is nobody's news: it is not ready yet, or it was told to stop."""
+        self._log_path = log_path
+        self._on_spans = on_spans
+        self._ids = itertools.count(READY_CALL_ID + 1)
+        self._open: dict[int, _Replies] = {READY_CALL_ID: asyncio.Queue()}
+        self._exit_status: int | None = None
+
+    async def attach(self, sock: socket.socket) -> None:
+        """Takes the service's end of the channel over."""
+        self._channel = await AsyncChannel.open(sock, wire.WorkerReply)
+        self._life = asyncio.create_task(self._live(), name=f"worker-{self.grant.gpu}")
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._life.done()
+
+    async def until_ready(self, *, timeout_s: float) -> None:
+        """Raises WorkerGone when it died first, TimeoutError when it needs longer."""
+        async with asyncio.timeout(timeout_s):
+            if await self._open[READY_CALL_ID].get() is None:
+                raise self._gone()
+        del self._open[READY_CALL_ID]
+        self.ends_quietly = False
+
+    async def call(self, call: wire.WorkerCall, *, timeout_s: float) -> AsyncGenerator[wire.WorkerReply, None]:
+        """The replies as they come. Raises WorkerRefused (nothing changed), WorkerGone or TimeoutError.
+
+        After a TimeoutError the worker may still be at it; later replies are dropped.
+        """
+        if not self.is_alive:
+            raise self._gone()
+        call_id, replies = next(self._ids), _Replies()
+        self._open[call_id] = replies
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        sent = wire.WorkerCall()
+        sent.CopyFrom(call)
+        sent.call_id = call_id
+        try:
+            await self._send(sent, deadline, timeout_s)
+            while True:
+                reply = await self._next(replies, deadline, call, timeout_s)
+                reply.call_id = call.call_id
+                yield reply
+                if reply.last:
+                    return
+        finally:
+            del self._open[call_id]
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Ask it to leave, kill it when it has not by then; returns once it is dead."""
+        self.ends_quietly = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                stop = wire.WorkerCall(stop=wire.Stop())
+                async with aclosing(self.call(stop, timeout_s=timeout_s)) as replies:
+                    async for _ in replies:
+                        pass
+                await self.until_dead()
+        # Stopping is the end of it either way: what would not leave is killed.
+        except (TimeoutError, WorkerGone, WorkerRefused):
+            self.process.kill()
+        await self.until_dead()
+
+    async def until_dead(self) -> int:
+        """Its exit status."""
+        return await asyncio.shield(self._life)
+
+    async def _send(self, call: wire.WorkerCall, deadline: float, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._channel.send(call)
+        except ChannelClosed:
+            await self.until_dead()
+            raise self._gone() from None
+        except TimeoutError:
+            raise self._late(call, timeout_s) from None
+
+    async def _next(
+        self, replies: _Replies, deadline: float, call: wire.WorkerCall, timeout_s: float
+    ) -> wire.WorkerReply:
+        try:
+            async with asyncio.timeout_at(deadline):
+                reply = await replies.get()
+        except TimeoutError:
+            raise self._late(call, timeout_s) from None
+        if reply is None:
+            raise self._gone()
+        if reply.fatal:
+            raise WorkerGone(f"{reply.error} (log: {self._log_path})")
+        if reply.error:
+            raise WorkerRefused(reply.error)
+        return reply
+
+    async def _live(self) -> int:
+        reading = asyncio.create_task(self._read())
+        dying = asyncio.create_task(self.process.wait())
+        await asyncio.wait({reading, dying}, return_when=asyncio.FIRST_COMPLETED)
+        # Without its channel a worker is of no use, and it leaves by itself only if its watcher can run.
+        self.process.kill()
+        status = await dying
+        await asyncio.wait({reading}, timeout=_DRAIN_S)
+        reading.cancel()
+        self._channel.close()
+        # Nobody could tell the status only if the fork server is dead, and then the kernel killed its workers.
+        self._exit_status = -signal.SIGKILL if status is None else status
+        for replies in self._open.values():
+            replies.put_nowait(None)
+        return self._exit_status
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                reply = await self._channel.receive()
+                if reply.spans:
+                    self._on_spans(self.grant, reply.spans)
+                if (replies := self._open.get(reply.call_id)) is not None:
+                    replies.put_nowait(reply)
+        except ChannelClosed:
+            return
+
+    def _gone(self) -> WorkerGone:
+        return WorkerGone(
+            f"the worker of {self.grant.gpu} ended with status {self._exit_status}; its log {self._log_path} says why"
+        )
+
+    def _late(self, call: wire.WorkerCall, timeout_s: float) -> TimeoutError:
+        kind = call.WhichOneof("body")
+        return TimeoutError(f"the worker of {self.grant.gpu} did not answer {kind} within {timeout_s:g} s")

@@ -1,0 +1,152 @@
+"""Instances on other nodes, with the same Python interface as the one in this process.
+
+The channels are those of `tidegate.adapters.grpc_client`: what a peer refuses arrives as `PeerRefused` with the name of
+its exception, and leaves here as that exception; a peer that gives no answer is a `WorkerGone`. Invariant: a lead
+cannot tell from what it sees whether an instance is local or remote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+
+from tidegate.codec import WireError, decode_grants, decode_token, encode_grant, encode_grants, encode_token
+from tidegate.gate import GateClosed, GateDamaged, GateState
+from tidegate.ownership import StaleToken
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.runtime.crew import WorkerGone, WorkerRefused
+from tidegate.runtime.instance import DEADLINE_MARGIN_S
+from tidegate.runtime.launch import LauncherGone, LaunchRefused
+from tidegate.runtime.snapshots import SnapshotUnavailable, StaleSnapshot
+from tidegate.types import GpuId, Grant, JobId
+from tidegate.v1 import events_pb2, instance_pb2, instance_pb2_grpc, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+_NAMED_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (
+        GateClosed,
+        GateDamaged,
+        LaunchRefused,
+        LauncherGone,
+        SnapshotUnavailable,
+        StaleSnapshot,
+        StaleToken,
+        TimeoutError,
+        ValueError,
+        WireError,
+        WorkerGone,
+    )
+}
+
+
+class RemoteInstance:
+    """An instance behind a channel. `timeout_s` bounds what is no worker's call: starts, stops and transfers."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, timeout_s: float) -> None:
+        self._stub = instance_pb2_grpc.InstanceStub(channel)
+        self._timeout_s = timeout_s
+
+    async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
+        """Through the gate and ready for calls; raises with none of them started."""
+        request = instance_pb2.StartWorkersRequest(job=job, transition_id=transition, grants=encode_grants(grants))
+        with _errors_as_named():
+            await self._stub.StartWorkers(request, timeout=self._timeout_s)
+
+    async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
+        """Returns when their gates are free: the bytes of device memory still held. Those not there are stopped."""
+        request = instance_pb2.StopWorkersRequest(job=job, transition_id=transition, grants=encode_grants(grants))
+        with _errors_as_named():
+            return (await self._stub.StopWorkers(request, timeout=self._timeout_s)).held_bytes
+
+    async def workers(self, job: JobId) -> tuple[Grant, ...]:
+        """Those alive."""
+        with _errors_as_named():
+            request = instance_pb2.DescribeWorkersRequest(job=job)
+            return decode_grants((await self._stub.DescribeWorkers(request, timeout=self._timeout_s)).workers)
+
+    async def call(
+        self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
+    ) -> AsyncGenerator[wire.WorkerReply, None]:
+        """Replies as they come; raises WorkerGone, WorkerRefused (nothing changed) or TimeoutError."""
+        addressed = wire.WorkerCall()
+        addressed.CopyFrom(call)
+        addressed.gpu = grant.gpu
+        addressed.token.CopyFrom(encode_token(grant.token))
+        request = instance_pb2.CallRequest(call=addressed)
+        with _errors_as_named():
+            responses = self._stub.Call(request, timeout=timeout_s + DEADLINE_MARGIN_S)
+            try:
+                async for response in responses:
+                    if response.reply.error:
+                        raise (WorkerGone if response.reply.fatal else WorkerRefused)(response.reply.error)
+                    yield response.reply
+            finally:
+                responses.cancel()
+
+    async def store_address(self, grant: Grant) -> tuple[str, int]:
+        """Where the torch store of a world led by this worker listens."""
+        with _errors_as_named():
+            request = instance_pb2.ReserveStoreRequest(grant=encode_grant(grant))
+            reserved = await self._stub.ReserveStore(request, timeout=self._timeout_s)
+        return reserved.host, reserved.port
+
+    async def fetch_snapshot(self, snapshot: types_pb2.Snapshot) -> str:
+        """The folder on its node that holds the snapshot's files, verified."""
+        with _errors_as_named():
+            request = instance_pb2.FetchSnapshotRequest(snapshot=snapshot)
+            return (await self._stub.FetchSnapshot(request, timeout=self._timeout_s)).folder
+
+    async def drop_snapshots(self, job: JobId, *, before_version: int, keep: Sequence[int]) -> None:
+        request = instance_pb2.DropSnapshotsRequest(job=job, before_version=before_version, keep_versions=keep)
+        with _errors_as_named():
+            await self._stub.DropSnapshots(request, timeout=self._timeout_s)
+
+    async def gate_report(self) -> tuple[GateState, ...]:
+        """Of every GPU of its node, whichever service or job had it."""
+        with _errors_as_named():
+            report = await self._stub.GateReport(instance_pb2.GateReportRequest(), timeout=self._timeout_s)
+        return tuple(_decode_state(state) for state in report.gpus)
+
+
+class GrpcShardSource:
+    """Reads snapshot files from the instances that serve them. `connect` gives the channel to an endpoint."""
+
+    def __init__(self, connect: Callable[[str], grpc.aio.Channel]) -> None:
+        self._connect = connect
+
+    async def read(
+        self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, *, timeout_s: float
+    ) -> AsyncIterator[bytes]:
+        """Its bytes in order; raises SnapshotUnavailable, StaleSnapshot or WorkerGone."""
+        request = instance_pb2.FetchShardRequest(
+            job=snapshot.job,
+            incarnation=snapshot.incarnation,
+            version=snapshot.version,
+            file=shard.file,
+            grants=snapshot.grants,
+        )
+        stub = instance_pb2_grpc.WeightsStub(self._connect(shard.endpoint))
+        with _errors_as_named():
+            async for response in stub.FetchShard(request, timeout=timeout_s):
+                yield response.chunk
+
+
+@contextmanager
+def _errors_as_named() -> Iterator[None]:
+    try:
+        yield
+    except PeerUnavailable as error:
+        raise WorkerGone(str(error)) from error
+    except PeerRefused as error:
+        named = _NAMED_ERRORS.get(error.error)
+        if named is None:
+            raise
+        raise named(str(error)) from error
+
+
+def _decode_state(state: events_pb2.GateState) -> GateState:
+    token = decode_token(state.highest_token) if state.HasField("highest_token") else None
+    return GateState(GpuId(state.gpu), token, state.held)

@@ -1,0 +1,213 @@
+"""A node's snapshots of weights in host memory: kept, served to other nodes, brought here, dropped.
+
+They lie in `<root>/<job>/<incarnation>/<version>/<file>`, where workers of this node also write and read them. A file
+is brought under another name and gets its own only when size and checksum are those that its writer told; it never
+changes afterwards. Invariants:
+- no name that comes from outside leads out of the root;
+- what is served or brought is refused when its writer's tokens are older than those of an earlier version
+  (`SnapshotTokens`): a superseded actor cannot slip its weights in;
+- any number of callers that want one snapshot share one transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from tidegate.checksums import combined_checksum, file_checksum
+from tidegate.codec import WireError, decode_grants, decode_job, require
+from tidegate.types import GpuId, Grant, JobId, NodeId, Token
+from tidegate.v1 import types_pb2
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class SnapshotUnavailable(LookupError):
+    """A file of the snapshot is not where it should be, or is not what its writer said: the version cannot be had."""
+
+
+class StaleSnapshot(RuntimeError):
+    """The snapshot was written under tokens that had been superseded."""
+
+
+class ShardSource(Protocol):
+    """Where a file of a snapshot on another node is read."""
+
+    def read(
+        self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, *, timeout_s: float
+    ) -> AsyncIterator[bytes]:
+        """Its bytes in order; raises SnapshotUnavailable or StaleSnapshot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedSnapshot:
+    """`fetched_bytes` came from other nodes in this call."""
+
+    folder: Path
+    fetched_bytes: int
+
+
+@dataclass(slots=True)
+class SnapshotTokens:
+    """The tokens that wrote each version, as far as seen: per GPU they never shrink from one version to a later one.
+
+    An old version with the old tokens that it was written under stays welcome (the reference policy).
+    """
+
+    _seen: dict[tuple[JobId, GpuId], list[tuple[tuple[int, int], Token]]] = field(default_factory=dict)
+
+    def check(self, job: JobId, *, incarnation: int, version: int, grants: Iterable[Grant]) -> None:
+        """Raises StaleSnapshot, and otherwise remembers them."""
+        at = (incarnation, version)
+        held = list(grants)
+        for grant in held:
+            newest = max((token for seen, token in self._seen.get((job, grant.gpu), []) if seen <= at), default=None)
+            if newest is not None and grant.token < newest:
+                raise StaleSnapshot(
+                    f"version {version} of {job} was written on {grant.gpu} under token {grant.token}; an earlier one "
+                    f"was written there under {newest}, so its writer had lost the GPU: ask the actor's lead again"
+                )
+        for grant in held:
+            # A version whose token a version before it had says nothing new.
+            seen = self._seen.setdefault((job, grant.gpu), [])
+            if not any(before <= at and token == grant.token for before, token in seen):
+                seen.append((at, grant.token))
+
+
+class SnapshotStore:
+    """The snapshots under one node's root. One event loop uses it."""
+
+    def __init__(self, root: Path, *, node: NodeId, source: ShardSource) -> None:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._root = root
+        self._node = node
+        self._source = source
+        self._tokens = SnapshotTokens()
+        self._fetches: dict[Path, asyncio.Task[int]] = {}
+        self._verified: set[tuple[Path, str]] = set()
+
+    def folder(self, job: JobId, *, incarnation: int, version: int) -> Path:
+        return self._root / job / str(incarnation) / str(version)
+
+    async def fetch(self, snapshot: types_pb2.Snapshot, *, timeout_s: float) -> FetchedSnapshot:
+        """Every file of it here and verified. Raises WireError, StaleSnapshot, SnapshotUnavailable or TimeoutError."""
+        folder = self._check(snapshot)
+        fetch = self._fetches.get(folder)
+        if fetch is None:
+            fetch = asyncio.create_task(self._bring(snapshot, folder, timeout_s=timeout_s), name=f"fetch-{folder}")
+            self._fetches[folder] = fetch
+            fetch.add_done_callback(lambda _: self._fetches.pop(folder, None))
+        async with asyncio.timeout(timeout_s):
+            return FetchedSnapshot(folder, await asyncio.shield(fetch))
+
+    def file_to_serve(
+        self, job: str, *, incarnation: int, version: int, file: str, grants: Sequence[types_pb2.Grant]
+    ) -> Path:
+        """The file that another node asks for. Raises WireError, StaleSnapshot or SnapshotUnavailable."""
+        checked_job = decode_job(job, field="FetchShardRequest.job")
+        _check_file(file, "FetchShardRequest.file")
+        self._tokens.check(checked_job, incarnation=incarnation, version=version, grants=decode_grants(grants))
+        path = self.folder(checked_job, incarnation=incarnation, version=version) / file
+        if not path.is_file():
+            raise SnapshotUnavailable(
+                f"{file} of version {version} (incarnation {incarnation}) of {job} is not on node {self._node}: it was "
+                "dropped, or never written here"
+            )
+        return path
+
+    def drop(self, job: JobId, *, before_version: int, keep: Sequence[int]) -> int:
+        """Frees older versions of every incarnation; how many."""
+        versions = [
+            folder
+            for folder in sorted((self._root / job).glob("*/*"))
+            if folder.name.isdecimal() and int(folder.name) < before_version and int(folder.name) not in keep
+        ]
+        for folder in versions:
+            shutil.rmtree(folder, ignore_errors=True)
+        dropped = set(versions)
+        self._verified = {(path, checksum) for path, checksum in self._verified if path.parent not in dropped}
+        return len(versions)
+
+    def _check(self, snapshot: types_pb2.Snapshot) -> Path:
+        require(snapshot, "job", "shards", "checksum")
+        job = decode_job(snapshot.job, field="Snapshot.job")
+        for shard in snapshot.shards:
+            require(shard, "node", "checksum")
+            _check_file(shard.file, "SnapshotShard.file")
+        checksums = {shard.file: shard.checksum for shard in snapshot.shards}
+        if len(checksums) != len(snapshot.shards):
+            raise WireError(f"Snapshot.shards of version {snapshot.version} name a file twice; each is there once")
+        if (combined := combined_checksum(checksums)) != snapshot.checksum:
+            raise WireError(f"Snapshot.checksum is {snapshot.checksum}, its files make it {combined}")
+        self._tokens.check(
+            job, incarnation=snapshot.incarnation, version=snapshot.version, grants=decode_grants(snapshot.grants)
+        )
+        return self.folder(job, incarnation=snapshot.incarnation, version=snapshot.version)
+
+    async def _bring(self, snapshot: types_pb2.Snapshot, folder: Path, *, timeout_s: float) -> int:
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        brought = [await self._bring_file(snapshot, shard, folder, timeout_s=timeout_s) for shard in snapshot.shards]
+        return sum(brought)
+
+    async def _bring_file(
+        self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, folder: Path, *, timeout_s: float
+    ) -> int:
+        path = folder / shard.file
+        if (path, shard.checksum) in self._verified and path.exists():
+            return 0
+        fetched_bytes = 0
+        if not path.exists():
+            if shard.node == self._node:
+                raise SnapshotUnavailable(
+                    f"{shard.file} of version {snapshot.version} was written on this node ({self._node}) and is gone "
+                    f"from {folder}: it was dropped, or the host's memory was lost"
+                )
+            fetched_bytes = await self._transfer(snapshot, shard, path, timeout_s=timeout_s)
+        else:
+            found = (path.stat().st_size, await asyncio.to_thread(file_checksum, path))
+            _check_content(shard, found, where=str(path))
+        self._verified.add((path, shard.checksum))
+        return fetched_bytes
+
+    async def _transfer(
+        self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, path: Path, *, timeout_s: float
+    ) -> int:
+        # Another instance of this node may be at the same file: whoever is last replaces it with equal bytes.
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        digest = hashlib.blake2b(digest_size=16)
+        size_bytes = 0
+        try:
+            with partial.open("wb") as stream:
+                async for chunk in self._source.read(snapshot, shard, timeout_s=timeout_s):
+                    size_bytes += len(chunk)
+                    if size_bytes > shard.size_bytes:
+                        break
+                    digest.update(chunk)
+                    stream.write(chunk)
+            _check_content(shard, (size_bytes, digest.hexdigest()), where=f"{shard.node} ({shard.endpoint})")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return size_bytes
+
+
+def _check_content(shard: types_pb2.SnapshotShard, found: tuple[int, str], *, where: str) -> None:
+    want = (shard.size_bytes, shard.checksum)
+    if found != want:
+        raise SnapshotUnavailable(
+            f"{shard.file} from {where} has {found[0]} bytes with checksum {found[1]}, its writer said {want[0]} bytes "
+            f"and {want[1]}: drop the version and publish it again"
+        )
+
+
+def _check_file(name: str, field_name: str) -> None:
+    if not _FILE_NAME.fullmatch(name):
+        raise WireError(f"{field_name} is {name!r}; it must be a plain file name of letters, digits, '.', '_' and '-'")

@@ -1,0 +1,193 @@
+"""All workers of one service instance on its node: started through the gate, called, watched, ended.
+
+Invariants:
+- a worker has passed the gate with its grant, and the GPU is held for exactly as long as it lives;
+- one worker a GPU; a call or a stop reaches the worker of exactly its token, never that of a later owner;
+- starting what runs and stopping what does not is done already;
+- a death that nobody asked for is told to `on_death` once, after the worker's calls have failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from tidegate.codec import encode_token
+from tidegate.gate import Gate, GateClosed
+from tidegate.runtime.crew import WorkerGone
+from tidegate.runtime.launch import WorkerFds, WorkerLauncher, WorkerSpec
+from tidegate.runtime.local_worker import LocalWorker
+from tidegate.types import GpuId, Grant
+from tidegate.v1 import workers_pb2 as wire
+
+OnDeath = Callable[[Grant, int], Awaitable[None]]
+"""(grant, exit status; negative: the signal)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHome:
+    """What the workers of an instance run, where they write, and how long they may take.
+
+    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}; `data_host` is where their stores listen.
+    """
+
+    entry: str
+    log_dir: Path
+    timeline: Path
+    data_host: str = "127.0.0.1"
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 60.0
+    stop_timeout_s: float = 10.0
+
+
+class LocalWorkers:
+    """See the module. One event loop uses it."""
+
+    def __init__(self, home: WorkerHome, *, gate: Gate, launcher: WorkerLauncher, on_death: OnDeath) -> None:
+        for folder in (home.log_dir, home.timeline.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._home = home
+        self._gate = gate
+        self._launcher = launcher
+        self._on_death = on_death
+        self._workers: dict[GpuId, LocalWorker] = {}
+        self._stores: dict[GpuId, tuple[str, int]] = {}
+        self._locks: defaultdict[GpuId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._watches: set[asyncio.Task[None]] = set()
+
+    def running(self) -> tuple[Grant, ...]:
+        """The grants of the workers alive, in order of GPU."""
+        return tuple(sorted(worker.grant for worker in self._workers.values() if worker.is_alive))
+
+    async def start(self, grants: Sequence[Grant]) -> None:
+        """All ready for calls. Raises StaleToken, GateClosed, LaunchRefused, LauncherGone, WorkerGone or TimeoutError,
+        with none of them left that this call started."""
+        outcomes = await asyncio.gather(*(self._start(grant) for grant in grants), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            started = [grant for grant, outcome in zip(grants, outcomes, strict=True) if outcome is True]
+            await self.stop(started)
+            raise failures[0]
+
+    async def stop(self, grants: Sequence[Grant]) -> None:
+        """Returns when none of these grants has a worker and their GPUs are free; GateClosed when one is not."""
+        await asyncio.gather(*(self._stop(grant) for grant in grants))
+
+    async def call(
+        self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
+    ) -> AsyncGenerator[wire.WorkerReply, None]:
+        """The replies as they come. Raises WorkerRefused (nothing changed), WorkerGone or TimeoutError."""
+        worker = self._worker(grant)
+        addressed = wire.WorkerCall()
+        addressed.CopyFrom(call)
+        addressed.gpu = grant.gpu
+        addressed.token.CopyFrom(encode_token(grant.token))
+        async with aclosing(worker.call(addressed, timeout_s=timeout_s)) as replies:
+            async for reply in replies:
+                yield reply
+
+    def store_address(self, grant: Grant) -> tuple[str, int]:
+        """Where the worker's `store_listener` listens; WorkerGone without that worker."""
+        self._worker(grant)
+        return self._stores[grant.gpu]
+
+    async def aclose(self) -> None:
+        """Stops all workers."""
+        await self.stop([worker.grant for worker in self._workers.values()])
+        await asyncio.gather(*self._watches)
+
+    def _worker(self, grant: Grant) -> LocalWorker:
+        worker = self._workers.get(grant.gpu)
+        if worker is None or not worker.is_alive:
+            raise WorkerGone(f"no worker runs on {grant.gpu} (asked for under token {grant.token})")
+        if worker.grant != grant:
+            raise WorkerGone(
+                f"the call for {grant.gpu} carries token {grant.token}, its worker runs under {worker.grant.token}: "
+                "refused, ask the scheduler who owns it now"
+            )
+        return worker
+
+    async def _start(self, grant: Grant) -> bool:
+        """Whether it was started now; False when it ran already."""
+        async with self._locks[grant.gpu]:
+            running = self._workers.get(grant.gpu)
+            if running is not None and running.is_alive and running.grant == grant:
+                return False
+            worker = await self._launch(grant)
+            try:
+                await worker.until_ready(timeout_s=self._home.start_timeout_s)
+            except BaseException:
+                # Cancelled too: nobody would ever call it.
+                worker.process.kill()
+                await worker.until_dead()
+                raise
+            return True
+
+    async def _launch(self, grant: Grant) -> LocalWorker:
+        hold = self._gate.acquire(grant)
+        ours, theirs = socket.socketpair()
+        listener = socket.create_server((self._home.data_host, 0))
+        log_path = self._home.log_dir / f"worker-{quote(grant.gpu, safe='').replace('%2F', '-')}.log"
+        spec = WorkerSpec(entry=self._home.entry, grant=grant, log_path=log_path, env=self._home.env)
+        try:
+            fds = WorkerFds(theirs.fileno(), hold.fileno(), listener.fileno())
+            process = await self._launcher.launch(spec, fds)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            hold.close()
+            theirs.close()
+            host, port = listener.getsockname()[:2]
+            listener.close()
+        worker = LocalWorker(grant, process, log_path=log_path, on_spans=self._write_spans)
+        await worker.attach(ours)
+        self._workers[grant.gpu] = worker
+        self._stores[grant.gpu] = (host, port)
+        watch = asyncio.create_task(self._watch(worker), name=f"watch-{grant.gpu}")
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+        return worker
+
+    async def _watch(self, worker: LocalWorker) -> None:
+        status = await worker.until_dead()
+        if self._workers.get(worker.grant.gpu) is worker:
+            del self._workers[worker.grant.gpu]
+            del self._stores[worker.grant.gpu]
+        if not worker.ends_quietly:
+            await self._on_death(worker.grant, status)
+
+    async def _stop(self, grant: Grant) -> None:
+        async with self._locks[grant.gpu]:
+            worker = self._workers.get(grant.gpu)
+            if worker is None or worker.grant != grant:
+                return
+            await worker.stop(timeout_s=self._home.stop_timeout_s)
+            is_free = await asyncio.to_thread(
+                self._gate.wait_until_free, grant.gpu, timeout_s=self._home.stop_timeout_s
+            )
+            if not is_free:
+                raise GateClosed(
+                    f"{grant.gpu} is still held {self._home.stop_timeout_s:g} s after its worker "
+                    f"{worker.process.pid} died: a process that it started keeps the descriptor; end that one"
+                )
+
+    def _write_spans(self, grant: Grant, spans: Sequence[wire.Span]) -> None:
+        lines = [
+            json.dumps({"gpu": grant.gpu, "state": span.state, "start_ns": span.start_ns, "end_ns": span.end_ns})
+            for span in spans
+        ]
+        # One write a reply: whole lines at the end of the file, whoever else writes there.
+        fd = os.open(self._home.timeline, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, "".join(f"{line}\n" for line in lines).encode())
+        finally:
+            os.close(fd)
