@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -109,7 +110,9 @@ class NatsLink:
         return cls(connection, deadline_s=deadline_s)
 
     async def close(self) -> None:
-        await self._connection.close()
+        """Also while the server is away: what it was not sent is given up, its callers were told so."""
+        with suppress(ConnectionError):
+            await self._connection.close()
 
     async def api(self, call: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """JetStream's management API, `$JS.API.<call>`."""
