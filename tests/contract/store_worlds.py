@@ -10,12 +10,15 @@ from typing import Protocol
 from redis import Redis
 
 from tidegate.adapters.cell_store import CellStore
-from tidegate.adapters.memory_store import MemoryServer, memory_store
-from tidegate.adapters.redis_store import Script, redis_store
+from tidegate.adapters.cells import Cells
+from tidegate.adapters.memory_store import MemoryCells, MemoryServer
+from tidegate.adapters.redis_store import Script, redis_cells
 from tidegate.runtime.embedded import EmbeddedServer
 
 
 class World(Protocol):
+    def cells(self) -> Cells: ...
+
     def client(self) -> CellStore: ...
 
     async def pass_ms(self, duration_ms: int) -> None: ...
@@ -38,8 +41,11 @@ class MemoryWorld:
     def __init__(self) -> None:
         self._server = MemoryServer()
 
+    def cells(self) -> Cells:
+        return MemoryCells(self._server)
+
     def client(self) -> CellStore:
-        return memory_store(self._server)
+        return CellStore(self.cells())
 
     async def pass_ms(self, duration_ms: int) -> None:
         self._server.pass_ms(duration_ms)
@@ -72,8 +78,11 @@ class RedisWorld:
         with Redis(port=self._server.port) as raw:
             raw.flushall()
 
+    def cells(self) -> Cells:
+        return redis_cells(f"redis://127.0.0.1:{self._proxy.port}/0")
+
     def client(self) -> CellStore:
-        self._clients.append(redis_store(f"redis://127.0.0.1:{self._proxy.port}/0"))
+        self._clients.append(CellStore(self.cells()))
         return self._clients[-1]
 
     async def pass_ms(self, duration_ms: int) -> None:

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from tests.contract.store_worlds import MemoryWorld, RedisWorld, World
 from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.cells import Cell, Session
 from tidegate.ownership import (
     GpuBusy,
     GpuRecord,
@@ -189,6 +190,19 @@ class TestAdoption:
         await world.restart()
         await opened(world, term=2)
         assert await refused(clients) == set(GUARDED_CALLS)
+
+    async def test_a_write_decided_before_a_restart_is_refused_by_itself(self, world: World, store: CellStore) -> None:
+        found = await store.identity()
+        before = Session(found.run_id, found.term)
+        await world.restart()
+        cells, cell = world.cells(), Cell("boots", ONE)
+        with pytest.raises(StoreNotAdopted):
+            await cells.swap(before, expected={cell: None}, writes={cell: b"1"})
+        after = await opened(world, term=2)
+        with pytest.raises(StoreNotAdopted):
+            await cells.swap(before, expected={cell: None}, writes={cell: b"1"})
+        assert await after.next_boot(ONE) == 1
+        await cells.aclose()
 
     async def test_a_restart_keeps_the_data_and_closes_the_store_until_it_is_adopted(
         self, world: World, store: CellStore

@@ -119,18 +119,33 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     @rule(transition=planned, index=st.integers(0, 2), step=st.sampled_from(STEPS))
     def advance(self, transition: Transition, index: int, step: tuple[MoveState, MoveState]) -> None:
-        if not transition.moves:
+        if transition.moves:
+            self.step(transition, transition.moves[index % len(transition.moves)].gpu, step)
+
+    @rule(gpu=st.sampled_from(GPUS), receiver=st.sampled_from((None, *OWNERS)), num_steps=st.integers(1, 5))
+    def hand_over(self, gpu: GpuId, receiver: Owner | None, num_steps: int) -> None:
+        """Some or all of the way that a single move takes when nothing comes between."""
+        job = receiver.job if receiver else JOBS[0]
+        transition = self.plan(job, {gpu: receiver})
+        if not isinstance(transition, Transition) or not transition.moves:
             return
-        gpu = transition.moves[index % len(transition.moves)].gpu
+        for step in STEPS[:num_steps]:
+            self.step(transition, gpu, step)
+        if num_steps > len(STEPS):
+            for part in transition.parts:
+                self.commit(transition, part.role)
+            self.close(transition)
+
+    def step(self, transition: Transition, gpu: GpuId, step: tuple[MoveState, MoveState]) -> None:
         from_state, to_state = step
         record = self.do(self.store.gpus())[gpu]
         if to_state is MoveState.RELEASED and record.transition == transition.id:
             self.holders[gpu] = None
-        before = record.token
         after = self.tried(self.store.advance(transition, gpu, from_state=from_state, to_state=to_state))
-        granted = after.move(gpu).granted_token if after else None
-        if to_state is MoveState.ACQUIRING and granted is not None and granted > before:
-            assert after is not None
+        if after and to_state is MoveState.ACQUIRING and record.state is GpuState.FREE:
+            granted = after.move(gpu).granted_token
+            assert granted is not None
+            assert granted > record.token
             assert self.holders[gpu] is None, f"{gpu} was granted while {self.holders[gpu]} holds it"
             self.holders[gpu], self.passed[gpu] = after.move(gpu).target, granted
 

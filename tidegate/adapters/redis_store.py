@@ -113,6 +113,10 @@ class RedisCells:
 
 def redis_store(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> CellStore:
     """A client of the server at `url` (redis://[user:password@]host:port/db). It connects at its first call."""
+    return CellStore(redis_cells(url, socket_timeout_s=socket_timeout_s))
+
+
+def redis_cells(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> RedisCells:
     client = Redis.from_url(
         url,
         socket_timeout=socket_timeout_s,
@@ -122,7 +126,7 @@ def redis_store(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> Cell
     )
     where = client.connection_pool.connection_kwargs
     place = where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
-    return CellStore(RedisCells(client, place=place))
+    return RedisCells(client, place=place)
 
 
 class _Keys:
