@@ -196,7 +196,8 @@ def decode_state(encoded: bytes) -> ClusterState:
         raise ValueError(
             f"scheduler state of format {found!r}, this code reads {STATE_FORMAT}: use the code that wrote it"
         )
-    return _typed(ClusterState, document.get("state"), "state")
+    state: ClusterState = _typed(ClusterState, document["state"], "state")
+    return state
 
 
 def _plain(value: object) -> Any:

@@ -143,23 +143,26 @@ class Reclaim:
 
 @dataclass(frozen=True, slots=True)
 class AskGate:
-    """Ask the node's gate through any living instance on it; the answer comes as `GateReported`.
+    """Ask the gate of the GPU's node through any living instance on it. The answer comes as `GateReported`, in an event
+    whose `grants` are this one: an answer about an earlier grant says nothing.
 
     `is_needed`: a component cannot work before it; else it goes on with the GPUs that it has.
     """
 
     id: CommandId
     node: NodeId
+    grant: Grant
     endpoints: tuple[str, ...]
     is_needed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Nothing to send: wait for what only others can do, and give up at its last deadline."""
+    """Nothing to send: wait for what only others can do; still wanted after `wait_ms`, it is given up."""
 
     id: CommandId
     what: str
+    wait_ms: int
 
 
 @dataclass(frozen=True, slots=True)

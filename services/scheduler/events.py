@@ -146,6 +146,8 @@ class GateState:
 
 @dataclass(frozen=True, slots=True)
 class GateReported:
+    """What counts is what it says of the grants that its event names: those that it was asked about."""
+
     node: NodeId
     gpus: tuple[GateState, ...]
 

@@ -93,7 +93,7 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
         case ev.LayoutCommitted():
             return ownership_view.committed(state, event, body)
         case ev.GateReported():
-            return ownership_view.gate_reported(state, body)
+            return ownership_view.gate_reported(state, event, body)
         case ev.OwnershipObserved():
             return ownership_view.observed(state, body)
 

@@ -180,16 +180,13 @@ def _kind(command: cmd.Command) -> Kind:
 def _expected(state: ClusterState, command: cmd.Command, key: str, now_ms: int) -> Expectation:
     known, kind = state.expectations.get(key), _kind(command)
     num_issued = (known.num_issued if known else 0) + 1
-    deadline_ms = command_deadline_ms(state)
     match kind:
         case Kind.STORE:
             wait_ms = STORE_DEADLINE_MS
         case Kind.GATE:
             wait_ms = min(MAX_GATE_PAUSE_MS, GATE_PAUSE_MS * 2 ** min(num_issued - 1, 10))
-        case Kind.WAIT:
-            wait_ms = deadline_ms * MAX_ISSUES
         case _:
-            wait_ms = deadline_ms
+            wait_ms = command.wait_ms if isinstance(command, cmd.Await) else command_deadline_ms(state)
     header = command.header if isinstance(command, cmd.LeadCommand) else None
     return Expectation(
         key=key,
@@ -210,7 +207,7 @@ def _described(command: cmd.Command) -> str:
         case cmd.Await():
             return command.what
         case cmd.AskGate():
-            return f"the gate of {command.node}, which its lost GPUs must leave,"
+            return f"the gate of {command.grant.gpu}, which a worker still holds,"
         case _ if isinstance(command, cmd.LeadCommand):
             return f"{type(command).__name__} of the {command.header.role}"
         case _:

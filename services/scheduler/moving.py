@@ -21,9 +21,12 @@ from tidegate.ownership import GpuRecord, GpuState, Move, MoveState, Part, PartS
 from tidegate.transitions import earned_outcome
 from tidegate.types import CommandId, Grant, Layout, NodeId, Role, instance_id, node_of
 
-MAX_FAILED_STARTS = 3
-"""Starts of a component that may fail in a row. The first failure is often a death that starting again mends; a third
-one has the same cause again, which the component's logs tell."""
+MAX_FAILED_STARTS = 4
+"""Starts of a component that may fail in a row; with the pauses between them 42 s, twice the default lease. Fewer, and
+an instance that is dead but still has its lease ends the job."""
+
+START_PAUSE_MS = 2_000
+START_PAUSE_GROWTH = 4
 
 
 def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted:
@@ -34,7 +37,6 @@ def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted
         if transition is not None:
             wanted += _continued(state, role, transition, now_ms)
         wanted += _recovered(state, role, now_ms)
-    wanted += _asked_gates(state)
     plans = [plan for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
     begun = False
     for plan in plans:
@@ -148,61 +150,50 @@ def _stopped(state: ClusterState, role: Role, transition: Transition, now_ms: in
 
 
 def _recovered(state: ClusterState, role: Role, now_ms: int) -> Wanted:
-    """Suspects on their way back to the free pool, as far as the store and the component's lead can bring them."""
+    """Suspects on their way back to the free pool. Within a transition that stops the component they need only be
+    released; else the store counts them as lost first."""
     wanted = Wanted()
-    stuck: list[Grant] = []
     for grant in state.suspects(role):
         record = state.gpus[grant.gpu]
-        key = f"{state.job}/{state.incarnation}/{grant.gpu}/{grant.token}"
+        key = f"{state.job}/{grant.gpu}/{grant.token}"
         if record.state is GpuState.OWNED and record.transition is None:
             lost = cmd.MarkLost(CommandId(f"{key}/lost"), grant.gpu, grant.token)
             wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
-        elif record.state is GpuState.LOST and record.transition is None and grant in state.released:
+        elif grant not in state.released:
+            wanted += _asked_gate(state, role, grant)
+            if grant in state.held:
+                wanted += _cleared(state, role, grant, now_ms)
+        elif record.state is GpuState.LOST and record.transition is None:
             reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
             wanted += Wanted((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
-        elif grant in state.held:
-            stuck.append(grant)
-    lead = state.lead_of(role)
-    if not stuck or lead is None:
-        return wanted
-    component = state.components[role]
-    step = f"{state.job}/{state.incarnation}/clear-{max(grant.token for grant in stuck)}/down"
-    down = cmd.ScaleDown(
-        header=header(state, role, lead, step=step, now_ms=now_ms),
-        grants=tuple(stuck),
-        members=component.grants,
-        layout=component.layout,
-    )
-    return wanted + Wanted((down,), (f"clears {len(stuck)} GPUs that living workers of the {role} hold",))
-
-
-def _asked_gates(state: ClusterState) -> Wanted:
-    """One question a node, for all roles that have suspects there."""
-    roles: dict[NodeId, list[Role]] = {}
-    for role in Role:
-        for grant in state.suspects(role):
-            if grant not in state.released and not _is_owned_at_rest(state.gpus[grant.gpu]):
-                roles.setdefault(node_of(grant.gpu), []).append(role)
-    wanted = Wanted()
-    for node, holders in sorted(roles.items()):
-        is_needed = not all(state.components[role].is_up for role in holders)
-        endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
-        note = f"{len(holders)} GPUs on {node} wait for its gate"
-        if endpoints:
-            ask = cmd.AskGate(CommandId(f"{state.job}/{state.incarnation}/gate/{node}"), node, endpoints, is_needed)
-            wanted += Wanted((ask,), (note,))
-        elif is_needed:
-            wanted += waiting(
-                state, holders[0], f"gate-{node}", what=f"an instance on {node}, whose gate must tell of lost GPUs"
-            )
-        else:
-            wanted += Wanted((), (f"{note}, which no living instance there can ask",))
     return wanted
 
 
-def _is_owned_at_rest(record: GpuRecord) -> bool:
-    """To be counted as lost first; within a transition that stops the component it need not be."""
-    return record.state is GpuState.OWNED and record.transition is None
+def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Wanted:
+    """A command a GPU: the id names the grant, so that no later one is answered from its result."""
+    lead, component = state.lead_of(role), state.components[role]
+    if lead is None:
+        return Wanted((), (f"{grant.gpu} is held by a living worker of the {role}, which has no lead to stop it",))
+    step = f"{state.job}/{grant.gpu}/{grant.token}/clear"
+    down = cmd.ScaleDown(
+        header=header(state, role, lead, step=step, now_ms=now_ms),
+        grants=(grant,),
+        members=component.grants,
+        layout=component.layout,
+    )
+    return Wanted((down,), (f"clears {grant.gpu}, which a living worker of the {role} holds",))
+
+
+def _asked_gate(state: ClusterState, role: Role, grant: Grant) -> Wanted:
+    node, is_needed = node_of(grant.gpu), not state.components[role].is_up
+    endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
+    note = f"{grant.gpu} waits for its gate"
+    if endpoints:
+        key = CommandId(f"{state.job}/{grant.gpu}/{grant.token}/gate")
+        return Wanted((cmd.AskGate(key, node, grant, endpoints, is_needed),), (note,))
+    if is_needed:
+        return waiting(state, role, f"gate-{node}", what=f"an instance on {node}, whose gate must tell of lost GPUs")
+    return Wanted((), (f"{note}, which no living instance on {node} can ask",))
 
 
 def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -> Wanted | None:
@@ -234,6 +225,9 @@ def _planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int)
         return None
     if component.num_failed_starts >= MAX_FAILED_STARTS:
         return Wanted(failure=f"the {role} failed to start {component.num_failed_starts} times in a row: see its logs")
+    pause = _pause(state, role, now_ms)
+    if pause is not None:
+        return pause
     unknown = [gpu for gpu in missing if gpu not in state.gpus]
     if unknown:
         return Wanted((), (f"{len(unknown)} GPUs of the {role} are not registered in the store yet",))
@@ -253,6 +247,20 @@ def _planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int)
     )
     part = Part(role=role, old_layout=component.layout, new_layout=placed.layout)
     return _plan(state, moves, part, reason=f"start the {role} on {len(free)} GPUs", now_ms=now_ms)
+
+
+def _pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
+    """None when the component may start: it did not fail last time, or the pause since is over."""
+    num_failed = state.components[role].num_failed_starts
+    if not num_failed:
+        return None
+    key = f"{state.job}/{state.incarnation}/pause/{role}/{num_failed}"
+    known = state.expectations.get(key)
+    if known is not None and now_ms >= known.due_ms:
+        return None
+    wait_ms = START_PAUSE_MS * START_PAUSE_GROWTH ** (num_failed - 1)
+    note = f"the {role} failed to start {num_failed} times and pauses {wait_ms / 1000:g} s"
+    return Wanted((cmd.Await(CommandId(key), f"the {role} to be started again", wait_ms),), (note,))
 
 
 def _is_free(record: GpuRecord) -> bool:

@@ -114,20 +114,17 @@ def _with_released(state: ClusterState, free: tuple[Grant, ...]) -> ClusterState
     )
 
 
-def gate_reported(state: ClusterState, body: ev.GateReported) -> ClusterState | Refused:
-    """A gate speaks of suspects only: of a worker that starts or works, its component speaks."""
-    suspects = {grant.gpu: grant for role in Role for grant in state.suspects(role)}
-    free: list[Grant] = []
-    held: list[Grant] = []
-    for gate in sorted(body.gpus, key=lambda each: each.gpu):
-        grant = suspects.get(gate.gpu)
-        if grant is None or gate.highest_token > grant.token or grant in state.released:
-            continue
-        (held if gate.held else free).append(grant)
-    if not free and not held:
+def gate_reported(state: ClusterState, event: ev.Event, body: ev.GateReported) -> ClusterState | Refused:
+    """A gate speaks of suspects only, and of those it was asked about: of a worker that starts or works, its component
+    speaks, and an answer from before a GPU became suspect knows nothing of its last holder."""
+    asked = {grant for role in Role for grant in state.suspects(role)} & set(event.grants) - set(state.released)
+    gates = {gate.gpu: gate for gate in body.gpus}
+    told = [grant for grant in sorted(asked) if grant.gpu in gates]
+    if not told:
         return Refused("of GPUs that nobody asked about")
+    held = {grant for grant in told if gates[grant.gpu].held}
     state = replace(state, held=tuple(sorted({*state.held, *held})))
-    return _with_released(state, tuple(free))
+    return _with_released(state, tuple(grant for grant in told if grant not in held))
 
 
 def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) -> ClusterState | Refused:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler import commands as cmd
-from services.scheduler.expectations import command_deadline_ms
+from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
 from services.scheduler.state import ClusterState, Lead
 from tidegate.types import CommandId, Role
 
@@ -49,4 +49,5 @@ def header(
 def waiting(state: ClusterState, role: Role, subject: str, *, what: str) -> Wanted:
     """Nothing can be asked: only others can bring it about. `subject` tells one wait of a role from another."""
     key = CommandId(f"{state.job}/{state.incarnation}/await/{role}/{subject}")
-    return Wanted((cmd.Await(key, what),), (f"waits for {what}",))
+    wait = cmd.Await(key, what, wait_ms=MAX_ISSUES * command_deadline_ms(state))
+    return Wanted((wait,), (f"waits for {what}",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.scheduler import commands as cmd
@@ -19,37 +20,45 @@ MAX_STEPS = 4000
 
 @dataclass
 class Drive:
-    """One job with its scheduler. `history` holds all that the scheduler saw and decided."""
+    """One job with its scheduler. `seen` holds all that the scheduler saw and decided, in order."""
 
     cluster: FakeCluster
     state: ClusterState = field(default_factory=lambda: ClusterState(job=JOB))
     now_ms: int = 1_000_000
-    history: list[tuple[ev.Event | None, int, Decision]] = field(default_factory=list)
+    seen: list[tuple[ev.Event | None, int, Decision | None]] = field(default_factory=list)
+    last_reason: str = ""
     delivered: list[ev.Event] = field(default_factory=list)
+    num_losses: int = 0
+    """Decisions to come whose commands are lost: a scheduler dies after it wrote its state."""
 
     def deliver(self, event: ev.Event) -> None:
         self.delivered.append(event)
         self._see(event)
-        self.decide(event)
+        self.decide()
 
-    def decide(self, event: ev.Event | None = None) -> list[cmd.Command]:
+    def decide(self) -> list[cmd.Command]:
         """Decides until the store and the state agree, as the shell does."""
         done: list[cmd.Command] = []
         for _ in range(50):
             self._see(self.cluster.observed())
             decision = decide(self.state, self.now_ms, policy=StaticPolicy())
-            self.history.append((event, self.now_ms, decision))
+            self.seen.append((None, self.now_ms, decision))
+            self.last_reason = decision.reason
             assert decision.reason, "every decision has a reason"
             after = issued(self.state, decision.commands, decision.waiting, self.now_ms)
             self._take(after)
             self.cluster.saved_version = self.state.version
             if not decision.commands:
                 return done
+            if self.num_losses:
+                self.num_losses -= 1
+                return done
             self.cluster.execute(decision.commands)
             done += decision.commands
         raise AssertionError(f"50 decisions without an end; the last: {decision}")
 
     def _see(self, event: ev.Event) -> None:
+        self.seen.append((event, self.now_ms, None))
         self._take(evolve(self.state, event))
 
     def _take(self, state: ClusterState) -> None:
@@ -78,15 +87,15 @@ class Drive:
                 return self.state
             if not self.step():
                 break
-        raise AssertionError(f"the job does not end: {self.history[-1][2].reason}")
+        raise AssertionError(f"the job does not end: {self.last_reason}")
 
-    def run_until(self, condition: object) -> ClusterState:
+    def run_until(self, condition: Callable[[ClusterState], bool]) -> ClusterState:
         for _ in range(MAX_STEPS):
-            if condition(self.state):  # type: ignore[operator]
+            if condition(self.state):
                 return self.state
             if not self.step():
                 break
-        raise AssertionError(f"it never comes to that: {self.history[-1][2].reason}")
+        raise AssertionError(f"it never comes to that: {self.last_reason}")
 
 
 def booted(cluster: FakeCluster) -> Drive:

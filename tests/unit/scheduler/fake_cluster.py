@@ -63,7 +63,7 @@ class FakeInstance:
 
 @dataclass
 class FakeGate:
-    highest: Token = Token(0, 0)
+    highest: Token = field(default_factory=lambda: Token(0, 0))
     is_held: bool = False
 
 
@@ -114,10 +114,10 @@ class FakeCluster:
                 self.start(instance_id(role, node))
         self.say_as("launcher", ev.JobSubmitted(self.job_spec, "{}", resume=False))
 
-    def say_as(self, source: str, body: ev.Body) -> None:
+    def say_as(self, source: str, body: ev.Body, *, grants: tuple[Grant, ...] = ()) -> None:
         """From what is no component: scheduler, launcher, control."""
         sequence = sum(event.source == source for event in self.outbox) + len(self.effects) + len(self.log) + 1
-        self.outbox.append(ev.Event(job=JOB, source=source, boot=1, sequence=sequence, body=body))
+        self.outbox.append(ev.Event(job=JOB, source=source, boot=1, sequence=sequence, body=body, grants=grants))
 
     def say(
         self,
@@ -225,7 +225,7 @@ class FakeCluster:
             for slot, gate in sorted(self.gates.items())
             if node_of(slot) == command.node
         )
-        self.say_as("scheduler", ev.GateReported(command.node, gates))
+        self.say_as("scheduler", ev.GateReported(command.node, gates), grants=(command.grant,))
 
     def _operate_store(self, command: cmd.Command) -> None:
         try:

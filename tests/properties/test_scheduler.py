@@ -1,0 +1,154 @@
+"""Whole jobs under whatever may happen: deaths at every step, events late, twice and out of order, lost commands.
+
+`Drive` checks the invariants after every single step, and the fake cluster asserts that no GPU is taken back from a
+living worker.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.codec import decode_state, encode_state
+from services.scheduler.decide import decide
+from services.scheduler.evolve import evolve
+from services.scheduler.expectations import issued
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.state import ClusterState, Phase
+from services.scheduler.values import total
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tidegate.types import Role, instance_id
+
+SLOW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+NUM_ITERATIONS = 2
+MAX_DEATHS = 4
+
+ordinary = st.tuples(st.sampled_from(["deliver"] * 6 + ["repeat", "lose commands", "work"]), st.integers(0, 7))
+death = st.tuples(st.sampled_from(["kill worker", "kill instance", "kill instance unseen"]), st.integers(0, 40))
+restart = st.tuples(st.just("restart"), st.just(0))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """What happens, in order: mostly events, with up to `MAX_DEATHS` deaths among them."""
+    steps = draw(st.lists(ordinary, max_size=90))
+    for _ in range(draw(st.integers(0, MAX_DEATHS))):
+        where = draw(st.integers(0, len(steps)))
+        steps.insert(where, draw(death))
+        steps.insert(draw(st.integers(where, len(steps))), draw(restart))
+    return steps
+
+
+def happen(drive: Drive, what: str, number: int) -> None:
+    cluster = drive.cluster
+    match what:
+        case "deliver":
+            drive.step(number)
+        case "repeat" if drive.delivered:
+            drive.deliver(drive.delivered[-1 - number % len(drive.delivered)])
+        case "lose commands":
+            drive.num_losses = 1
+        case "work":
+            cluster.work()
+        case "kill worker":
+            slots = sorted(cluster.gpus)
+            cluster.kill_worker(slots[number % len(slots)])
+        case "kill instance" | "kill instance unseen":
+            names = sorted(cluster.instances)
+            cluster.kill_instance(names[number % len(names)], tells=what == "kill instance")
+        case "restart":
+            cluster.restart_dead()
+        case _:
+            pass
+
+
+def finished(steps: list[tuple[str, int]]) -> Drive:
+    drive = booted(FakeCluster(spec(num_iterations=NUM_ITERATIONS, max_actor_restarts=2 * MAX_DEATHS)))
+    for what, number in steps:
+        happen(drive, what, number)
+    drive.run()
+    return drive
+
+
+@SLOW
+@given(histories())
+def test_whatever_happens_the_job_finishes_and_gives_every_gpu_back(steps: list[tuple[str, int]]) -> None:
+    drive = finished(steps)
+
+    assert (drive.state.phase, drive.state.message) == (Phase.FINISHED, f"all {NUM_ITERATIONS} iterations are done")
+    assert not any(gate.is_held for gate in drive.cluster.gates.values())
+    assert not any(record.owner for record in drive.cluster.gpus.values())
+
+
+@SLOW
+@given(histories())
+def test_in_the_final_lineage_every_iteration_is_there_once_and_no_sample_is_lost(steps: list[tuple[str, int]]) -> None:
+    drive = finished(steps)
+
+    lineage = [summary for summary in drive.state.summaries if not summary.is_superseded]
+    assert [summary.iteration for summary in lineage] == list(range(NUM_ITERATIONS))
+    for summary in drive.state.summaries:
+        accounted = total((summary.trained, *summary.filtered, *summary.discarded))
+        assert (accounted.num_samples, accounted.ids_digest) == (
+            summary.generated.num_samples,
+            summary.generated.ids_digest,
+        )
+    assert all(summary.trained.num_samples for summary in lineage)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(histories())
+def test_a_replica_that_reads_the_same_history_decides_the_same_byte_for_byte(steps: list[tuple[str, int]]) -> None:
+    drive = finished(steps)
+
+    state = ClusterState(job=JOB)
+    policy = StaticPolicy()
+    for event, now_ms, want in drive.seen:
+        if event is not None:
+            state = evolve(state, event)
+        if want is not None:
+            got = decide(state, now_ms, policy=policy)
+            assert repr(got) == repr(want)
+            state = decode_state(encode_state(issued(state, got.commands, got.waiting, now_ms)))
+    assert encode_state(state) == encode_state(drive.state)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(histories())
+def test_each_command_takes_effect_once_under_one_lead(steps: list[tuple[str, int]]) -> None:
+    drive = finished(steps)
+
+    assert len(drive.cluster.effects) == len(set(drive.cluster.effects))
+    opened = [effect for effect in drive.cluster.effects if "/open/" in effect]
+    assert len({effect.rpartition("/a")[0] for effect in opened}) == len(opened)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(histories(), st.randoms(use_true_random=False))
+def test_events_of_a_finished_job_told_again_in_any_order_change_nothing(
+    steps: list[tuple[str, int]], shuffler: object
+) -> None:
+    drive = finished(steps)
+    state = drive.state
+
+    again = list(drive.delivered)
+    shuffler.shuffle(again)  # type: ignore[attr-defined]  # hypothesis's own Random, seeded by the example
+    for event in again:
+        state = evolve(state, event)
+
+    assert (state.phase, state.version, state.summaries) == (
+        drive.state.phase,
+        drive.state.version,
+        drive.state.summaries,
+    )
+
+
+def test_every_instance_may_die_at_every_step_of_a_job() -> None:
+    names = [instance_id(role, node) for role in Role for node in ("n0", "n1")]  # type: ignore[arg-type]  # plain text
+    num_steps = len(finished([]).delivered)
+    for name in names:
+        for at_step in range(0, num_steps, 3):
+            number = sorted(names).index(name)
+            steps = [("deliver", 0)] * at_step + [("kill instance", number)]
+            assert finished(steps).state.phase is Phase.FINISHED, f"{name} died at step {at_step}"
