@@ -90,8 +90,12 @@ class JobFolder:
 
 def snapshot_folder(config: JobConfig, node: NodeId, *, incarnation: int, version: int) -> Path:
     """Where a node holds one version of the weights, in host memory."""
-    root = Path(config.runtime.host_memory_root)
-    return root / node / "snapshots" / config.job / str(incarnation) / str(version)
+    return snapshot_root(config, node) / config.job / str(incarnation) / str(version)
+
+
+def snapshot_root(config: JobConfig, node: NodeId) -> Path:
+    """All snapshots on a node."""
+    return Path(config.runtime.host_memory_root) / node / "snapshots"
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class ActorLead(Lead):
 
     async def _train_all(self, training: _Training) -> None:
         consumer = await self.tools.samples.consumer(
-            self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tell_dead_letter
+            self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tools.announcer.tell_dead_letter
         )
         while not training.assembly.is_done:
             for delivery in await consumer.fetch(training.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):

@@ -25,7 +25,7 @@ class OptimizerState:
                 f"Megatron chose {type(self._adam).__qualname__}, which keeps its step count elsewhere than torch's "
                 "Adam, so that a checkpoint would lose it: run without Transformer Engine and Apex installed"
             )
-        self._allocate()
+        self.start_anew()
 
     def tensors(self, named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """This rank's own state tensors, not copies: `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`."""
@@ -50,7 +50,8 @@ class OptimizerState:
         adam: torch.optim.Optimizer = self._distributed.optimizer
         return adam
 
-    def _allocate(self) -> None:
+    def start_anew(self) -> None:
+        """Zero moments and step counts, as before the first step."""
         for group in self._adam.param_groups:
             for main in group["params"]:
                 state = self._adam.state[main]

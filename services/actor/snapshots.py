@@ -13,6 +13,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from tidegate.checksums import combined_checksum, file_checksum
+from tidegate.codec import encode_grants
 from tidegate.job import snapshot_folder
 from tidegate.runtime.lead import LeadTools
 from tidegate.types import node_of
@@ -109,6 +110,7 @@ class SnapshotShelf:
             job=self._tools.job_id,
             incarnation=incarnation,
             version=version,
+            grants=encode_grants(self._tools.crew.members),
             shards=sorted(shards, key=lambda shard: shard.file),
             checksum=combined_checksum({shard.file: shard.checksum for shard in shards}),
         )

@@ -103,6 +103,10 @@ class MegatronTrainer:
         sums, norm, committed = self._update(batches, on_logits, learning_rate)
         return UpdateReport(committed, loss=sums[0], grad_norm=norm, metrics={"num_tokens": float(num_tokens)})
 
+    def reset_optimizer(self) -> None:
+        """Forget Adam's moments: those of one objective say nothing of the next."""
+        self._state.start_anew()
+
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, npt.NDArray[np.float32]]:
         """Log-probabilities of this replica's sequences by their index, on the last stage; {} on other stages."""
         batches = self._batches(sequences)

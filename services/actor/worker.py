@@ -14,8 +14,9 @@ import psutil
 from safetensors.torch import load_file, save_file
 
 from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
-from services.actor.microbatch import TrainSample
-from services.actor.trainer import Demonstration, MegatronTrainer, OptimizerSettings, TrainerSettings
+from services.actor.microbatch import Demonstration, TrainSample
+from services.actor.settings import OptimizerSettings, TrainerSettings
+from services.actor.trainer import MegatronTrainer
 from tidegate.checksums import file_checksum
 from tidegate.config import JobConfig
 from tidegate.job import Job, load_job
@@ -24,6 +25,9 @@ from tidegate.megatron.snapshot import write_shards
 from tidegate.megatron.worker_rank import join_world, slot_device
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.v1 import workers_pb2 as wire
+
+_RISE_STEPS = 20
+"""Of the warm-up, over which its learning rate rises: Adam's moments mean little before."""
 
 
 class TrainerWorker:
@@ -70,10 +74,12 @@ class TrainerWorker:
         for step in range(asked.num_steps):
             first = step * asked.batch_size
             batch = [_demonstration(job, index) for index in range(first, first + asked.batch_size)]
-            report = trainer.supervised_step(batch, asked.learning_rate)
+            report = trainer.supervised_step(batch, asked.learning_rate * min(1.0, (step + 1) / _RISE_STEPS))
             if not report.committed:
                 raise ArithmeticError(f"warm-up step {step}: loss {report.loss}, gradient norm {report.grad_norm}")
             progress = wire.WarmUpProgress(step=step + 1, num_steps=asked.num_steps, loss=report.loss)
+            if step + 1 == asked.num_steps:
+                trainer.reset_optimizer()
             yield Answer(call.call_id, progress, last=step + 1 == asked.num_steps)
 
     def _train(self, call: wire.WorkerCall) -> Answer:

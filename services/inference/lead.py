@@ -21,7 +21,7 @@ from tidegate.v1 import workers_pb2 as wire
 _MAX_GROUPS_A_CALL = 8
 """Enough to fill a pipeline; more would hold up the first group, which the actor may be waiting for."""
 _FETCH_TIMEOUT_S = 5.0
-_NOT_YET_DELAY_S = 0.2
+_NOT_YET_DELAY_S = 1.0
 """After which a group of a version or incarnation that is still to come is looked at again."""
 
 
@@ -58,7 +58,9 @@ class InferenceLead(Lead):
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         samples, job = self.tools.samples, self.tools.job_id
-        consumer = await samples.consumer(job, Stage.GENERATED, "inference", on_dead_letter=self.tell_dead_letter)
+        consumer = await samples.consumer(
+            job, Stage.GENERATED, "inference", on_dead_letter=self.tools.announcer.tell_dead_letter
+        )
         done = set(await samples.published(job, Stage.SCORED, incarnation=self.incarnation, iteration=plan.iteration))
         while len(done) < plan.num_prompts:
             await self._whole.wait()

@@ -74,6 +74,11 @@ class SchedulerService:
         """As last read or written by this replica."""
         return self._state
 
+    @property
+    def reason(self) -> str:
+        """Why the last decision was what it was."""
+        return self._reason
+
     async def run(self, stopping: asyncio.Event) -> None:
         """Turn after turn until `stopping` is set."""
         while not stopping.is_set():

@@ -14,7 +14,7 @@ What every implementation promises (tests/contract/test_bus.py asks it of each):
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -161,7 +161,7 @@ class SampleDelivery(Protocol):
 
 
 class SampleConsumer(Protocol):
-    async def fetch(self, max_groups: int, *, timeout_s: float) -> list[SampleDelivery]:
+    async def fetch(self, max_groups: int, *, timeout_s: float) -> Sequence[SampleDelivery]:
         """Waits for the first group, then takes what is there; empty when none came in time."""
         ...
 

@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Sequence
 
 from tidegate.events import EventBody, EventSource
-from tidegate.ports.bus import EventLog
+from tidegate.ports.bus import DeadLetter, EventLog
 from tidegate.types import Grant, JobId
+from tidegate.v1 import events_pb2
 
 
 class Announcer:
@@ -42,3 +43,8 @@ class Announcer:
                 grants=grants,
             )
             return await self._log.publish(event)
+
+    async def tell_dead_letter(self, letter: DeadLetter) -> None:
+        """The hook of consumers: a message was set aside, and the job pauses."""
+        body = events_pb2.DeadLettered(subject=letter.subject, reason=letter.reason, dead_letter=letter.id)
+        await self.tell(body, incarnation=0)

@@ -18,7 +18,7 @@ import structlog
 from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout
 from tidegate.events import EventBody
 from tidegate.job import Job, JobFolder
-from tidegate.ports.bus import DeadLetter, SampleStream
+from tidegate.ports.bus import SampleStream
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.crew import Crew, WorkerGone
 from tidegate.types import Grant, JobId, Layout, NodeId
@@ -66,15 +66,22 @@ class Lead:
         self._queue: asyncio.Queue[Command] = asyncio.Queue()
         self._server: asyncio.Task[None] | None = None
         self._iteration_task: asyncio.Task[None] | None = None
+        self._taken: set[str] = set()
         self._took_over = False
 
-    def take(self, command: Command) -> None:
-        """Accept a command for work. CommandRefused when it is of an older incarnation."""
+    def check(self, command: Command) -> None:
+        """CommandRefused when the command is of an older incarnation."""
         header = command.header
         if header.incarnation < self.incarnation:
             raise CommandRefused(
                 f"command {header.id} is of incarnation {header.incarnation}, the component is at {self.incarnation}"
             )
+
+    def take(self, command: Command) -> None:
+        """Accept a command for work, in order; a repeat of one that was taken is nothing new."""
+        if command.header.id in self._taken:
+            return
+        self._taken.add(command.header.id)
         if self._server is None:
             self._server = asyncio.create_task(self._serve(), name="lead")
         self._queue.put_nowait(command)
@@ -105,10 +112,6 @@ class Lead:
         """The component could not do its work. `fatal`: it never can, and the job ends with this message."""
         self._log.error("component failed", error=message, fatal=fatal)
         await self.tell(events_pb2.Failed(what=events_pb2.Failed.WHAT_COMPONENT, message=message, fatal=fatal))
-
-    async def tell_dead_letter(self, letter: DeadLetter) -> None:
-        """The hook of this component's consumers: a message was set aside, and the job pauses."""
-        await self.tell(events_pb2.DeadLettered(subject=letter.subject, reason=letter.reason, dead_letter=letter.id))
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
         """Bring the component into the layout asked for, then `announce_layout`."""

@@ -1,0 +1,83 @@
+"""One replica of the scheduler: `python -m services.scheduler --config PATH`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import structlog
+
+from services.scheduler.control import ControlServicer, write_endpoint
+from services.scheduler.issuer import Issuer
+from services.scheduler.peers import Peers
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.service import SchedulerPorts, SchedulerService
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.redis_store import redis_store
+from tidegate.adoption import adopt
+from tidegate.config import JobConfig
+from tidegate.events import EventSource
+from tidegate.job import JobFolder
+from tidegate.logs import configure_logging
+from tidegate.ports.store import Store
+from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.service import STOP_GRACE_S, connected_bus, stop_signal
+from tidegate.types import InstanceId, job_id
+from tidegate.v1 import control_pb2, control_pb2_grpc
+
+SOURCE = "scheduler"
+
+
+async def run(config: JobConfig) -> None:
+    """Adopt the store, serve Control, run the loop until SIGTERM."""
+    stopping = await stop_signal()
+    job, folder = job_id(config.job), JobFolder.of(config)
+    async with contextlib.AsyncExitStack() as closing:
+        bus = await connected_bus(config, name=SOURCE)
+        closing.push_async_callback(bus.close)
+        store: Store = redis_store(config.servers.redis_url)
+        closing.push_async_callback(store.aclose)
+        channels = Channels(default_timeout_s=config.runtime.command_deadline_s)
+        closing.push_async_callback(channels.close)
+        peers = Peers(channels)
+        await adopt(store, bus.term, lambda: peers.gate_reports(None))
+        boot = await store.next_boot(InstanceId(SOURCE))
+        announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
+        issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
+        consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.tell_dead_letter)
+        ports = SchedulerPorts(store, consumer, bus.term, announcer, issuer, peers.gate_reports)
+        service = SchedulerService(job, ports, StaticPolicy())
+        control = ControlServicer(
+            job,
+            state=lambda: service.state,
+            reason=lambda: service.reason,
+            gpus=store,
+            log=bus.events,
+            dead_letters=bus.dead_letters,
+            announcer=announcer,
+            logs=folder.logs,
+        )
+        descriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
+        served = Service(descriptor, lambda server: control_pb2_grpc.add_ControlServicer_to_server(control, server))
+        server = await serve([served], "127.0.0.1:0")
+        closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
+        write_endpoint(folder.endpoint, endpoint=server.endpoint, pid=os.getpid())
+        structlog.get_logger(SOURCE).info("serving", endpoint=server.endpoint, boot=boot, pid=os.getpid())
+        await service.run(stopping)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m services.scheduler", description="One replica of the scheduler.")
+    parser.add_argument("--config", type=Path, required=True, help="the job's resolved config.json")
+    config = JobConfig.from_json(parser.parse_args().config.read_text())
+    configure_logging(SOURCE, path=JobFolder.of(config).logs / f"{SOURCE}.jsonl")
+    asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    main()

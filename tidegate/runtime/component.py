@@ -1,0 +1,91 @@
+"""The gRPC face of a component: the lead's commands, each taken once however often it is issued.
+
+Order: the header, a stored result of the same id, the lead's acceptance, the result stored, the answer; the work begins
+after that. Invariants: a repeat gets the stored result and does nothing; a refusal is not stored, so that the command
+may be issued again when what was in its way is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from tidegate.codec import require
+from tidegate.ports.rpc import NotSupported
+from tidegate.ports.store import CommandLog
+from tidegate.runtime.host import ComponentHost
+from tidegate.runtime.lead import Command, CommandRefused
+from tidegate.types import CommandId, JobId
+from tidegate.v1 import commands_pb2, commands_pb2_grpc
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class ComponentServicer(commands_pb2_grpc.ComponentServicer):
+    """See the module."""
+
+    def __init__(self, job: JobId, host: Callable[[], ComponentHost], log: CommandLog) -> None:
+        self._job = job
+        self._host = host
+        self._log = log
+
+    async def ScaleUp(self, request: commands_pb2.ScaleUpRequest, context: Context) -> commands_pb2.ScaleUpResponse:
+        require(request, "grants", "members", "layout", "config_json")
+        return commands_pb2.ScaleUpResponse(result=await self._taken(request))
+
+    async def ScaleDown(
+        self, request: commands_pb2.ScaleDownRequest, context: Context
+    ) -> commands_pb2.ScaleDownResponse:
+        require(request, "grants")
+        return commands_pb2.ScaleDownResponse(result=await self._taken(request))
+
+    async def LoadWeights(
+        self, request: commands_pb2.LoadWeightsRequest, context: Context
+    ) -> commands_pb2.LoadWeightsResponse:
+        require(request, "weights")
+        return commands_pb2.LoadWeightsResponse(result=await self._taken(request))
+
+    async def OpenIteration(
+        self, request: commands_pb2.OpenIterationRequest, context: Context
+    ) -> commands_pb2.OpenIterationResponse:
+        require(request, "plan")
+        return commands_pb2.OpenIterationResponse(result=await self._taken(request))
+
+    async def CloseIteration(
+        self, request: commands_pb2.CloseIterationRequest, context: Context
+    ) -> commands_pb2.CloseIterationResponse:
+        return commands_pb2.CloseIterationResponse(result=await self._taken(request))
+
+    async def Migrate(self, request: commands_pb2.MigrateRequest, context: Context) -> commands_pb2.MigrateResponse:
+        raise NotSupported("Migrate is in the schema only; this version moves no running requests")
+
+    async def Suspend(self, request: commands_pb2.SuspendRequest, context: Context) -> commands_pb2.SuspendResponse:
+        raise NotSupported("Suspend is in the schema only; this version runs one job on its GPUs")
+
+    async def Resume(self, request: commands_pb2.ResumeRequest, context: Context) -> commands_pb2.ResumeResponse:
+        raise NotSupported("Resume is in the schema only; this version runs one job on its GPUs")
+
+    async def _taken(self, command: Command) -> commands_pb2.CommandResult:
+        header = command.header
+        require(command, "header")
+        require(header, "id", "job", "lead_epoch")
+        if header.job != self._job:
+            return _refused(f"command {header.id} is for job {header.job!r}, this instance works for {self._job!r}")
+        stored = await self._log.recall(self._job, CommandId(header.id))
+        if stored is not None:
+            return commands_pb2.CommandResult.FromString(stored)
+        try:
+            lead = self._host().lead_for(header.lead_epoch, header.incarnation)
+            lead.check(command)
+        except CommandRefused as refusal:
+            return _refused(str(refusal))
+        accepted = commands_pb2.CommandResult(accepted=True)
+        await self._log.remember(self._job, CommandId(header.id), accepted.SerializeToString())
+        lead.take(command)
+        return accepted
+
+
+def _refused(message: str) -> commands_pb2.CommandResult:
+    return commands_pb2.CommandResult(accepted=False, message=message)

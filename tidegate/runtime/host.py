@@ -1,0 +1,158 @@
+"""One instance of a component's service on a node: its start, its lease, its worker deaths, its turn as lead.
+
+Order of a start: boot number, gRPC server, lease, `InstanceJoined`, then the campaign for the lead, which goes on for
+life. Invariants: every start has its own boot; while another leads, commands are refused with its name; a lead that
+loses its epoch stops leading before it campaigns again; the death of a worker is told once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from tidegate.codec import encode_grants
+from tidegate.config import RuntimeSection
+from tidegate.ownership import StoreNotAdopted, StoreUnavailable
+from tidegate.ports.bus import BusUnavailable
+from tidegate.ports.store import LeadRecord, Leads, Leases, StoreIdentity
+from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.lead import CommandRefused, Lead
+from tidegate.types import Grant, InstanceId, JobId, Role
+from tidegate.v1 import events_pb2
+
+_CAMPAIGNS_PER_TTL = 3
+"""A renewal may fail twice before the lease is gone."""
+
+
+class Keeper(Leases, Leads, StoreIdentity, Protocol):
+    """What an instance needs of the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Who this instance is, in this start of it."""
+
+    job: JobId
+    role: Role
+    instance: InstanceId
+    boot: int
+    endpoint: str
+
+
+class ComponentHost:
+    """See the module. `make_lead` builds the role's lead for one epoch."""
+
+    def __init__(
+        self, seat: Seat, *, store: Keeper, announcer: Announcer, times: RuntimeSection, make_lead: Callable[[], Lead]
+    ) -> None:
+        self._seat = seat
+        self._store = store
+        self._announcer = announcer
+        self._times = times
+        self._make_lead = make_lead
+        self._record: LeadRecord | None = None
+        self._lead: Lead | None = None
+        self._incarnation = 0
+        self._log = structlog.get_logger("host")
+
+    def lead_for(self, epoch: int, incarnation: int) -> Lead:
+        """The lead that takes a command of this epoch; CommandRefused when this instance does not lead under it."""
+        if self._lead is None or self._record is None:
+            raise CommandRefused(f"{self._seat.instance} does not lead {self._seat.role}; ask its lead")
+        if epoch != self._record.epoch:
+            raise CommandRefused(
+                f"the command is for epoch {epoch}, {self._seat.instance} leads under {self._record.epoch}"
+            )
+        self._incarnation = max(self._incarnation, incarnation)
+        return self._lead
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Join, keep the lease, campaign; leave in order once `stopping` is set."""
+        await self._renew()
+        seat = self._seat
+        await self._tell(events_pb2.InstanceJoined(instance=seat.instance, endpoint=seat.endpoint, boot=seat.boot))
+        beat_s = min(self._times.lead_ttl_s, self._times.lease_ttl_s) / _CAMPAIGNS_PER_TTL
+        while not stopping.is_set():
+            try:
+                await self._renew()
+                await self._campaign()
+            except StoreNotAdopted:
+                await self._attach()
+            except (StoreUnavailable, BusUnavailable) as error:
+                # What cannot renew goes on: a lease detects and grants nothing.
+                self._log.warning("no answer", error=str(error))
+            try:
+                await asyncio.wait_for(stopping.wait(), beat_s)
+            except TimeoutError:
+                continue
+        await self._leave()
+
+    async def tell_death(self, grant: Grant, exit_status: int) -> None:
+        """One of this instance's workers is dead."""
+        message = f"worker of {grant.gpu} ended with status {exit_status}"
+        self._log.warning("worker died", gpu=grant.gpu, exit_status=exit_status)
+        await self._tell(
+            events_pb2.Failed(
+                what=events_pb2.Failed.WHAT_WORKER,
+                grants=encode_grants([grant]),
+                exit_status=exit_status,
+                message=message,
+            )
+        )
+
+    async def _renew(self) -> None:
+        await self._store.renew(self._seat.instance, ttl_ms=round(self._times.lease_ttl_s * 1000))
+
+    async def _campaign(self) -> None:
+        ttl_ms = round(self._times.lead_ttl_s * 1000)
+        if self._record is not None:
+            renewed = await self._store.renew_lead(self._record, ttl_ms=ttl_ms)
+            if renewed is not None:
+                self._record = renewed
+                return
+            await self._stop_leading()
+        record = await self._store.campaign(
+            self._seat.job,
+            self._seat.role,
+            instance=self._seat.instance,
+            endpoint=self._seat.endpoint,
+            ttl_ms=ttl_ms,
+        )
+        if (record.instance, record.endpoint) != (self._seat.instance, self._seat.endpoint):
+            return
+        self._record, self._lead = record, self._make_lead()
+        self._log.info("leading", epoch=record.epoch)
+        await self._tell(events_pb2.LeadElected(instance=record.instance, endpoint=record.endpoint, epoch=record.epoch))
+
+    async def _stop_leading(self) -> None:
+        lead, self._lead, self._record = self._lead, None, None
+        if lead is not None:
+            self._log.info("leading no more")
+            await lead.aclose()
+
+    async def _leave(self) -> None:
+        record = self._record
+        await self._stop_leading()
+        try:
+            if record is not None:
+                await self._store.resign(record)
+            await self._store.release(self._seat.instance)
+            await self._tell(events_pb2.InstanceLost(instance=self._seat.instance, boot=self._seat.boot))
+        except (StoreUnavailable, StoreNotAdopted, BusUnavailable) as error:
+            # The job's servers may be gone first; the lease then expires by itself.
+            self._log.warning("left without a word", error=str(error))
+
+    async def _attach(self) -> None:
+        try:
+            await self._store.attach()
+        except StoreNotAdopted as error:
+            self._log.warning("waiting for adoption", error=str(error))
+
+    async def _tell(
+        self, body: events_pb2.InstanceJoined | events_pb2.InstanceLost | events_pb2.LeadElected | events_pb2.Failed
+    ) -> None:
+        await self._announcer.tell(body, incarnation=self._incarnation)

@@ -1,0 +1,202 @@
+"""The composition root of a component's instance: builds its adapters, runs its host, leaves in order.
+
+    python -m services.ROLE --config PATH --node NODE --forkserver PATH
+
+Order of a start: config, logs, bus and store, gate, workers, gRPC, host. Order of a stop (SIGTERM): the host
+leaves, gRPC ends, workers end, connections close. Invariant: what was built is closed, however the run ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.nats_bus import NatsBus
+from tidegate.adapters.redis_store import redis_store
+from tidegate.config import JobConfig
+from tidegate.events import EventSource
+from tidegate.gate import Gate
+from tidegate.job import JobFolder, load_job, snapshot_root
+from tidegate.logs import configure_logging
+from tidegate.ownership import StoreNotAdopted, StoreUnavailable
+from tidegate.ports.bus import BusLimits
+from tidegate.ports.store import Store
+from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.component import ComponentServicer
+from tidegate.runtime.crew import Crew, InstancePort
+from tidegate.runtime.host import ComponentHost, Seat
+from tidegate.runtime.instance import InstanceServicer, LocalInstance, WeightsServicer
+from tidegate.runtime.lead import Lead, LeadTools
+from tidegate.runtime.reconnecting import ReconnectingLauncher
+from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
+from tidegate.runtime.snapshots import SnapshotStore
+from tidegate.runtime.workers import LocalWorkers, WorkerHome
+from tidegate.types import InstanceId, JobId, NodeId, Role, instance_id, job_id
+from tidegate.v1 import commands_pb2, commands_pb2_grpc, instance_pb2, instance_pb2_grpc
+
+FORKSERVER_TIMEOUT_S = 60.0
+"""Importing torch and megatron takes 4 s alone on a core, and several times that on a busy machine."""
+ADOPTION_POLL_S = 0.1
+STOP_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What an instance is told on its command line."""
+
+    config: JobConfig
+    node: NodeId
+    forkserver: Path
+
+
+def parse_arguments(role: Role) -> Arguments:
+    """Of this process."""
+    parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"One instance of the {role}.")
+    parser.add_argument("--config", type=Path, required=True, help="the job's resolved config.json")
+    parser.add_argument("--node", required=True, help="the node's name in the config")
+    parser.add_argument("--forkserver", type=Path, required=True, help="socket of the node's fork server")
+    given = parser.parse_args()
+    return Arguments(JobConfig.from_json(given.config.read_text()), NodeId(given.node), given.forkserver)
+
+
+def run_instance(role: Role, *, worker_entry: str, make_lead: Callable[[LeadTools], Lead]) -> None:
+    """The `main` of a component's service; returns after an orderly stop."""
+    arguments = parse_arguments(role)
+    instance = instance_id(role, arguments.node)
+    configure_logging(instance, path=JobFolder.of(arguments.config).logs / f"{instance}.jsonl")
+    asyncio.run(_Instance(role, arguments, worker_entry=worker_entry, make_lead=make_lead).run())
+
+
+async def stop_signal() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def connected_bus(config: JobConfig, *, name: str) -> NatsBus:
+    """The job's bus, with the limits that all its processes share."""
+    limits = BusLimits(sample_ack_wait_s=config.runtime.ack_wait_s, max_deliveries=config.runtime.max_deliveries)
+    bus = await NatsBus.connect(config.servers.nats_url, name=name, limits=limits)
+    await bus.streams.open_job(job_id(config.job))
+    return bus
+
+
+async def attached(store: Store) -> Store:
+    """The store, once the scheduler has adopted it."""
+    while True:
+        try:
+            await store.attach()
+            return store
+        except (StoreNotAdopted, StoreUnavailable):
+            await asyncio.sleep(ADOPTION_POLL_S)
+
+
+class _Instance:
+    def __init__(
+        self, role: Role, arguments: Arguments, *, worker_entry: str, make_lead: Callable[[LeadTools], Lead]
+    ) -> None:
+        self._role = role
+        self._arguments = arguments
+        self._config = arguments.config
+        self._job_id: JobId = job_id(self._config.job)
+        self._name: InstanceId = instance_id(role, arguments.node)
+        self._folder = JobFolder.of(self._config)
+        self._worker_entry = worker_entry
+        self._make_lead = make_lead
+        self._host: ComponentHost | None = None
+
+    async def run(self) -> None:
+        stopping = await stop_signal()
+        config, times = self._config, self._config.runtime
+        job = load_job(config)
+        async with contextlib.AsyncExitStack() as closing:
+            bus = await connected_bus(config, name=self._name)
+            closing.push_async_callback(bus.close)
+            store: Store = await attached(redis_store(config.servers.redis_url))
+            closing.push_async_callback(store.aclose)
+            boot = await store.next_boot(self._name)
+            source = EventSource(self._name, role=self._role, boot=boot, now_ns=time.time_ns)
+            announcer = Announcer(bus.events, source, self._job_id)
+            channels = Channels(default_timeout_s=times.command_deadline_s)
+            closing.push_async_callback(channels.close)
+            shards = GrpcShardSource(channels.connect)
+            snapshots = SnapshotStore(
+                snapshot_root(config, self._arguments.node), node=self._arguments.node, source=shards
+            )
+            local = await self._local_instance(snapshots, closing)
+            component = ComponentServicer(self._job_id, self._lead_host, store)
+            services = _services(component, InstanceServicer(local, boot=boot), WeightsServicer(snapshots))
+            server = await serve(services, "127.0.0.1:0")
+            closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
+
+            def connect(instance: str, endpoint: str) -> InstancePort:
+                if instance == self._name:
+                    return local
+                return RemoteInstance(channels.connect(endpoint), timeout_s=times.command_deadline_s)
+
+            def make_lead() -> Lead:
+                crew = Crew(self._job_id, connect, call_timeout_s=times.command_deadline_s)
+                tools = LeadTools(self._arguments.node, job, self._folder, crew, bus.samples, announcer)
+                return self._make_lead(tools)
+
+            seat = Seat(self._job_id, self._role, self._name, boot, server.endpoint)
+            self._host = ComponentHost(seat, store=store, announcer=announcer, times=times, make_lead=make_lead)
+            structlog.get_logger("service").info("serving", endpoint=server.endpoint, boot=boot, pid=os.getpid())
+            await self._host.run(stopping)
+
+    def _lead_host(self) -> ComponentHost:
+        assert self._host is not None, "a command arrived before the host was made"
+        return self._host
+
+    async def _local_instance(self, snapshots: SnapshotStore, closing: contextlib.AsyncExitStack) -> LocalInstance:
+        node, times = self._arguments.node, self._config.runtime
+        gate = Gate(self._folder.node(node) / "gate")
+        launcher = ReconnectingLauncher(self._arguments.forkserver, timeout_s=FORKSERVER_TIMEOUT_S)
+        closing.push_async_callback(launcher.close)
+        home = WorkerHome(
+            entry=self._worker_entry,
+            log_dir=self._folder.logs / str(self._role),
+            timeline=self._folder.timeline / f"{self._name}.jsonl",
+            start_timeout_s=times.command_deadline_s,
+        )
+        workers = LocalWorkers(
+            home,
+            gate=gate,
+            launcher=launcher,
+            on_death=lambda grant, status: self._lead_host().tell_death(grant, status),
+        )
+        closing.push_async_callback(workers.aclose)
+        return LocalInstance(
+            self._job_id,
+            node=node,
+            workers=workers,
+            gate=gate,
+            snapshots=snapshots,
+            timeout_s=times.command_deadline_s,
+        )
+
+
+def _services(component: ComponentServicer, instance: InstanceServicer, weights: WeightsServicer) -> list[Service]:
+    commands, instances = commands_pb2.DESCRIPTOR.services_by_name, instance_pb2.DESCRIPTOR.services_by_name
+    return [
+        Service(
+            commands["Component"], lambda server: commands_pb2_grpc.add_ComponentServicer_to_server(component, server)
+        ),
+        Service(
+            instances["Instance"], lambda server: instance_pb2_grpc.add_InstanceServicer_to_server(instance, server)
+        ),
+        Service(instances["Weights"], lambda server: instance_pb2_grpc.add_WeightsServicer_to_server(weights, server)),
+    ]
