@@ -11,6 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from typing import Any
 
 from nats.aio.msg import Msg
 
@@ -63,22 +64,29 @@ class NatsJobStreams:
             (subjects.dead_stream(job), subjects.dead_subject(job), limits.dead_max_bytes),
         )
         for stream, subject, max_bytes in streams:
-            await self._link.ensure_stream(
-                {
-                    "name": stream,
-                    "subjects": [subject],
-                    "retention": "limits",
-                    "discard": "new",
-                    "storage": "file",
-                    "num_replicas": 1,
-                    "max_bytes": max_bytes,
-                    "max_msgs": -1,
-                    "max_msgs_per_subject": -1,
-                    "max_consumers": -1,
-                    "duplicate_window": int(limits.duplicate_window_s * _NS),
-                    "allow_direct": True,
-                }
-            )
+            try:
+                await self._link.ensure_stream(self._config(stream, subject, max_bytes))
+            except NatsRefused as refused:
+                raise StreamFull(
+                    f"NATS does not keep {max_bytes} bytes for stream {stream}: {refused}; "
+                    "free disk space in the server's store_dir, or lower the stream's limit"
+                ) from refused
+
+    def _config(self, stream: str, subject: str, max_bytes: int) -> dict[str, Any]:
+        return {
+            "name": stream,
+            "subjects": [subject],
+            "retention": "limits",
+            "discard": "new",
+            "storage": "file",
+            "num_replicas": 1,
+            "max_bytes": max_bytes,
+            "max_msgs": -1,
+            "max_msgs_per_subject": -1,
+            "max_consumers": -1,
+            "duplicate_window": int(self._limits.duplicate_window_s * _NS),
+            "allow_direct": True,
+        }
 
 
 class _EventDelivery(Delivery[Event]):

@@ -44,7 +44,7 @@ class MessageTooLarge(ValueError):
 
 
 class StreamFull(RuntimeError):
-    """The stream reached its size limit and refused the message, rather than forget an older one."""
+    """The stream refused the message at its size limit, rather than forget an older one; or has no room for one."""
 
 
 class UnknownDeadLetter(LookupError):
@@ -94,7 +94,7 @@ OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
 class JobStreams(Protocol):
     async def open_job(self, job: JobId) -> None:
-        """Makes the job's streams; nothing happens when they exist."""
+        """Makes the job's streams, or keeps those that exist. StreamFull when the disk has no room for them."""
         ...
 
 
