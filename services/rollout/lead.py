@@ -83,7 +83,8 @@ class RolloutLead(Lead):
         generation = _Generation(plan, groups, num_published=len(done))
         self._generation = generation
         try:
-            while not groups.is_done:
+            # A complete group is published by the call that completed it, so the calls have to end too.
+            while not (groups.is_done and not generation.calls):
                 self._assign(generation)
                 await generation.changed.wait()
                 generation.changed.clear()
