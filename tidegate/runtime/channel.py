@@ -139,4 +139,5 @@ class AsyncChannel(Generic[Incoming]):
         return _decoded(self._incoming, body)
 
     def close(self) -> None:
-        self._writer.close()
+        """At once: what the other side has not taken yet is dropped."""
+        self._writer.transport.abort()

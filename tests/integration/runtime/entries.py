@@ -6,7 +6,9 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.v1 import workers_pb2 as wire
@@ -63,3 +65,32 @@ def leave(channel: WorkerChannel) -> None:
 
 def fail(channel: WorkerChannel) -> None:
     raise RuntimeError("it went wrong on purpose")
+
+
+def start_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def blocked_collective(channel: WorkerChannel) -> None:
+    """A gradient, then a broadcast that rank 0 waits for in vain, on the store that the service reserved."""
+    when = "before" if "torch" in sys.modules else "after"
+    import torch
+    from torch import distributed
+
+    values = torch.tensor([1.0, 2.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad((values * values).sum(), [values])
+    print(f"gradient {gradient.tolist()} with {torch.get_num_threads()} thread, imported {when} the fork")
+    rank = int(os.environ["RANK"])
+    assert channel.store_listener is not None
+    store = distributed.TCPStore(  # type: ignore[attr-defined] # re-exported by torch without saying so
+        "127.0.0.1",
+        int(os.environ["STORE_PORT"]),
+        is_master=rank == 0,
+        master_listen_fd=channel.store_listener.detach() if rank == 0 else None,
+        wait_for_workers=False,
+    )
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    channel.ready()
+    if rank == 0:
+        distributed.broadcast(torch.zeros(1), src=1)
+    signal.pause()
