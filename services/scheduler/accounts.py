@@ -79,12 +79,12 @@ def _superseded(summary: Summary) -> Summary:
 
 def _abandoned(state: ClusterState, iteration: Iteration) -> Summary:
     """An iteration that broke off. What it generated is told by the rollout's report, else by its last progress, which
-    knows no ids: then the digest is 0 on both sides."""
+    counts complete groups and knows no ids: then the digest is 0 on both sides."""
     summary = summarize(state, iteration)
     generated = summary.generated
     seen = state.progress.get(Role.ROLLOUT)
     if not generated.num_samples and seen and _is_about(state, iteration, seen_at=(seen.incarnation, seen.iteration)):
-        generated = Fate(num_samples=seen.num_done)
+        generated = Fate(num_samples=seen.num_done * iteration.plan.group_size)
     gone = (replace(generated, reason=SUPERSEDED),) if generated.num_samples else ()
     return replace(summary, generated=generated, trained=Fate(), filtered=(), discarded=gone, is_superseded=True)
 

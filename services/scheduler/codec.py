@@ -21,7 +21,7 @@ from services.scheduler import events as ev
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Fate, JobSpec, Placed, Snapshot
 from tidegate.codec import WireError, decode_grants, decode_layout, decode_role, decode_token, require
-from tidegate.config import JobConfig
+from tidegate.config import ConfigError, JobConfig
 from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
@@ -49,7 +49,7 @@ def job_spec(config: JobConfig) -> JobSpec:
 
 
 def event_of(message: events_pb2.Event, *, stream_sequence: int | None = None) -> ev.Event:
-    """The event of a checked message. WireError, or ConfigError for a submission, names the field that is wrong."""
+    """The event of a checked message. WireError names the field that is wrong."""
     return ev.Event(
         job=message.job,
         source=message.source,
@@ -108,7 +108,8 @@ def _joined(body: events_pb2.InstanceJoined) -> ev.InstanceJoined:
 def _published(body: events_pb2.WeightsPublished) -> ev.WeightsPublished:
     require(body, "snapshot")
     require(body.snapshot, "checksum", "incarnation")
-    return ev.WeightsPublished(snapshot_of(body.snapshot))
+    reference = snapshot_of(body.reference) if body.HasField("reference") else None
+    return ev.WeightsPublished(snapshot_of(body.snapshot), reference)
 
 
 def snapshot_of(message: types_pb2.Snapshot) -> Snapshot:
@@ -136,7 +137,10 @@ def _reported(body: events_pb2.IterationReported) -> ev.IterationReported:
 
 
 def _submitted(body: events_pb2.JobSubmitted) -> ev.JobSubmitted:
-    spec = job_spec(JobConfig.from_json(body.config_json))
+    try:
+        spec = job_spec(JobConfig.from_json(body.config_json))
+    except ConfigError as error:
+        raise WireError(f"JobSubmitted.config_json: {error}") from error
     return ev.JobSubmitted(spec=spec, config_json=body.config_json, resume=body.resume)
 
 

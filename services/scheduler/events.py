@@ -86,7 +86,10 @@ class LeadElected:
 
 @dataclass(frozen=True, slots=True)
 class WeightsPublished:
+    """`reference`: version 0 of the job, readable in this incarnation; None when the KL term is off."""
+
     snapshot: Snapshot
+    reference: Snapshot | None
 
 
 @dataclass(frozen=True, slots=True)

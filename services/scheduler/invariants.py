@@ -13,16 +13,17 @@ from services.scheduler.state import TERMINAL, ClusterState, Phase
 from tidegate.ownership import GpuState
 from tidegate.types import GpuId, Role
 
-_FOLLOWS = {
-    Phase.SUBMITTED: {Phase.STARTING, Phase.PAUSED, Phase.STOPPING},
-    Phase.STARTING: {Phase.RUNNING, Phase.PAUSED, Phase.STOPPING},
-    Phase.RUNNING: {Phase.STARTING, Phase.PAUSED, Phase.STOPPING},
-    Phase.PAUSED: {Phase.STARTING, Phase.RUNNING, Phase.STOPPING},
-    Phase.STOPPING: TERMINAL,
-    Phase.FAILED: frozenset(),
-    Phase.CANCELLED: frozenset(),
-    Phase.FINISHED: frozenset(),
+_RANK = {
+    Phase.SUBMITTED: 0,
+    Phase.STARTING: 1,
+    Phase.RUNNING: 1,
+    Phase.PAUSED: 1,
+    Phase.STOPPING: 2,
+    Phase.FINISHED: 3,
+    Phase.FAILED: 3,
+    Phase.CANCELLED: 3,
 }
+"""A job goes up in this order, several steps in one write too; only a new submission takes it down again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,9 @@ def _tokens_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[V
 
 
 def _phases_follow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
-    if previous.phase is not state.phase:
-        resumed = state.phase is Phase.SUBMITTED and state.incarnation > previous.incarnation
-        if not resumed and state.phase not in _FOLLOWS[previous.phase]:
-            yield Violation("phases follow their order", f"from {previous.phase} to {state.phase}")
-    if (state.phase is Phase.STOPPING) and state.outcome not in TERMINAL:
+    goes_back = _RANK[state.phase] < _RANK[previous.phase]
+    ended_before = previous.phase in TERMINAL and state.phase is not previous.phase
+    if (goes_back or ended_before) and state.submission == previous.submission:
+        yield Violation("phases follow their order", f"from {previous.phase} to {state.phase}")
+    if state.phase is Phase.STOPPING and state.outcome not in TERMINAL:
         yield Violation("phases follow their order", f"{state.phase} with the outcome {state.outcome}")

@@ -30,7 +30,7 @@ READERS = (Role.ROLLOUT, Role.INFERENCE)
 
 
 def published(state: ClusterState, body: ev.WeightsPublished) -> ClusterState | Refused:
-    """Version 0 is the reference policy too, in whatever incarnation it is published."""
+    """Kept from the version that readers must hold now on."""
     snapshot = body.snapshot
     known = state.snapshots.get(snapshot.version)
     if snapshot.incarnation != state.incarnation:
@@ -41,11 +41,11 @@ def published(state: ClusterState, body: ev.WeightsPublished) -> ClusterState | 
             f"{snapshot.checksum}: a version is immutable; resume from the last checkpoint"
         )
         return stop(state, Phase.FAILED, message)
-    if snapshot.version < state.target_version and snapshot.version != 0:
+    if snapshot.version < state.target_version:
         return Refused("of an older version")
     snapshots = {**state.snapshots, snapshot.version: snapshot}
     kept = {version: each for version, each in sorted(snapshots.items()) if version >= state.target_version}
-    return replace(state, snapshots=kept, reference=snapshot if snapshot.version == 0 else state.reference)
+    return replace(state, snapshots=kept, reference=body.reference or state.reference)
 
 
 def loaded(state: ClusterState, event: ev.Event, body: ev.WeightsLoaded) -> ClusterState | Refused:
@@ -98,7 +98,10 @@ def advance(state: ClusterState) -> ClusterState:
     state = _closed_iteration(state)
     if state.iteration is not None:
         return state
-    if state.next_iteration >= spec.num_iterations and state.components[Role.ACTOR].is_up:
+    if state.next_iteration >= spec.num_iterations:
+        if state.next_version not in state.snapshots:
+            # The actor saves and publishes after its report: until then its last updates can still be lost.
+            return state
         return stop(state, Phase.FINISHED, f"all {spec.num_iterations} iterations are done")
     return _opened_iteration(state, spec)
 

@@ -99,6 +99,7 @@ def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
         with_component(state, Role.ACTOR, Component(lead=actor.lead, broken=broken)),
         incarnation=incarnation,
         snapshots={},
+        reference=None,
         next_iteration=next_iteration,
         next_version=checkpoint.version if checkpoint else 0,
     )

@@ -17,10 +17,10 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import total
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, spec
 from tidegate.types import Role, instance_id
 
-SLOW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NUM_ITERATIONS = 2
 MAX_DEATHS = 4
 
@@ -97,7 +97,7 @@ def test_in_the_final_lineage_every_iteration_is_there_once_and_no_sample_is_los
     assert all(summary.trained.num_samples for summary in lineage)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories())
 def test_a_replica_that_reads_the_same_history_decides_the_same_byte_for_byte(steps: list[tuple[str, int]]) -> None:
     drive = finished(steps)
@@ -114,7 +114,7 @@ def test_a_replica_that_reads_the_same_history_decides_the_same_byte_for_byte(st
     assert encode_state(state) == encode_state(drive.state)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories())
 def test_each_command_takes_effect_once_under_one_lead(steps: list[tuple[str, int]]) -> None:
     drive = finished(steps)
@@ -124,7 +124,7 @@ def test_each_command_takes_effect_once_under_one_lead(steps: list[tuple[str, in
     assert len({effect.rpartition("/a")[0] for effect in opened}) == len(opened)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories(), st.randoms(use_true_random=False))
 def test_events_of_a_finished_job_told_again_in_any_order_change_nothing(
     steps: list[tuple[str, int]], shuffler: object
@@ -145,10 +145,10 @@ def test_events_of_a_finished_job_told_again_in_any_order_change_nothing(
 
 
 def test_every_instance_may_die_at_every_step_of_a_job() -> None:
-    names = [instance_id(role, node) for role in Role for node in ("n0", "n1")]  # type: ignore[arg-type]  # plain text
+    names = [instance_id(role, node) for role in Role for node in NODES]
     num_steps = len(finished([]).delivered)
     for name in names:
-        for at_step in range(0, num_steps, 3):
+        for at_step in range(0, num_steps, 4):
             number = sorted(names).index(name)
             steps = [("deliver", 0)] * at_step + [("kill instance", number)]
             assert finished(steps).state.phase is Phase.FINISHED, f"{name} died at step {at_step}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
@@ -81,11 +82,12 @@ class FakeLead:
 
 @dataclass
 class FakeCluster:
-    """`num_wrong` samples of each iteration are lost on the way, for tests of the accounts."""
+    """`num_lost` samples of each iteration are lost on the way; without a supervisor what is dead stays dead."""
 
     job_spec: JobSpec
     checkpoint_every: int = 1
     num_lost: int = 0
+    has_supervisor: bool = True
     gpus: dict[GpuId, GpuRecord] = field(default_factory=dict)
     records: dict[str, Transition] = field(default_factory=dict)
     gates: dict[GpuId, FakeGate] = field(default_factory=dict)
@@ -193,6 +195,8 @@ class FakeCluster:
 
     def restart_dead(self) -> bool:
         """What a process supervisor does; False when everything lives."""
+        if not self.has_supervisor:
+            return False
         dead = sorted(name for name, instance in self.instances.items() if not instance.is_alive)
         for name in dead:
             self.start(name)
@@ -308,14 +312,17 @@ class FakeCluster:
             gate.highest, gate.is_held = grant.token, True
         lead.members, lead.incarnation = command.members, header.incarnation
         next_iteration = self.checkpoints.get(command.checkpoint, 0)
-        said = {"incarnation": header.incarnation, "transition_id": header.transition_id, "grants": command.members}
+        said: dict[str, Any] = {
+            "incarnation": header.incarnation,
+            "transition_id": header.transition_id,
+            "grants": command.members,
+        }
         self.say(lead.instance, ev.GpusAcquired(command.grants), **said)
         self.say(lead.instance, ev.LayoutCommitted(command.layout, command.members, next_iteration), **said)
         if command.weights is not None:
             self._tell_loaded(lead, header, command.weights)
         if header.role is Role.ACTOR:
-            for version in sorted({0, next_iteration} if self.job_spec.uses_reference else {next_iteration}):
-                self._publish(lead, header.incarnation, version)
+            self._publish(lead, header.incarnation, next_iteration)
 
     def _tell_loaded(self, lead: FakeLead, header: cmd.Header, weights: Snapshot) -> None:
         body = ev.WeightsLoaded(weights.version, weights.checksum)
@@ -323,7 +330,8 @@ class FakeCluster:
 
     def _publish(self, lead: FakeLead, incarnation: int, version: int) -> None:
         snapshot = Snapshot(incarnation, version, f"sum-{version}", f"shards of {version}".encode())
-        body = ev.WeightsPublished(snapshot)
+        reference = Snapshot(incarnation, 0, "sum-0", b"shards of 0") if self.job_spec.uses_reference else None
+        body = ev.WeightsPublished(snapshot, reference)
         self.say(lead.instance, body, incarnation=incarnation, grants=lead.members)
 
     # Work
@@ -355,7 +363,7 @@ class FakeCluster:
             zero_std, invalid = fate(filtered, reason="zero_std"), fate(discarded, reason="invalid")
             kept = trained[self.num_lost :]
             body = replace(body, trained=fate(kept), filtered=(zero_std,), discarded=(invalid,))
-        said = {"incarnation": lead.incarnation, "iteration": plan.iteration, "grants": lead.members}
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": plan.iteration, "grants": lead.members}
         self.say(lead.instance, body, **said)
         if role is Role.ACTOR:
             self._publish(lead, lead.incarnation, plan.version + 1)

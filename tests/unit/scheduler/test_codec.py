@@ -1,0 +1,251 @@
+"""A state is its bytes, and an event is its message; anything else is refused with the place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.scheduler import events as ev
+from services.scheduler.codec import decode_state, encode_state, event_of, job_spec
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.state import ClusterState
+from services.scheduler.values import Fate
+from tests.unit.scheduler.drive import booted
+from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, gpu, spec
+from tidegate.codec import WireError
+from tidegate.config import JobConfig, parse_config
+from tidegate.events import EventSource
+from tidegate.types import Grant, InstanceId, Layout, NodeId, Role, Token
+from tidegate.v1 import events_pb2, types_pb2
+
+CONFIG: dict[str, Any] = {
+    "job": "tide",
+    "seed": 3,
+    "cluster": {
+        "nodes": {"n0": 4},
+        "component_placement": {"actor": "0-1", "rollout": "2", "inference": "3"},
+    },
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_seq_len": 64,
+    },
+    "task": {"name": "count"},
+    "algorithm": {
+        "iterations": 5,
+        "prompts_per_iteration": 8,
+        "group_size": 4,
+        "n_minibatches": 2,
+        "max_new_tokens": 16,
+        "kl_coefficient": 0.1,
+    },
+    "actor": {"layout": {"dp": 2}, "learning_rate": 1e-3},
+    "runtime": {"command_deadline_s": 2.5, "max_actor_restarts": 1},
+}
+
+
+def config() -> JobConfig:
+    return parse_config(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[ClusterState]:
+    """A state after every step of a job in which things die."""
+    drive = booted(FakeCluster(spec()))
+    states = [drive.state]
+    for number in range(400):
+        if number == 30:
+            drive.cluster.kill_worker(gpu("n1", 2))
+        if number == 45:
+            drive.cluster.kill_instance(InstanceId("actor@n0"), tells=True)
+        if not drive.step():
+            break
+        states.append(drive.state)
+    return states
+
+
+def test_every_state_of_a_job_reads_back_as_it_was_written(seen: list[ClusterState]) -> None:
+    assert len(seen) > 60
+
+    for state in seen:
+        encoded = encode_state(state)
+        assert decode_state(encoded) == state
+        assert encode_state(decode_state(encoded)) == encoded
+
+
+NOT_A_STATE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another format": (lambda document: document | {"format": 2}, "format 2"),
+    "no state": (lambda document: {"format": 1}, "format None"),
+    "a list": (lambda document: [1], "format None"),
+    "a field is missing": (lambda document: changed(document, "spec", drop=True), "spec missing or unknown"),
+    "a field too many": (lambda document: changed(document, "colour", 1), "colour missing or unknown"),
+    "a number as text": (lambda document: changed(document, "version", "3"), "state.version is str, it must be int"),
+    "a truth value as a number": (lambda document: changed(document, "version", True), "state.version is bool"),
+    "an unknown phase": (lambda document: changed(document, "phase", "asleep"), "asleep"),
+    "a map as a list": (lambda document: changed(document, "gpus", []), "state.gpus is list, it must be dict"),
+    "a version that is no number": (lambda document: changed(document, "snapshots", {"x": {}}), "the key 'x'"),
+}
+
+
+def changed(document: dict[str, Any], name: str, value: object = None, *, drop: bool = False) -> dict[str, Any]:
+    fields = {key: each for key, each in document["state"].items() if not (drop and key == name)}
+    return document | {"state": fields if drop else fields | {name: value}}
+
+
+@pytest.mark.parametrize("case", NOT_A_STATE)
+def test_what_is_no_state_is_refused_with_the_place(seen: list[ClusterState], case: str) -> None:
+    spoil, want = NOT_A_STATE[case]
+    document = json.loads(encode_state(seen[-1]))
+
+    with pytest.raises(ValueError, match=want):
+        decode_state(json.dumps(spoil(document)).encode())
+
+
+def test_bytes_that_are_no_json_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 bytes that are no JSON"):
+        decode_state(b"\x00\x01\x02\x03")
+
+
+def source(name: str = "actor@n0", role: Role | None = Role.ACTOR) -> EventSource:
+    return EventSource(name, role=role, boot=2, now_ns=lambda: 5)
+
+
+GRANT = types_pb2.Grant(gpu="n0/1", token=types_pb2.Token(term=1, counter=4))
+WANT_GRANT = Grant(gpu("n0", 1), Token(1, 4))
+FATE = types_pb2.Fate(reason="zero_std", num_samples=3, ids_digest=2**64 - 1)
+BODIES: dict[str, tuple[Any, ev.Body]] = {
+    "progress": (
+        events_pb2.Progress(num_done=1, num_total=2, phase="train", metrics={"loss": 0.5, "a": 1.0}),
+        ev.Progress((("a", 1.0), ("loss", 0.5)), 1, 2, "train"),
+    ),
+    "backlog": (events_pb2.Backlog(queue="scored", num_messages=3), ev.Backlog("scored", 3)),
+    "released": (events_pb2.GpusReleased(grants=[GRANT]), ev.GpusReleased((WANT_GRANT,))),
+    "acquired": (events_pb2.GpusAcquired(grants=[GRANT]), ev.GpusAcquired((WANT_GRANT,))),
+    "layout committed": (
+        events_pb2.LayoutCommitted(layout=types_pb2.Layout(dp=2), grants=[GRANT], next_iteration=4),
+        ev.LayoutCommitted(Layout(dp=2), (WANT_GRANT,), 4),
+    ),
+    "failed": (
+        events_pb2.Failed(what=events_pb2.Failed.WHAT_WORKER, grants=[GRANT], exit_status=-9, message="killed"),
+        ev.Failed(ev.FailedWhat.WORKER, (WANT_GRANT,), -9, "killed", fatal=False),
+    ),
+    "joined": (
+        events_pb2.InstanceJoined(instance="actor@n0", endpoint="localhost:1", boot=2),
+        ev.InstanceJoined(InstanceId("actor@n0"), "localhost:1", 2),
+    ),
+    "lost": (
+        events_pb2.InstanceLost(instance="actor@n0", boot=2),
+        ev.InstanceLost(InstanceId("actor@n0"), 2),
+    ),
+    "lead elected": (
+        events_pb2.LeadElected(instance="actor@n0", endpoint="localhost:1", epoch=7),
+        ev.LeadElected(InstanceId("actor@n0"), "localhost:1", 7),
+    ),
+    "loaded": (events_pb2.WeightsLoaded(version=3, checksum="c"), ev.WeightsLoaded(3, "c")),
+    "reported": (
+        events_pb2.IterationReported(filtered=[FATE], num_duplicates_dropped=2, metrics={"loss": 0.5}),
+        ev.IterationReported(Fate(), Fate(), (Fate("zero_std", 3, 2**64 - 1),), (), 2, (("loss", 0.5),)),
+    ),
+    "checkpoint saved": (
+        events_pb2.CheckpointSaved(next_iteration=2, version=2, name="c2", num_samples_trained=9),
+        ev.CheckpointSaved(2, 2, "c2", 9),
+    ),
+    "dead-lettered": (
+        events_pb2.DeadLettered(subject="s", reason="r", dead_letter=4),
+        ev.DeadLettered("s", "r", 4),
+    ),
+    "cancelled": (events_pb2.JobCancelRequested(reason="r"), ev.JobCancelRequested("r")),
+    "resumed": (events_pb2.JobResumeRequested(), ev.JobResumeRequested()),
+    "gate reported": (
+        events_pb2.GateReported(
+            node="n0", gpus=[events_pb2.GateState(gpu="n0/1", highest_token=GRANT.token, held=True)]
+        ),
+        ev.GateReported(NodeId("n0"), (ev.GateState(gpu("n0", 1), Token(1, 4), held=True),)),
+    ),
+    "answered": (
+        events_pb2.CommandAnswered(command_id="c/a0", accepted=True, message=""),
+        ev.CommandAnswered("c/a0", True, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_an_events_message_is_its_value(case: str) -> None:
+    message, want = BODIES[case]
+
+    event = event_of(source().event(message, job=JOB, incarnation=3, iteration=1), stream_sequence=8)
+
+    assert event.body == want
+    assert (event.source, event.boot, event.sequence, event.role) == ("actor@n0", 2, 1, Role.ACTOR)
+    assert (event.incarnation, event.iteration, event.stream_sequence) == (3, 1, 8)
+
+
+def test_published_snapshots_are_carried_through_unread_with_the_reference() -> None:
+    snapshot = types_pb2.Snapshot(job="tide", incarnation=1, version=4, checksum="c", grants=[GRANT])
+    reference = types_pb2.Snapshot(job="tide", incarnation=1, version=0, checksum="r")
+    published = events_pb2.WeightsPublished(snapshot=snapshot, reference=reference)
+
+    body = event_of(source().event(published, job=JOB, incarnation=1)).body
+
+    assert isinstance(body, ev.WeightsPublished)
+    assert (body.snapshot.version, body.snapshot.checksum) == (4, "c")
+    assert types_pb2.Snapshot.FromString(body.snapshot.message) == snapshot
+    assert body.reference is not None
+    assert types_pb2.Snapshot.FromString(body.reference.message) == reference
+
+
+def test_a_submission_carries_what_the_scheduler_needs_of_the_config() -> None:
+    submitted = events_pb2.JobSubmitted(config_json=config().to_json(), resume=True)
+
+    body = event_of(source("launcher", None).event(submitted, job=JOB, incarnation=0)).body
+
+    assert isinstance(body, ev.JobSubmitted)
+    assert body.resume
+    got = body.spec
+    assert (got.num_iterations, got.num_prompts, got.group_size, got.num_minibatches, got.seed) == (5, 8, 4, 2, 3)
+    assert (got.uses_reference, got.max_actor_restarts, got.command_deadline_ms) == (True, 1, 2500)
+    assert got.placement[Role.ACTOR].gpus == (gpu("n0", 0), gpu("n0", 1))
+    assert got.placement[Role.ACTOR].layout == Layout(dp=2)
+    assert got.plan(iteration=2, version=2).first_prompt == 16
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a config that is none": (events_pb2.JobSubmitted(config_json="{}"), "JobSubmitted.config_json"),
+    "a failure of nothing": (events_pb2.Failed(message="?"), "Failed.what"),
+    "an instance without a node": (
+        events_pb2.InstanceJoined(instance="actor", endpoint="e", boot=1),
+        "must be <role>@<node>",
+    ),
+    "an election without an epoch": (events_pb2.LeadElected(instance="actor@n0", endpoint="e"), "epoch"),
+    "weights without a checksum": (
+        events_pb2.WeightsPublished(snapshot=types_pb2.Snapshot(incarnation=1)),
+        "checksum",
+    ),
+    "weights without a snapshot": (events_pb2.WeightsPublished(), "snapshot"),
+    "a grant without a token": (events_pb2.GpusReleased(grants=[types_pb2.Grant(gpu="n0/1")]), "token"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_message_that_its_schema_does_not_allow_is_refused_with_the_field(case: str) -> None:
+    message, want = REFUSED[case]
+
+    with pytest.raises(WireError, match=want):
+        event_of(source().event(message, job=JOB, incarnation=1))
+
+
+def test_the_static_policy_proposes_the_configured_placement_whatever_happened(seen: list[ClusterState]) -> None:
+    policy = StaticPolicy()
+    for state in seen:
+        got = policy.propose(state, 5)
+        want = {} if state.spec is None else dict(state.spec.placement)
+        assert dict(got.placement) == want
+    assert got.reason == "static: GPUs as configured (actor 2, rollout 3, inference 2)"
+    assert job_spec(config()).placement[Role.INFERENCE].gpus == (gpu("n0", 3),)

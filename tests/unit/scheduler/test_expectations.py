@@ -1,0 +1,90 @@
+"""What was asked is asked again at its deadline, after a refusal as a new attempt, and given up with its words."""
+
+from __future__ import annotations
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.decide import decide
+from services.scheduler.evolve import evolve
+from services.scheduler.expectations import MAX_ISSUES, MAX_REFUSALS, issued, next_due_ms
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.state import ClusterState, Phase
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tidegate.types import Role
+
+
+def silent(*, deadline_ms: int = 1000) -> Drive:
+    """A job whose leads were asked to scale up and whose answers are lost."""
+    drive = booted(FakeCluster(spec(deadline_ms=deadline_ms)))
+    drive.run_until(lambda state: any(each.kind == "lead" for each in state.expectations.values()))
+    drive.cluster.outbox.clear()
+    return drive
+
+
+def turn(state: ClusterState, now_ms: int) -> tuple[ClusterState, list[cmd.Command]]:
+    decision = decide(state, now_ms, policy=StaticPolicy())
+    return issued(state, decision.commands, decision.waiting, now_ms), list(decision.commands)
+
+
+def lead_commands(commands: list[cmd.Command]) -> list[cmd.LeadCommand]:
+    return [command for command in commands if isinstance(command, cmd.LeadCommand)]
+
+
+def test_a_command_is_not_issued_again_before_its_deadline_and_then_under_the_same_id() -> None:
+    drive = silent()
+    (first,) = (each for each in lead_commands(drive.cluster.log) if each.header.role is Role.ACTOR)
+
+    state, early = turn(drive.state, drive.now_ms + 999)
+    _, late = turn(state, drive.now_ms + 1000)
+
+    assert lead_commands(early) == []
+    again = [each for each in lead_commands(late) if each.header.role is Role.ACTOR]
+    assert [each.header.id for each in again] == [first.header.id]
+    assert again[0].header.deadline_ms > first.header.deadline_ms
+
+
+def test_a_lead_that_never_does_it_fails_the_job_with_what_was_asked_and_how_often() -> None:
+    drive = silent()
+    state = drive.state
+    for number in range(1, MAX_ISSUES + 1):
+        state, commands = turn(state, drive.now_ms + 1000 * number)
+
+    assert isinstance(commands[-1], cmd.StopJob)
+    assert "ScaleUp of the actor was asked 3 times without effect" in state.message
+    assert (state.phase, state.outcome) == (Phase.STOPPING, Phase.FAILED)
+
+
+def test_a_refused_command_is_a_new_attempt_after_a_pause_and_given_up_after_enough_with_the_leads_words() -> None:
+    drive = silent(deadline_ms=1_000_000)
+    state, now_ms = drive.state, drive.now_ms
+    key = next(key for key, each in state.expectations.items() if each.role is Role.ACTOR)
+    for number in range(MAX_REFUSALS):
+        refusal = ev.CommandAnswered(f"{key}/a{number}", False, "not ready: 1 of 2 instances joined")
+        state = evolve(state, ev.Event(job=JOB, source="scheduler", boot=1, sequence=number, body=refusal))
+        assert lead_commands(turn(state, now_ms + 500)[1]) == [], "it waits before it asks again"
+        now_ms = state.expectations[key].due_ms
+        state, commands = turn(state, now_ms)
+        got = [each.header.id for each in lead_commands(commands)]
+        assert got == ([f"{key}/a{number + 1}"] if number + 1 < MAX_REFUSALS else [])
+
+    assert state.phase is Phase.STOPPING
+    assert "refused 5 times: not ready: 1 of 2 instances joined" in state.message
+
+
+def test_the_next_deadline_is_the_earliest_of_all_and_none_when_nothing_is_waited_for() -> None:
+    drive = silent()
+
+    due_ms = next_due_ms(drive.state)
+
+    assert due_ms == min(each.due_ms for each in drive.state.expectations.values())
+    assert next_due_ms(ClusterState(job=JOB)) is None
+
+
+def test_what_is_wanted_no_more_is_waited_for_no_more() -> None:
+    drive = booted(FakeCluster(spec()))
+    drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
+    while drive.cluster.outbox:
+        drive.step()
+
+    assert drive.state.expectations == {}

@@ -1,0 +1,223 @@
+"""What a death costs: an engine, a world, or an incarnation; and how GPUs come back."""
+
+from __future__ import annotations
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.evolve import evolve
+from services.scheduler.state import ClusterState, Phase
+from services.scheduler.values import total
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
+from tidegate.ownership import GpuState
+from tidegate.types import Grant, Role, Token, instance_id
+
+ROLLOUT_GPU = gpu("n1", 3)
+INFERENCE_GPU = gpu("n1", 2)
+ACTOR_GPU = gpu("n1", 0)
+
+
+def iterating(**settings: int) -> Drive:
+    """A job whose first iteration every component took."""
+    drive = booted(FakeCluster(spec(**settings)))  # type: ignore[arg-type]  # only numbers are varied here
+    drive.run_until(is_iterating)
+    while drive.cluster.outbox:
+        drive.step()
+    return drive
+
+
+def is_iterating(state: ClusterState) -> bool:
+    return state.iteration is not None and len(state.iteration.opened) == len(Role)
+
+
+def deliver_all(drive: Drive) -> None:
+    while drive.cluster.outbox:
+        drive.step()
+
+
+def ups_of(drive: Drive, role: Role) -> list[cmd.ScaleUp]:
+    ups = [command for command in drive.cluster.log if isinstance(command, cmd.ScaleUp)]
+    return [command for command in ups if command.header.role is role]
+
+
+def test_a_rollout_engine_that_dies_leaves_the_others_at_work_and_comes_back_under_a_newer_token() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    drive.step()
+
+    left = drive.state.components[Role.ROLLOUT]
+    assert [grant.gpu for grant in left.grants] == [gpu("n0", 1), gpu("n1", 1)]
+    assert left.is_up
+    assert left.loaded is not None
+    assert (drive.state.incarnation, drive.state.phase) == (1, Phase.RUNNING)
+
+    deliver_all(drive)
+    first, again = ups_of(drive, Role.ROLLOUT)
+    assert len(first.grants) == 3
+    assert again.grants == (Grant(ROLLOUT_GPU, Token(1, 2)),)
+    assert [grant.gpu for grant in again.members] == [gpu("n0", 1), gpu("n1", 1), ROLLOUT_GPU]
+    assert again.weights == drive.state.snapshots[0]
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_an_inference_rank_that_dies_has_all_ranks_started_again_in_the_same_incarnation() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(INFERENCE_GPU)
+    drive.step()
+
+    assert not drive.state.components[Role.INFERENCE].is_up
+    assert drive.state.incarnation == 1
+
+    state = drive.run()
+    first, again = ups_of(drive, Role.INFERENCE)
+    assert [grant.gpu for grant in again.grants] == [grant.gpu for grant in first.grants]
+    assert all(new.token > old.token for new, old in zip(again.grants, first.grants, strict=True))
+    assert again.reference is not None
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_an_actor_rank_that_dies_starts_a_new_incarnation_from_the_last_checkpoint() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=3)))
+    drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 1)
+    drive.cluster.kill_worker(ACTOR_GPU)
+
+    state = drive.run()
+
+    assert [command.checkpoint for command in ups_of(drive, Role.ACTOR)] == ["", "step-1-1"]
+    assert (state.phase, state.incarnation, state.num_restarts) == (Phase.FINISHED, 2, 1)
+    assert [(each.iteration, each.incarnation) for each in state.summaries if not each.is_superseded] == [
+        (0, 1),
+        (1, 2),
+        (2, 2),
+    ]
+
+
+def test_iterations_after_the_last_checkpoint_are_superseded_and_their_samples_discarded_with_the_reason() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=3), checkpoint_every=3))
+    drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
+    drive.cluster.kill_worker(ACTOR_GPU)
+
+    state = drive.run()
+
+    assert [command.checkpoint for command in ups_of(drive, Role.ACTOR)] == ["", ""]
+    redone = [each for each in state.summaries if each.is_superseded]
+    assert [each.iteration for each in redone] == [0, 1, 2]
+    for summary in redone[:2]:
+        assert summary.trained.num_samples == 0
+        reasons = {fate.reason: fate.num_samples for fate in summary.discarded}
+        assert reasons == {"incarnation_superseded": 5, "invalid": 1}
+        assert summary.generated.num_samples == total((*summary.filtered, *summary.discarded)).num_samples
+
+
+def test_an_iteration_that_breaks_off_tells_what_the_rollout_had_generated_as_far_as_is_known() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[0])
+    drive.cluster.say(name, ev.Progress((), 3, 4, "generate"), incarnation=1, iteration=0)
+    deliver_all(drive)
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+
+    (summary,) = drive.state.summaries
+    assert summary.is_superseded
+    assert summary.generated.num_samples == 6, "3 prompts, 2 samples each"
+    assert [(fate.reason, fate.num_samples) for fate in summary.discarded] == [("incarnation_superseded", 6)]
+
+
+def test_an_actor_that_dies_more_often_than_allowed_fails_the_job_with_the_numbers() -> None:
+    drive = iterating(max_actor_restarts=1)
+    for _ in range(2):
+        drive.run_until(is_iterating)
+        drive.cluster.kill_worker(ACTOR_GPU)
+        drive.run_until(lambda state: state.iteration is None or state.phase is Phase.STOPPING)
+
+    state = drive.run()
+
+    assert state.phase is Phase.FAILED
+    assert "worker of n1/0 was killed (exit status -9)" in state.message
+    assert "the actor was restarted 1 times and runtime.max_actor_restarts=1" in state.message
+    assert not any(gate.is_held for gate in drive.cluster.gates.values())
+
+
+def test_a_new_lead_of_the_rollout_is_asked_again_under_its_epoch() -> None:
+    drive = iterating()
+    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[0]), tells=True)
+
+    state = drive.run()
+
+    opened = [
+        (command.plan.iteration, command.header.lead_epoch)
+        for command in drive.cluster.log
+        if isinstance(command, cmd.OpenIteration) and command.header.role is Role.ROLLOUT
+    ]
+    assert opened == [(0, 1), (0, 2), (1, 2)]
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_new_lead_of_the_actor_starts_a_new_incarnation() -> None:
+    drive = iterating()
+    drive.cluster.elect(instance_id(Role.ACTOR, NODES[1]))
+
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+
+def test_a_lost_gpu_is_not_taken_back_while_its_gate_says_that_a_worker_holds_it() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.say_as("scheduler", ev.InstanceLost(name, 1))
+    drive.step()
+
+    lost = [each.gpu for each in drive.state.gpus.values() if each.state is GpuState.LOST]
+    assert lost == [gpu("n1", 1), gpu("n1", 3)]
+    assert all(drive.cluster.gates[each].is_held for each in lost)
+
+    drive.cluster.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
+    state = drive.run()
+
+    cleared = [
+        command.grants
+        for command in drive.cluster.log
+        if isinstance(command, cmd.ScaleDown) and not command.header.transition_id
+    ]
+    assert sorted(grants[0].gpu for grants in cleared) == lost
+    assert state.phase is Phase.FINISHED
+
+
+def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one() -> None:
+    drive = iterating()
+    earlier = Grant(ROLLOUT_GPU, Token(1, 0))
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    event = drive.cluster.outbox.pop()
+    state = evolve(drive.state, event)
+    gate = ev.GateReported(NODES[1], (ev.GateState(ROLLOUT_GPU, Token(1, 0), held=False),))
+
+    late = ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(earlier,))
+    answer = ev.Event(
+        job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(Grant(ROLLOUT_GPU, Token(1, 1)),)
+    )
+
+    assert evolve(state, late).released == ()
+    assert evolve(state, answer).released == (Grant(ROLLOUT_GPU, Token(1, 1)),)
+
+
+def test_the_rollout_goes_on_for_good_without_a_node_that_does_not_come_back() -> None:
+    drive = iterating()
+    drive.cluster.has_supervisor = False
+    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[1]), tells=True)
+
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_component_that_fails_to_start_again_and_again_fails_the_job_after_pauses() -> None:
+    drive = booted(FakeCluster(spec(), has_supervisor=False))
+    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[1]), tells=False)
+    began_ms = drive.now_ms
+
+    state = drive.run()
+
+    assert state.phase is Phase.FAILED
+    assert "the rollout failed to start 4 times in a row" in state.message
+    assert drive.now_ms - began_ms >= 42_000
