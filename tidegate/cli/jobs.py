@@ -1,0 +1,239 @@
+"""What a person asks about jobs: a live job answers through its Control API, one that is over through its folder.
+
+Invariant: the rows of a live job and of one that is over have the same columns, so that scripts read both alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from tidegate.cli.rows import Row
+from tidegate.cli.views import failure_text
+from tidegate.job import JobFolder
+from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
+from tidegate.launcher.outcome import Outcome, role_name
+from tidegate.types import Token
+from tidegate.v1 import control_pb2
+
+JOB_COLUMNS = ("job", "state", "iteration", "iterations", "reward", "message")
+GPU_COLUMNS = ("gpu", "state", "job", "role", "token", "transition")
+DEAD_LETTER_COLUMNS = ("job", "id", "subject", "reason", "size_bytes")
+ITERATION_COLUMNS = (
+    "iteration",
+    "reward_mean",
+    "loss",
+    "response_tokens_mean",
+    "response_tokens_max",
+    "samples_trained",
+    "samples_filtered",
+    "seconds",
+)
+COMPONENT_COLUMNS = ("role", "state", "lead", "layout", "gpus")
+
+
+class UnknownJob(LookupError):
+    """No job of this name in the output folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A job as `describe` shows it. `outcome` is None while it runs."""
+
+    status: control_pb2.GetJobResponse
+    outcome: Outcome | None
+
+
+def job_folder(output_dir: Path, job: str) -> JobFolder:
+    """UnknownJob, naming those that there are."""
+    folder = JobFolder(output_dir.resolve() / job)
+    if not folder.config.is_file():
+        known = ", ".join(found.root.name for found in job_folders(output_dir)) or "none"
+        raise UnknownJob(f"no job {job!r} in {output_dir}; there: {known}. Another folder is named by --output-dir")
+    return folder
+
+
+def job_folders(output_dir: Path) -> list[JobFolder]:
+    return [JobFolder(path.parent.resolve()) for path in sorted(output_dir.glob("*/config.json"))]
+
+
+async def describe(folder: JobFolder) -> Described:
+    """NotRunning when the job was killed, so that nobody can say how it stands."""
+    job = folder.root.name
+    if folder.result.exists():
+        outcome = Outcome.read(folder.result)
+        return Described(outcome.job, outcome)
+    async with control_of(folder) as control:
+        return Described(await control.GetJob(control_pb2.GetJobRequest(job=job)), None)
+
+
+async def job_row(folder: JobFolder) -> Row:
+    job = folder.root.name
+    try:
+        found = await describe(folder)
+    except NotRunning:
+        remedy = "its run was killed; start it again with --resume"
+        return dict.fromkeys(JOB_COLUMNS) | {"job": job, "state": "killed", "message": remedy}
+    rows = iteration_rows(found)
+    return {
+        "job": job,
+        "state": found.outcome.end if found.outcome else found.status.phase,
+        "iteration": found.status.iteration,
+        "iterations": found.status.num_iterations,
+        "reward": rows[-1]["reward_mean"] if rows else None,
+        "message": found.outcome.message if found.outcome else found.status.message,
+    }
+
+
+def iteration_rows(found: Described) -> list[dict[str, Any]]:
+    outcome = found.outcome
+    rows = outcome.iterations if outcome else found.status.iterations
+    return [
+        {
+            "iteration": row.iteration,
+            "reward_mean": _metric(row, "reward_mean"),
+            "loss": _metric(row, "loss"),
+            "response_tokens_mean": _metric(row, "response_tokens_mean"),
+            "response_tokens_max": _metric(row, "response_tokens_max"),
+            "samples_generated": row.num_generated,
+            "samples_trained": row.num_trained,
+            "samples_filtered": row.num_filtered,
+            "samples_discarded": row.num_discarded,
+            "duplicates": row.num_duplicates,
+            "lost": row.num_lost,
+            "seconds": outcome.seconds.get(row.iteration) if outcome else None,
+        }
+        for row in rows
+    ]
+
+
+def component_rows(status: control_pb2.GetJobResponse) -> list[Row]:
+    return [
+        {
+            "role": role_name(component.role),
+            "state": component.state,
+            "lead": component.lead,
+            "layout": f"tp{component.layout.tp} pp{component.layout.pp} dp{component.layout.dp}"
+            if component.HasField("layout")
+            else None,
+            "gpus": [grant.gpu for grant in component.grants],
+        }
+        for component in status.components
+    ]
+
+
+async def gpu_rows(folder: JobFolder) -> list[Row]:
+    async with control_of(folder) as control:
+        answer = await control.ListGpus(control_pb2.ListGpusRequest())
+    return [
+        {
+            "gpu": gpu.gpu,
+            "state": gpu.state,
+            "job": gpu.job,
+            "role": role_name(gpu.role),
+            "token": str(Token(gpu.token.term, gpu.token.counter)),
+            "transition": gpu.transition_id,
+        }
+        for gpu in answer.gpus
+    ]
+
+
+async def dead_letter_rows(folder: JobFolder) -> list[Row]:
+    job = folder.root.name
+    async with control_of(folder) as control:
+        answer = await control.ListDeadLetters(control_pb2.ListDeadLettersRequest(job=job))
+    return [
+        {
+            "job": job,
+            "id": letter.id,
+            "subject": letter.subject,
+            "reason": letter.reason,
+            "size_bytes": letter.size_bytes,
+        }
+        for letter in answer.dead_letters
+    ]
+
+
+async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
+    """In the stream's order. NotRunning when the run was killed, before it could write them down."""
+    if folder.events.exists():
+        with folder.events.open() as lines:
+            for line in lines:
+                yield ParseDict(json.loads(line), control_pb2.ListEventsResponse())
+        return
+    async with control_of(folder) as control:
+        request = control_pb2.ListEventsRequest(job=folder.root.name, follow=follow)
+        async for row in control.ListEvents(request, timeout=FOLLOW_TIMEOUT_S):
+            yield row
+
+
+async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator[str]:
+    """JSON lines of one source, or of all. UnknownJob when the source has no log."""
+    try:
+        async with control_of(folder) as control:
+            request = control_pb2.ReadLogsRequest(job=folder.root.name, source=source, follow=follow)
+            async for row in control.ReadLogs(request, timeout=FOLLOW_TIMEOUT_S):
+                yield row.line
+    except NotRunning:
+        for line in _written_logs(folder, source):
+            yield line
+
+
+def event_line(row: control_pb2.ListEventsResponse) -> str:
+    event = row.event
+    at = datetime.fromtimestamp(event.occurred_unix_ns / 1e9, tz=UTC)
+    what = event.WhichOneof("body") or "nothing"
+    place = f"incarnation {event.incarnation} iteration {event.iteration}"
+    return f"{row.stream_sequence:6d}  {at:%H:%M:%S.%f}  {event.source:<14} {what:<20} {place}  {_told(row)}".rstrip()
+
+
+def log_line(line: str) -> str:
+    """A JSON line as a person reads it; one that is no JSON as it is."""
+    try:
+        entry = dict(json.loads(line))
+    except (ValueError, TypeError):
+        return line
+    first = [str(entry.pop(key, "")) for key in ("time", "level", "source", "event")]
+    return "  ".join([*first, *(f"{key}={value}" for key, value in entry.items())])
+
+
+def _metric(row: control_pb2.IterationSummary, name: str) -> float | None:
+    return row.metrics.get(name)
+
+
+def _told(row: control_pb2.ListEventsResponse) -> str:
+    event = row.event
+    match event.WhichOneof("body"):
+        case "progress":
+            return f"{event.progress.phase} {event.progress.num_done}/{event.progress.num_total}"
+        case "failed" | "instance_lost" | "dead_lettered":
+            return failure_text(event)
+        case "job_submitted":
+            return "resumed" if event.job_submitted.resume else ""
+        case None:
+            return ""
+        case body:
+            return json.dumps(MessageToDict(getattr(event, body), preserving_proto_field_name=True))[:160]
+
+
+def _written_logs(folder: JobFolder, source: str) -> Iterator[str]:
+    files = sorted(folder.logs.glob("*.jsonl"))
+    chosen = [path for path in files if source in ("", path.stem)]
+    if not chosen:
+        known = ", ".join(path.stem for path in files) or "none"
+        raise UnknownJob(f"job {folder.root.name} has no log of {source!r}; there are {known}")
+    lines = [line for path in chosen for line in path.read_text(errors="replace").splitlines()]
+    yield from sorted(lines, key=_time_of)
+
+
+def _time_of(line: str) -> str:
+    try:
+        return str(json.loads(line)["time"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,190 @@
+"""What `run` and `demo` show while a job runs: bars on a terminal, a JSON object a line otherwise. All on stderr.
+
+Both are fed by the same events. Bars: one for what each component does now, and a line that stays for each iteration.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol, TextIO, cast
+
+import structlog
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from tidegate.launcher.outcome import role_name
+from tidegate.launcher.view import View
+from tidegate.v1 import control_pb2, events_pb2, types_pb2
+
+_PHASES = {"warm_up": "warm-up", "generate": "generating", "score": "scoring", "train": "training"}
+
+
+class OpenView(View, AbstractContextManager["OpenView"], Protocol):
+    """A view that is on within its block."""
+
+
+def make_view(stream: UnfailingStream) -> OpenView:
+    return TerminalView(stream) if stream.isatty() else LinesView(stream)
+
+
+class UnfailingStream:
+    """A stream whose reader may leave (a closed terminal, a broken pipe): what is shown never ends a run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+class LinesView(AbstractContextManager["LinesView"]):
+    """A JSON object a line."""
+
+    def __init__(self, stream: UnfailingStream) -> None:
+        self._log: Any = structlog.wrap_logger(
+            structlog.PrintLogger(cast(TextIO, stream)),
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+                structlog.processors.JSONRenderer(),
+            ],
+        )
+        self._told = ("", "")
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left open."""
+
+    def step(self, what: str) -> None:
+        self._log.info("starting", what=what)
+
+    def note(self, message: str) -> None:
+        self._log.warning("note", message=message)
+
+    def event(self, event: events_pb2.Event) -> None:
+        match event.WhichOneof("body"):
+            case "progress":
+                progress = event.progress
+                self._log.info(
+                    "progress",
+                    role=role_name(event.role),
+                    phase=progress.phase,
+                    iteration=event.iteration,
+                    num_done=progress.num_done,
+                    num_total=progress.num_total,
+                    **figures(progress.metrics),
+                )
+            case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
+                reported = event.iteration_reported
+                self._log.info(
+                    "iteration",
+                    iteration=event.iteration,
+                    samples_trained=reported.trained.num_samples,
+                    **figures(reported.metrics),
+                )
+            case "failed" | "instance_lost" | "dead_lettered":
+                self._log.warning("failure", source=event.source, message=failure_text(event))
+
+    def job(self, status: control_pb2.GetJobResponse) -> None:
+        told = (status.phase, status.message)
+        if told != self._told:
+            self._told = told
+            self._log.info("job", phase=status.phase, message=status.message, iteration=status.iteration)
+
+
+class TerminalView(AbstractContextManager["TerminalView"]):
+    """Progress bars."""
+
+    def __init__(self, stream: UnfailingStream) -> None:
+        self._console = Console(file=cast(TextIO, stream))
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._state = self._bars.add_task("starting", total=None)
+        self._of_role: dict[int, TaskID] = {}
+        self._told = ("", "")
+
+    def __enter__(self) -> TerminalView:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def step(self, what: str) -> None:
+        self._bars.update(self._state, description=f"starting {what}")
+
+    def note(self, message: str) -> None:
+        self._console.print(message, style="yellow", markup=False, highlight=False)
+
+    def event(self, event: events_pb2.Event) -> None:
+        match event.WhichOneof("body"):
+            case "progress":
+                self._show_progress(event)
+            case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
+                metrics = event.iteration_reported.metrics
+                self._console.print(
+                    f"iteration {event.iteration}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:.4f}, "
+                    f"{event.iteration_reported.trained.num_samples} samples trained",
+                    markup=False,
+                )
+            case "failed" | "instance_lost" | "dead_lettered":
+                self.note(f"{event.source}: {failure_text(event)}")
+
+    def job(self, status: control_pb2.GetJobResponse) -> None:
+        told = (status.phase, status.message)
+        if told == self._told:
+            return
+        self._told = told
+        self._bars.update(
+            self._state, description=f"job {status.job}: {status.phase}", total=status.num_iterations or None
+        )
+        if status.message:
+            self.note(f"job {status.job} {status.phase}: {status.message}")
+
+    def _show_progress(self, event: events_pb2.Event) -> None:
+        progress = event.progress
+        is_warm_up = progress.phase == "warm_up"
+        where = "" if is_warm_up else f" of iteration {event.iteration}"
+        text = f"{role_name(event.role)}: {_PHASES.get(progress.phase, progress.phase)}{where}"
+        if event.role not in self._of_role:
+            self._of_role[event.role] = self._bars.add_task(text)
+        self._bars.update(
+            self._of_role[event.role], description=text, completed=progress.num_done, total=progress.num_total
+        )
+        if not is_warm_up:
+            self._bars.update(self._state, completed=event.iteration)
+
+
+def figures(metrics: Any) -> dict[str, float]:
+    """A component's own figures, by name."""
+    return {name: round(float(metrics[name]), 6) for name in sorted(metrics)}
+
+
+def failure_text(event: events_pb2.Event) -> str:
+    match event.WhichOneof("body"):
+        case "failed":
+            return event.failed.message or f"a process ended with status {event.failed.exit_status}"
+        case "instance_lost":
+            return f"{event.instance_lost.instance} was lost: its lease expired"
+        case _:
+            letter = event.dead_lettered
+            return f"dead letter {letter.dead_letter} of {letter.subject}: {letter.reason}"

@@ -1,0 +1,1 @@
+"""Runs a job on this machine: its folder, its servers and services, its end."""

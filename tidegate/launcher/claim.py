@@ -1,0 +1,242 @@
+"""Who may run a job in a folder, and how a run begins there: anew, in place of an older one, or where it ended.
+
+Order: what can be refused without a change, the lock, what the folder holds, then what the run needs in it.
+Invariants: one launcher at a time runs a job (a lock that dies with it); nothing of an older run is removed unless
+that was asked for; a resumed run keeps all that decides its samples; each start of a job has its own, larger boot; at
+the end nothing of the job is left in host memory, and what a killed launcher left there is removed at the next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tidegate.config import ConfigError, JobConfig
+from tidegate.job import Job, JobFolder
+from tidegate.launcher.outcome import End, Outcome
+
+_LOCK = "launcher.lock"
+_DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "algorithm", "actor", "inference")
+"""Sections that a resumed run may not change: its samples and weights would not be those of an unbroken run."""
+
+
+class CannotStart(ConfigError):
+    """The job cannot be run here as asked; the message says what stands in the way and what would do."""
+
+
+class Start(StrEnum):
+    """How to treat what the job's folder holds."""
+
+    FRESH = "fresh"
+    RESUME = "resume"
+    FORCE = "force"
+    """Anew, removing an older run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job's folder, ready for a run. `config` lacks only the embedded servers' URLs."""
+
+    folder: JobFolder
+    config: JobConfig
+    boot: int
+
+
+def host_memory_folder(config: JobConfig) -> Path:
+    """The job's own folder in host memory, the same at every start of it."""
+    folder = str(JobFolder.of(config).root)
+    digest = hashlib.blake2b(folder.encode(), digest_size=5).hexdigest()
+    return Path(config.runtime.host_memory_root) / f"tidegate-{os.getuid()}-{digest}"
+
+
+def saved_config(folder: JobFolder) -> JobConfig | None:
+    """The config that a job was last started with; None where there is no job."""
+    try:
+        return JobConfig.from_json(folder.config.read_text())
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def claimed(job: Job, start: Start, *, now_unix_s: float) -> Iterator[Claim]:
+    """Holds the job's folder within the block. CannotStart when the folder says no, with nothing changed."""
+    folder = JobFolder.of(job.config)
+    _refuse_without_memory(job.config)
+    if start is Start.FRESH:
+        _refuse_occupied(folder)
+    elif start is Start.RESUME:
+        _refuse_other_job(folder, job.config)
+    elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / _LOCK).exists():
+        raise CannotStart(f"{folder.root} is not a job's folder, so it is not removed: choose another output folder")
+    _make_folder(folder.root)
+    with _lock(folder.root / _LOCK) as lock_fd:
+        # Again under the lock: another launcher may have been here since.
+        if start is Start.FRESH:
+            _refuse_occupied(folder)
+        boot = _next_boot(lock_fd, now_unix_s=now_unix_s)
+        if start is Start.FORCE:
+            _empty(folder.root)
+        with _host_memory(host_memory_folder(job.config)):
+            try:
+                yield Claim(folder, _prepared(folder, job), boot)
+            finally:
+                folder.endpoint.unlink(missing_ok=True)
+
+
+def write_private(path: Path, text: str) -> None:
+    """The file appears whole, and for this user only."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(text)
+    os.replace(partial, path)
+
+
+def _refuse_without_memory(config: JobConfig) -> None:
+    root = Path(config.runtime.host_memory_root)
+    if not (root.is_dir() and os.access(root, os.W_OK)):
+        raise CannotStart(
+            f"runtime.host_memory_root={root} is not a folder that can be written to: name one in memory "
+            "(/dev/shm), or any local folder where there is none"
+        )
+
+
+def _refuse_occupied(folder: JobFolder) -> None:
+    if not folder.config.exists():
+        return
+    state = "has ended" if folder.result.exists() else "was started before"
+    raise CannotStart(
+        f"job {folder.root.name} {state} in {folder.root}: go on with it (--resume), remove it and start anew "
+        "(--force), or give the config another job name"
+    )
+
+
+def _refuse_other_job(folder: JobFolder, config: JobConfig) -> None:
+    saved = saved_config(folder)
+    if saved is None:
+        raise CannotStart(f"there is nothing to resume: {folder.root} holds no job; start it without --resume")
+    if folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED:
+        raise CannotStart(
+            f"job {config.job} has finished, there is nothing to resume: tidegate describe {config.job} shows its "
+            "result, --force runs it anew"
+        )
+    changed = list(_differences(_deciding(saved), _deciding(config)))
+    if changed:
+        raise CannotStart(
+            f"job {config.job} cannot go on with another config; changed are {'; '.join(changed)}. Give it the values "
+            "that it was started with, or start anew with --force"
+        )
+
+
+def _deciding(config: JobConfig) -> dict[str, Any]:
+    """What decides samples and weights. The tokenizer is the folder's own after the first start."""
+    dumped = {
+        section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
+    }
+    del dumped["model"]["tokenizer"]
+    return dumped
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any], where: str = "") -> Iterator[str]:
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{where}{key}.")
+        elif old != new:
+            yield f"{where}{key} (was {old}, is {new})"
+
+
+def _make_folder(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotStart(
+            f"the job's folder {root} cannot be made ({error.strerror}): choose another output folder"
+        ) from error
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _lock_record(fd).get("pid", "unknown")
+            raise CannotStart(
+                f"job {path.parent.name} runs already, by the launcher with pid {holder}: wait for its end or cancel "
+                f"it (tidegate cancel {path.parent.name})"
+            ) from None
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _lock_record(fd: int) -> dict[str, int]:
+    try:
+        return dict(json.loads(os.pread(fd, 1024, 0)))
+    except ValueError:
+        # New, or cut off by a kill: the clock still makes the next boot larger.
+        return {}
+
+
+def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:
+    """Larger than any before; by the clock also when the folder was removed while real servers still know the job."""
+    boot = max(_lock_record(lock_fd).get("boot", 0) + 1, int(now_unix_s))
+    record = json.dumps({"boot": boot, "pid": os.getpid()}).encode()
+    os.pwrite(lock_fd, record.ljust(64), 0)
+    return boot
+
+
+def _empty(root: Path) -> None:
+    for entry in root.iterdir():
+        if entry.name == _LOCK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+@contextmanager
+def _host_memory(folder: Path) -> Iterator[None]:
+    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
+        raise CannotStart(f"{folder} is another user's: remove it, or set runtime.host_memory_root to another folder")
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepared(folder: JobFolder, job: Job) -> JobConfig:
+    """Makes what a run needs in the folder; the config with every path resolved."""
+    for ended in (folder.result, folder.endpoint, folder.events, folder.trace):
+        ended.unlink(missing_ok=True)
+    # Spans are of one boot of the machine at most, and the trace of one start of the job.
+    shutil.rmtree(folder.timeline, ignore_errors=True)
+    for made in (folder.logs, folder.timeline, folder.checkpoints):
+        made.mkdir(exist_ok=True)
+    if not folder.tokenizer.exists():
+        job.tokenizer.save(folder.tokenizer)
+    config = job.config
+    config = config.model_copy(
+        update={
+            "output_dir": str(folder.root.parent),
+            "model": config.model.model_copy(update={"tokenizer": str(folder.tokenizer)}),
+            "runtime": config.runtime.model_copy(update={"host_memory_root": str(host_memory_folder(config))}),
+        }
+    )
+    write_private(folder.config, config.to_json())
+    return config

@@ -1,0 +1,53 @@
+"""A live job's Control API, found through the endpoint file in its folder.
+
+Invariant: an answer is about the job that was asked for; a file left by a killed run is told apart from a live job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tidegate.adapters.grpc_client import Channels
+from tidegate.job import JobFolder
+from tidegate.ports.rpc import PeerUnavailable
+from tidegate.v1 import control_pb2, control_pb2_grpc
+
+CALL_TIMEOUT_S = 5.0
+FOLLOW_TIMEOUT_S = 30 * 24 * 3600.0
+"""Every call has a deadline; one that follows a job outlives the job."""
+
+
+class NotRunning(LookupError):
+    """No live job answers for this folder."""
+
+
+@asynccontextmanager
+async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
+    """A stub of the job's Control API, seen to answer. NotRunning."""
+    job = folder.root.name
+    endpoint = read_endpoint(folder)
+    channels = Channels(default_timeout_s=CALL_TIMEOUT_S)
+    try:
+        stub = control_pb2_grpc.ControlStub(channels.connect(endpoint))
+        try:
+            await stub.GetJob(control_pb2.GetJobRequest(job=job))
+        except PeerUnavailable as error:
+            raise NotRunning(
+                f"job {job} does not answer at {endpoint}: its run was killed, or its scheduler is starting again; "
+                "try again, or resume it (--resume)"
+            ) from error
+        yield stub
+    finally:
+        await channels.close()
+
+
+def read_endpoint(folder: JobFolder) -> str:
+    """`<host>:<port>`; NotRunning when there is none."""
+    try:
+        return str(json.loads(folder.endpoint.read_text())["control"])
+    except FileNotFoundError as error:
+        raise NotRunning(f"job {folder.root.name} is not running: there is no {folder.endpoint}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotRunning(f"{folder.endpoint} is not an endpoint yet ({error}); try again") from error

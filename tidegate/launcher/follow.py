@@ -1,0 +1,105 @@
+"""Follows a job from its submission to its end.
+
+The end is the scheduler's word (Control.GetJob), asked at a slow beat; events only feed the view. So a scheduler that
+is restarted, moved to another port or slow delays the end and never hides it. Invariant: the end of an earlier run is
+not taken for this one's: a terminal phase counts from the submission's incarnation on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+
+from google.protobuf.json_format import MessageToDict
+
+from tidegate.adapters.nats_bus import NatsBus
+from tidegate.config import JobConfig
+from tidegate.events import EventSource
+from tidegate.job import JobFolder
+from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.outcome import End
+from tidegate.launcher.view import View
+from tidegate.ports.bus import BusUnavailable
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.types import JobId
+from tidegate.v1 import control_pb2, events_pb2
+
+BEAT_S = 0.5
+_ENDS = {"finished": End.FINISHED, "failed": End.FAILED, "cancelled": End.CANCELLED}
+
+
+class JobFollower:
+    """One run of a job as its launcher sees it. `status` is the last that the scheduler said."""
+
+    def __init__(self, bus: NatsBus, config: JobConfig, folder: JobFolder, view: View) -> None:
+        self._bus = bus
+        self._config = config
+        self._job = JobId(config.job)
+        self._folder = folder
+        self._view = view
+        self._sequence = 0
+        self._incarnation = 1
+        self._noted = ""
+        self.status = control_pb2.GetJobResponse(job=config.job)
+
+    async def submit(self, source: EventSource, *, resume: bool) -> None:
+        """Tell the job's stream that it shall run; the incarnation is above every one that the stream has seen."""
+        async for _, event in self._bus.events.read(self._job):
+            self._incarnation = max(self._incarnation, event.incarnation + 1)
+        submitted = events_pb2.JobSubmitted(config_json=self._config.to_json(), resume=resume)
+        event = source.event(submitted, job=self._job, incarnation=self._incarnation)
+        self._sequence = await self._bus.events.publish(event) - 1
+
+    async def end(self) -> End:
+        """Waits until the scheduler says that the job is over."""
+        showing = asyncio.create_task(self._show_events(), name="show-events")
+        try:
+            while True:
+                try:
+                    return await self._follow_control()
+                except (NotRunning, PeerUnavailable):  # it starts, again perhaps: asked at the next beat
+                    await asyncio.sleep(BEAT_S)
+                except PeerRefused as refusal:  # a fault of the scheduler's: told, and asked again
+                    self._note(f"the scheduler cannot say how the job is: {refusal}")
+                    await asyncio.sleep(BEAT_S)
+        finally:
+            showing.cancel()
+            await asyncio.wait([showing])
+
+    async def dump_events(self) -> list[events_pb2.Event]:
+        """Write the job's events to its folder, a JSON line each, in the form of the Control API."""
+        events = []
+        with self._folder.events.open("w") as lines:
+            async for sequence, event in self._bus.events.read(self._job):
+                row = control_pb2.ListEventsResponse(stream_sequence=sequence, event=event)
+                lines.write(json.dumps(MessageToDict(row, preserving_proto_field_name=True)) + "\n")
+                events.append(event)
+        return events
+
+    async def _follow_control(self) -> End:
+        async with control_of(self._folder) as control:
+            while True:
+                status = await control.GetJob(control_pb2.GetJobRequest(job=self._job))
+                # A finished job does not begin again, so that its end stands whatever was submitted.
+                if status.incarnation >= self._incarnation or status.phase == End.FINISHED:
+                    self.status = status
+                    self._view.job(status)
+                    if status.phase in _ENDS:
+                        return _ENDS[status.phase]
+                await asyncio.sleep(BEAT_S)
+
+    def _note(self, message: str) -> None:
+        if message != self._noted:
+            self._noted = message
+            self._view.note(message)
+
+    async def _show_events(self) -> None:
+        while True:
+            with suppress(BusUnavailable):  # the view waits for the server; its death is noticed elsewhere
+                async for sequence, event in self._bus.events.read(
+                    self._job, after_sequence=self._sequence, follow=True
+                ):
+                    self._sequence = sequence
+                    self._view.event(event)
+            await asyncio.sleep(BEAT_S)

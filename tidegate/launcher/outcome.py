@@ -1,0 +1,118 @@
+"""What a run came to: its end, the figures of its iterations, and the file that tells them to a later command.
+
+Invariant: `summary` has the same keys for every run, and for two runs of one seed the same values except `wall_s` and
+`timeline`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from tidegate.types import Role
+from tidegate.v1 import control_pb2, events_pb2, types_pb2
+
+_NS_PER_S = 1e9
+
+
+class End(StrEnum):
+    """How a run ended; the first three are the scheduler's own phases."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    INTERRUPTED = "interrupted"
+    """Stopped from outside, with work left: a signal, or its servers died. It can be resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`job` is the last that the scheduler said. `seconds` are those of each iteration, as far as its events tell."""
+
+    end: End
+    message: str
+    seed: int
+    wall_s: float
+    job: control_pb2.GetJobResponse
+    timeline: str = ""
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    stopped_by: signal.Signals | None = None
+    """Not in the file: it decides the launcher's exit code only."""
+
+    @property
+    def iterations(self) -> list[control_pb2.IterationSummary]:
+        """In order; of one done again after a restart, the later account."""
+        latest = {row.iteration: row for row in sorted(self.job.iterations, key=lambda row: row.incarnation)}
+        return [latest[iteration] for iteration in sorted(latest)]
+
+    def summary(self) -> dict[str, Any]:
+        rows = self.iterations
+        rewards = [row.metrics["reward_mean"] for row in rows if "reward_mean" in row.metrics]
+        return {
+            "iterations": len(rows),
+            "reward_first": rewards[0] if rewards else None,
+            "reward_last": rewards[-1] if rewards else None,
+            "samples_generated": sum(row.num_generated for row in rows),
+            "samples_trained": sum(row.num_trained for row in rows),
+            "samples_filtered": sum(row.num_filtered for row in rows),
+            "duplicates": sum(row.num_duplicates for row in rows),
+            "lost": sum(row.num_lost for row in rows),
+            "wall_s": round(self.wall_s, 3),
+            "timeline": self.timeline,
+            "seed": self.seed,
+            "weights_checksum": self.job.final_checksum,
+        }
+
+    def write(self, path: Path) -> None:
+        record = {
+            "end": self.end,
+            "message": self.message,
+            "summary": self.summary(),
+            "seconds": {str(iteration): seconds for iteration, seconds in sorted(self.seconds.items())},
+            "job": MessageToDict(self.job, preserving_proto_field_name=True),
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Outcome:
+        """Inverse of `write`. ValueError when the file is something else."""
+        try:
+            record = json.loads(path.read_text())
+            return cls(
+                end=End(record["end"]),
+                message=record["message"],
+                seed=record["summary"]["seed"],
+                wall_s=record["summary"]["wall_s"],
+                job=ParseDict(record["job"], control_pb2.GetJobResponse()),
+                timeline=record["summary"]["timeline"],
+                seconds={int(iteration): seconds for iteration, seconds in record["seconds"].items()},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the record of a run ({error}): run the job again to write it") from error
+
+
+def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
+    """How long each iteration took: from the report before it, or its own first progress, to the actor's report."""
+    seconds: dict[int, float] = {}
+    first_ns: dict[tuple[int, int], int] = {}
+    for event in events:
+        at = (event.incarnation, event.iteration)
+        if event.WhichOneof("body") == "progress" and event.progress.phase != "warm_up":
+            first_ns.setdefault(at, event.occurred_unix_ns)
+        if event.WhichOneof("body") == "iteration_reported" and event.role == types_pb2.ROLE_ACTOR:
+            seconds[event.iteration] = (event.occurred_unix_ns - first_ns.get(at, event.occurred_unix_ns)) / _NS_PER_S
+            first_ns[event.incarnation, event.iteration + 1] = event.occurred_unix_ns
+    return seconds
+
+
+def role_name(role: int) -> str:
+    """As a person writes it; empty for none."""
+    name = types_pb2.Role.Name(role).removeprefix("ROLE_").lower()  # type: ignore[arg-type]  # an open enum's value
+    return name if name in tuple(Role) else ""

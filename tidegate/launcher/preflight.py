@@ -1,0 +1,98 @@
+"""What is asked of the servers before a job starts: do they answer, and is the job's name free on them.
+
+Invariants: nothing is written; a message names the URL without its password, and what would help.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from tidegate.adapters.nats_bus import NatsBus
+from tidegate.adapters.redis_store import redis_store
+from tidegate.config import JobConfig
+from tidegate.launcher.claim import CannotStart, Start
+from tidegate.ownership import StoreUnavailable
+from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen
+from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
+from tidegate.types import JobId
+
+ANSWER_TIMEOUT_S = 3.0
+
+
+async def check_servers(config: JobConfig, start: Start) -> None:
+    """CannotStart when a server of the config does not answer, holds an older run, or cannot be embedded."""
+    job = JobId(config.job)
+    if config.servers.nats_url:
+        await _check_nats(config.servers.nats_url, job, start)
+    else:
+        _check_package(NATS)
+    if config.servers.redis_url:
+        await _check_redis(config.servers.redis_url, job, start)
+    else:
+        _check_package(VALKEY)
+
+
+def masked(url: str) -> str:
+    """The URL without its user and password."""
+    head, at, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://***@{tail}" if at else url
+
+
+async def _check_nats(url: str, job: JobId, start: Start) -> None:
+    _check_scheme(url, key="servers.nats_url", schemes=("nats", "tls"))
+    try:
+        bus = await NatsBus.connect(url, name="tidegate-preflight", limits=BusLimits(deadline_s=ANSWER_TIMEOUT_S))
+    except BusUnavailable as error:
+        raise CannotStart(f"servers.nats_url={masked(url)}: {error}; or leave it empty for an embedded one") from error
+    try:
+        if start is Start.RESUME:
+            return
+        async for _ in bus.events.read(job):
+            raise CannotStart(_taken(job, f"NATS at {masked(url)}"))
+    except JobNotOpen:
+        # As it should be: nobody has run a job of this name there.
+        return
+    except BusUnavailable as error:
+        raise CannotStart(f"servers.nats_url={masked(url)}: {error}; JetStream has to be on (-js)") from error
+    finally:
+        await bus.close()
+
+
+async def _check_redis(url: str, job: JobId, start: Start) -> None:
+    _check_scheme(url, key="servers.redis_url", schemes=("redis", "rediss", "unix"))
+    store = redis_store(url, socket_timeout_s=ANSWER_TIMEOUT_S)
+    try:
+        identity = await store.identity()
+        if start is Start.RESUME or not identity.is_open:
+            return
+        await store.attach()
+        if await store.load(job) is not None:
+            raise CannotStart(_taken(job, f"Redis at {masked(url)}"))
+    except StoreUnavailable as error:
+        raise CannotStart(
+            f"servers.redis_url={masked(url)} does not answer within {ANSWER_TIMEOUT_S:g} s ({error.__cause__}): check "
+            "the URL and that the server runs, or leave it empty for an embedded one"
+        ) from error
+    finally:
+        await store.aclose()
+
+
+def _check_scheme(url: str, *, key: str, schemes: tuple[str, ...]) -> None:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in schemes and bool(parts.netloc or parts.path) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise CannotStart(f"{key}={masked(url)} is no URL like {schemes[0]}://host:port")
+
+
+def _check_package(kind: ServerKind) -> None:
+    try:
+        packaged_binary(kind)
+    except ServerPackageMissing as missing:
+        raise CannotStart(str(missing)) from missing
+
+
+def _taken(job: JobId, where: str) -> str:
+    return f"{where} holds an older run of job {job}: go on with it (--resume), or give the config another job name"

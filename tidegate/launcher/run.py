@@ -1,0 +1,224 @@
+"""Runs one job on this machine, from its checked config to its end, and leaves nothing behind.
+
+Order: what can be refused is refused before anything starts (config, tokenizer, layouts, servers' URLs, the folder);
+then the folder's lock, host memory, embedded servers, fork servers, services, and the job's submission. After that the
+launcher only watches: the end is the scheduler's, unless a server dies, a process cannot be kept up or a signal comes.
+The end runs backwards. Invariants: however a run ends, no process, port, socket or host memory of it remains; a signal
+at any moment leads to the same orderly end; a run that ends with work left says how to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from tidegate.config import JobConfig, ServersSection
+from tidegate.events import EventSource
+from tidegate.job import load_job
+from tidegate.launcher.claim import Claim, Start, claimed, host_memory_folder, write_private
+from tidegate.launcher.follow import JobFollower
+from tidegate.launcher.outcome import End, Outcome, iteration_seconds
+from tidegate.launcher.preflight import check_servers
+from tidegate.launcher.services import JobServices
+from tidegate.launcher.view import View
+from tidegate.logs import configure_logging
+from tidegate.ports.bus import BusUnavailable, StreamFull
+from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
+from tidegate.runtime.processes import ServiceEnd
+from tidegate.runtime.service import connected_bus
+from tidegate.timeline import Window, write_trace
+from tidegate.v1 import control_pb2
+
+SOURCE = "launcher"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class RunBroken(RuntimeError):
+    """The run cannot go on, through no decision of the scheduler's; the job can be resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to run. `resume_command` is what a person types to go on with it."""
+
+    config: JobConfig
+    start: Start
+    resume_command: str
+
+
+async def run_job(order: Order, view: View) -> Outcome:
+    """ConfigError when the job cannot start as asked, with nothing changed; else how the run ended."""
+    start_ns = time.monotonic_ns()
+    with _cancelled_by_signals() as signals:
+        run: _Run | None = None
+        try:
+            job = load_job(order.config)
+            await check_servers(order.config, order.start)
+            with claimed(job, order.start, now_unix_s=time.time()) as claim:
+                configure_logging(SOURCE, path=claim.folder.logs / f"{SOURCE}.jsonl")
+                run = _Run(claim, order, view, start_ns=start_ns)
+                return await run.to_its_end(signals)
+        except asyncio.CancelledError:
+            if not signals:
+                raise
+            # Before there was anything to record.
+            stopped = f"stopped by {signals[0].name} before it began; start it again"
+            return _nothing_done(order, stopped, start_ns=start_ns, stopped_by=signals[0])
+
+
+@contextmanager
+def _cancelled_by_signals() -> Iterator[list[signal.Signals]]:
+    """The first signal cancels the current task, the others only count: the end is under way and bounded."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    seen: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield seen
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _nothing_done(order: Order, message: str, *, start_ns: int, stopped_by: signal.Signals) -> Outcome:
+    return Outcome(
+        end=End.INTERRUPTED,
+        message=message,
+        seed=order.config.seed,
+        wall_s=(time.monotonic_ns() - start_ns) / 1e9,
+        job=control_pb2.GetJobResponse(job=order.config.job),
+        stopped_by=stopped_by,
+    )
+
+
+class _Run:
+    """One run in its claimed folder."""
+
+    def __init__(self, claim: Claim, order: Order, view: View, *, start_ns: int) -> None:
+        self._claim = claim
+        self._folder = claim.folder
+        self._config = claim.config
+        self._order = order
+        self._view = view
+        self._start_ns = start_ns
+        self._follower: JobFollower | None = None
+        self._seconds: dict[int, float] = {}
+        self._log = structlog.get_logger(SOURCE)
+
+    async def to_its_end(self, signals: list[signal.Signals]) -> Outcome:
+        end, message = End.INTERRUPTED, ""
+        try:
+            end = await self._with_servers()
+            message = self._status().message
+        except asyncio.CancelledError:
+            if not signals:
+                raise
+            message = f"stopped by {signals[0].name}; go on with it: {self._order.resume_command}"
+        except (RunBroken, ServerFailed, FolderInUse, BusUnavailable, StreamFull) as error:
+            message = f"{error}; go on with it: {self._order.resume_command}"
+        self._log.info("over", end=end, message=message)
+        return self._recorded(end, message, signals)
+
+    def _status(self) -> control_pb2.GetJobResponse:
+        return self._follower.status if self._follower else control_pb2.GetJobResponse(job=self._config.job)
+
+    def _recorded(self, end: End, message: str, signals: list[signal.Signals]) -> Outcome:
+        end_ns = time.monotonic_ns()
+        window = Window(self._start_ns, end_ns)
+        write_trace(self._folder.timeline, self._folder.trace, gpus=self._config.cluster.gpus(), window=window)
+        outcome = Outcome(
+            end=end,
+            message=message,
+            seed=self._config.seed,
+            wall_s=window.wall_ns / 1e9,
+            job=self._status(),
+            timeline=str(self._folder.trace),
+            seconds=self._seconds,
+            stopped_by=signals[0] if end is End.INTERRUPTED and signals else None,
+        )
+        outcome.write(self._folder.result)
+        return outcome
+
+    async def _with_servers(self) -> End:
+        """Embedded ones for whichever URL is empty."""
+        urls = self._config.servers
+        if urls.nats_url and urls.redis_url:
+            return await self._with_services()
+        self._view.step("NATS and Redis")
+        async with EmbeddedServers(self._folder.servers) as servers:
+            found = ServersSection(
+                nats_url=urls.nats_url or servers.nats.url, redis_url=urls.redis_url or servers.store.url
+            )
+            self._config = self._config.model_copy(update={"servers": found})
+            write_private(self._folder.config, self._config.to_json())
+            return await _first_of(self._with_services(), self._servers_died(servers))
+
+    async def _servers_died(self, servers: EmbeddedServers) -> End:
+        died = await servers.first_exit()
+        raise RunBroken(
+            f"the embedded {died.name} died (see the end of {died.log_path}), so everything was stopped; what it "
+            "acknowledged is on disk"
+        )
+
+    async def _with_services(self) -> End:
+        async with AsyncExitStack() as closing:
+            bus = await connected_bus(self._config, name=SOURCE)
+            closing.push_async_callback(bus.close)
+            self._follower = JobFollower(bus, self._config, self._folder, self._view)
+            closing.push_async_callback(self._keep_events, self._follower)
+            services = JobServices(self._config, self._folder, sockets=host_memory_folder(self._order.config))
+            closing.push_async_callback(services.stop)
+            self._view.step("fork servers and services")
+            services.start()
+            source = EventSource(SOURCE, role=None, boot=self._claim.boot, now_ns=time.time_ns)
+            await self._follower.submit(source, resume=self._order.start is Start.RESUME)
+            return await _first_of(self._follower.end(), self._services_failed(services))
+
+    async def _keep_events(self, follower: JobFollower) -> None:
+        try:
+            self._seconds = iteration_seconds(await follower.dump_events())
+        except BusUnavailable as error:  # its server is dead: the events stay in its data, a resumed run writes them
+            self._log.warning("events not written", error=str(error))
+
+    async def _services_failed(self, services: JobServices) -> End:
+        while True:
+            ended = await services.next_end()
+            self._log.warning("process ended", name=ended.name, pid=ended.pid, status=ended.exit_status)
+            if ended.restarts_in_s is None:
+                raise RunBroken(
+                    f"{ended.name} {_how(ended)} and is not started again; see {services.log_of(ended.name)} and "
+                    f"tidegate logs {self._config.job} {ended.name}"
+                )
+            self._view.note(f"{ended.name} {_how(ended)}; started again in {ended.restarts_in_s:g} s")
+
+
+def _how(ended: ServiceEnd) -> str:
+    if ended.exit_status < 0:
+        return f"was killed ({signal.Signals(-ended.exit_status).name})"
+    return f"ended with status {ended.exit_status}"
+
+
+async def _first_of(work: Coroutine[Any, Any, End], watch: Coroutine[Any, Any, End]) -> End:
+    """What ends first decides; the other is cancelled and waited for, so that it has cleaned up."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(watch)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return next(task for task in tasks if task in done).result()

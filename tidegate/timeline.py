@@ -1,0 +1,132 @@
+"""What every GPU slot did, from the job's first moment to its last: spans of all instances merged into one trace.
+
+Instances write a line a span into `<folder>/<instance>.jsonl`: {"gpu", "state", "start_ns", "end_ns"}, times of the
+machine's monotonic clock. Merging clips them to the window, puts them in order, and names what lies between them:
+`free` before a slot's first and after its last span, `unknown` in between (its process died without a word).
+Invariants: a slot's spans are contiguous and fill the window, so that the lengths of its states sum to the wall time
+exactly; a line that was cut off when its writer was killed is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.types import GpuId, NodeId, node_of
+
+FREE = "free"
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Span:
+    """A slot was in `state` from `start_ns` up to, not including, `end_ns`."""
+
+    start_ns: int
+    end_ns: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the trace covers, on the monotonic clock."""
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def wall_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+def read_spans(folder: Path) -> dict[GpuId, list[Span]]:
+    """The spans of every instance, by slot, in the order in which they were written."""
+    spans: dict[GpuId, list[Span]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines():
+            found = _span(line)
+            if found is not None:
+                spans.setdefault(found[0], []).append(found[1])
+    return spans
+
+
+def fill(spans: Iterable[Span], window: Window) -> list[Span]:
+    """One slot's spans, contiguous from the window's start to its end. Where two overlap the earlier one stands."""
+    filled: list[Span] = []
+    at_ns = window.start_ns
+    for span in sorted(spans):
+        start_ns, end_ns = max(span.start_ns, at_ns), min(span.end_ns, window.end_ns)
+        if end_ns <= start_ns:
+            continue
+        if start_ns > at_ns:
+            filled.append(Span(at_ns, start_ns, UNKNOWN if filled else FREE))
+        filled.append(Span(start_ns, end_ns, span.state))
+        at_ns = end_ns
+    if at_ns < window.end_ns:
+        filled.append(Span(at_ns, window.end_ns, FREE))
+    return filled
+
+
+def state_lengths(spans: Iterable[Span]) -> dict[str, int]:
+    """Nanoseconds a state, by name."""
+    lengths: dict[str, int] = {}
+    for span in spans:
+        lengths[span.state] = lengths.get(span.state, 0) + span.end_ns - span.start_ns
+    return dict(sorted(lengths.items()))
+
+
+def chrome_trace(spans: Mapping[GpuId, Sequence[Span]], window: Window) -> dict[str, Any]:
+    """The trace-event format that chrome://tracing and Perfetto open: a process a node, a thread a slot.
+
+    `otherData` holds the exact lengths in nanoseconds; the events' times are microseconds from the window's start.
+    """
+    nodes = sorted({node_of(gpu) for gpu in spans})
+    pid_of = {node: number for number, node in enumerate(nodes, start=1)}
+    events: list[dict[str, Any]] = [_named("process_name", pid=pid, tid=0, name=node) for node, pid in pid_of.items()]
+    for gpu in sorted(spans, key=_node_and_index):
+        pid, tid = pid_of[node_of(gpu)], _node_and_index(gpu)[1]
+        events.append(_named("thread_name", pid=pid, tid=tid, name=f"GPU {gpu}"))
+        events.extend(
+            {
+                "name": span.state,
+                "cat": "slot",
+                "ph": "X",
+                "ts": (span.start_ns - window.start_ns) / 1000,
+                "dur": (span.end_ns - span.start_ns) / 1000,
+                "pid": pid,
+                "tid": tid,
+            }
+            for span in spans[gpu]
+        )
+    lengths = {gpu: state_lengths(spans[gpu]) for gpu in sorted(spans, key=_node_and_index)}
+    other = {"wall_ns": window.wall_ns, "state_ns": lengths}
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
+
+
+def write_trace(folder: Path, target: Path, *, gpus: Sequence[GpuId], window: Window) -> None:
+    """Merge the instances' files into `target`, which appears whole. Slots of `gpus` without a span were free."""
+    found = read_spans(folder)
+    trace = chrome_trace({gpu: fill(found.get(gpu, ()), window) for gpu in gpus}, window)
+    partial = target.with_suffix(".partial")
+    partial.write_text(json.dumps(trace))
+    os.replace(partial, target)
+
+
+def _span(line: str) -> tuple[GpuId, Span] | None:
+    try:
+        row = json.loads(line)
+        return GpuId(row["gpu"]), Span(int(row["start_ns"]), int(row["end_ns"]), str(row["state"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _named(what: str, *, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _node_and_index(gpu: GpuId) -> tuple[NodeId, int]:
+    return node_of(gpu), int(gpu.rpartition("/")[2])
