@@ -16,7 +16,7 @@ import structlog
 from services.scheduler import commands as cmd
 from services.scheduler.requests import Request, encode_command
 from services.scheduler.state import ClusterState
-from tidegate.ownership import GpuBusy, StaleToken, UnknownGpu, VersionConflict
+from tidegate.ownership import GpuBusy, IllegalStep, StaleToken, UnknownGpu, UnknownTransition, VersionConflict
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
@@ -85,15 +85,14 @@ class Issuer:
             except ConnectionError as error:
                 self._log.warning("no answer from a gate", node=command.node, endpoint=endpoint, error=str(error))
                 continue
-            await self._announcer.tell(
-                events_pb2.GateReported(node=report.node, gpus=report.gpus), incarnation=state.incarnation
-            )
+            reported = events_pb2.GateReported(node=report.node, gpus=report.gpus)
+            await self._announcer.tell(reported, incarnation=state.incarnation, grants=[command.grant])
             return
 
     async def _to_store(self, command: cmd.StoreCommand, state: ClusterState) -> None:
         try:
             await self._store_operation(command, state)
-        except (StaleToken, GpuBusy, VersionConflict, UnknownGpu, KeyError) as error:
+        except (StaleToken, GpuBusy, VersionConflict, IllegalStep, UnknownGpu, UnknownTransition, KeyError) as error:
             self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
 
     async def _store_operation(self, command: cmd.StoreCommand, state: ClusterState) -> None:
