@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO, cast
 import structlog
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from structlog.typing import EventDict
 
 from tidegate.launcher.outcome import role_name
 from tidegate.launcher.view import View
@@ -59,6 +60,7 @@ class LinesView(AbstractContextManager["LinesView"]):
             processors=[
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+                _in_order,
                 structlog.processors.JSONRenderer(),
             ],
         )
@@ -172,6 +174,11 @@ class TerminalView(AbstractContextManager["TerminalView"]):
         )
         if not is_warm_up:
             self._bars.update(self._state, completed=event.iteration)
+
+
+def _in_order(logger: Any, method: str, line: EventDict) -> EventDict:
+    first = {key: line.pop(key) for key in ("time", "level", "event")}
+    return {**first, **line}
 
 
 def figures(metrics: Any) -> dict[str, float]:

@@ -99,16 +99,20 @@ class Outcome:
 
 
 def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
-    """How long each iteration took: from the report before it, or its own first progress, to the actor's report."""
+    """How long each iteration took: to the actor's report, from the one before or, for an incarnation's first, from
+    when the weights that it begins with were loaded."""
     seconds: dict[int, float] = {}
-    first_ns: dict[tuple[int, int], int] = {}
+    began_ns: dict[int, int] = {}
+    with_reports: set[int] = set()
     for event in events:
-        at = (event.incarnation, event.iteration)
-        if event.WhichOneof("body") == "progress" and event.progress.phase != "warm_up":
-            first_ns.setdefault(at, event.occurred_unix_ns)
-        if event.WhichOneof("body") == "iteration_reported" and event.role == types_pb2.ROLE_ACTOR:
-            seconds[event.iteration] = (event.occurred_unix_ns - first_ns.get(at, event.occurred_unix_ns)) / _NS_PER_S
-            first_ns[event.incarnation, event.iteration + 1] = event.occurred_unix_ns
+        at_ns, incarnation = event.occurred_unix_ns, event.incarnation
+        match event.WhichOneof("body"):
+            case "weights_loaded" if incarnation not in with_reports:
+                began_ns[incarnation] = at_ns
+            case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
+                seconds[event.iteration] = (at_ns - began_ns.get(incarnation, at_ns)) / _NS_PER_S
+                began_ns[incarnation] = at_ns
+                with_reports.add(incarnation)
     return seconds
 
 

@@ -1,0 +1,111 @@
+"""Arguments in, an exit code out: 0 done, 1 failed, 2 bad usage or config, 128 + n stopped by signal n.
+
+Invariant: what a person did wrong is one message on stderr (what, the numbers, the remedy), never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tidegate.cli import queries
+from tidegate.cli.jobs import UnknownJob
+from tidegate.cli.rows import Form
+from tidegate.config import ConfigError
+from tidegate.launcher.control import NotRunning
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+
+FAILED = 1
+BAD_USAGE = 2
+
+
+def execute(arguments: Sequence[str] | None = None) -> int:
+    """`arguments` are this process's when None."""
+    given = _parser().parse_args(arguments)
+    try:
+        return _run(given)
+    except (ConfigError, UnknownJob) as error:
+        return _say(error, code=BAD_USAGE)
+    except (NotRunning, PeerRefused, PeerUnavailable, ValueError) as error:
+        return _say(error, code=FAILED)
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`): nothing more can be said, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(given: argparse.Namespace) -> int:
+    form, output_dir = Form(given.form), Path(given.output_dir or "")
+    match given.command:
+        case "demo" | "run":
+            # Imported here: what runs a job takes a second to import, and asking about one shall not.
+            from tidegate.cli import running
+
+            return running.demo(given, form) if given.command == "demo" else running.run(given, form)
+        case "doctor":
+            return queries.doctor(form)
+        case "get":
+            return asyncio.run(queries.get(given.what, given.jobs, output_dir, form))
+        case "describe":
+            return asyncio.run(queries.describe(given.job, output_dir, form))
+        case "events":
+            return asyncio.run(queries.events(given.job, output_dir, form, follow=given.follow))
+        case "logs":
+            return asyncio.run(queries.logs(given.job, given.source, output_dir, form, follow=given.follow))
+        case "cancel":
+            return asyncio.run(queries.cancel(given.job, given.reason, output_dir, form))
+        case "deadletter":
+            return asyncio.run(queries.settle_dead_letter(given.verb, given.job, given.id, output_dir, form))
+    raise AssertionError(f"argparse let {given.command!r} through")
+
+
+def _say(error: Exception, *, code: int) -> int:
+    print(f"tidegate: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tidegate", description="Runs RL post-training jobs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, told: str, *, output_dir: str | None = "jobs") -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=told, description=told)
+        added.add_argument("-o", dest="form", choices=list(Form), default=Form.TABLE, help="form of what is printed")
+        where = f"where jobs have their folders (default: {output_dir or 'as the config says'})"
+        added.add_argument("--output-dir", default=output_dir, help=where)
+        return added
+
+    demo = command("demo", "Run the demo job, from nothing to its result.")
+    _add_running(demo, command("run", "Run a job.", output_dir=None))
+    command("doctor", "Check what this machine has of what a job needs.")
+    get = command("get", "List jobs, the GPUs of live jobs, or their dead letters.")
+    get.add_argument("what", choices=["jobs", "gpus", "deadletters"])
+    get.add_argument("jobs", nargs="*", metavar="JOB", help="only these")
+    for name, told in (
+        ("describe", "Show a job: its state, components and iterations."),
+        ("events", "List what happened in a job."),
+        ("logs", "Print a job's logs."),
+        ("cancel", "End a live job; its checkpoints stay."),
+    ):
+        command(name, told).add_argument("job", metavar="JOB")
+    for name in ("events", "logs"):
+        commands.choices[name].add_argument("--follow", action="store_true", help="go on with what comes")
+    commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
+    commands.choices["cancel"].add_argument("--reason", default="", help="told to whoever reads the job's end")
+    dead_letter = command("deadletter", "Deliver a dead letter again, or forget it; the job then goes on.")
+    dead_letter.add_argument("verb", choices=["replay", "drop"])
+    dead_letter.add_argument("job", metavar="JOB")
+    dead_letter.add_argument("id", type=int, metavar="ID")
+    return parser
+
+
+def _add_running(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:
+    demo.add_argument("--seed", type=int, default=None, help="repeats exactly (default: 0)")
+    run.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    run.add_argument("--force", action="store_true", help="remove what the job left before, and start anew")
+    for parser in (demo, run):
+        parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
