@@ -1,0 +1,396 @@
+"""The rollout's lead over fake engines: whole groups, once, through losses, newcomers and changes of the lead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.lead import RolloutLead
+from tests.component_bench import JOB, NODES, Bench, Changes, bench, loaded, replied, snapshot
+from tidegate.codec import decode_sample_id, fate_of
+from tidegate.job import Job
+from tidegate.ports.bus import SampleConsumer, SampleStream, Stage
+from tidegate.runtime.crew import WorkerRefused
+from tidegate.types import Grant, JobId, Role, SampleId
+from tidegate.v1 import commands_pb2, samples_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+FIRST, SECOND = "n0/2", "n1/2"
+PLENTY = 1_000_000
+
+
+class FakeEngine:
+    """Makes each response from its request's seed alone, one for each permit."""
+
+    def __init__(self, job: Job, grant: Grant, changes: Changes, *, num_permits: int) -> None:
+        self.grant = grant
+        self.permits = asyncio.Semaphore(num_permits)
+        self.asked: list[SampleId] = []
+        self.made: list[SampleId] = []
+        self.num_aborts = 0
+        self.refusal = ""
+        self.lies_about_weights = False
+        self.aborts_first = False
+        self._job = job
+        self._changes = changes
+        self._version: int | None = None
+
+    async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
+        match call.WhichOneof("body"):
+            case "start_engine":
+                yield replied(call, wire.Started())
+            case "load_shards":
+                self._version = call.load_shards.version
+                reply = loaded(call)
+                if self.lies_about_weights:
+                    reply.loaded.checksum = "of something else"
+                yield reply
+            case "abort":
+                self.num_aborts += 1
+                yield replied(call)
+            case "generate":
+                async for reply in self._generate(call):
+                    yield reply
+
+    async def _generate(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
+        if self.refusal:
+            raise WorkerRefused(self.refusal)
+        requests = call.generate.requests
+        self.asked += [decode_sample_id(request.id) for request in requests]
+        self._changes.tell()
+        assert self._version is not None, "asked to generate before it holds weights"
+        for number, request in enumerate(requests):
+            await self.permits.acquire()
+            sample = response(self._job, request, version=self._version)
+            if self.aborts_first:
+                self.aborts_first = False
+                sample.finish = samples_pb2.FINISH_REASON_ABORT
+            yield replied(call, wire.Generated(sample=sample), last=number + 1 == len(requests))
+            # Whoever asks for the next one has taken this one.
+            if sample.finish != samples_pb2.FINISH_REASON_ABORT:
+                self.made.append(decode_sample_id(request.id))
+            self._changes.tell()
+
+
+def response(job: Job, request: wire.GenerationRequest, *, version: int) -> samples_pb2.Sample:
+    """A right answer for even seeds, the start of one for odd ones."""
+    text = job.task.demonstration(request.seed % 50).response
+    tokens = job.tokenizer.encode_response(text)
+    if request.seed % 2:
+        tokens = tokens[:1]
+    return samples_pb2.Sample(
+        id=request.id,
+        response_tokens=tokens,
+        engine_log_probs=[-0.5] * len(tokens),
+        versions=[samples_pb2.VersionRun(version=version, num_tokens=len(tokens))],
+        finish=samples_pb2.FINISH_REASON_LENGTH if request.seed % 2 else samples_pb2.FINISH_REASON_STOP,
+    )
+
+
+class HeldPublishing:
+    """The sample stream, with the publishing of one prompt's group held up until `let_go`."""
+
+    def __init__(self, samples: SampleStream, changes: Changes, *, prompt: int) -> None:
+        self.let_go = asyncio.Event()
+        self.is_holding = False
+        self._samples = samples
+        self._changes = changes
+        self._prompt = prompt
+
+    async def publish(self, stage: Stage, group: samples_pb2.SampleGroup) -> bool:
+        if group.prompt == self._prompt:
+            self.is_holding = True
+            self._changes.tell()
+            await self.let_go.wait()
+        return await self._samples.publish(stage, group)
+
+    async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: Any) -> SampleConsumer:
+        return await self._samples.consumer(job, stage, name, on_dead_letter=on_dead_letter)
+
+    async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
+        return await self._samples.published(job, stage, incarnation=incarnation, iteration=iteration)
+
+    async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
+        await self._samples.purge(job, incarnation=incarnation, iteration=iteration)
+
+
+class Engines:
+    """All that started, the newest of each GPU; `num_permits` is what a new one of a GPU may make."""
+
+    def __init__(self) -> None:
+        self.num_permits = {FIRST: PLENTY, SECOND: PLENTY}
+        self.of: dict[str, FakeEngine] = {}
+
+    def make(self, job: Job, grant: Grant, changes: Changes) -> FakeEngine:
+        self.of[grant.gpu] = FakeEngine(job, grant, changes, num_permits=self.num_permits[grant.gpu])
+        return self.of[grant.gpu]
+
+    def open(self, gpu: str) -> None:
+        for _ in range(100):
+            self.of[gpu].permits.release()
+
+
+RolloutBench = Bench[RolloutLead, FakeEngine]
+
+
+def rollout(tmp_path: Path, engines: Engines, **options: Any) -> AbstractAsyncContextManager[RolloutBench]:
+    return bench(tmp_path, Role.ROLLOUT, RolloutLead, engines.make, **options)
+
+
+async def groups_on_stream(of: RolloutBench, *, incarnation: int = 1, iteration: int = 0) -> list[Any]:
+    """What the stream holds of an iteration, in order of prompt; nothing of it is acknowledged."""
+
+    async def never(letter: object) -> None:
+        raise AssertionError(f"dead letter {letter}")
+
+    consumer = await of.bus.samples.consumer(JOB, Stage.GENERATED, "reader", on_dead_letter=never)
+    groups = [delivery.group for delivery in await consumer.fetch(100, timeout_s=0)]
+    mine = [group for group in groups if (group.incarnation, group.iteration) == (incarnation, iteration)]
+    return sorted(mine, key=lambda group: group.prompt)
+
+
+def all_ids(of: RolloutBench, *, incarnation: int = 1, iteration: int = 0) -> list[SampleId]:
+    algorithm = of.config.algorithm
+    first = iteration * algorithm.prompts_per_iteration
+    return [
+        SampleId(incarnation, iteration, prompt, draw)
+        for prompt in range(first, first + algorithm.prompts_per_iteration)
+        for draw in range(algorithm.group_size)
+    ]
+
+
+async def assert_whole_iteration(of: RolloutBench, *, version: int = 0, iteration: int = 0) -> None:
+    """Every group once, each response the one that its seed gives, and the report equal to the stream."""
+    report = (await of.told("iteration_reported"))[-1]
+    groups = await groups_on_stream(of, iteration=iteration)
+    ids = [decode_sample_id(sample.id) for group in groups for sample in group.samples]
+    assert ids == all_ids(of, iteration=iteration)
+    assert report.iteration_reported.generated == fate_of(ids)
+    job = of.leads[-1].job
+    for group in groups:
+        assert group.version == version
+        assert list(group.prompt_tokens) == job.tokenizer.encode_prompt(job.task.prompt(group.prompt).text)
+        for sample in group.samples:
+            seed = job.sampling_seed(decode_sample_id(sample.id))
+            want = response(job, wire.GenerationRequest(id=sample.id, seed=seed), version=version)
+            text = job.tokenizer.decode_response(want.response_tokens)
+            want.reward = job.task.reward(job.task.prompt(group.prompt), text)
+            assert sample == want
+
+
+def give(of: RolloutBench, *commands: commands_pb2.ScaleUpRequest | commands_pb2.OpenIterationRequest) -> RolloutLead:
+    lead = of.leads[-1] if of.leads else of.new_lead()
+    for command in commands:
+        lead.take(command)
+    return lead
+
+
+async def test_every_group_is_published_whole_and_once_by_all_engines_together(tmp_path: Path) -> None:
+    engines = Engines()
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await assert_whole_iteration(of)
+        assert sorted(engines.of[FIRST].made + engines.of[SECOND].made) == all_ids(of)
+        assert len(engines.of[FIRST].made) == len(engines.of[SECOND].made)
+        progress = await of.told("progress", count=4)
+        assert [(each.progress.num_done, each.progress.num_total) for each in progress] == [
+            (n, 4) for n in (1, 2, 3, 4)
+        ]
+
+
+async def test_the_layout_is_announced_with_its_transition_and_every_member(tmp_path: Path) -> None:
+    async with rollout(tmp_path, Engines()) as of:
+        request = of.scale_up(weights=snapshot(0))
+        give(of, request)
+        (committed,) = await of.told("layout_committed")
+        assert await of.kinds() == ["gpus_acquired", "layout_committed"]
+        assert committed.transition_id == "start"
+        assert list(committed.layout_committed.grants) == list(request.members)
+        assert list(committed.grants) == list(request.members)
+
+
+async def test_an_engine_lost_in_the_middle_of_a_call_has_its_requests_made_by_the_others(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits[FIRST] = 1
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        lost = await engine_at_work(of, engines, FIRST, num_made=1)
+        of.instances[NODES[0]].kill(FIRST)
+        await assert_whole_iteration(of)
+        assert set(engines.of[SECOND].made) >= set(lost.asked) - set(lost.made)
+        assert not set(engines.of[SECOND].made) & set(lost.made), "what came in before the loss is not made again"
+
+
+async def test_with_every_engine_lost_the_iteration_waits_for_one_that_comes(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits = {FIRST: 0, SECOND: 0}
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        for gpu, node in ((FIRST, NODES[0]), (SECOND, NODES[1])):
+            await engine_at_work(of, engines, gpu, num_made=0)
+            of.instances[node].kill(gpu)
+        engines.num_permits[SECOND] = PLENTY
+        newcomer = of.grants(term=2)[1:]
+        give(of, of.scale_up(newcomer, weights=snapshot(0)))
+        await assert_whole_iteration(of)
+
+
+async def test_an_engine_that_comes_in_the_middle_of_an_iteration_takes_part(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits[FIRST] = 0
+    async with rollout(tmp_path, engines, rollout={"max_running_requests": 2}) as of:
+        first, second = of.grants()
+        give(of, of.scale_up([first], weights=snapshot(0)), of.open_iteration())
+        held = await engine_at_work(of, engines, FIRST, num_made=0)
+        give(of, of.scale_up([second], members=[first, second], weights=snapshot(0)))
+        await of.changes.until(lambda: SECOND in engines.of and len(engines.of[SECOND].made) == 6)
+        assert len(held.asked) == 2, "no engine holds more than it can run, and a few"
+        engines.open(FIRST)
+        await assert_whole_iteration(of)
+
+
+async def test_what_an_engine_aborted_is_made_again(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits[FIRST] = 0
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        engine = await engine_at_work(of, engines, FIRST, num_made=0)
+        engine.aborts_first = True
+        engines.open(FIRST)
+        await assert_whole_iteration(of)
+
+
+async def test_a_new_lead_makes_only_what_the_stream_lacks(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits = {FIRST: 2, SECOND: 0}
+    async with rollout(tmp_path, engines) as of:
+        old = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.told("progress")
+        await old.aclose()
+        asked_before = {gpu: len(engine.asked) for gpu, engine in engines.of.items()}
+        new = of.new_lead()
+        for gpu in (FIRST, SECOND):
+            engines.open(gpu)
+        new.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
+        new.take(of.open_iteration())
+        await assert_whole_iteration(of)
+        again = [sample for gpu, engine in engines.of.items() for sample in engine.asked[asked_before[gpu] :]]
+        assert sorted(again) == [sample for sample in all_ids(of) if sample.prompt != 0]
+        assert all(engine.num_aborts for engine in engines.of.values()), "what the old lead asked for was ended"
+        assert of.instances[NODES[0]].started == [of.grants()[0]], "workers outlive their lead"
+
+
+async def test_a_new_lead_that_finds_all_groups_on_the_stream_reports_at_once(tmp_path: Path) -> None:
+    engines = Engines()
+    async with rollout(tmp_path, engines) as of:
+        old = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.told("iteration_reported")
+        await old.aclose()
+        of.new_lead().take(of.open_iteration())
+        first, second = await of.told("iteration_reported", count=2)
+        assert first.iteration_reported == second.iteration_reported
+        assert len(engines.of[FIRST].asked) + len(engines.of[SECOND].asked) == 8
+
+
+async def test_the_iteration_does_not_end_while_a_group_is_being_published(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits[SECOND] = 0
+    held: list[HeldPublishing] = []
+
+    def wrap(samples: SampleStream, changes: Changes) -> SampleStream:
+        held.append(HeldPublishing(samples, changes, prompt=1))
+        return held[0]
+
+    async with rollout(tmp_path, engines, wrap=wrap) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.changes.until(lambda: held[0].is_holding)
+        engines.open(SECOND)
+        await of.told("progress", count=3)
+        assert "iteration_reported" not in await of.kinds()
+        held[0].let_go.set()
+        await assert_whole_iteration(of)
+
+
+async def test_an_engine_generates_only_once_it_holds_the_version_of_the_iteration(tmp_path: Path) -> None:
+    engines = Engines()
+    async with rollout(tmp_path, engines) as of:
+        lead = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration(1, version=1))
+        lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(1)))
+        (loaded_event,) = await of.told("weights_loaded")
+        assert loaded_event.weights_loaded.checksum == snapshot(1).checksum
+        await assert_whole_iteration(of, version=1, iteration=1)
+
+
+async def test_a_newer_incarnation_ends_what_was_running_and_makes_all_anew(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits = {FIRST: 2, SECOND: 0}
+    async with rollout(tmp_path, engines) as of:
+        lead = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.told("progress")
+        for gpu in (FIRST, SECOND):
+            engines.open(gpu)
+        lead.take(commands_pb2.LoadWeightsRequest(header=of.header(incarnation=2), weights=snapshot(0, incarnation=2)))
+        lead.take(of.open_iteration(incarnation=2))
+        (report,) = await of.told("iteration_reported")
+        assert report.incarnation == 2
+        assert report.iteration_reported.generated == fate_of(all_ids(of, incarnation=2))
+        assert len(await groups_on_stream(of, incarnation=1)) == 1
+
+
+async def test_a_request_that_an_engine_refuses_fails_the_component_with_its_words(tmp_path: Path) -> None:
+    engines = Engines()
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)))
+        await of.told("layout_committed")
+        engines.of[FIRST].refusal = "the prompt is longer than max_seq_len=80"
+        give(of, of.open_iteration())
+        with pytest.raises(AssertionError, match="longer than max_seq_len=80"):
+            await of.told("iteration_reported")
+
+
+async def test_weights_that_are_not_the_published_ones_fail_the_component(tmp_path: Path) -> None:
+    engines = Engines()
+    async with rollout(tmp_path, engines) as of:
+        lead = give(of, of.scale_up(weights=snapshot(0)))
+        await of.told("layout_committed")
+        engines.of[SECOND].lies_about_weights = True
+        lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(1)))
+        with pytest.raises(AssertionError, match="n1/2 loaded version 1 with checksum of something else"):
+            await of.told("weights_loaded")
+
+
+async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(tmp_path: Path) -> None:
+    async with rollout(tmp_path, Engines()) as of:
+        lead = give(of, of.scale_up(weights=snapshot(1)), of.open_iteration(1, version=1))
+        lead.take(commands_pb2.CloseIterationRequest(header=of.header(), iteration=1))
+        lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(2)))
+        await of.told("weights_loaded")
+        assert [instance.drops for instance in of.instances.values()] == [[(1, (0,))], [(1, (0,))]]
+
+
+async def test_released_engines_are_told_with_what_stayed_held(tmp_path: Path) -> None:
+    async with rollout(tmp_path, Engines()) as of:
+        up = of.scale_up(weights=snapshot(0))
+        lead = give(of, up)
+        down = commands_pb2.ScaleDownRequest(header=of.header(transition="stop"), grants=up.grants)
+        lead.take(down)
+        (released,) = await of.told("gpus_released")
+        assert (released.transition_id, released.gpus_released.held_bytes) == ("stop", 0)
+        assert list(released.gpus_released.grants) == list(up.grants)
+        assert await of.instances[NODES[0]].workers(JOB) == ()
+
+
+async def engine_at_work(of: RolloutBench, engines: Engines, gpu: str, *, num_made: int) -> FakeEngine:
+    """Once it was asked for responses and has made so many."""
+
+    def works() -> bool:
+        engine = engines.of.get(gpu)
+        return engine is not None and bool(engine.asked) and len(engine.made) == num_made
+
+    await of.changes.until(works)
+    return engines.of[gpu]
