@@ -1,6 +1,6 @@
 """Job checkpoints on disk: all that a resume needs, atomic, the newest few kept.
 
-A checkpoint is a folder `it<next iteration>-inc<incarnation>` with a file a rank and `manifest.json`, which names
+A checkpoint is a folder `inc<incarnation>-it<next iteration>` with a file a rank and `manifest.json`, which names
 every file's checksum, the layout, the ledger and the versions. Order of a save: files into a partial folder, the
 manifest, fsync, rename. Invariants: a folder with its final name is complete and never changes; a checkpoint is checked
 whole before it is used; the newest is never removed.
@@ -40,7 +40,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        return f"it{self.next_iteration:06d}-inc{self.ledger.incarnation:03d}"
+        return f"inc{self.ledger.incarnation:03d}-it{self.next_iteration:06d}"
 
 
 class CheckpointStore:
@@ -84,8 +84,9 @@ class CheckpointStore:
         return final
 
     def names(self) -> list[str]:
-        """Complete checkpoints, oldest first: by iteration, then by incarnation."""
-        return sorted(path.parent.name for path in self._folder.glob(f"it*/{_MANIFEST}"))
+        """Complete checkpoints, oldest first. A later incarnation's is newer, whatever its iteration: an earlier one's
+        work was superseded."""
+        return sorted(path.parent.name for path in self._folder.glob(f"inc*/{_MANIFEST}"))
 
     def path(self, name: str) -> Path:
         return self._folder / name

@@ -33,7 +33,7 @@ ZERO_STD = "zero_std"
 NONFINITE_UPDATE = "nonfinite_update"
 
 
-class UpdatesSkipped(RuntimeError):
+class UpdatesSkipped(ArithmeticError):
     """Too many updates in a row had a gradient that was not finite."""
 
 

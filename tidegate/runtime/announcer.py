@@ -1,6 +1,7 @@
 """How an instance tells what happened: its own events, published in the order in which they are told.
 
-Invariant: an event told is on the stream, or `tell` raises; nothing is told from memory later.
+Invariant: `tell` returns when the event is on the stream. While the bus is away it waits and asks again, and so do
+those who tell after it: what happened is neither forgotten nor told out of order.
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import structlog
+
 from tidegate.events import EventBody, EventSource
-from tidegate.ports.bus import DeadLetter, EventLog
+from tidegate.ports.bus import BusUnavailable, DeadLetter, EventLog
 from tidegate.types import Grant, JobId
 from tidegate.v1 import events_pb2
+
+RETRY_S = 1.0
+"""Pause before the bus is asked again; each try waits for the bus's own deadline first."""
 
 
 class Announcer:
@@ -22,6 +28,7 @@ class Announcer:
         self._source = source
         self._job = job
         self._in_order = asyncio.Lock()
+        self._logger = structlog.get_logger("announcer")
 
     async def tell(
         self,
@@ -32,7 +39,7 @@ class Announcer:
         transition_id: str = "",
         grants: Sequence[Grant] = (),
     ) -> int:
-        """Publish; the event's sequence on the job's stream. BusUnavailable when the bus does not answer."""
+        """Publish; the event's sequence on the job's stream."""
         async with self._in_order:
             event = self._source.event(
                 body,
@@ -42,7 +49,13 @@ class Announcer:
                 transition_id=transition_id,
                 grants=grants,
             )
-            return await self._log.publish(event)
+            while True:
+                try:
+                    return await self._log.publish(event)
+                except BusUnavailable as error:
+                    # A repeat has the same id and is stored once.
+                    self._logger.warning("event waits for the bus", id=event.id, error=str(error))
+                    await asyncio.sleep(RETRY_S)
 
     async def tell_dead_letter(self, letter: DeadLetter) -> None:
         """The hook of consumers: a message was set aside, and the job pauses."""

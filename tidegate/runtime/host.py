@@ -17,13 +17,13 @@ import structlog
 from tidegate.codec import encode_grants
 from tidegate.config import RuntimeSection
 from tidegate.ownership import StoreNotAdopted, StoreUnavailable
-from tidegate.ports.bus import BusUnavailable
 from tidegate.ports.store import LeadRecord, Leads, Leases, StoreIdentity
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.lead import CommandRefused, Lead
 from tidegate.types import Grant, InstanceId, JobId, Role
 from tidegate.v1 import events_pb2
 
+LEAVE_TIMEOUT_S = 2.0
 _CAMPAIGNS_PER_TTL = 3
 """A renewal may fail twice before the lease is gone."""
 
@@ -82,7 +82,7 @@ class ComponentHost:
                 await self._campaign()
             except StoreNotAdopted:
                 await self._attach()
-            except (StoreUnavailable, BusUnavailable) as error:
+            except StoreUnavailable as error:
                 # What cannot renew goes on: a lease detects and grants nothing.
                 self._log.warning("no answer", error=str(error))
             try:
@@ -138,11 +138,12 @@ class ComponentHost:
         record = self._record
         await self._stop_leading()
         try:
-            if record is not None:
-                await self._store.resign(record)
-            await self._store.release(self._seat.instance)
-            await self._tell(events_pb2.InstanceLost(instance=self._seat.instance, boot=self._seat.boot))
-        except (StoreUnavailable, StoreNotAdopted, BusUnavailable) as error:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                if record is not None:
+                    await self._store.resign(record)
+                await self._store.release(self._seat.instance)
+                await self._tell(events_pb2.InstanceLost(instance=self._seat.instance, boot=self._seat.boot))
+        except (StoreUnavailable, StoreNotAdopted, TimeoutError) as error:
             # The job's servers may be gone first; the lease then expires by itself.
             self._log.warning("left without a word", error=str(error))
 

@@ -108,10 +108,18 @@ class Lead:
         progress = events_pb2.Progress(phase=phase, num_done=num_done, num_total=num_total, metrics=figures)
         await self.tell(progress)
 
-    async def fail(self, message: str, *, fatal: bool) -> None:
-        """The component could not do its work. `fatal`: it never can, and the job ends with this message."""
-        self._log.error("component failed", error=message, fatal=fatal)
-        await self.tell(events_pb2.Failed(what=events_pb2.Failed.WHAT_COMPONENT, message=message, fatal=fatal))
+    async def fail(self, what: str, error: Exception, *, grants: Sequence[types_pb2.Grant] = ()) -> None:
+        """The component could not do its work: with these GPUs, or with all it has.
+
+        What is wrong with the job itself (a value, a file, an arithmetic) would be wrong again and ends the job; what
+        a machine did (a timeout, a refusal, a lost connection) is answered by a new start.
+        """
+        fatal = isinstance(error, ValueError | ArithmeticError | AssertionError)
+        self._log.error("component failed", what=what, fatal=fatal, exc_info=error)
+        failed = events_pb2.Failed(
+            what=events_pb2.Failed.WHAT_COMPONENT, grants=grants, message=f"{what}: {error}", fatal=fatal
+        )
+        await self.tools.announcer.tell(failed, incarnation=self.incarnation, iteration=self.iteration)
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
         """Bring the component into the layout asked for, then `announce_layout`."""
@@ -142,12 +150,18 @@ class Lead:
             command = await self._queue.get()
             try:
                 await self._do(command)
-            except WorkerGone as error:
-                # Its instance tells the death; what comes of it is the scheduler's to decide.
-                self._log.warning("command interrupted", command=command.header.id, error=str(error))
             except Exception as error:  # noqa: BLE001 - the edge: whatever a command's work raised is told as Failed
-                self._log.exception("command failed", command=command.header.id)
-                await self.fail(f"{type(command).__name__} {command.header.id}: {error}", fatal=True)
+                await self._tell_failure(command, error)
+
+    async def _tell_failure(self, command: Command, error: Exception) -> None:
+        what = f"{type(command).__name__.removesuffix('Request')} {command.header.id}"
+        if isinstance(command, commands_pb2.ScaleUpRequest):
+            await self.fail(what, error, grants=command.grants)
+        elif isinstance(error, WorkerGone):
+            # Its instance tells the death; what comes of it is the scheduler's to decide.
+            self._log.warning("command interrupted", command=command.header.id, error=str(error))
+        else:
+            await self.fail(what, error)
 
     async def _do(self, command: Command) -> None:
         header = command.header
@@ -207,8 +221,7 @@ class Lead:
         except WorkerGone as error:
             self._log.warning("iteration interrupted", iteration=self.iteration, error=str(error))
         except Exception as error:  # noqa: BLE001 - the edge: whatever an iteration raised is told as Failed
-            self._log.exception("iteration failed", iteration=self.iteration)
-            await self.fail(f"iteration {self.iteration}: {error}", fatal=True)
+            await self.fail(f"iteration {self.iteration}", error)
 
 
 def layout_of(request: commands_pb2.ScaleUpRequest) -> Layout:

@@ -37,14 +37,21 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for iteration in (1, 2, 3):
         _saved(store, next_iteration=iteration)
-    assert store.names() == ["it000002-inc000", "it000003-inc000"]
+    assert store.names() == ["inc000-it000002", "inc000-it000003"]
+
+
+def test_a_later_incarnation_is_newer_than_a_superseded_one_that_was_further(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    _saved(store, next_iteration=5, incarnation=1)
+    _saved(store, next_iteration=3, incarnation=2)
+    assert store.names() == ["inc002-it000003"]
 
 
 def test_a_save_that_did_not_end_is_not_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     _saved(store)
     _checkpoint(store.begin(), next_iteration=2)
-    assert store.names() == ["it000001-inc000"]
+    assert store.names() == ["inc000-it000001"]
 
 
 def test_a_repeat_changes_nothing(tmp_path: Path) -> None:
@@ -75,5 +82,5 @@ def test_a_file_that_is_not_what_its_rank_wrote_is_not_committed(tmp_path: Path)
 def test_a_name_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     _saved(store)
-    with pytest.raises(CheckpointError, match="complete: it000001-inc000"):
-        store.load("it000009-inc000")
+    with pytest.raises(CheckpointError, match="complete: inc000-it000001"):
+        store.load("inc000-it000009")
