@@ -110,7 +110,7 @@ class TerminalView(AbstractContextManager["TerminalView"]):
     """Progress bars."""
 
     def __init__(self, stream: UnfailingStream) -> None:
-        self._console = Console(file=cast(TextIO, stream))
+        self._console = Console(file=cast(TextIO, stream), highlight=False, markup=False, soft_wrap=True)
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -135,7 +135,7 @@ class TerminalView(AbstractContextManager["TerminalView"]):
         self._bars.update(self._state, description=f"starting {what}")
 
     def note(self, message: str) -> None:
-        self._console.print(message, style="yellow", markup=False, highlight=False)
+        self._console.print(message, style="yellow")
 
     def event(self, event: events_pb2.Event) -> None:
         match event.WhichOneof("body"):
@@ -145,8 +145,7 @@ class TerminalView(AbstractContextManager["TerminalView"]):
                 metrics = event.iteration_reported.metrics
                 self._console.print(
                     f"iteration {event.iteration}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:.4f}, "
-                    f"{event.iteration_reported.trained.num_samples} samples trained",
-                    markup=False,
+                    f"{event.iteration_reported.trained.num_samples} samples trained"
                 )
             case "failed" | "instance_lost" | "dead_lettered":
                 self.note(f"{event.source}: {failure_text(event)}")

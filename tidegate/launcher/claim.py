@@ -113,10 +113,11 @@ def _refuse_without_memory(config: JobConfig) -> None:
 def _refuse_occupied(folder: JobFolder) -> None:
     if not folder.config.exists():
         return
-    state = "has ended" if folder.result.exists() else "was started before"
+    has_finished = folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED
+    state, goes_on = ("has finished", "") if has_finished else ("was started before", "go on with it (--resume), ")
     raise CannotStart(
-        f"job {folder.root.name} {state} in {folder.root}: go on with it (--resume), remove it and start anew "
-        "(--force), or give the config another job name"
+        f"job {folder.root.name} {state} in {folder.root}: {goes_on}remove it and start anew (--force), or give the "
+        "config another job name"
     )
 
 

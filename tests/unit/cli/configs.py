@@ -1,0 +1,44 @@
+"""A small config that is right, for what goes wrong around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tidegate.config import JobConfig, parse_config
+
+
+def small(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """All of it lies under `tmp_path`, host memory too."""
+    (tmp_path / "memory").mkdir(exist_ok=True)
+    raw: dict[str, Any] = {
+        "job": "small",
+        "output_dir": str(tmp_path / "jobs"),
+        "cluster": {"nodes": {"n0": 3}, "component_placement": {"actor": 0, "rollout": 1, "inference": 2}},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 16,
+            "ffn_hidden_size": 32,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "max_seq_len": 80,
+        },
+        "task": {"name": "countdown"},
+        "algorithm": {"iterations": 2, "prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 60},
+        "actor": {"learning_rate": 1e-3},
+        "runtime": {"host_memory_root": str(tmp_path / "memory")},
+    }
+    return raw | changes
+
+
+def small_config(tmp_path: Path, **changes: Any) -> JobConfig:
+    return parse_config(small(tmp_path, **changes))
+
+
+def small_file(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(small(tmp_path, **changes)))
+    return path

@@ -1,0 +1,129 @@
+"""Claiming a job's folder: one run at a time, nothing removed unasked, nothing left behind."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.configs import small_config
+from tidegate.job import JobFolder, load_job
+from tidegate.launcher.claim import CannotStart, Start, claimed, host_memory_folder, saved_config
+from tidegate.launcher.outcome import End, Outcome
+from tidegate.v1 import control_pb2
+
+
+def run_once(tmp_path: Path, start: Start = Start.FRESH, *, now_unix_s: float = 0.0) -> int:
+    """The boot of a run that came and went."""
+    with claimed(load_job(small_config(tmp_path)), start, now_unix_s=now_unix_s) as claim:
+        return claim.boot
+
+
+def finish(tmp_path: Path) -> None:
+    status = control_pb2.GetJobResponse(job="small")
+    Outcome(End.FINISHED, "", seed=0, wall_s=1.0, job=status).write(JobFolder.of(small_config(tmp_path)).result)
+
+
+def test_a_claimed_folder_holds_a_private_config_with_absolute_paths(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    with claimed(load_job(config), Start.FRESH, now_unix_s=0.0) as claim:
+        saved = saved_config(claim.folder)
+        assert saved == claim.config
+        assert saved is not None
+        assert stat.S_IMODE(claim.folder.config.stat().st_mode) == 0o600
+        assert saved.model.tokenizer == str(claim.folder.tokenizer)
+        assert load_job(saved).tokenizer.vocab_size == load_job(config).tokenizer.vocab_size
+        assert Path(saved.runtime.host_memory_root) == host_memory_folder(config)
+        assert stat.S_IMODE(host_memory_folder(config).stat().st_mode) == 0o700
+
+
+def test_nothing_is_left_in_host_memory_and_what_a_kill_left_there_goes_at_the_next_start(tmp_path: Path) -> None:
+    memory = host_memory_folder(small_config(tmp_path))
+    (memory / "snapshots").mkdir(parents=True)
+    with claimed(load_job(small_config(tmp_path)), Start.FRESH, now_unix_s=0.0):
+        assert list(memory.iterdir()) == []
+    assert not memory.exists()
+
+
+def test_a_second_launcher_is_refused_while_the_first_runs(tmp_path: Path) -> None:
+    job = load_job(small_config(tmp_path))
+    with (
+        claimed(job, Start.FRESH, now_unix_s=0.0),
+        pytest.raises(CannotStart, match=r"runs already, by the launcher with pid \d+"),
+        claimed(job, Start.FORCE, now_unix_s=0.0),
+    ):
+        pass
+
+
+def test_a_fresh_start_over_an_older_run_names_both_remedies(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    with pytest.raises(CannotStart, match=r"was started before .*--resume.*--force"):
+        run_once(tmp_path)
+
+
+def test_a_forced_start_removes_the_older_run(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    left = JobFolder.of(small_config(tmp_path)).checkpoints / "old"
+    left.mkdir()
+    run_once(tmp_path, Start.FORCE)
+    assert not left.exists()
+
+
+def test_a_folder_that_is_no_jobs_is_never_removed(tmp_path: Path) -> None:
+    precious = tmp_path / "jobs" / "small" / "thesis.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("years of work")
+    with pytest.raises(CannotStart, match="is not a job's folder"):
+        run_once(tmp_path, Start.FORCE)
+    assert precious.exists()
+
+
+def test_a_resumed_run_keeps_what_the_older_one_wrote(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    kept = JobFolder.of(small_config(tmp_path)).checkpoints / "kept"
+    kept.mkdir()
+    run_once(tmp_path, Start.RESUME)
+    assert kept.exists()
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match=r"nothing to resume: .* holds no job"):
+        run_once(tmp_path, Start.RESUME)
+    run_once(tmp_path)
+    finish(tmp_path)
+    with pytest.raises(CannotStart, match="has finished, there is nothing to resume"):
+        run_once(tmp_path, Start.RESUME)
+
+
+def test_a_resumed_run_may_not_change_what_decides_its_samples(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    other = load_job(small_config(tmp_path, seed=7))
+    with (
+        pytest.raises(CannotStart, match=r"changed are seed \(was 0, is 7\)"),
+        claimed(other, Start.RESUME, now_unix_s=0.0),
+    ):
+        pass
+
+
+def test_a_resumed_run_may_change_the_machinery(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    other = load_job(small_config(tmp_path, checkpoint={"every": 2}))
+    with claimed(other, Start.RESUME, now_unix_s=0.0) as claim:
+        assert claim.config.checkpoint.every == 2
+
+
+def test_every_start_has_a_larger_boot_though_the_clock_stands_or_falls(tmp_path: Path) -> None:
+    boots = [run_once(tmp_path, now_unix_s=1000.0)]
+    boots += [run_once(tmp_path, start, now_unix_s=5.0) for start in (Start.RESUME, Start.FORCE)]
+    assert boots == [1000, 1001, 1002]
+
+
+def test_a_host_memory_root_that_is_not_there_is_named(tmp_path: Path) -> None:
+    job = load_job(small_config(tmp_path, runtime={"host_memory_root": str(tmp_path / "nowhere")}))
+    with (
+        pytest.raises(CannotStart, match=r"host_memory_root=.*nowhere is not"),
+        claimed(job, Start.FRESH, now_unix_s=0),
+    ):
+        pass
+    assert not (tmp_path / "jobs").exists()

@@ -1,0 +1,204 @@
+"""The command's face: exit codes, messages for people, one form for people and one for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToDict
+
+from tests.unit.cli.configs import small_config, small_file
+from tidegate.cli.__main__ import main
+from tidegate.cli.doctor import Health, examine, host_memory
+from tidegate.cli.running import exit_code
+from tidegate.config import load_config
+from tidegate.job import JobFolder
+from tidegate.launcher.claim import write_private
+from tidegate.launcher.outcome import End, Outcome
+from tidegate.v1 import control_pb2, events_pb2, types_pb2
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The output folder of a job that is over."""
+    config = small_config(tmp_path)
+    folder = JobFolder.of(config)
+    folder.logs.mkdir(parents=True)
+    write_private(folder.config, config.to_json())
+    status = control_pb2.GetJobResponse(job="small", iteration=1, num_iterations=1, incarnation=1)
+    status.components.add(role=types_pb2.ROLE_ACTOR, state="down", lead="actor@n0")
+    status.iterations.add(iteration=0, num_generated=4, num_trained=4, metrics={"reward_mean": 0.5, "loss": 0.1})
+    Outcome(End.FINISHED, "all done", seed=0, wall_s=2.0, job=status, seconds={0: 1.25}).write(folder.result)
+    event = control_pb2.ListEventsResponse(
+        stream_sequence=1,
+        event=events_pb2.Event(
+            id="actor@n0/1/1",
+            source="actor@n0",
+            role=types_pb2.ROLE_ACTOR,
+            progress=events_pb2.Progress(phase="train", num_done=1, num_total=4),
+        ),
+    )
+    folder.events.write_text(json.dumps(MessageToDict(event, preserving_proto_field_name=True)) + "\n")
+    for source, second in (("actor@n0", 2), ("scheduler", 1)):
+        line = {
+            "time": f"2026-01-01T00:00:0{second}Z",
+            "level": "info",
+            "source": source,
+            "event": "serving",
+            "boot": 1,
+        }
+        (folder.logs / f"{source}.jsonl").write_text(json.dumps(line) + "\n")
+    return folder.root.parent
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown key names the nearest": ({"sed": 1}, "unknown key 'sed'; the nearest known key is 'seed'"),
+    "a GPU listed twice": (
+        {"cluster": {"nodes": {"n0": 3}, "component_placement": {"actor": 0, "rollout": 0, "inference": 2}}},
+        "names GPU 0, which actor has already",
+    ),
+    "a layout that the model does not fit gives the equation and the legal ones": (
+        {
+            "cluster": {"nodes": {"n0": 6}, "component_placement": {"actor": "0-3", "rollout": 4, "inference": 5}},
+            "actor": {"learning_rate": 1e-3, "layout": {"tp": 4}},
+        },
+        "num_heads % tp = 2 % 4 = 2, must be 0; legal tp: 1, 2",
+    ),
+    "an unknown task": ({"task": {"name": "chess"}}, "no task is called 'chess'; known tasks: countdown"),
+    "a URL that is none": ({"servers": {"nats_url": "localhost:4222"}}, "is no URL like nats://host:port"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_config_that_is_wrong_is_told_with_exit_code_2_and_starts_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, want = WRONG[case]
+    assert main(["run", str(small_file(tmp_path, **changes))]) == 2
+    said = capsys.readouterr()
+    assert want in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_a_tokenizer_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = small_file(tmp_path)
+    path.write_text(path.read_text().replace("max_seq_len: 80", "max_seq_len: 80\n  tokenizer: words.json"))
+    assert main(["run", str(path)]) == 2
+    assert f"no tokenizer at {tmp_path / 'words.json'}" in capsys.readouterr().err
+
+
+def test_a_config_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(tmp_path / "nowhere.yaml")]) == 2
+    assert "nowhere.yaml: No such file or directory" in capsys.readouterr().err
+
+
+def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(small_file(tmp_path)), "--resume", "--force"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["get", "cakes"], ["deadletter", "drop", "small", "x"]])
+def test_usage_that_is_wrong_ends_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_a_job_that_is_unknown_names_those_there_are(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "smal", "--output-dir", str(finished)]) == 2
+    assert "no job 'smal'" in (said := capsys.readouterr().err)
+    assert "there: small" in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["cancel", "small"], ["get", "gpus", "small"], ["deadletter", "drop", "small", "1"]]
+)
+def test_what_only_a_live_job_can_do_fails_with_1(
+    arguments: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--output-dir", str(finished)]) == 1
+    assert "job small is not running" in capsys.readouterr().err
+
+
+def test_an_endpoint_that_nobody_serves_is_told_as_a_killed_run(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (finished / "small" / "result.json").unlink()
+    (finished / "small" / "endpoint.json").write_text('{"control": "127.0.0.1:1", "pid": 1}')
+    assert main(["describe", "small", "--output-dir", str(finished)]) == 1
+    assert "its run was killed" in capsys.readouterr().err
+    assert (
+        json.loads(answer(capsys, "get", "jobs", "-o", "json", "--output-dir", str(finished)))[0]["state"] == "killed"
+    )
+
+
+def test_jobs_are_listed_in_both_forms(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(answer(capsys, "get", "jobs", "-o", "json", "--output-dir", str(finished)))
+    want = {"job": "small", "state": "finished", "iteration": 1, "iterations": 1, "reward": 0.5, "message": "all done"}
+    assert rows == [want]
+    head, line = answer(capsys, "get", "jobs", "--output-dir", str(finished)).splitlines()
+    assert head.split() == ["JOB", "STATE", "ITERATION", "ITERATIONS", "REWARD", "MESSAGE"]
+    assert line.split() == ["small", "finished", "1", "1", "0.5", "all", "done"]
+
+
+def test_an_empty_folder_says_so_and_is_an_empty_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "get", "jobs", "--output-dir", str(tmp_path)) == f"no jobs in {tmp_path}\n"
+    assert json.loads(answer(capsys, "get", "gpus", "-o", "json", "--output-dir", str(tmp_path))) == []
+
+
+def test_a_finished_job_is_described_from_its_folder(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = json.loads(answer(capsys, "describe", "small", "-o", "json", "--output-dir", str(finished)))
+    assert described["state"] == "finished"
+    assert described["summary"]["samples_trained"] == 4
+    assert described["iterations"][0]["seconds"] == 1.25
+    text = answer(capsys, "describe", "small", "--output-dir", str(finished))
+    assert text.startswith("job small: finished (all done)")
+    assert "actor@n0" in text
+
+
+def test_a_finished_jobs_events_are_read_from_its_folder(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = json.loads(answer(capsys, "events", "small", "-o", "json", "--output-dir", str(finished)))
+    assert row["event"]["progress"]["phase"] == "train"
+    assert "train 1/4" in answer(capsys, "events", "small", "--output-dir", str(finished))
+
+
+def test_logs_of_all_sources_come_in_order_of_time(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answer(capsys, "logs", "small", "-o", "json", "--output-dir", str(finished)).splitlines()
+    assert [json.loads(line)["source"] for line in lines] == ["scheduler", "actor@n0"]
+    one = answer(capsys, "logs", "small", "actor@n0", "--output-dir", str(finished))
+    assert one == "2026-01-01T00:00:02Z  info  actor@n0  serving  boot=1\n"
+    assert main(["logs", "small", "actor@n9", "--output-dir", str(finished)]) == 2
+    assert "there are actor@n0, scheduler" in capsys.readouterr().err
+
+
+def test_doctor_finds_this_machine_fit_and_gives_a_remedy_for_what_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = json.loads(answer(capsys, "doctor", "-o", "json"))
+    assert {row["health"] for row in rows} <= {"ok", "warn"}
+    assert {"embedded nats-server", "embedded valkey", "open files", "cores"} <= {row["check"] for row in rows}
+    bad = host_memory(tmp_path / "nowhere")
+    assert (bad.health, bool(bad.remedy)) == (Health.BAD, True)
+    assert all(finding.remedy for finding in examine() if finding.health is not Health.OK)
+
+
+@pytest.mark.parametrize(("end", "want"), [("finished", 0), ("failed", 1), ("cancelled", 1), ("interrupted", 1)])
+def test_the_exit_code_tells_how_a_run_ended(end: str, want: int) -> None:
+    assert exit_code(Outcome(End(end), "", seed=0, wall_s=0.0, job=control_pb2.GetJobResponse())) == want
+
+
+def test_the_demo_and_the_example_are_valid_configs() -> None:
+    for path in ("tidegate/demo.yaml", "examples/grpo.yaml"):
+        config = load_config(REPOSITORY / path)
+        assert config.algorithm.max_new_tokens < config.model.max_seq_len

@@ -1,0 +1,100 @@
+"""The result of a run: its figures, its file, its iterations' times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidegate.launcher.outcome import End, Outcome, iteration_seconds
+from tidegate.v1 import control_pb2, events_pb2, types_pb2
+
+WANT_KEYS = [
+    "iterations",
+    "reward_first",
+    "reward_last",
+    "samples_generated",
+    "samples_trained",
+    "samples_filtered",
+    "duplicates",
+    "lost",
+    "wall_s",
+    "timeline",
+    "seed",
+    "weights_checksum",
+]
+
+
+def row(iteration: int, reward: float, *, incarnation: int = 1) -> control_pb2.IterationSummary:
+    return control_pb2.IterationSummary(
+        iteration=iteration,
+        incarnation=incarnation,
+        num_generated=8,
+        num_trained=6,
+        num_filtered=2,
+        metrics={"reward_mean": reward},
+    )
+
+
+def outcome(*rows: control_pb2.IterationSummary) -> Outcome:
+    status = control_pb2.GetJobResponse(job="small", iterations=rows, final_checksum="abc")
+    return Outcome(End.FINISHED, "done", seed=3, wall_s=1.5, job=status, timeline="t.json", seconds={0: 0.5})
+
+
+def event(body: object, at_s: float, *, incarnation: int = 1, iteration: int = 0) -> events_pb2.Event:
+    made = events_pb2.Event(
+        incarnation=incarnation,
+        iteration=iteration,
+        role=types_pb2.ROLE_ACTOR,
+        occurred_unix_ns=int(at_s * 1e9),
+    )
+    field = {"WeightsLoaded": made.weights_loaded, "IterationReported": made.iteration_reported}[type(body).__name__]
+    field.SetInParent()
+    return made
+
+
+def test_the_summary_adds_up_the_iterations() -> None:
+    summary = outcome(row(0, 0.25), row(1, 0.75)).summary()
+    assert list(summary) == WANT_KEYS
+    assert (summary["iterations"], summary["reward_first"], summary["reward_last"]) == (2, 0.25, 0.75)
+    assert (summary["samples_generated"], summary["samples_trained"], summary["samples_filtered"]) == (16, 12, 4)
+    assert summary["weights_checksum"] == "abc"
+
+
+def test_an_iteration_done_again_after_a_restart_counts_once_by_its_later_account() -> None:
+    summary = outcome(row(0, 0.1), row(1, 0.2), row(1, 0.9, incarnation=2)).summary()
+    assert (summary["iterations"], summary["reward_last"], summary["samples_generated"]) == (2, 0.9, 16)
+
+
+def test_a_run_without_iterations_has_no_reward() -> None:
+    summary = outcome().summary()
+    assert list(summary) == WANT_KEYS
+    assert (summary["iterations"], summary["reward_first"], summary["reward_last"]) == (0, None, None)
+
+
+def test_the_file_holds_all_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    written = outcome(row(0, 0.25))
+    written.write(path)
+    assert Outcome.read(path) == written
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"end": "finished"}'])
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not the record of a run"):
+        Outcome.read(path)
+
+
+def test_an_iteration_lasts_from_the_report_before_it_or_from_the_weights_it_began_with() -> None:
+    loaded, reported = events_pb2.WeightsLoaded(), events_pb2.IterationReported()
+    told = [
+        event(loaded, 10.0),
+        event(reported, 12.0, iteration=0),
+        event(loaded, 12.5, iteration=1),
+        event(reported, 15.0, iteration=1),
+        event(loaded, 30.0, incarnation=2, iteration=1),
+        event(reported, 31.0, incarnation=2, iteration=1),
+    ]
+    assert iteration_seconds(told) == {0: 2.0, 1: 1.0}

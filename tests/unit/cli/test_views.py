@@ -1,0 +1,94 @@
+"""What is shown while a job runs: JSON lines where nobody watches, bars on a terminal, neither ever ending a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from tidegate.cli.rows import table
+from tidegate.cli.views import LinesView, OpenView, TerminalView, UnfailingStream, make_view
+from tidegate.v1 import control_pb2, events_pb2, types_pb2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class ClosedTerminal(Terminal):
+    """As after a SIGHUP: every write fails."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def progress(num_done: int) -> events_pb2.Event:
+    body = events_pb2.Progress(phase="generate", num_done=num_done, num_total=4, metrics={"num_tokens": 12.5})
+    return events_pb2.Event(role=types_pb2.ROLE_ROLLOUT, source="rollout@n0", iteration=2, progress=body)
+
+
+def reported() -> events_pb2.Event:
+    body = events_pb2.IterationReported(metrics={"reward_mean": 0.75, "loss": -0.01})
+    body.trained.num_samples = 8
+    return events_pb2.Event(role=types_pb2.ROLE_ACTOR, source="actor@n0", iteration=2, iteration_reported=body)
+
+
+def failed() -> events_pb2.Event:
+    return events_pb2.Event(source="rollout@n0", failed=events_pb2.Failed(exit_status=-9))
+
+
+def show_all(view: OpenView) -> None:
+    with view:
+        view.step("NATS and Redis")
+        for event in (progress(1), progress(4), reported(), failed()):
+            view.event(event)
+        view.job(control_pb2.GetJobResponse(job="small", phase="running", iteration=2, num_iterations=3))
+        view.job(control_pb2.GetJobResponse(job="small", phase="running", iteration=2, num_iterations=3))
+        view.note("rollout@n0 was killed")
+
+
+def test_without_a_terminal_every_line_is_a_json_object() -> None:
+    stream = io.StringIO()
+    view = make_view(UnfailingStream(stream))
+    assert isinstance(view, LinesView)
+    show_all(view)
+    lines: list[dict[str, Any]] = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == [
+        "starting",
+        "progress",
+        "progress",
+        "iteration",
+        "failure",
+        "job",
+        "note",
+    ]
+    assert list(lines[0])[:3] == ["time", "level", "event"]
+    assert (lines[2]["role"], lines[2]["num_done"], lines[2]["num_tokens"]) == ("rollout", 4, 12.5)
+    assert (lines[3]["reward_mean"], lines[3]["samples_trained"]) == (0.75, 8)
+    assert lines[4]["message"] == "a process ended with status -9"
+
+
+def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
+    stream = Terminal()
+    view = make_view(UnfailingStream(stream))
+    assert isinstance(view, TerminalView)
+    show_all(view)
+    assert "iteration 2: reward 0.750, loss -0.0100, 8 samples trained" in stream.getvalue()
+    assert "rollout@n0 was killed" in stream.getvalue()
+
+
+def test_a_terminal_that_is_closed_ends_no_run() -> None:
+    show_all(make_view(UnfailingStream(ClosedTerminal())))
+
+
+def test_a_table_has_its_numbers_to_the_right_and_a_dash_for_what_is_missing() -> None:
+    rows: list[dict[str, Any]] = [
+        {"job": "a", "reward_mean": 0.123456, "gpus": ["n0/0", "n0/1"]},
+        {"job": "long-name", "reward_mean": None},
+    ]
+    assert table(rows, ["job", "reward_mean", "gpus"]).splitlines() == [
+        "JOB        REWARD MEAN  GPUS",
+        "a               0.1235  n0/0,n0/1",
+        "long-name            -  -",
+    ]

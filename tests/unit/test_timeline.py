@@ -1,0 +1,61 @@
+"""The merged timeline: every slot's states fill the wall time exactly, whatever its workers wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidegate.timeline import Span, Window, chrome_trace, fill, read_spans, state_lengths, write_trace
+from tidegate.types import GpuId
+
+WINDOW = Window(100, 200)
+
+
+def spans_of(draws: list[tuple[int, int, str]]) -> list[Span]:
+    return [Span(start, start + length, state) for start, length, state in draws]
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 80), st.sampled_from(["training", "waiting"]))))
+def test_the_states_of_a_slot_sum_to_the_wall_time(draws: list[tuple[int, int, str]]) -> None:
+    filled = fill(spans_of(draws), WINDOW)
+    assert sum(state_lengths(filled).values()) == WINDOW.wall_ns
+    assert [span.start_ns for span in filled] == [WINDOW.start_ns, *(span.end_ns for span in filled[:-1])]
+    assert all(span.end_ns > span.start_ns for span in filled)
+
+
+def test_a_slot_is_free_before_and_after_its_spans_and_unknown_between_them() -> None:
+    want = [Span(100, 110, "free"), Span(110, 120, "training"), Span(120, 150, "unknown")]
+    want += [Span(150, 160, "saving"), Span(160, 200, "free")]
+    assert fill([Span(150, 160, "saving"), Span(110, 120, "training")], WINDOW) == want
+
+
+def test_what_lies_outside_the_window_is_cut_off() -> None:
+    assert fill([Span(0, 120, "training"), Span(180, 900, "saving")], WINDOW) == [
+        Span(100, 120, "training"),
+        Span(120, 180, "unknown"),
+        Span(180, 200, "saving"),
+    ]
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    whole = json.dumps({"gpu": "n0/0", "state": "training", "start_ns": 1, "end_ns": 2})
+    (tmp_path / "actor@n0.jsonl").write_text(f"{whole}\n{whole[:-9]}")
+    assert read_spans(tmp_path) == {"n0/0": [Span(1, 2, "training")]}
+
+
+def test_the_trace_has_a_process_a_node_a_thread_a_slot_and_microseconds() -> None:
+    trace = chrome_trace({GpuId("n1/0"): [Span(100, 1600, "training")], GpuId("n0/3"): []}, Window(100, 1600))
+    names = [(event["name"], event["pid"], event["tid"], event["args"]["name"]) for event in trace["traceEvents"][:2]]
+    assert names == [("process_name", 1, 0, "n0"), ("process_name", 2, 0, "n1")]
+    want = {"name": "training", "cat": "slot", "ph": "X", "ts": 0.0, "dur": 1.5, "pid": 2, "tid": 0}
+    assert trace["traceEvents"][-1] == want
+    assert trace["otherData"]["state_ns"]["n1/0"] == {"training": 1500}
+
+
+def test_a_slot_that_nobody_used_was_free_all_the_time(tmp_path: Path) -> None:
+    write_trace(tmp_path, tmp_path / "timeline.json", gpus=[GpuId("n0/0")], window=WINDOW)
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert trace["otherData"] == {"wall_ns": 100, "state_ns": {"n0/0": {"free": 100}}}
