@@ -1,0 +1,308 @@
+"""The inference's lead over fake ranks: each group scored once, by its own version, through losses and repeats."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.inference.lead import InferenceLead
+from tests.component_bench import (
+    ACK_WAIT_S,
+    JOB,
+    NODES,
+    Bench,
+    Changes,
+    WatchedSamples,
+    bench,
+    generated_group,
+    loaded,
+    replied,
+    snapshot,
+)
+from tidegate.job import Job
+from tidegate.ports.bus import Stage
+from tidegate.types import Grant, Role
+from tidegate.v1 import commands_pb2, samples_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+FIRST, SECOND = "n0/3", "n1/3"
+REFERENCE_IS_AT = -100.0
+PLENTY = 1_000_000
+
+
+class FakeRank:
+    """Scores its share of the samples, one call for each permit: -(version + 1) a token, the reference at -100."""
+
+    def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore) -> None:
+        self.grant = grant
+        self.scored: list[tuple[int, ...]] = []
+        self.num_asked = 0
+        self.loads: list[tuple[int, bool]] = []
+        self._permits = permits
+        self._changes = changes
+        self._rank, self._world_size = 0, 1
+
+    @property
+    def version(self) -> int | None:
+        return next((version for version, reference in reversed(self.loads) if not reference), None)
+
+    async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
+        match call.WhichOneof("body"):
+            case "start_scorer":
+                seat = call.start_scorer.rendezvous
+                self._rank, self._world_size = seat.rank, seat.world_size
+                yield replied(call, wire.Started())
+            case "load_shards":
+                self.loads.append((call.load_shards.version, call.load_shards.reference))
+                yield loaded(call)
+            case "score":
+                self.num_asked += 1
+                self._changes.tell()
+                await self._permits.acquire()
+                groups = [self._score(group) for group in call.score.groups]
+                self.scored.append(tuple(group.prompt for group in groups))
+                yield replied(call, wire.Scored(groups=groups))
+
+    def _score(self, group: samples_pb2.SampleGroup) -> samples_pb2.SampleGroup:
+        assert group.version == self.version, "asked for the log-probabilities of another version"
+        has_reference = any(reference for _, reference in self.loads)
+        samples = [
+            samples_pb2.Sample(
+                id=sample.id,
+                old_log_probs=[-float(group.version + 1)] * len(sample.response_tokens),
+                reference_log_probs=[REFERENCE_IS_AT] * len(sample.response_tokens) if has_reference else [],
+            )
+            for number, sample in enumerate(group.samples)
+            if number % self._world_size == self._rank
+        ]
+        return samples_pb2.SampleGroup(prompt=group.prompt, samples=samples)
+
+
+class Scoring:
+    """The bench with its ranks, the newest of each GPU, and what was done on the stream."""
+
+    def __init__(self, *, num_permits: int) -> None:
+        self.ranks: dict[str, FakeRank] = {}
+        self.permits = {gpu: asyncio.Semaphore(num_permits) for gpu in (FIRST, SECOND)}
+        self.bench: Bench[InferenceLead, FakeRank]
+
+    @property
+    def watch(self) -> WatchedSamples:
+        assert isinstance(self.bench.samples, WatchedSamples)
+        return self.bench.samples
+
+    def make(self, job: Job, grant: Grant, changes: Changes) -> FakeRank:
+        self.ranks[grant.gpu] = FakeRank(grant, changes, self.permits[grant.gpu])
+        return self.ranks[grant.gpu]
+
+    def permit(self, count: int = 100) -> None:
+        for permits in self.permits.values():
+            for _ in range(count):
+                permits.release()
+
+    def new_lead(self, *commands: Any) -> InferenceLead:
+        lead = self.bench.new_lead()
+        for command in commands:
+            lead.take(command)
+        return lead
+
+    def load(self, version: int, *, incarnation: int = 1) -> commands_pb2.LoadWeightsRequest:
+        header = self.bench.header(incarnation=incarnation)
+        return commands_pb2.LoadWeightsRequest(header=header, weights=snapshot(version, incarnation=incarnation))
+
+    async def generated(self, prompts: Sequence[int], **fields: Any) -> None:
+        for prompt in prompts:
+            await self.bench.bus.samples.publish(Stage.GENERATED, generated_group(prompt, **fields))
+
+    async def on_stream(self) -> list[samples_pb2.SampleGroup]:
+        """All scored groups, in the order in which they were published."""
+
+        async def never(letter: object) -> None:
+            raise AssertionError(f"dead letter {letter}")
+
+        consumer = await self.bench.bus.samples.consumer(JOB, Stage.SCORED, "reader", on_dead_letter=never)
+        return [delivery.group for delivery in await consumer.fetch(100, timeout_s=0)]
+
+    async def num_unsettled(self) -> int:
+        async def never(letter: object) -> None:
+            raise AssertionError(f"dead letter {letter}")
+
+        consumer = await self.bench.bus.samples.consumer(JOB, Stage.GENERATED, "inference", on_dead_letter=never)
+        return await consumer.num_waiting()
+
+
+@asynccontextmanager
+async def scoring(tmp_path: Path, *, num_permits: int = PLENTY) -> AsyncIterator[Scoring]:
+    made = Scoring(num_permits=num_permits)
+    async with bench(tmp_path, Role.INFERENCE, InferenceLead, made.make, wrap=WatchedSamples) as opened:
+        made.bench = opened
+        yield made
+
+
+async def test_groups_are_scored_by_all_ranks_together_and_sent_on_whole(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated(range(4))
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.told("iteration_reported")
+        for want_prompt, group in enumerate(await of.on_stream()):
+            want = generated_group(want_prompt)
+            for sample in want.samples:
+                sample.old_log_probs.extend([-1.0] * len(sample.response_tokens))
+            assert group == want
+        assert await of.num_unsettled() == 0
+        assert of.ranks[FIRST].scored == of.ranks[SECOND].scored
+
+
+async def test_a_group_is_scored_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        for prompt in (2, 0, 3, 1):
+            await of.generated([prompt])
+            await of.bench.changes.until(lambda prompt=prompt: prompt in of.watch.prompts("ack"))  # type: ignore[misc]
+        await of.bench.told("iteration_reported")
+        assert [group.prompt for group in await of.on_stream()] == [2, 0, 3, 1]
+        progress = await of.bench.told("progress", count=4)
+        assert [each.progress.num_done for each in progress] == [1, 2, 3, 4]
+        assert {each.backlog.num_messages for each in await of.bench.told("backlog", count=4)} == {0}
+
+
+async def test_a_group_is_acknowledged_only_after_its_scored_form_is_on_the_stream(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated(range(4))
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.told("iteration_reported")
+        for prompt in range(4):
+            assert of.watch.acts.index(("publish scored", prompt)) < of.watch.acts.index(("ack", prompt))
+
+
+async def test_the_reference_policy_is_loaded_beside_the_policy_and_its_log_probabilities_are_sent_on(
+    tmp_path: Path,
+) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated(range(4), version=2)
+        up = of.bench.scale_up(weights=snapshot(2), reference=snapshot(0))
+        of.new_lead(up, of.bench.open_iteration(version=2))
+        await of.bench.told("iteration_reported")
+        assert of.ranks[FIRST].loads == of.ranks[SECOND].loads == [(0, True), (2, False)]
+        for group in await of.on_stream():
+            for sample in group.samples:
+                assert list(sample.old_log_probs) == [-3.0] * len(sample.response_tokens)
+                assert list(sample.reference_log_probs) == [REFERENCE_IS_AT] * len(sample.response_tokens)
+
+
+async def test_a_group_of_the_iteration_drawn_from_another_version_is_dead_lettered_with_both_numbers(
+    tmp_path: Path,
+) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated([0], version=7)
+        await of.generated([1])
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        (letter,) = await of.bench.told("dead_lettered")
+        want = "prompt 0 of iteration 0 was drawn from version 7, its iteration is of version 0"
+        assert letter.dead_lettered.reason == want
+        await of.bench.told("progress")
+        assert [group.prompt for group in await of.on_stream()] == [1]
+        assert [kept.reason for kept in await of.bench.bus.dead_letters.list(JOB)] == [want]
+
+
+async def test_groups_of_older_incarnations_and_iterations_are_let_go_unscored(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated([4], incarnation=1, iteration=1, version=1)
+        await of.generated([0], incarnation=2, iteration=0)
+        await of.generated(range(4, 8), incarnation=2, iteration=1, version=1)
+        up = of.bench.scale_up(weights=snapshot(1, incarnation=2), incarnation=2)
+        of.new_lead(up, of.bench.open_iteration(1, incarnation=2))
+        await of.bench.told("iteration_reported")
+        groups = await of.on_stream()
+        assert [(group.incarnation, group.iteration, group.prompt) for group in groups] == [
+            (2, 1, prompt) for prompt in range(4, 8)
+        ]
+        assert await of.num_unsettled() == 0
+
+
+async def test_groups_of_a_newer_incarnation_wait_until_it_is_there(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated(range(4), incarnation=2)
+        lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.changes.until(lambda: len(of.watch.prompts("nak")) == 4)
+        assert of.ranks[FIRST].scored == []
+        lead.take(of.load(0, incarnation=2))
+        lead.take(of.bench.open_iteration(incarnation=2))
+        await of.bench.told("weights_loaded")
+        await of.bench.clock.advance(1.0)
+        await of.bench.told("iteration_reported")
+        assert [group.incarnation for group in await of.on_stream()] == [2] * 4
+
+
+async def test_a_rank_lost_puts_the_groups_back_and_they_are_scored_after_the_next_scale_up(tmp_path: Path) -> None:
+    async with scoring(tmp_path, num_permits=0) as of:
+        await of.generated(range(4))
+        lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.changes.until(lambda: [rank.num_asked for rank in of.ranks.values()] == [1, 1])
+        of.bench.instances[NODES[1]].kill(SECOND)
+        await of.bench.changes.until(lambda: len(of.watch.prompts("nak")) == 4)
+        assert "failed" not in await of.bench.kinds(), "its instance tells the death"
+        of.permit()
+        lead.take(of.bench.scale_up(of.bench.grants(term=2), weights=snapshot(0)))
+        await of.bench.told("iteration_reported")
+        assert [group.prompt for group in await of.on_stream()] == [0, 1, 2, 3]
+        assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
+
+
+async def test_a_group_delivered_again_after_it_was_scored_is_neither_scored_nor_published_again(
+    tmp_path: Path,
+) -> None:
+    async with scoring(tmp_path) as of:
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.told("layout_committed")
+        of.watch.lost_acks.add(0)
+        await of.generated([0])
+        await of.bench.changes.until(lambda: of.watch.prompts("ack") == [0])
+        assert await of.num_unsettled() == 1
+        await of.bench.clock.advance(ACK_WAIT_S)
+        await of.bench.changes.until(lambda: of.watch.prompts("ack") == [0, 0])
+        await of.generated([1, 2, 3])
+        await of.bench.told("iteration_reported")
+        assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
+        assert [prompt for call in of.ranks[FIRST].scored for prompt in call] == [0, 1, 2, 3]
+
+
+async def test_a_new_lead_scores_what_the_old_one_had_in_hand_and_nothing_twice(tmp_path: Path) -> None:
+    async with scoring(tmp_path, num_permits=1) as of:
+        await of.generated([0])
+        old = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.changes.until(lambda: of.watch.prompts("ack") == [0])
+        await of.generated([1, 2, 3])
+        await of.bench.changes.until(lambda: [rank.num_asked for rank in of.ranks.values()] == [2, 2])
+        await old.aclose()
+        of.permit()
+        of.new_lead(of.load(0), of.bench.open_iteration())
+        await of.bench.told("weights_loaded")
+        await of.bench.clock.advance(ACK_WAIT_S)
+        await of.bench.told("iteration_reported")
+        assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
+        assert of.ranks[FIRST].scored == [(0,), (1, 2, 3)]
+
+
+async def test_nothing_is_scored_before_weights_are_held(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated(range(4))
+        lead = of.new_lead(of.bench.scale_up(), of.bench.open_iteration())
+        await of.bench.told("layout_committed")
+        assert of.ranks[FIRST].num_asked == 0
+        lead.take(of.load(0))
+        await of.bench.told("iteration_reported")
+        assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
+
+
+async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated(range(4), version=3)
+        lead = of.new_lead(of.bench.scale_up(weights=snapshot(3)), of.bench.open_iteration(version=3))
+        lead.take(commands_pb2.CloseIterationRequest(header=of.bench.header(), iteration=0))
+        lead.take(of.load(4))
+        await of.bench.told("weights_loaded")
+        assert [instance.drops for instance in of.bench.instances.values()] == [[(3, (0,))], [(3, (0,))]]
