@@ -1,0 +1,213 @@
+"""Runs whole jobs as a person would, watches their events, and kills what a test names.
+
+A job is `tidegate run CONFIG` in a process of its own; its events are followed through the Control API, its processes
+are found in /proc below the launcher. Nothing here waits by the clock: `until` returns when an event is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tidegate.config import JobConfig, parse_config
+from tidegate.gate import Gate
+from tidegate.job import JobFolder
+from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
+from tidegate.ports.rpc import PeerUnavailable
+from tidegate.types import NodeId
+from tidegate.v1 import control_pb2
+from tidegate.v1.events_pb2 import Event
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_LOOK_AGAIN_S = 0.05
+"""Between looks for what announces itself by no event: the endpoint file, a dead process's absence."""
+
+Condition = Callable[[Event], bool]
+
+
+def small_job(name: str, **changes: Any) -> dict[str, Any]:
+    """A job of seconds: 2 nodes, actor TP2 x DP2 over both, three engines, one inference; dotted keys change it."""
+    raw: dict[str, Any] = {
+        "job": name,
+        "cluster": {
+            "nodes": {"n0": 4, "n1": 4},
+            "component_placement": {"actor": "0,1,4,5", "rollout": "2,3,6", "inference": "7"},
+        },
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "max_seq_len": 64,
+        },
+        "task": {"name": "countdown"},
+        "algorithm": {
+            "iterations": 3,
+            "prompts_per_iteration": 8,
+            "group_size": 4,
+            "n_minibatches": 2,
+            "max_new_tokens": 48,
+            "kl_coefficient": 0.01,
+        },
+        "actor": {
+            "layout": {"tp": 2, "dp": 2},
+            "learning_rate": 1e-3,
+            "warm_up": {"steps": 10, "batch_size": 16, "learning_rate": 2e-3},
+        },
+        "runtime": {"lease_ttl_s": 3.0, "lead_ttl_s": 1.5, "ack_wait_s": 3.0},
+    }
+    for dotted, value in changes.items():
+        section = raw
+        *parents, key = dotted.split("__")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    return raw
+
+
+@dataclass(slots=True)
+class RunningJob:
+    """A job under way. `events` holds what was followed so far."""
+
+    config: JobConfig
+    process: asyncio.subprocess.Process
+    events: list[Event] = field(default_factory=list)
+    _came: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def folder(self) -> JobFolder:
+        return JobFolder.of(self.config)
+
+    async def until(self, what: Condition) -> Event:
+        """The first event, past or to come, for which `what` holds. AssertionError when the job ends without it."""
+        seen = 0
+        async with self._came:
+            while True:
+                for event in self.events[seen:]:
+                    if what(event):
+                        return event
+                seen = len(self.events)
+                if self.process.returncode is not None:
+                    raise AssertionError(f"the job ended with {self.process.returncode} before the event came")
+                await self._came.wait()
+
+    async def result(self) -> dict[str, Any]:
+        """Of the finished job; AssertionError, with what it said, when it did not finish."""
+        assert self.process.stderr is not None
+        said = (await self.process.stderr.read()).decode()
+        status = await self.process.wait()
+        assert status == 0, f"exit {status}\n{said[-3000:]}"
+        loaded: dict[str, Any] = json.loads(self.folder.result.read_text())
+        return loaded
+
+    def processes(self) -> list[psutil.Process]:
+        """All below the launcher."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def service(self, module: str, node: str = "") -> psutil.Process:
+        """A service by its module ("services.actor") and node, or a server by its program's name."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                command = process.cmdline()
+                is_it = module in command or Path(command[0]).name.startswith(module)
+                of_node = not node or node in command or any(part.endswith(f"@{node}.sock") for part in command)
+                if is_it and of_node and not _is_worker(process):
+                    return process
+        raise AssertionError(f"no process runs {module} {node}")
+
+    def worker(self, gpu: str) -> psutil.Process:
+        """The worker that holds a GPU's gate: the one with its lock file open."""
+        node, _, index = gpu.partition("/")
+        lock = f"{node}%2F{index}.lock"
+        for process in self.processes():
+            with suppress(psutil.Error):
+                if _is_worker(process) and any(Path(opened.path).name == lock for opened in process.open_files()):
+                    return process
+        raise AssertionError(f"nobody holds {gpu}")
+
+    def gates(self) -> dict[str, bool]:
+        """Whether each GPU is held."""
+        return {
+            state.gpu: state.held
+            for node in self.config.cluster.nodes
+            for state in Gate(self.folder.node(NodeId(node)) / "gate").report()
+        }
+
+    async def follow(self) -> None:
+        """Collect events until the job's end, through restarts of the scheduler."""
+        sequence = 0
+        while self.process.returncode is None:
+            with suppress(NotRunning, PeerUnavailable):
+                async with control_of(self.folder) as stub:
+                    request = control_pb2.ListEventsRequest(job=self.config.job, after_sequence=sequence, follow=True)
+                    async for response in stub.ListEvents(request, timeout=FOLLOW_TIMEOUT_S):
+                        sequence = response.stream_sequence
+                        async with self._came:
+                            self.events.append(response.event)
+                            self._came.notify_all()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), _LOOK_AGAIN_S)
+        async with self._came:
+            self._came.notify_all()
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    parent = process.parent()
+    return parent is not None and "tidegate.runtime.forkserver" in parent.cmdline()
+
+
+@asynccontextmanager
+async def running(raw: dict[str, Any], folder: Path, *options: str) -> AsyncIterator[RunningJob]:
+    """Start a job in `folder` and follow it; on leaving, whatever of it still runs is ended and seen to be gone."""
+    config = parse_config(raw | {"output_dir": str(folder)})
+    path = folder / f"{config.job}.yaml"
+    path.write_text(yaml.safe_dump(raw | {"output_dir": str(folder)}))
+    command = [sys.executable, "-m", "tidegate.cli", "run", str(path), *options]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=REPOSITORY, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    job = RunningJob(config, process)
+    following = asyncio.create_task(job.follow())
+    known: list[psutil.Process] = []
+    try:
+        yield job
+        known = job.processes() if process.returncode is None else []
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+        await following
+        _, alive = psutil.wait_procs(known, timeout=5)
+        assert not alive, f"{len(alive)} of {len(known)} processes outlived the job: {alive}"
+
+
+def generating(iteration: int, num_groups: int = 1) -> Condition:
+    """The iteration has this many groups, and goes on."""
+    return lambda event: (
+        event.WhichOneof("body") == "progress"
+        and event.iteration == iteration
+        and event.progress.phase == "generate"
+        and num_groups <= event.progress.num_done < event.progress.num_total
+    )
+
+
+def updated(iteration: int) -> Condition:
+    """The iteration's first optimizer update is committed, and it goes on."""
+    return lambda event: (
+        event.WhichOneof("body") == "progress"
+        and event.iteration == iteration
+        and event.progress.phase == "train"
+        and event.progress.num_done < event.progress.num_total
+    )

@@ -1,0 +1,86 @@
+"""The main job, whole: it repeats bit for bit, listens on loopback only, and the loss of any lead changes nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
+from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
+from tidegate.types import Role
+
+DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the job comes to when nothing happens; filled by the first test."""
+    return {"folder": tmp_path_factory.mktemp("undisturbed")}
+
+
+async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(undisturbed: dict[str, Any]) -> None:
+    async with running(small_job("plain"), undisturbed["folder"]) as job:
+        await job.until(updated(1))
+        sockets = _listening(job)
+        undisturbed["result"] = await job.result()
+        undisturbed["lineage"] = without_incarnation(job.folder.journal)
+        assert len(sockets) >= 9, "seven services, NATS and the store listen at least"
+        assert all(_is_loopback(host) for host in sockets), sockets
+        assert trained_draws(job.folder.journal) == DRAWS
+        assert not any(job.gates().values())
+    summary = undisturbed["result"]["summary"]
+    want = {"iterations": 3, "samples_generated": 96, "samples_trained": 96, "duplicates": 0, "lost": 0}
+    assert {key: summary[key] for key in want} == want
+
+
+async def test_the_same_seed_gives_the_same_samples_and_the_same_weights(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        again = await job.result()
+        assert without_incarnation(job.folder.journal) == undisturbed["lineage"]
+    assert _repeatable(again) == _repeatable(undisturbed["result"])
+
+
+async def test_the_loss_of_every_lead_in_one_job_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        await _kill_lead(job, Role.ROLLOUT, generating(0))
+        await _kill_lead(job, Role.INFERENCE, generating(1))
+        await _kill_lead(job, Role.ACTOR, updated(1))
+        await job.until(lambda event: event.incarnation == 2 and generating(1)(event))
+        job.service("services.scheduler").kill()
+        disturbed = await job.result()
+        assert trained_draws(job.folder.journal) == DRAWS
+        assert without_incarnation(job.folder.journal) == undisturbed["lineage"]
+    assert disturbed["summary"]["weights_checksum"] == undisturbed["result"]["summary"]["weights_checksum"]
+    assert (disturbed["summary"]["lost"], disturbed["summary"]["duplicates"]) == (0, 0)
+
+
+def _repeatable(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result["summary"].items() if key not in ("wall_s", "timeline")}
+
+
+async def _kill_lead(job: RunningJob, role: Role, when: Condition) -> None:
+    await job.until(when)
+    elected = [event for event in job.events if event.HasField("lead_elected") and event.source.startswith(f"{role}@")]
+    node = elected[-1].source.partition("@")[2]
+    job.service(f"services.{role}", node).kill()
+
+
+def _listening(job: RunningJob) -> list[str]:
+    """The addresses that any process of the job listens on."""
+    return [
+        connection.laddr.ip
+        for process in [psutil.Process(job.process.pid), *job.processes()]
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+def _is_loopback(host: str) -> bool:
+    # gRPC binds an IPv4 address on an IPv6 socket.
+    return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
