@@ -408,6 +408,8 @@ class _WatchedConsumer:
 
     async def fetch(self, max_groups: int, *, timeout_s: float) -> list[_WatchedDelivery]:
         deliveries = await self._consumer.fetch(max_groups, timeout_s=timeout_s)
+        for delivery in deliveries:
+            self._watch.note("fetch", delivery.group)
         return [_WatchedDelivery(delivery, self._watch) for delivery in deliveries]
 
     async def num_waiting(self) -> int:

@@ -46,6 +46,7 @@ class _Training:
     held: dict[int, SampleDelivery] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    num_minibatches_taken: int = 0
     num_duplicates_dropped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -167,6 +168,7 @@ class ActorLead(Lead):
 
     async def _train(self, prompts: Sequence[int], training: _Training) -> None:
         """One minibatch: what is filtered, the optimizer update, and what follows from its commit."""
+        training.num_minibatches_taken += 1
         deliveries = [training.held[prompt] for prompt in prompts]
         groups = [delivery.group for delivery in deliveries]
         for group in groups:
@@ -185,10 +187,7 @@ class ActorLead(Lead):
 
     async def _update(self, groups: Sequence[samples_pb2.SampleGroup], training: _Training) -> None:
         config, plan = self.job.config, training.plan
-        open_iteration = self._ledger.open_iteration
-        assert open_iteration is not None
-        number = len(open_iteration.updates)
-        update_id = f"{self.incarnation}.{plan.iteration}.{number}"
+        update_id = f"{self.incarnation}.{plan.iteration}.{training.num_minibatches_taken - 1}"
         rate = learning_rate(
             self._ledger.num_trained, peak=config.actor.learning_rate, warm_up_samples=config.actor.lr_warm_up_samples
         )
@@ -204,7 +203,7 @@ class ActorLead(Lead):
             self._ledger = self._ledger.discarded(ids, reason=NONFINITE_UPDATE)
         self._write_journal(update_id, ids, report, rate)
         training.metrics |= {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
-        await self.tell_progress("train", number + 1, plan.num_minibatches, **training.metrics)
+        await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **training.metrics)
         if self._num_skipped > config.actor.max_skipped_updates:
             raise UpdatesSkipped(
                 f"{self._num_skipped} updates in a row had a non-finite gradient (actor.max_skipped_updates="
