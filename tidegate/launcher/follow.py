@@ -17,6 +17,7 @@ from tidegate.adapters.nats_bus import NatsBus
 from tidegate.config import JobConfig
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
+from tidegate.launcher.cancelling import end_task, raise_if_cancelled
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
@@ -56,6 +57,7 @@ class JobFollower:
         showing = asyncio.create_task(self._show_events(), name="show-events")
         try:
             while True:
+                raise_if_cancelled()
                 try:
                     return await self._follow_control()
                 except (NotRunning, PeerUnavailable):  # it starts, again perhaps: asked at the next beat
@@ -64,8 +66,7 @@ class JobFollower:
                     self._note(f"the scheduler cannot say how the job is: {refusal}")
                     await asyncio.sleep(BEAT_S)
         finally:
-            showing.cancel()
-            await asyncio.wait([showing])
+            await end_task(showing)
 
     async def dump_events(self) -> list[events_pb2.Event]:
         """Write the job's events to its folder, a JSON line each, in the form of the Control API."""
@@ -80,6 +81,7 @@ class JobFollower:
     async def _follow_control(self) -> End:
         async with control_of(self._folder) as control:
             while True:
+                raise_if_cancelled()
                 status = await control.GetJob(control_pb2.GetJobRequest(job=self._job))
                 # A finished job does not begin again, so that its end stands whatever was submitted.
                 if status.incarnation >= self._incarnation or status.phase == End.FINISHED:

@@ -22,6 +22,7 @@ import structlog
 from tidegate.config import JobConfig, ServersSection
 from tidegate.events import EventSource
 from tidegate.job import load_job
+from tidegate.launcher.cancelling import raise_if_cancelled
 from tidegate.launcher.claim import Claim, Start, claimed, host_memory_folder, write_private
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
@@ -61,6 +62,7 @@ async def run_job(order: Order, view: View) -> Outcome:
         try:
             job = load_job(order.config)
             await check_servers(order.config, order.start)
+            raise_if_cancelled()
             with claimed(job, order.start, now_unix_s=time.time()) as claim:
                 configure_logging(SOURCE, path=claim.folder.logs / f"{SOURCE}.jsonl")
                 run = _Run(claim, order, view, start_ns=start_ns)
@@ -117,6 +119,7 @@ class _Run:
         self._start_ns = start_ns
         self._follower: JobFollower | None = None
         self._seconds: dict[int, float] = {}
+        self._has_bus = True
         self._log = structlog.get_logger(SOURCE)
 
     async def to_its_end(self, signals: list[signal.Signals]) -> Outcome:
@@ -160,6 +163,7 @@ class _Run:
             return await self._with_services()
         self._view.step("NATS and Redis")
         async with EmbeddedServers(self._folder.servers) as servers:
+            raise_if_cancelled()
             found = ServersSection(
                 nats_url=urls.nats_url or servers.nats.url, redis_url=urls.redis_url or servers.store.url
             )
@@ -169,6 +173,7 @@ class _Run:
 
     async def _servers_died(self, servers: EmbeddedServers) -> End:
         died = await servers.first_exit()
+        self._has_bus = self._has_bus and died is not servers.nats
         raise RunBroken(
             f"the embedded {died.name} died (see the end of {died.log_path}), so everything was stopped; what it "
             "acknowledged is on disk"
@@ -182,13 +187,17 @@ class _Run:
             closing.push_async_callback(self._keep_events, self._follower)
             services = JobServices(self._config, self._folder, sockets=host_memory_folder(self._order.config))
             closing.push_async_callback(services.stop)
+            raise_if_cancelled()
             self._view.step("fork servers and services")
             services.start()
             source = EventSource(SOURCE, role=None, boot=self._claim.boot, now_ns=time.time_ns)
             await self._follower.submit(source, resume=self._order.start is Start.RESUME)
+            raise_if_cancelled()
             return await _first_of(self._follower.end(), self._services_failed(services))
 
     async def _keep_events(self, follower: JobFollower) -> None:
+        if not self._has_bus:
+            return
         try:
             self._seconds = iteration_seconds(await follower.dump_events())
         except BusUnavailable as error:  # its server is dead: the events stay in its data, a resumed run writes them

@@ -1,0 +1,66 @@
+"""Servers of one's own are asked before anything starts: do they answer, and do they hold an older run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.configs import small_config
+from tidegate.config import JobConfig
+from tidegate.events import EventSource
+from tidegate.launcher.claim import CannotStart, Start
+from tidegate.launcher.preflight import check_servers, masked
+from tidegate.runtime.embedded import EmbeddedServers
+from tidegate.runtime.service import connected_bus
+from tidegate.types import JobId
+from tidegate.v1 import events_pb2
+
+NOBODY = "127.0.0.1:1"
+
+
+def with_servers(tmp_path: Path, **urls: str) -> JobConfig:
+    return small_config(tmp_path, servers=urls)
+
+
+async def test_a_nats_url_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+    config = with_servers(tmp_path, nats_url=f"nats://me:hunter2@{NOBODY}")
+    with pytest.raises(CannotStart, match=r"nats_url=nats://\*\*\*@127.0.0.1:1: .* did not answer") as refused:
+        await check_servers(config, Start.FRESH)
+    assert "hunter2" not in str(refused.value)
+
+
+async def test_a_redis_url_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+    config = with_servers(tmp_path, redis_url=f"redis://me:hunter2@{NOBODY}/0")
+    with pytest.raises(CannotStart, match=r"redis_url=redis://\*\*\*@127.0.0.1:1/0 does not answer") as refused:
+        await check_servers(config, Start.FRESH)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "redis://", "redis://host:port"])
+async def test_what_is_no_redis_url_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match="is no URL like redis://host:port"):
+        await check_servers(with_servers(tmp_path, redis_url=url), Start.FRESH)
+
+
+async def test_a_fresh_run_is_refused_where_the_servers_hold_an_older_one_of_its_name(tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        config = with_servers(tmp_path, nats_url=servers.nats.url, redis_url=servers.store.url)
+        await check_servers(config, Start.FRESH)
+        bus = await connected_bus(config, name="test")
+        try:
+            await check_servers(config, Start.FRESH)
+            source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
+            submitted = events_pb2.JobSubmitted(config_json="{}")
+            await bus.events.publish(source.event(submitted, job=JobId(config.job), incarnation=1))
+        finally:
+            await bus.close()
+        for start in (Start.FRESH, Start.FORCE):
+            with pytest.raises(CannotStart, match=r"holds an older run of job small: .*--resume"):
+                await check_servers(config, start)
+        await check_servers(config, Start.RESUME)
+
+
+def test_a_masked_url_keeps_all_but_user_and_password() -> None:
+    assert masked("nats://a:b@host:1") == "nats://***@host:1"
+    assert masked("nats://host:1") == "nats://host:1"
