@@ -68,6 +68,7 @@ class Lead:
         self._iteration_task: asyncio.Task[None] | None = None
         self._taken: set[str] = set()
         self._took_over = False
+        self._has_ended = False
 
     def check(self, command: Command) -> None:
         """CommandRefused when the command is of an older incarnation."""
@@ -78,8 +79,11 @@ class Lead:
             )
 
     def take(self, command: Command) -> None:
-        """Accept a command for work, in order; a repeat of one that was taken is nothing new."""
-        if command.header.id in self._taken:
+        """Accept a command for work, in order; a repeat of one that was taken is nothing new.
+
+        After `aclose` nothing is done: the epoch may end while its last command is being stored.
+        """
+        if self._has_ended or command.header.id in self._taken:
             return
         self._taken.add(command.header.id)
         if self._server is None:
@@ -88,6 +92,7 @@ class Lead:
 
     async def aclose(self) -> None:
         """Stop leading: workers stay, what was being done is left to the next lead."""
+        self._has_ended = True
         tasks = [task for task in (self._server, self._iteration_task) if task is not None]
         for task in tasks:
             task.cancel()

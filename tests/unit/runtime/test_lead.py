@@ -1,0 +1,270 @@
+"""What every lead does alike: commands in order and once, iterations that end with what replaces them, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.component_bench import Bench, Changes, bench, replied, snapshot
+from tidegate.codec import decode_grants
+from tidegate.runtime.crew import WorkerGone
+from tidegate.runtime.lead import CommandRefused, Lead, LeadTools
+from tidegate.types import Grant, Role
+from tidegate.v1 import commands_pb2, events_pb2, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+
+class Idle:
+    """A worker that answers all."""
+
+    async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
+        yield replied(call)
+
+
+class DiaryLead(Lead):
+    """Writes down what it does; loads fail as told, iterations last until `may_end`."""
+
+    def __init__(self, tools: LeadTools, changes: Changes) -> None:
+        super().__init__(tools)
+        self.diary: list[str] = []
+        self.failure: Exception | None = None
+        self.may_end = asyncio.Event()
+        self._changes = changes
+
+    def write(self, line: str) -> None:
+        self.diary.append(line)
+        self._changes.tell()
+
+    async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
+        self.write(f"scale up in {self.incarnation}")
+        if self.failure is not None:
+            raise self.failure
+        await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
+        await self.announce_layout(request, next_iteration=5)
+
+    async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
+        self.write(f"load {request.weights.version}")
+        if self.failure is not None:
+            raise self.failure
+
+    async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
+        self.write(f"begin {plan.iteration}")
+        try:
+            await self.may_end.wait()
+            if self.failure is not None:
+                raise self.failure
+            self.write(f"end {plan.iteration}")
+        except asyncio.CancelledError:
+            self.write(f"cancel {plan.iteration}")
+            raise
+
+    async def supersede(self) -> None:
+        self.write("supersede")
+
+    async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
+        self.write(f"close {request.iteration}")
+
+
+class Leading:
+    def __init__(self, opened: Bench[DiaryLead, Idle]) -> None:
+        self.bench = opened
+        self.lead = opened.new_lead()
+
+    def load(self, version: int, *, incarnation: int = 1) -> commands_pb2.LoadWeightsRequest:
+        header = self.bench.header(incarnation=incarnation)
+        return commands_pb2.LoadWeightsRequest(header=header, weights=snapshot(version))
+
+    def close(self, iteration: int) -> commands_pb2.CloseIterationRequest:
+        return commands_pb2.CloseIterationRequest(header=self.bench.header(), iteration=iteration)
+
+    async def until(self, *lines: str) -> None:
+        await self.bench.changes.until(lambda: self.lead.diary[-len(lines) :] == list(lines))
+
+    async def failed(self) -> events_pb2.Event:
+        return (await self.bench.told("failed"))[-1]
+
+
+@asynccontextmanager
+async def leading(tmp_path: Path) -> AsyncIterator[Leading]:
+    known: list[Changes] = []
+
+    def make_worker(job: object, grant: Grant, changes: Changes) -> Idle:
+        return Idle()
+
+    def make_lead(tools: LeadTools) -> DiaryLead:
+        return DiaryLead(tools, known[0])
+
+    async with bench(tmp_path, Role.INFERENCE, make_lead, make_worker) as opened:
+        known.append(opened.changes)
+        yield Leading(opened)
+
+
+async def test_commands_are_worked_on_in_the_order_in_which_they_were_taken(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        for version in range(4):
+            of.lead.take(of.load(version))
+        await of.until("load 0", "load 1", "load 2", "load 3")
+
+
+async def test_a_command_that_comes_again_is_worked_on_once(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        command = of.load(1)
+        of.lead.take(command)
+        of.lead.take(command)
+        of.lead.take(of.load(2))
+        await of.until("load 1", "load 2")
+        of.lead.take(command)
+        of.lead.take(of.load(3))
+        await of.until("load 1", "load 2", "load 3")
+
+
+async def test_what_an_earlier_lead_left_running_is_ended_before_the_first_command(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.scale_up())
+        await of.bench.told("layout_committed")
+        await of.lead.aclose()
+        heir = of.bench.new_lead()
+        heir.take(of.load(1))
+        await of.bench.changes.until(lambda: heir.diary == ["supersede", "supersede", "load 1"])
+        assert set(heir.crew.members) == set(of.bench.grants())
+
+
+async def test_a_command_of_an_older_incarnation_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.load(1, incarnation=3))
+        await of.until("load 1")
+        old = of.load(2, incarnation=2)
+        with pytest.raises(CommandRefused, match=f"{old.header.id} is of incarnation 2, the component is at 3"):
+            of.lead.check(old)
+        of.lead.check(of.load(2, incarnation=3))
+
+
+async def test_a_newer_incarnation_ends_the_iteration_that_was_running(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.open_iteration())
+        await of.until("begin 0")
+        of.lead.take(of.load(1, incarnation=2))
+        await of.until("cancel 0", "supersede", "load 1")
+        assert of.lead.incarnation == 2
+
+
+async def test_an_iteration_that_opens_ends_the_one_before(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.open_iteration(0))
+        await of.until("begin 0")
+        of.lead.take(of.bench.open_iteration(1))
+        await of.until("cancel 0", "begin 1")
+        assert of.lead.iteration == 1
+
+
+async def test_other_commands_are_worked_on_while_an_iteration_runs(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.open_iteration())
+        of.lead.take(of.load(1))
+        await of.bench.changes.until(lambda: {"begin 0", "load 1"} <= set(of.lead.diary))
+        assert "end 0" not in of.lead.diary
+
+
+async def test_closing_waits_until_the_iteration_is_done(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.open_iteration())
+        of.lead.take(of.close(0))
+        await of.until("begin 0")
+        of.lead.may_end.set()
+        await of.until("begin 0", "end 0", "close 0")
+
+
+async def test_a_layout_is_told_as_acquired_then_committed_in_its_transition(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        request = of.bench.scale_up(of.bench.grants()[1:], members=of.bench.grants())
+        of.lead.take(request)
+        (committed,) = await of.bench.told("layout_committed")
+        (acquired,) = await of.bench.told("gpus_acquired")
+        assert await of.bench.kinds() == ["gpus_acquired", "layout_committed"]
+        assert (acquired.transition_id, committed.transition_id) == ("start", "start")
+        assert list(acquired.gpus_acquired.grants) == list(request.grants)
+        assert list(committed.layout_committed.grants) == list(request.members)
+        assert committed.layout_committed.next_iteration == 5
+
+
+@pytest.mark.parametrize(
+    ("failure", "want_fatal"),
+    [
+        (ValueError("a value that will be wrong again"), True),
+        (ArithmeticError("not a number"), True),
+        (TimeoutError("no answer in time"), False),
+        (RuntimeError("a machine said no"), False),
+    ],
+    ids=["a wrong value", "an arithmetic", "a timeout", "a refusal"],
+)
+async def test_work_that_fails_is_told_and_ends_the_job_only_when_it_would_fail_again(
+    tmp_path: Path, failure: Exception, want_fatal: bool
+) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.failure = failure
+        command = of.load(1)
+        of.lead.take(command)
+        failed = (await of.failed()).failed
+        assert failed.fatal is want_fatal
+        assert failed.what == events_pb2.Failed.WHAT_COMPONENT
+        assert failed.message == f"LoadWeights {command.header.id}: {failure}"
+        of.lead.failure = None
+        of.lead.take(of.load(2))
+        await of.until("load 1", "load 2")
+
+
+async def test_a_start_that_fails_names_its_gpus_also_when_a_worker_died(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.failure = WorkerGone("the worker of n1/3 died")
+        request = of.bench.scale_up()
+        of.lead.take(request)
+        failed = (await of.failed()).failed
+        assert list(failed.grants) == list(request.grants)
+        assert not failed.fatal
+        assert "the worker of n1/3 died" in failed.message
+
+
+async def test_an_iteration_that_fails_is_told_with_its_number(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.failure = ValueError("no such thing")
+        of.lead.may_end.set()
+        of.lead.take(of.bench.open_iteration(2))
+        failed = await of.failed()
+        assert failed.failed.message == "iteration 2: no such thing"
+        assert (failed.incarnation, failed.iteration) == (1, 2)
+
+
+@pytest.mark.parametrize("where", ["a command", "an iteration"])
+async def test_a_death_is_left_for_its_instance_to_tell(tmp_path: Path, where: str) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.failure = WorkerGone("the worker of n1/3 died")
+        of.lead.may_end.set()
+        interrupted: Callable[[], object] = {
+            "a command": lambda: of.lead.take(of.load(1)),
+            "an iteration": lambda: of.lead.take(of.bench.open_iteration()),
+        }[where]
+        interrupted()
+        of.lead.take(of.close(0))
+        await of.bench.changes.until(lambda: "close 0" in of.lead.diary)
+        assert await of.bench.kinds() == []
+
+
+async def test_a_lead_that_ended_takes_no_command_any_more(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.open_iteration())
+        await of.until("begin 0")
+        await of.lead.aclose()
+        assert of.lead.diary[-1] == "cancel 0"
+        untouched = of.bench.new_lead()
+        await untouched.aclose()
+        for lead in (of.lead, untouched):
+            before = list(lead.diary)
+            lead.take(of.load(1))
+            heir = of.bench.new_lead()
+            heir.take(of.load(2))
+            await of.bench.changes.until(lambda heir=heir: "load 2" in heir.diary)  # type: ignore[misc]
+            assert lead.diary == before
