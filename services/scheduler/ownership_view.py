@@ -14,7 +14,7 @@ from services.scheduler.admission import Refused
 from services.scheduler.losses import OVER, lose, shrunk, with_component
 from services.scheduler.state import ClusterState, Phase, role_of_instance
 from tidegate.ownership import GpuRecord, GpuState, Outcome, Transition
-from tidegate.types import Grant, Role, TransitionId
+from tidegate.types import Grant, Role, TransitionId, node_of
 
 
 def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
@@ -116,13 +116,14 @@ def _with_released(state: ClusterState, free: tuple[Grant, ...]) -> ClusterState
 
 def gate_reported(state: ClusterState, event: ev.Event, body: ev.GateReported) -> ClusterState | Refused:
     """A gate speaks of suspects only, and of those it was asked about: of a worker that starts or works, its component
-    speaks, and an answer from before a GPU became suspect knows nothing of its last holder."""
+    speaks, and an answer from before a GPU became suspect knows nothing of its last holder. A GPU of its node that it
+    does not list was never passed to: a grant whose holder died before its worker started."""
     asked = {grant for role in Role for grant in state.suspects(role)} & set(event.grants) - set(state.released)
-    gates = {gate.gpu: gate for gate in body.gpus}
-    told = [grant for grant in sorted(asked) if grant.gpu in gates]
+    held_gpus = {gate.gpu for gate in body.gpus if gate.held}
+    told = [grant for grant in sorted(asked) if node_of(grant.gpu) == body.node]
     if not told:
         return Refused("of GPUs that nobody asked about")
-    held = {grant for grant in told if gates[grant.gpu].held}
+    held = {grant for grant in told if grant.gpu in held_gpus}
     state = replace(state, held=tuple(sorted({*state.held, *held})))
     return _with_released(state, tuple(grant for grant in told if grant not in held))
 

@@ -224,10 +224,11 @@ class FakeCluster:
         return ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=body)
 
     def _answer_gate(self, command: cmd.AskGate) -> None:
+        """A gate knows of the GPUs that somebody passed to, and of no others."""
         gates = tuple(
             ev.GateState(slot, gate.highest, gate.is_held)
             for slot, gate in sorted(self.gates.items())
-            if node_of(slot) == command.node
+            if node_of(slot) == command.node and gate.highest > Token(0, 0)
         )
         self.say_as("scheduler", ev.GateReported(command.node, gates), grants=(command.grant,))
 

@@ -10,7 +10,7 @@ from services.scheduler.values import total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
 from tidegate.ownership import GpuState
-from tidegate.types import Grant, Role, Token, instance_id
+from tidegate.types import Grant, NodeId, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
 INFERENCE_GPU = gpu("n1", 2)
@@ -199,6 +199,20 @@ def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one()
 
     assert evolve(state, late).released == ()
     assert evolve(state, answer).released == (Grant(ROLLOUT_GPU, Token(1, 1)),)
+
+
+def test_a_gpu_that_nobody_passed_to_is_free_though_its_gate_does_not_list_it() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    grant = Grant(ROLLOUT_GPU, Token(1, 1))
+    state = evolve(drive.state, drive.cluster.outbox.pop())
+
+    def answer(node: NodeId) -> ev.Event:
+        gate = ev.GateReported(node, ())
+        return ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(grant,))
+
+    assert evolve(state, answer(NODES[0])).released == ()
+    assert evolve(state, answer(NODES[1])).released == (grant,)
 
 
 def test_the_rollout_goes_on_for_good_without_a_node_that_does_not_come_back() -> None:

@@ -1,0 +1,1 @@
+"""Scripts that measure: `python -m benchmarks.NAME [--json] [--quick] [--save]`. Never run as tests."""

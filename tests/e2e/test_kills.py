@@ -1,0 +1,179 @@
+"""The kill matrix: whatever dies, whenever it dies, each sample is trained once and the weights come out the same.
+
+What the job survives by itself it must finish by itself; where it stops (its servers, its launcher), it says how to
+resume, leaves nothing behind, and the resumed run comes to the same weights as a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
+from tests.e2e.lineage import expected_draws, trained_draws
+from tidegate.v1.events_pb2 import Event
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
+Victim = Callable[[RunningJob], psutil.Process]
+
+
+def _service(module: str, node: str = "") -> Victim:
+    return lambda job: job.service(module, node)
+
+
+def _worker(gpu: str) -> Victim:
+    return lambda job: job.worker(gpu)
+
+
+def _happened(body: str, *, of: str = "", nth: int = 1) -> Condition:
+    """The nth event of a kind, of a role where named."""
+    seen: list[str] = []
+
+    def condition(event: Event) -> bool:
+        if event.WhichOneof("body") == body and event.source.startswith(of) and event.id not in seen:
+            seen.append(event.id)
+        return len(seen) >= nth
+
+    return condition
+
+
+def _warming(event: Event) -> bool:
+    return event.WhichOneof("body") == "progress" and event.progress.phase == "warm_up"
+
+
+SURVIVED: dict[str, tuple[Victim, Condition]] = {
+    "the actor's service on node 0, generating": (_service("services.actor", "n0"), generating(1)),
+    "the actor's service on node 1, generating": (_service("services.actor", "n1"), generating(1)),
+    "the actor's service, between two updates": (_service("services.actor", "n0"), updated(1)),
+    "the actor's service, at its start": (_service("services.actor", "n0"), _happened("instance_joined", of="actor")),
+    "the actor's service, warming up": (_service("services.actor", "n1"), _warming),
+    "the actor's service, after a checkpoint": (_service("services.actor", "n0"), _happened("checkpoint_saved")),
+    "the actor's service, after a publish": (_service("services.actor", "n1"), _happened("weights_published", nth=2)),
+    "the rollout's service on node 0": (_service("services.rollout", "n0"), generating(1)),
+    "the rollout's service on node 1": (_service("services.rollout", "n1"), generating(1)),
+    "the rollout's service, at its start": (
+        _service("services.rollout", "n0"),
+        _happened("lead_elected", of="rollout"),
+    ),
+    "the rollout's service, loading weights": (_service("services.rollout", "n1"), _happened("weights_published")),
+    "the inference's service without workers": (_service("services.inference", "n0"), generating(1)),
+    "the inference's service with its worker": (_service("services.inference", "n1"), generating(1)),
+    "the inference's service, loading weights": (_service("services.inference", "n1"), _happened("weights_published")),
+    "the scheduler, generating": (_service("services.scheduler"), generating(1)),
+    "the scheduler, at the job's start": (_service("services.scheduler"), _happened("job_submitted")),
+    "the scheduler, as an iteration closes": (_service("services.scheduler"), _happened("checkpoint_saved", nth=2)),
+    "an actor's first rank": (_worker("n0/0"), generating(1)),
+    "an actor's last rank, updating": (_worker("n1/1"), updated(1)),
+    "an engine on node 0": (_worker("n0/2"), generating(1)),
+    "an engine on node 1": (_worker("n1/2"), generating(1)),
+    "the inference's rank": (_worker("n1/3"), generating(1)),
+    "the fork server of node 0": (_service("tidegate.runtime.forkserver", "n0"), generating(1)),
+    "the fork server of node 1": (_service("tidegate.runtime.forkserver", "n1"), updated(1)),
+}
+
+
+@pytest.fixture(scope="module")
+def want_checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final weights of a run that nothing happens to."""
+
+    async def undisturbed() -> dict[str, Any]:
+        async with running(small_job("plain"), tmp_path_factory.mktemp("undisturbed")) as job:
+            return await job.result()
+
+    checksum: str = asyncio.run(undisturbed())["summary"]["weights_checksum"]
+    return checksum
+
+
+def _assert_as_if_nothing_happened(job: RunningJob, result: dict[str, Any], want_checksum: str) -> None:
+    summary = result["summary"]
+    assert trained_draws(job.folder.journal) == DRAWS
+    assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
+    assert summary["weights_checksum"] == want_checksum
+
+
+@pytest.mark.parametrize("case", SURVIVED)
+async def test_the_job_goes_on_by_itself_without(case: str, want_checksum: str, tmp_path: Path) -> None:
+    victim, when = SURVIVED[case]
+    async with running(small_job("plain"), tmp_path) as job:
+        await job.until(when)
+        victim(job).kill()
+        _assert_as_if_nothing_happened(job, await job.result(), want_checksum)
+
+
+@pytest.mark.parametrize("server", ["nats-server", "valkey-server"])
+async def test_without_a_server_the_job_stops_with_a_message_and_resumes(
+    server: str, want_checksum: str, tmp_path: Path
+) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        await job.until(generating(1))
+        below = job.processes()
+        job.service(server).kill()
+        assert await job.process.wait() == 1
+        assert job.process.stderr is not None
+        said = (await job.process.stderr.read()).decode()
+        assert "--resume" in said
+        assert not _alive(below)
+    await _resumed(tmp_path, want_checksum)
+
+
+STOPS: dict[str, tuple[signal.Signals, Condition]] = {
+    "Ctrl-C in the middle of an iteration": (signal.SIGINT, generating(1)),
+    "Ctrl-C while warming up": (signal.SIGINT, _warming),
+    "SIGTERM between two updates": (signal.SIGTERM, updated(1)),
+    "kill -9 of the launcher": (signal.SIGKILL, generating(1)),
+    "kill -9 of the launcher as an iteration ends": (signal.SIGKILL, _happened("checkpoint_saved")),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+async def test_a_stopped_run_leaves_nothing_behind_and_resumes(case: str, want_checksum: str, tmp_path: Path) -> None:
+    number, when = STOPS[case]
+    async with running(small_job("plain"), tmp_path) as job:
+        await job.until(when)
+        below = job.processes()
+        job.process.send_signal(number)
+        status = await job.process.wait()
+        assert status == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -number)
+        assert not _alive(below)
+    await _resumed(tmp_path, want_checksum)
+
+
+async def test_a_job_resumes_twice(want_checksum: str, tmp_path: Path) -> None:
+    for iteration in (0, 1):
+        async with running(small_job("plain"), tmp_path, *(["--resume"] if iteration else [])) as job:
+            await job.until(generating(iteration))
+            job.process.send_signal(signal.SIGINT)
+            await job.process.wait()
+    await _resumed(tmp_path, want_checksum)
+
+
+async def test_a_resume_without_the_servers_data_starts_from_the_checkpoint(want_checksum: str, tmp_path: Path) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        await job.until(generating(2))
+        job.process.send_signal(signal.SIGKILL)
+        await job.process.wait()
+        servers = job.folder.servers
+    await asyncio.to_thread(shutil.rmtree, servers)
+    await _resumed(tmp_path, want_checksum)
+
+
+async def _resumed(folder: Path, want_checksum: str) -> None:
+    async with running(small_job("plain"), folder, "--resume") as job:
+        result = await job.result()
+        summary = result["summary"]
+        assert trained_draws(job.folder.journal) == DRAWS
+        assert (summary["lost"], summary["duplicates"]) == (0, 0)
+        assert summary["weights_checksum"] == want_checksum
+
+
+def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return psutil.wait_procs(processes, timeout=5)[1]
