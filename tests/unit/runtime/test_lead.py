@@ -2,71 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.component_bench import Bench, Changes, bench, replied, snapshot
-from tidegate.codec import decode_grants
+from tests.component_bench import Bench, bench, snapshot
+from tests.unit.runtime.diary import Diary, DiaryLead, Idle
 from tidegate.runtime.crew import WorkerGone
-from tidegate.runtime.lead import CommandRefused, Lead, LeadTools
-from tidegate.types import Grant, Role
-from tidegate.v1 import commands_pb2, events_pb2, types_pb2
-from tidegate.v1 import workers_pb2 as wire
-
-
-class Idle:
-    """A worker that answers all."""
-
-    async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
-        yield replied(call)
-
-
-class DiaryLead(Lead):
-    """Writes down what it does; loads fail as told, iterations last until `may_end`."""
-
-    def __init__(self, tools: LeadTools, changes: Changes) -> None:
-        super().__init__(tools)
-        self.diary: list[str] = []
-        self.failure: Exception | None = None
-        self.may_end = asyncio.Event()
-        self._changes = changes
-
-    def write(self, line: str) -> None:
-        self.diary.append(line)
-        self._changes.tell()
-
-    async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
-        self.write(f"scale up in {self.incarnation}")
-        if self.failure is not None:
-            raise self.failure
-        await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
-        await self.announce_layout(request, next_iteration=5)
-
-    async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
-        self.write(f"load {request.weights.version}")
-        if self.failure is not None:
-            raise self.failure
-
-    async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
-        self.write(f"begin {plan.iteration}")
-        try:
-            await self.may_end.wait()
-            if self.failure is not None:
-                raise self.failure
-            self.write(f"end {plan.iteration}")
-        except asyncio.CancelledError:
-            self.write(f"cancel {plan.iteration}")
-            raise
-
-    async def supersede(self) -> None:
-        self.write("supersede")
-
-    async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
-        self.write(f"close {request.iteration}")
+from tidegate.runtime.lead import CommandRefused
+from tidegate.types import Role
+from tidegate.v1 import commands_pb2, events_pb2
 
 
 class Leading:
@@ -90,16 +37,9 @@ class Leading:
 
 @asynccontextmanager
 async def leading(tmp_path: Path) -> AsyncIterator[Leading]:
-    known: list[Changes] = []
-
-    def make_worker(job: object, grant: Grant, changes: Changes) -> Idle:
-        return Idle()
-
-    def make_lead(tools: LeadTools) -> DiaryLead:
-        return DiaryLead(tools, known[0])
-
-    async with bench(tmp_path, Role.INFERENCE, make_lead, make_worker) as opened:
-        known.append(opened.changes)
+    diary = Diary()
+    async with bench(tmp_path, Role.INFERENCE, diary.make_lead, diary.make_worker) as opened:
+        diary.changes = opened.changes
         yield Leading(opened)
 
 

@@ -1,0 +1,173 @@
+"""A lead that writes down what it does, and its host over the store in memory, whose clock only a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.component_bench import JOB, NODES, Bench, Changes, bench, replied
+from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.memory_store import MemoryCells, MemoryServer
+from tidegate.adoption import adopt
+from tidegate.codec import decode_grants
+from tidegate.config import RuntimeSection
+from tidegate.events import EventSource
+from tidegate.job import Job
+from tidegate.ports.store import LeadRecord
+from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.host import ComponentHost, Seat
+from tidegate.runtime.lead import Lead, LeadTools
+from tidegate.types import Grant, InstanceId, NodeId, Role, instance_id
+from tidegate.v1 import commands_pb2, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+LEAD_TTL_MS, LEASE_TTL_MS = 30, 60
+"""By the store's clock, which stands still; a host looks after a third of it, by the real one."""
+ROLE = Role.INFERENCE
+
+
+class Idle:
+    """A worker that answers all."""
+
+    async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
+        yield replied(call)
+
+
+class DiaryLead(Lead):
+    """Writes down what it does; loads fail as told, iterations last until `may_end`."""
+
+    def __init__(self, tools: LeadTools, changes: Changes) -> None:
+        super().__init__(tools)
+        self.diary: list[str] = []
+        self.failure: Exception | None = None
+        self.may_end = asyncio.Event()
+        self._changes = changes
+
+    def write(self, line: str) -> None:
+        self.diary.append(line)
+        self._changes.tell()
+
+    async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
+        self.write(f"scale up in {self.incarnation}")
+        if self.failure is not None:
+            raise self.failure
+        await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
+        await self.announce_layout(request, next_iteration=5)
+
+    async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
+        self.write(f"load {request.weights.version}")
+        if self.failure is not None:
+            raise self.failure
+
+    async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
+        self.write(f"begin {plan.iteration}")
+        try:
+            await self.may_end.wait()
+            if self.failure is not None:
+                raise self.failure
+            self.write(f"end {plan.iteration}")
+        except asyncio.CancelledError:
+            self.write(f"cancel {plan.iteration}")
+            raise
+
+    async def supersede(self) -> None:
+        self.write("supersede")
+
+    async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
+        self.write(f"close {request.iteration}")
+
+
+class Diary:
+    """Makes leads that tell `changes` what they write."""
+
+    changes: Changes
+
+    def make_lead(self, tools: LeadTools) -> DiaryLead:
+        return DiaryLead(tools, self.changes)
+
+    def make_worker(self, job: Job, grant: Grant, changes: Changes) -> Idle:
+        return Idle()
+
+
+class WatchedStore(CellStore):
+    """Tells of each look at the lead and each renewed lease."""
+
+    def __init__(self, server: MemoryServer, changes: Changes) -> None:
+        super().__init__(MemoryCells(server))
+        self.num_renewals = 0
+        self._changes = changes
+
+    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> None:
+        await super().renew(holder, ttl_ms=ttl_ms)
+        self.num_renewals += 1
+        self._changes.tell()
+
+    async def renew_lead(self, lead: LeadRecord, *, ttl_ms: int) -> LeadRecord | None:
+        try:
+            return await super().renew_lead(lead, ttl_ms=ttl_ms)
+        finally:
+            self._changes.tell()
+
+
+class Hosting:
+    """One instance's host at work, and what its cluster does around it."""
+
+    def __init__(self, opened: Bench[DiaryLead, Idle], server: MemoryServer) -> None:
+        self.bench = opened
+        self.server = server
+        self.store = WatchedStore(server, opened.changes)
+        self.stopping = asyncio.Event()
+        self.hosts: list[ComponentHost] = []
+        self.running: list[asyncio.Task[None]] = []
+
+    async def other_client(self) -> CellStore:
+        store = CellStore(MemoryCells(self.server))
+        await store.attach()
+        return store
+
+    def start(self, node: NodeId = NODES[0], *, boot: int = 1) -> ComponentHost:
+        name = instance_id(ROLE, node)
+        seat = Seat(JOB, ROLE, name, boot, f"at-{node}")
+        source = EventSource(name, role=ROLE, boot=100 + boot, now_ns=lambda: 0)
+        host = ComponentHost(
+            seat,
+            store=self.store,
+            announcer=Announcer(self.bench.bus.events, source, JOB),
+            times=RuntimeSection(lead_ttl_s=LEAD_TTL_MS / 1000, lease_ttl_s=LEASE_TTL_MS / 1000),
+            make_lead=self.bench.new_lead,
+        )
+        self.hosts.append(host)
+        self.running.append(asyncio.create_task(host.run(self.stopping)))
+        return host
+
+    async def elected(self, *, count: int = 1) -> int:
+        """The epoch of the so-many-th election."""
+        return (await self.bench.told("lead_elected", count=count))[-1].lead_elected.epoch
+
+    async def next_beat(self) -> None:
+        """A whole turn of a host: the second renewal from now comes after it."""
+        seen = self.store.num_renewals
+        await self.bench.changes.until(lambda: self.store.num_renewals >= seen + 2)
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await asyncio.gather(*self.running)
+
+
+@asynccontextmanager
+async def hosting(tmp_path: Path) -> AsyncIterator[Hosting]:
+    diary, server = Diary(), MemoryServer()
+    async with bench(tmp_path, ROLE, diary.make_lead, diary.make_worker) as opened:
+        diary.changes = opened.changes
+        hosted = Hosting(opened, server)
+        await adopt(hosted.store, opened.bus.term, no_gates)
+        try:
+            yield hosted
+        finally:
+            await hosted.stop()
+
+
+async def no_gates() -> dict[NodeId, tuple[()]]:
+    return {}

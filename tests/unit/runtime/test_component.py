@@ -1,0 +1,190 @@
+"""The face of a component over real gRPC: a command takes effect once, and what cannot be taken is said in words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.component_bench import JOB, NODES, snapshot
+from tests.unit.runtime.diary import LEAD_TTL_MS, ROLE, DiaryLead, Hosting, hosting
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import Service, serve
+from tidegate.ports.rpc import PeerRefused
+from tidegate.runtime.component import ComponentServicer
+from tidegate.runtime.host import ComponentHost
+from tidegate.types import CommandId, instance_id
+from tidegate.v1 import commands_pb2, commands_pb2_grpc
+
+COMPONENT = commands_pb2.DESCRIPTOR.services_by_name["Component"]
+
+
+class Served:
+    """A leading instance, and a client of it."""
+
+    def __init__(self, hosted: Hosting, host: ComponentHost, stub: commands_pb2_grpc.ComponentAsyncStub) -> None:
+        self.hosted = hosted
+        self.host = host
+        self.stub = stub
+
+    @property
+    def lead(self) -> DiaryLead:
+        return self.hosted.bench.leads[-1]
+
+    def load(self, version: int, *, incarnation: int = 1, **header: Any) -> commands_pb2.LoadWeightsRequest:
+        request = commands_pb2.LoadWeightsRequest(
+            header=self.hosted.bench.header(incarnation=incarnation), weights=snapshot(version)
+        )
+        for name, value in header.items():
+            setattr(request.header, name, value)
+        return request
+
+    async def send(self, request: commands_pb2.LoadWeightsRequest) -> commands_pb2.CommandResult:
+        return (await self.stub.LoadWeights(request)).result
+
+    async def until(self, *lines: str) -> None:
+        await self.hosted.bench.changes.until(lambda: self.lead.diary[-len(lines) :] == list(lines))
+
+
+@asynccontextmanager
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with hosting(tmp_path) as hosted:
+        host = hosted.start()
+        await hosted.elected()
+        servicer = ComponentServicer(JOB, lambda: host, hosted.store)
+        service = Service(COMPONENT, lambda to: commands_pb2_grpc.add_ComponentServicer_to_server(servicer, to))
+        server = await serve([service], "127.0.0.1:0")
+        channels = Channels(default_timeout_s=10.0)
+        try:
+            yield Served(hosted, host, commands_pb2_grpc.ComponentStub(channels.connect(server.endpoint)))
+        finally:
+            await channels.close()
+            await server.stop(grace_s=0)
+
+
+async def test_a_command_sent_again_gets_the_stored_answer_and_is_worked_on_once(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        request = of.load(1)
+        want = commands_pb2.CommandResult(accepted=True)
+        assert [await of.send(request) for _ in range(3)] == [want] * 3
+        assert await of.send(of.load(2)) == want
+        await of.until("supersede", "load 1", "load 2")
+        stored = await of.hosted.store.recall(JOB, CommandId(request.header.id))
+        assert stored == want.SerializeToString()
+
+
+async def test_a_command_sent_twice_at_once_is_worked_on_once(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        request = of.load(1)
+        answers = await asyncio.gather(*(of.send(request) for _ in range(8)))
+        assert all(answer.accepted for answer in answers)
+        await of.send(of.load(2))
+        await of.until("supersede", "load 1", "load 2")
+
+
+async def test_a_repeat_gets_the_stored_answer_also_when_the_lead_is_another_by_now(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        request = of.load(1)
+        await of.send(request)
+        await of.until("load 1")
+        other = await of.hosted.other_client()
+        of.hosted.server.pass_ms(LEAD_TTL_MS)
+        await other.campaign(JOB, ROLE, instance=instance_id(ROLE, NODES[1]), endpoint="at-n1", ttl_ms=10**6)
+        await of.hosted.next_beat()
+        assert (await of.send(request)).accepted
+        assert not (await of.send(of.load(2))).accepted
+        assert [line for line in of.lead.diary if line != "supersede"] == ["load 1"]
+
+
+async def test_all_commands_of_an_iteration_are_taken(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        bench = of.hosted.bench
+        of.lead.may_end.set()
+        up = bench.scale_up()
+        assert (await of.stub.ScaleUp(up)).result.accepted
+        assert (await of.stub.OpenIteration(bench.open_iteration())).result.accepted
+        close = commands_pb2.CloseIterationRequest(header=bench.header(), iteration=0)
+        assert (await of.stub.CloseIteration(close)).result.accepted
+        down = commands_pb2.ScaleDownRequest(header=bench.header(), grants=up.grants)
+        assert (await of.stub.ScaleDown(down)).result.accepted
+        await bench.told("gpus_released")
+        assert [line for line in of.lead.diary if line != "supersede"] == [
+            "scale up in 1",
+            "begin 0",
+            "end 0",
+            "close 0",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("header", "want"),
+    [
+        ({"lead_epoch": 9}, "the command is for epoch 9, inference@n0 leads under 1"),
+        ({"job": "another"}, "is for job 'another', this instance works for 'bench'"),
+        ({"incarnation": 2}, "is of incarnation 2, the component is at 3"),
+    ],
+    ids=["a wrong epoch", "another job", "an older incarnation"],
+)
+async def test_a_command_that_does_not_fit_is_refused_in_words_and_may_come_again(
+    tmp_path: Path, header: dict[str, Any], want: str
+) -> None:
+    async with served(tmp_path) as of:
+        await of.send(of.load(1, incarnation=3))
+        await of.until("load 1")
+        request = of.load(2, **{"incarnation": 3, **header})
+        answer = await of.send(request)
+        assert not answer.accepted
+        assert want in answer.message
+        assert await of.hosted.store.recall(JOB, CommandId(request.header.id)) is None
+        request.header.CopyFrom(of.load(2, incarnation=3, id=request.header.id).header)
+        assert (await of.send(request)).accepted
+        await of.until("load 1", "load 2")
+
+
+@pytest.mark.parametrize("call", ["Migrate", "Suspend", "Resume"])
+async def test_what_this_release_does_not_do_is_unimplemented(tmp_path: Path, call: str) -> None:
+    async with served(tmp_path) as of:
+        request = getattr(commands_pb2, f"{call}Request")(header=of.hosted.bench.header())
+        with pytest.raises(PeerRefused, match=f"{call} is in the schema only") as refused:
+            await getattr(of.stub, call)(request)
+        assert refused.value.status == "UNIMPLEMENTED"
+        assert of.lead.diary == []
+
+
+@pytest.mark.parametrize(
+    ("method", "request_of", "want"),
+    [
+        ("LoadWeights", lambda of: commands_pb2.LoadWeightsRequest(weights=snapshot(1)), "LoadWeightsRequest.header"),
+        (
+            "LoadWeights",
+            lambda of: commands_pb2.LoadWeightsRequest(header=of.hosted.bench.header()),
+            "LoadWeightsRequest.weights",
+        ),
+        ("LoadWeights", lambda of: of.load(1, id=""), "CommandHeader.id"),
+        ("LoadWeights", lambda of: of.load(1, lead_epoch=0), "CommandHeader.lead_epoch"),
+        ("ScaleUp", lambda of: commands_pb2.ScaleUpRequest(header=of.hosted.bench.header()), "ScaleUpRequest.grants"),
+        (
+            "ScaleDown",
+            lambda of: commands_pb2.ScaleDownRequest(header=of.hosted.bench.header()),
+            "ScaleDownRequest.grants",
+        ),
+        (
+            "OpenIteration",
+            lambda of: commands_pb2.OpenIterationRequest(header=of.hosted.bench.header()),
+            "OpenIterationRequest.plan",
+        ),
+    ],
+    ids=["no header", "no weights", "no id", "no epoch", "no GPUs to acquire", "no GPUs to release", "no plan"],
+)
+async def test_a_command_that_lacks_a_field_is_refused_by_its_name(
+    tmp_path: Path, method: str, request_of: Any, want: str
+) -> None:
+    async with served(tmp_path) as of:
+        with pytest.raises(PeerRefused, match=f"{want} is missing") as refused:
+            await getattr(of.stub, method)(request_of(of))
+        assert (refused.value.status, refused.value.error) == ("INVALID_ARGUMENT", "WireError")
+        assert of.lead.diary == []

@@ -1,0 +1,171 @@
+"""An instance's life: it joins, keeps its lease, leads while its epoch lasts, tells deaths, and leaves in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.component_bench import JOB, NODES
+from tests.unit.runtime.diary import LEAD_TTL_MS, LEASE_TTL_MS, ROLE, WatchedStore, hosting, no_gates
+from tidegate.adoption import adopt
+from tidegate.runtime.lead import CommandRefused
+from tidegate.types import GpuId, Grant, Token, instance_id
+from tidegate.v1 import events_pb2
+
+HERE, ELSEWHERE = (instance_id(ROLE, node) for node in NODES)
+
+
+async def test_an_instance_joins_before_it_leads(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start(boot=3)
+        (elected,) = await of.bench.told("lead_elected")
+        assert elected.lead_elected == events_pb2.LeadElected(instance=HERE, endpoint="at-n0", epoch=1)
+        assert await of.bench.kinds() == ["instance_joined", "lead_elected"]
+        (joined,) = await of.bench.told("instance_joined")
+        assert joined.instance_joined == events_pb2.InstanceJoined(instance=HERE, endpoint="at-n0", boot=3)
+        assert host.lead_for(1, incarnation=1) is of.bench.leads[0]
+
+
+async def test_a_lead_goes_on_under_one_epoch_as_long_as_it_renews(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start()
+        await of.elected()
+        for _ in range(4):
+            of.server.pass_ms(LEAD_TTL_MS - 1)
+            await of.next_beat()
+        record = await of.store.current_lead(JOB, ROLE)
+        assert record is not None
+        assert (record.instance, record.epoch) == (HERE, 1)
+        assert host.lead_for(1, incarnation=1) is of.bench.leads[0]
+        assert len(of.bench.leads) == 1
+        assert (await of.bench.kinds()).count("lead_elected") == 1
+
+
+async def test_the_lease_is_kept_also_by_one_that_does_not_lead(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        other = await of.other_client()
+        await other.campaign(JOB, ROLE, instance=ELSEWHERE, endpoint="at-n1", ttl_ms=10**6)
+        of.start()
+        await of.bench.told("instance_joined")
+        of.server.pass_ms(LEASE_TTL_MS)
+        await of.next_beat()
+        assert await other.expired() == ()
+
+
+async def test_while_another_leads_commands_are_refused(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        other = await of.other_client()
+        await other.campaign(JOB, ROLE, instance=ELSEWHERE, endpoint="at-n1", ttl_ms=LEAD_TTL_MS)
+        host = of.start()
+        await of.bench.told("instance_joined")
+        await of.next_beat()
+        with pytest.raises(CommandRefused, match="inference@n0 does not lead inference"):
+            host.lead_for(1, incarnation=1)
+        of.server.pass_ms(LEAD_TTL_MS)
+        assert await of.elected() == 2, "whoever led is gone: its time is over"
+        host.lead_for(2, incarnation=1)
+
+
+async def test_a_command_of_another_epoch_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start()
+        await of.elected()
+        with pytest.raises(CommandRefused, match="for epoch 7, inference@n0 leads under 1"):
+            host.lead_for(7, incarnation=1)
+
+
+async def test_one_that_lost_its_epoch_stops_leading_and_may_lead_again_later(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start()
+        await of.elected()
+        lead = of.bench.leads[0]
+        lead.take(of.bench.open_iteration())
+        await of.bench.changes.until(lambda: "begin 0" in lead.diary)
+        of.server.pass_ms(LEAD_TTL_MS)
+        other = await of.other_client()
+        taken = await other.campaign(JOB, ROLE, instance=ELSEWHERE, endpoint="at-n1", ttl_ms=LEAD_TTL_MS)
+        assert (taken.instance, taken.epoch) == (ELSEWHERE, 2)
+        await of.bench.changes.until(lambda: lead.diary[-1] == "cancel 0")
+        await of.next_beat()
+        with pytest.raises(CommandRefused, match="does not lead"):
+            host.lead_for(1, incarnation=1)
+        of.server.pass_ms(LEAD_TTL_MS)
+        assert await of.elected(count=2) == 3
+        assert host.lead_for(3, incarnation=1) is of.bench.leads[1], "a lead is made anew for each epoch"
+
+
+async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        of.start(NODES[0])
+        first = await of.elected()
+        second = of.start(NODES[1])
+        await of.bench.told("instance_joined", count=2)
+        await of.next_beat()
+        with pytest.raises(CommandRefused):
+            second.lead_for(first, incarnation=1)
+        record = await of.store.current_lead(JOB, ROLE)
+        assert record is not None
+        await of.store.resign(record)
+        assert await of.elected(count=2) == first + 1
+
+
+async def test_leaving_resigns_gives_the_lease_back_and_says_so(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        of.start(boot=4)
+        await of.elected()
+        await of.stop()
+        (lost,) = await of.bench.told("instance_lost")
+        assert lost.instance_lost == events_pb2.InstanceLost(instance=HERE, boot=4)
+        assert await of.store.current_lead(JOB, ROLE) is None
+        of.server.pass_ms(10 * LEASE_TTL_MS)
+        assert await of.store.expired() == ()
+
+
+async def test_the_death_of_a_worker_is_told_once_with_its_grant_and_status(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start()
+        epoch = await of.elected()
+        host.lead_for(epoch, incarnation=6)
+        await host.tell_death(Grant(GpuId("n0/3"), Token(2, 9)), -9)
+        (failed,) = await of.bench.told("failed")
+        assert failed.incarnation == 6, "of the last command that was let in"
+        assert failed.failed.what == events_pb2.Failed.WHAT_WORKER
+        assert [(grant.gpu, grant.token.term, grant.token.counter) for grant in failed.failed.grants] == [
+            ("n0/3", 2, 9)
+        ]
+        assert (failed.failed.exit_status, failed.failed.fatal) == (-9, False)
+        assert failed.failed.message == "worker of n0/3 ended with status -9"
+        await of.next_beat()
+        assert (await of.bench.kinds()).count("failed") == 1
+
+
+async def test_a_lost_answer_of_the_store_is_no_end_and_the_epoch_told_is_the_one_in_force(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        of.start()
+        await of.bench.told("instance_joined")
+        of.server.num_answers_to_lose = 3
+        await of.bench.changes.until(lambda: of.server.num_answers_to_lose == 0)
+        await of.next_beat()
+        record = await of.store.current_lead(JOB, ROLE)
+        assert record is not None
+        told = [
+            event.lead_elected.epoch
+            async for _, event in of.bench.bus.events.read(JOB)
+            if event.HasField("lead_elected")
+        ]
+        assert told[-1] == record.epoch
+
+
+async def test_a_store_that_restarted_is_joined_again_once_it_is_adopted(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start()
+        epoch = await of.elected()
+        of.server.restart()
+        other = WatchedStore(of.server, of.bench.changes)
+        await adopt(other, of.bench.bus.term, no_gates)
+        await of.next_beat()
+        of.server.pass_ms(LEASE_TTL_MS)
+        await of.next_beat()
+        assert await other.expired() == ()
+        host.lead_for(epoch, incarnation=1)
