@@ -79,9 +79,10 @@ def _run(order: Order) -> Outcome:
     stream = UnfailingStream(sys.stderr)
     with make_view(stream) as view:
         outcome = asyncio.run(run_job(order, view))
-    said = f"job {order.config.job} {outcome.end}" + (f": {outcome.message}" if outcome.message else "")
     if outcome.end is not End.FINISHED:
-        print(f"tidegate: {said}", file=stream)
+        # The scheduler begins some messages with the phase itself.
+        why = outcome.message.removeprefix(f"{outcome.end}: ")
+        print(f"tidegate: job {order.config.job} {outcome.end}: {why}", file=stream)
     return outcome
 
 
