@@ -95,7 +95,9 @@ class MegatronScorer:
             seed=0,
             device=self.device,
         )
-        return [chunk.eval().requires_grad_(False) for chunk in chunks]
+        # Not frozen: for weights that take no gradient Megatron multiplies in another way, whose bits are not the actor's
+        # (seen in tp2 for a batch of one sequence). Nothing here computes gradients.
+        return [chunk.eval() for chunk in chunks]
 
     def _log_probs(self, policy: _Policy | None, groups: Sequence[Sequence[Sequence[int]]], which: str) -> LogProbs:
         if policy is None:
