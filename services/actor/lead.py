@@ -1,9 +1,10 @@
 """The actor's lead: forms minibatches of complete groups, has them trained, keeps the ledger, publishes the weights.
 
 Order around an update: the optimizer's commit on all ranks, the ledger, the journal, then events and acknowledgements.
-Order at an iteration's end: the report, the checkpoint, the new version. Invariants: a sample enters the lineage once;
-a group of another incarnation or iteration is never trained on; what is published is a state between two updates that
-no later update changes.
+Order at an iteration's end: the report, the scheduler's word that the accounts add up, the checkpoint, the new version:
+a checkpoint holds only iterations whose accounts added up. Invariants: a sample enters the lineage once; a group of
+another incarnation or iteration is never trained on; what is published is a state between two updates that no later
+update changes.
 """
 
 from __future__ import annotations
@@ -105,14 +106,16 @@ class ActorLead(Lead):
         finally:
             keeping.cancel()
         await self._report(training)
-        self._ledger = self._ledger.closed_now()
-        await self._save(next_iteration=plan.iteration + 1, version=plan.version + 1)
-        await self._publish(plan.version + 1)
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
-        newest = self._shelf.newest_version
-        if newest is not None:
-            await self.crew.drop_snapshots(before_version=newest, keep=[0])
+        open_iteration = self._ledger.open_iteration
+        if open_iteration is None or open_iteration.iteration != request.iteration:
+            return
+        self._ledger = self._ledger.closed_now()
+        next_version = open_iteration.version + 1
+        await self._save(next_iteration=request.iteration + 1, version=next_version)
+        await self._publish(next_version)
+        await self.crew.drop_snapshots(before_version=next_version, keep=[0])
 
     async def _warm_up(self) -> None:
         asked = self.job.config.actor.warm_up

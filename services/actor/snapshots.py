@@ -34,7 +34,6 @@ class SnapshotShelf:
         self._tools = tools
         self._node = tools.node
         self._reference: types_pb2.Snapshot | None = None
-        self.newest_version: int | None = None
 
     async def publish(self, version: int, *, incarnation: int) -> types_pb2.Snapshot:
         """Every rank writes its shards into its node's host memory; the snapshot once all have."""
@@ -61,7 +60,6 @@ class SnapshotShelf:
             for grant, reply in zip(members, replies, strict=True)
             if reply.published.file
         ]
-        self.newest_version = version
         return self._snapshot(version, incarnation, shards)
 
     async def reference(self, published: types_pb2.Snapshot) -> types_pb2.Snapshot | None:

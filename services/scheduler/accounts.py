@@ -61,13 +61,15 @@ def fault(summary: Summary) -> str | None:
 
 
 def supersede(state: ClusterState, *, next_iteration: int) -> ClusterState:
-    """The lineage goes on from `next_iteration`: what was done from there on does not count any more."""
+    """The lineage goes on from `next_iteration`: what was done from there on does not count any more, what comes before
+    stays. A checkpoint is saved only once its iteration's accounts add up, so an open iteration before it is whole."""
     summaries = tuple(
         _superseded(summary) if summary.iteration >= next_iteration and not summary.is_superseded else summary
         for summary in state.summaries
     )
-    if state.iteration is not None:
-        summaries = (*summaries, _abandoned(state, state.iteration))
+    if (iteration := state.iteration) is not None:
+        is_covered = iteration.plan.iteration < next_iteration and is_reported(iteration)
+        summaries = (*summaries, summarize(state, iteration) if is_covered else _abandoned(state, iteration))
     return replace(state, summaries=summaries, iteration=None)
 
 

@@ -50,6 +50,11 @@ class Training:
     def start(self) -> ActorLead:
         return self.take(self.bench.scale_up(), self.bench.open_iteration())
 
+    def close(self, iteration: int = 0, *, incarnation: int = 1) -> None:
+        """The scheduler's word that the iteration's accounts add up."""
+        header = self.bench.header(incarnation=incarnation)
+        self.take(commands_pb2.CloseIterationRequest(header=header, iteration=iteration))
+
     async def scored(self, prompts: Iterable[int], **fields: Any) -> None:
         for prompt in prompts:
             await self.bench.bus.samples.publish(Stage.SCORED, scored_group(prompt, **fields))
@@ -157,7 +162,6 @@ async def test_nothing_is_acknowledged_while_its_update_is_under_way(tmp_path: P
         await of.bench.changes.until(lambda: [rank.num_asked for rank in of.ranks.of.values()] == [1, 1])
         assert of.watch.prompts("ack") == []
         of.bench.instances[NODES[0]].kill(SECOND)
-        of.take(commands_pb2.CloseIterationRequest(header=of.bench.header(), iteration=0))
         of.take(commands_pb2.ScaleDownRequest(header=of.bench.header(), grants=of.bench.scale_up().grants))
         await of.bench.told("gpus_released")
         assert of.watch.prompts("ack") == []
@@ -296,6 +300,7 @@ async def test_a_finite_update_starts_the_count_of_skipped_ones_anew(tmp_path: P
             of.ranks.fail_next(1)
             await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
             of.take(of.bench.open_iteration(iteration))
+            of.close(iteration)
         await of.bench.told("weights_published", count=3)
         assert [row["committed"] for row in of.journal()] == [False, True, False, True]
 
@@ -304,6 +309,9 @@ async def test_an_iteration_ends_with_its_report_then_the_checkpoint_then_the_ne
     async with training(tmp_path) as of:
         await of.scored(range(4))
         of.start()
+        await of.bench.told("iteration_reported")
+        assert (await of.bench.kinds())[-1] == "iteration_reported", "nothing is saved before the accounts add up"
+        of.close()
         await of.bench.told("weights_published", count=2)
         kinds = [kind for kind in await of.bench.kinds() if kind != "progress"]
         assert kinds == [
@@ -328,6 +336,7 @@ async def test_a_checkpoint_lets_the_stream_forget_what_it_covers(tmp_path: Path
     async with training(tmp_path) as of:
         await of.scored(range(4))
         of.start()
+        of.close()
         await of.bench.told("checkpoint_saved")
         await of.bench.told("weights_published", count=2)
         held = await of.bench.bus.samples.published(JOB, Stage.SCORED, incarnation=1, iteration=0)
@@ -340,6 +349,7 @@ async def test_checkpoints_come_as_often_as_asked_for_and_after_the_last_iterati
         for iteration in range(3):
             await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
             of.take(of.bench.open_iteration(iteration))
+            of.close(iteration)
             await of.bench.told("weights_published", count=iteration + 2)
         saved = await of.bench.told("checkpoint_saved", count=2)
         assert [each.checkpoint_saved.next_iteration for each in saved] == [2, 3]
@@ -350,6 +360,7 @@ async def test_a_resume_takes_the_checkpoint_up_in_a_higher_incarnation(tmp_path
     async with training(tmp_path, actor={"lr_warm_up_samples": 16}) as of:
         await of.scored(range(4))
         old = of.start()
+        of.close()
         await of.bench.told("weights_published", count=2)
         want_weights = list(of.ranks.same().weights)
         await old.aclose()
@@ -366,6 +377,7 @@ async def test_a_resume_takes_the_checkpoint_up_in_a_higher_incarnation(tmp_path
         assert of.ranks.same().weights == want_weights
         await of.scored(range(4, 8), incarnation=2, iteration=1, version=1)
         of.take(of.bench.open_iteration(1, incarnation=2))
+        of.close(1, incarnation=2)
         *_, report = await of.bench.told("iteration_reported", count=2)
         assert report.iteration_reported.trained == fate_of(ids(4, 5, 6, 7, incarnation=2, iteration=1))
         rates = [train.learning_rate for train in of.ranks.same().trained]
@@ -378,6 +390,7 @@ async def test_a_resume_in_the_incarnation_of_the_checkpoint_is_refused(tmp_path
     async with training(tmp_path) as of:
         await of.scored(range(4))
         old = of.start()
+        of.close()
         await of.bench.told("weights_published", count=2)
         await old.aclose()
         of.bench.new_lead()
@@ -427,10 +440,9 @@ async def test_the_actor_loads_no_weights(tmp_path: Path) -> None:
 async def test_closing_an_iteration_frees_the_versions_before_the_newest_but_not_the_reference(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         await of.scored(range(4))
-        lead = of.start()
-        await of.bench.told("weights_published", count=2)
-        lead.take(commands_pb2.CloseIterationRequest(header=of.bench.header(), iteration=0))
+        of.start()
+        of.close()
         await of.scored(range(4, 8), iteration=1, version=1)
-        lead.take(of.bench.open_iteration(1))
-        await of.bench.told("weights_published", count=3)
+        of.take(of.bench.open_iteration(1))
+        await of.bench.told("iteration_reported", count=2)
         assert of.bench.instances[NODES[0]].drops == [(1, (0,))]

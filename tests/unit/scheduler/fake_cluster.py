@@ -301,7 +301,10 @@ class FakeCluster:
                 lead.plan, lead.incarnation, lead.has_reported = command.plan, header.incarnation, False
                 lead.members = header.members
             case cmd.CloseIteration():
-                lead.plan = None
+                plan, lead.plan = lead.plan, None
+                if header.role is Role.ACTOR and plan is not None and plan.iteration == command.iteration:
+                    self._save(lead, plan)
+                    self._publish(lead, lead.incarnation, plan.version + 1)
 
     def _scale_up(self, command: cmd.ScaleUp, lead: FakeLead) -> None:
         header = command.header
@@ -366,12 +369,10 @@ class FakeCluster:
             body = replace(body, trained=fate(kept), filtered=(zero_std,), discarded=(invalid,))
         said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": plan.iteration, "grants": lead.members}
         self.say(lead.instance, body, **said)
-        if role is Role.ACTOR:
-            self._publish(lead, lead.incarnation, plan.version + 1)
-            if (plan.iteration + 1) % self.checkpoint_every == 0:
-                self._save(lead, plan)
 
     def _save(self, lead: FakeLead, plan: IterationPlan) -> None:
+        if (plan.iteration + 1) % self.checkpoint_every:
+            return
         name, next_iteration = f"step-{lead.incarnation}-{plan.iteration + 1}", plan.iteration + 1
         self.checkpoints[name] = next_iteration
         body = ev.CheckpointSaved(next_iteration, plan.version + 1, name, 0)

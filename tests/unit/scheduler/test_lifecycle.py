@@ -192,10 +192,10 @@ def test_the_job_does_not_finish_before_the_last_weights_are_published() -> None
     drive = booted(FakeCluster(spec(num_iterations=1)))
     drive.run_until(is_iterating)
     drive.cluster.work()
-    held_back = [event for event in drive.cluster.outbox if isinstance(event.body, ev.WeightsPublished)]
-    drive.cluster.outbox = [event for event in drive.cluster.outbox if event not in held_back]
+    held_back: list[ev.Event] = []
     while drive.step():
-        pass
+        held_back += [event for event in drive.cluster.outbox if isinstance(event.body, ev.WeightsPublished)]
+        drive.cluster.outbox = [event for event in drive.cluster.outbox if event not in held_back]
 
     assert drive.state.phase is Phase.RUNNING
     assert "version 1 is not published yet" in drive.last_reason
