@@ -95,7 +95,7 @@ class MegatronScorer:
             seed=0,
             device=self.device,
         )
-        # Not frozen: for weights that take no gradient Megatron multiplies in another way, whose bits are not the actor's
+        # Not frozen: weights that take no gradient go another way through Megatron, with other bits than the actor's
         # (seen in tp2 for a batch of one sequence). Nothing here computes gradients.
         return [chunk.eval() for chunk in chunks]
 
