@@ -31,6 +31,9 @@ class FakeRank:
         self._permits = permits
         self._rank = 0
 
+    def take_seat(self, rank: int) -> None:
+        self._rank = rank
+
     async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
         match call.WhichOneof("body"):
             case "start_actor":
