@@ -17,12 +17,12 @@ from tidegate.adapters.nats_bus import NatsBus
 from tidegate.config import JobConfig
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
-from tidegate.launcher.cancelling import end_task, raise_if_cancelled
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
 from tidegate.ports.bus import BusUnavailable
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.runtime.cancelling import end_task, raise_if_cancelled
 from tidegate.types import JobId
 from tidegate.v1 import control_pb2, events_pb2
 

@@ -22,7 +22,6 @@ import structlog
 from tidegate.config import JobConfig, ServersSection
 from tidegate.events import EventSource
 from tidegate.job import load_job
-from tidegate.launcher.cancelling import raise_if_cancelled
 from tidegate.launcher.claim import Claim, Start, claimed, host_memory_folder, write_private
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
@@ -31,6 +30,7 @@ from tidegate.launcher.services import JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
 from tidegate.ports.bus import BusUnavailable, StreamFull
+from tidegate.runtime.cancelling import raise_if_cancelled
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceEnd
 from tidegate.runtime.service import connected_bus

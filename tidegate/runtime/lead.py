@@ -20,6 +20,7 @@ from tidegate.events import EventBody
 from tidegate.job import Job, JobFolder
 from tidegate.ports.bus import SampleStream
 from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import Crew, WorkerGone
 from tidegate.types import Grant, JobId, Layout, NodeId
 from tidegate.v1 import commands_pb2, events_pb2, types_pb2
@@ -93,10 +94,9 @@ class Lead:
     async def aclose(self) -> None:
         """Stop leading: workers stay, what was being done is left to the next lead."""
         self._has_ended = True
-        tasks = [task for task in (self._server, self._iteration_task) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in (self._server, self._iteration_task):
+            if task is not None:
+                await end_task(task)
 
     async def tell(self, body: EventBody, *, transition: str = "", grants: Sequence[Grant] = ()) -> None:
         """An event of this component, at its present incarnation and iteration."""
@@ -216,8 +216,7 @@ class Lead:
 
     async def _end_iteration(self) -> None:
         if self._iteration_task is not None:
-            self._iteration_task.cancel()
-            await asyncio.gather(self._iteration_task, return_exceptions=True)
+            await end_task(self._iteration_task)
             self._iteration_task = None
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:

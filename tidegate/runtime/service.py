@@ -37,10 +37,12 @@ from tidegate.runtime.component import ComponentServicer
 from tidegate.runtime.crew import Crew, InstancePort
 from tidegate.runtime.host import ComponentHost, Seat
 from tidegate.runtime.instance import InstanceServicer, LocalInstance, WeightsServicer
+from tidegate.runtime.launch import WorkerLauncher
 from tidegate.runtime.lead import Lead, LeadTools
 from tidegate.runtime.reconnecting import ReconnectingLauncher
 from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
 from tidegate.runtime.snapshots import SnapshotStore
+from tidegate.runtime.subprocess_launcher import SubprocessLauncher
 from tidegate.runtime.workers import LocalWorkers, WorkerHome
 from tidegate.types import InstanceId, JobId, NodeId, Role, instance_id, job_id
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, instance_pb2, instance_pb2_grpc
@@ -161,10 +163,16 @@ class _Instance:
         assert self._host is not None, "a command arrived before the host was made"
         return self._host
 
+    def _launcher(self) -> WorkerLauncher:
+        """A CUDA context does not survive a fork, so there every worker is a process of its own."""
+        if self._config.cluster.device == "cuda":
+            return SubprocessLauncher()
+        return ReconnectingLauncher(self._arguments.forkserver, timeout_s=FORKSERVER_TIMEOUT_S)
+
     async def _local_instance(self, snapshots: SnapshotStore, closing: contextlib.AsyncExitStack) -> LocalInstance:
         node, times = self._arguments.node, self._config.runtime
         gate = Gate(self._folder.node(node) / "gate")
-        launcher = ReconnectingLauncher(self._arguments.forkserver, timeout_s=FORKSERVER_TIMEOUT_S)
+        launcher = self._launcher()
         closing.push_async_callback(launcher.close)
         home = WorkerHome(
             entry=self._worker_entry,
