@@ -16,7 +16,15 @@ import structlog
 from services.scheduler import commands as cmd
 from services.scheduler.requests import Request, encode_command
 from services.scheduler.state import ClusterState
-from tidegate.ownership import GpuBusy, IllegalStep, StaleToken, UnknownGpu, UnknownTransition, VersionConflict
+from tidegate.ownership import (
+    GpuBusy,
+    IllegalStep,
+    StaleToken,
+    StoreUnavailable,
+    UnknownGpu,
+    UnknownTransition,
+    VersionConflict,
+)
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
@@ -94,6 +102,9 @@ class Issuer:
             await self._store_operation(command, state)
         except (StaleToken, GpuBusy, VersionConflict, IllegalStep, UnknownGpu, UnknownTransition, KeyError) as error:
             self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
+        except StoreUnavailable as error:
+            # Its deadline brings the operation again, and the store takes every step once.
+            self._log.warning("no answer from the store", command=cmd.command_id(command), error=str(error))
 
     async def _store_operation(self, command: cmd.StoreCommand, state: ClusterState) -> None:
         match command:

@@ -30,6 +30,7 @@ from tidegate.ownership import StoreNotAdopted, StoreUnavailable, VersionConflic
 from tidegate.ports.bus import BusUnavailable, EventConsumer, EventDelivery, TermRegister
 from tidegate.ports.store import JobState, Store
 from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.cancelling import end_task
 from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
@@ -80,14 +81,25 @@ class SchedulerService:
         return self._reason
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Turn after turn until `stopping` is set."""
-        while not stopping.is_set():
+        """Turn after turn until `stopping` is set; the turn under way then breaks off, which is safe at any point."""
+        turns = asyncio.create_task(self._turns(), name="turns")
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait({turns, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await end_task(stop)
+        await end_task(turns)
+        await self._ports.issuer.aclose()
+        if not turns.cancelled():
+            turns.result()
+
+    async def _turns(self) -> None:
+        while True:
+            known = self._state
             try:
                 await self._turn()
             except StoreNotAdopted as error:
                 self._log.warning("adopting the store", error=str(error))
                 self._state = None
-                await self._adopt()
+                await self._adopt(known)
             except VersionConflict as error:
                 self._log.info("another replica was first", error=str(error))
                 self._state = None
@@ -96,12 +108,19 @@ class SchedulerService:
                 self._log.warning("no answer", error=str(error))
                 self._state = None
                 await asyncio.sleep(RETRY_S)
-        await self._ports.issuer.aclose()
 
     async def _turn(self) -> None:
         before = await self._loaded()
         now_ms = await self._ports.store.now_unix_ms()
         delivery = await self._ports.consumer.next(timeout_s=self._wait_s(before, now_ms))
+        try:
+            await self._apply(before, delivery)
+        except (StoreNotAdopted, StoreUnavailable, VersionConflict):
+            if delivery is not None:
+                await delivery.nak()
+            raise
+
+    async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
         state = await self._evolved(before, delivery) if delivery else before
         state = await self._with_ownership(state)
         await self._look_at_leases(state)
@@ -184,8 +203,8 @@ class SchedulerService:
             # What the store now says, and what the job's own end leads to, is the next turn's to see.
             self._has_news = self._has_news or isinstance(command, cmd.StoreCommand | cmd.StopJob)
 
-    async def _adopt(self) -> None:
-        state = self._state
+    async def _adopt(self, state: ClusterState | None) -> None:
+        """`state` tells which instances' gates can be asked."""
         try:
             await adopt(self._ports.store, self._ports.terms, lambda: self._ports.ask_gates(state))
         except (StoreUnavailable, BusUnavailable, VersionConflict) as error:
