@@ -25,6 +25,7 @@ from tidegate.ownership import (
     UnknownTransition,
     VersionConflict,
 )
+from tidegate.ports.rpc import PeerRefused
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
@@ -35,7 +36,7 @@ CALL_TIMEOUT_S = 10.0
 SendCommand = Callable[[str, Request, float], Awaitable[commands_pb2.CommandResult]]
 """(endpoint, request, timeout in seconds) -> the lead's answer; ConnectionError when there is none."""
 AskGate = Callable[[str, float], Awaitable[instance_pb2.GateReportResponse]]
-"""(endpoint, timeout in seconds) -> the gate's report; ConnectionError when there is none."""
+"""(endpoint, timeout in seconds) -> the gate's report; ConnectionError or PeerRefused when there is none."""
 
 
 class Issuer:
@@ -90,7 +91,7 @@ class Issuer:
         for endpoint in command.endpoints:
             try:
                 report = await self._ask_gate(endpoint, CALL_TIMEOUT_S)
-            except ConnectionError as error:
+            except (ConnectionError, PeerRefused) as error:
                 self._log.warning("no answer from a gate", node=command.node, endpoint=endpoint, error=str(error))
                 continue
             reported = events_pb2.GateReported(node=report.node, gpus=report.gpus)

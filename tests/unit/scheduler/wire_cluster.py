@@ -1,0 +1,225 @@
+"""Leads and gates at the other end of the scheduler's calls: each command is answered by the events of its work.
+
+They speak the wire's messages on the bus in memory, over the store in memory, so that the whole shell runs for real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.scheduler.codec import decode_state
+from services.scheduler.issuer import Issuer
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.requests import Request
+from services.scheduler.service import SchedulerPorts, SchedulerService
+from services.scheduler.state import ClusterState
+from tests.component_bench import JOB, NODES, Changes, job_config, snapshot
+from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.memory_bus import MemoryBus
+from tidegate.adapters.memory_store import MemoryCells, MemoryServer
+from tidegate.adapters.tables import state_cell
+from tidegate.codec import decode_grants, fate_of
+from tidegate.config import JobConfig
+from tidegate.events import EventBody, EventSource
+from tidegate.ports.bus import BusLimits, EventConsumer, EventDelivery
+from tidegate.ports.store import JobState
+from tidegate.runtime.announcer import Announcer
+from tidegate.types import Grant, InstanceId, JobId, NodeId, Role, SampleId, instance_id
+from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
+
+ACK_WAIT_S = 0.05
+"""Of an event that nobody acknowledged: short, since tests lose acknowledgements."""
+
+
+@dataclass
+class WireCluster:
+    """One job's cluster. `before_send` and `before_ack` look on; a replica whose `send` is held waits there."""
+
+    config: JobConfig
+    bus: MemoryBus
+    server: MemoryServer
+    changes: Changes
+    sent: list[Request] = field(default_factory=list)
+    before_send: Callable[[Request], None] = lambda _: None
+    before_ack: Callable[[EventDelivery], bool] = lambda _: True
+    _announcers: dict[str, Announcer] = field(default_factory=dict)
+    _members: dict[Role, tuple[Grant, ...]] = field(default_factory=dict)
+    _num_replicas: int = 0
+
+    def announcer(self, source: str, role: Role | None = None) -> Announcer:
+        if source not in self._announcers:
+            events = EventSource(source, role=role, boot=1, now_ns=lambda: 0)
+            self._announcers[source] = Announcer(self.bus.events, events, JOB)
+        return self._announcers[source]
+
+    async def boot(self) -> None:
+        """Every instance joins, those of the first node lead."""
+        for role in Role:
+            for node in NODES:
+                name = instance_id(role, node)
+                joined = events_pb2.InstanceJoined(instance=name, endpoint=f"at-{name}", boot=1)
+                await self.announcer(name, role).tell(joined, incarnation=0)
+            name = instance_id(role, NODES[0])
+            elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=1)
+            await self.announcer(name, role).tell(elected, incarnation=0)
+
+    async def submit(self) -> None:
+        submitted = events_pb2.JobSubmitted(config_json=self.config.to_json())
+        await self.announcer("launcher").tell(submitted, incarnation=1)
+
+    async def replica(self, *, store: CellStore | None = None) -> SchedulerService:
+        """One more scheduler of the job."""
+        self._num_replicas += 1
+        store = store or await self.client()
+        events = EventSource("scheduler", role=None, boot=self._num_replicas, now_ns=lambda: 0)
+        announcer = Announcer(self.bus.events, events, JOB)
+        consumer = await self.bus.events.consumer(JOB, "scheduler", on_dead_letter=announcer.tell_dead_letter)
+        issuer = Issuer(store, announcer, send=self.send, ask_gate=self.ask_gate)
+        watched = _WatchedConsumer(consumer, self)
+        ports = SchedulerPorts(store, watched, self.bus.term, announcer, issuer, self.gate_reports)
+        return SchedulerService(JOB, ports, StaticPolicy())
+
+    async def client(self) -> CellStore:
+        store = self.detached_client()
+        await store.attach()
+        return store
+
+    def detached_client(self) -> CellStore:
+        return _WatchedStore(self.server, self.changes)
+
+    def written_state(self) -> ClusterState:
+        """What any replica would load now."""
+        held = self.server.read_cell(state_cell(JOB))
+        return decode_state(held.split(b"\n", 1)[1]) if held else ClusterState(job=JOB)
+
+    async def gate_reports(self, state: ClusterState | None) -> dict[NodeId, tuple[()]]:
+        """Nodes that answer and never passed anybody to a GPU."""
+        return dict.fromkeys(NODES, ())
+
+    async def ask_gate(self, endpoint: str, timeout_s: float) -> instance_pb2.GateReportResponse:
+        return instance_pb2.GateReportResponse(node=endpoint.rpartition("@")[2])
+
+    async def send(self, endpoint: str, request: Request, timeout_s: float) -> commands_pb2.CommandResult:
+        """To the lead: taken, and worked on at once."""
+        self.before_send(request)
+        self.sent.append(request)
+        self.changes.tell()
+        name = InstanceId(endpoint.removeprefix("at-"))
+        await self._work(name, Role(name.partition("@")[0]), request)
+        return commands_pb2.CommandResult(accepted=True)
+
+    async def _work(self, name: InstanceId, role: Role, request: Request) -> None:
+        header = request.header
+
+        async def tell(body: EventBody, **fields: Any) -> None:
+            said = {"incarnation": header.incarnation, "grants": self._members[role], **fields}
+            await self.announcer(name, role).tell(body, **said)
+
+        match request:
+            case commands_pb2.ScaleUpRequest():
+                self._members[role] = decode_grants(request.members)
+                committed = events_pb2.LayoutCommitted(layout=request.layout, grants=request.members)
+                await tell(committed, transition_id=header.transition_id)
+                if role is Role.ACTOR:
+                    await tell(events_pb2.WeightsPublished(snapshot=snapshot(0, incarnation=header.incarnation)))
+            case commands_pb2.LoadWeightsRequest():
+                weights = request.weights
+                await tell(events_pb2.WeightsLoaded(version=weights.version, checksum=weights.checksum))
+            case commands_pb2.OpenIterationRequest():
+                plan = request.plan
+                ids = [
+                    SampleId(header.incarnation, plan.iteration, plan.first_prompt + prompt, draw)
+                    for prompt in range(plan.num_prompts)
+                    for draw in range(plan.group_size)
+                ]
+                report = events_pb2.IterationReported(
+                    generated=fate_of(ids) if role is Role.ROLLOUT else None,
+                    trained=fate_of(ids) if role is Role.ACTOR else None,
+                )
+                await tell(report, iteration=plan.iteration)
+                if role is Role.ACTOR:
+                    following = snapshot(plan.version + 1, incarnation=header.incarnation)
+                    await tell(events_pb2.WeightsPublished(snapshot=following), iteration=plan.iteration)
+            case commands_pb2.ScaleDownRequest():
+                released = events_pb2.GpusReleased(grants=request.grants)
+                await tell(released, transition_id=header.transition_id, grants=decode_grants(request.grants))
+
+
+class _WatchedStore(CellStore):
+    """Tells of every state that is written."""
+
+    def __init__(self, server: MemoryServer, changes: Changes) -> None:
+        super().__init__(MemoryCells(server))
+        self._changes = changes
+
+    async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
+        saved = await super().save(job, payload, expected_write=expected_write, version=version)
+        self._changes.tell()
+        return saved
+
+
+class _WatchedConsumer:
+    def __init__(self, consumer: EventConsumer, cluster: WireCluster) -> None:
+        self._consumer = consumer
+        self._cluster = cluster
+
+    async def next(self, *, timeout_s: float) -> _WatchedDelivery | None:
+        delivery = await self._consumer.next(timeout_s=timeout_s)
+        return _WatchedDelivery(delivery, self._cluster) if delivery else None
+
+
+class _WatchedDelivery:
+    """Its acknowledgement is lost when `before_ack` says False."""
+
+    def __init__(self, delivery: EventDelivery, cluster: WireCluster) -> None:
+        self._delivery = delivery
+        self._cluster = cluster
+
+    @property
+    def sequence(self) -> int:
+        return self._delivery.sequence
+
+    @property
+    def event(self) -> events_pb2.Event:
+        return self._delivery.event
+
+    async def ack(self) -> None:
+        if self._cluster.before_ack(self._delivery):
+            await self._delivery.ack()
+        self._cluster.changes.tell()
+
+    async def nak(self, *, delay_s: float = 0.0) -> None:
+        await self._delivery.nak(delay_s=delay_s)
+
+    async def dead_letter(self, reason: str) -> None:
+        await self._delivery.dead_letter(reason)
+
+
+@asynccontextmanager
+async def wire_cluster(tmp_path: Path, *, adopted: bool = True) -> AsyncIterator[WireCluster]:
+    bus = MemoryBus(BusLimits(event_ack_wait_s=ACK_WAIT_S))
+    await bus.streams.open_job(JOB)
+    server = MemoryServer()
+    if adopted:
+        server.adopt(1)
+        await bus.term.advance(expected_revision=0, term=1)
+    yield WireCluster(job_config(tmp_path), bus, server, Changes())
+
+
+@asynccontextmanager
+async def running(service: SchedulerService) -> AsyncIterator[asyncio.Task[None]]:
+    """The replica's turns, until the end of the block; what it raised is raised there."""
+    stopping = asyncio.Event()
+    task = asyncio.create_task(service.run(stopping))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if not task.cancelled() and task.exception() is not None:
+            raise task.exception()  # type: ignore[misc]  # it is not None
