@@ -314,7 +314,7 @@ def job_config(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
             "hidden_size": 16,
             "ffn_hidden_size": 32,
             "num_heads": 2,
-            "num_kv_heads": 1,
+            "num_kv_heads": 2,
             "head_dim": 8,
             "max_seq_len": 80,
         },

@@ -1,0 +1,91 @@
+"""A job as all its processes see it: made alike of one config, refused before anything starts, its folder's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.component_bench import job_config
+from tidegate.config import ConfigError
+from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
+from tidegate.megatron.family import padded_vocab_size
+from tidegate.types import NodeId, SampleId
+
+
+def test_every_process_makes_the_same_job_of_one_config(tmp_path: Path) -> None:
+    config = job_config(tmp_path)
+    one, other = load_job(config), load_job(type(config).from_json(config.to_json()))
+    assert (one.config, one.model, one.padded_vocab) == (other.config, other.model, other.padded_vocab)
+    for index in range(5):
+        text = one.task.prompt(index).text
+        assert other.task.prompt(index).text == text
+        assert one.tokenizer.encode_prompt(text) == other.tokenizer.encode_prompt(text)
+    assert one.model.vocab_size == one.tokenizer.vocab_size
+
+
+def test_the_vocabulary_is_padded_for_the_layouts_of_both_megatron_components(tmp_path: Path) -> None:
+    job = load_job(job_config(tmp_path, actor={"layout": {"tp": 2}}))
+    assert job.padded_vocab == padded_vocab_size(job.model, [2, 1])
+    assert job.padded_vocab >= job.model.vocab_size
+
+
+def test_the_draws_of_a_sample_follow_from_the_jobs_seed_and_its_place_but_not_from_the_incarnation(
+    tmp_path: Path,
+) -> None:
+    job = load_job(job_config(tmp_path))
+    seeds = {
+        job.sampling_seed(SampleId(1, iteration, prompt, draw))
+        for iteration in range(3)
+        for prompt in range(12)
+        for draw in range(4)
+    }
+    assert len(seeds) == 3 * 12 * 4
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    sample = SampleId(1, 0, 3, 1)
+    assert job.sampling_seed(sample) == job.sampling_seed(SampleId(9, 0, 3, 1)), "a resume samples the same again"
+    reseeded = load_job(job.config.model_copy(update={"seed": 4}))
+    assert reseeded.sampling_seed(sample) != job.sampling_seed(sample)
+
+
+@pytest.mark.parametrize(
+    ("sections", "want"),
+    [
+        ({"task": {"name": "chess"}}, "no task is called 'chess'; known tasks: countdown"),
+        ({"model": {"tokenizer": "/no/such/tokenizer.json"}}, "/no/such/tokenizer.json"),
+        ({"actor": {"layout": {"tp": 2}}, "model": {"num_heads": 3, "num_kv_heads": 1}}, "num_heads"),
+        ({"actor": {"layout": {"pp": 2}}, "model": {"num_layers": 1}}, "num_layers"),
+    ],
+    ids=["an unknown task", "no such tokenizer file", "heads that tp does not divide", "fewer layers than stages"],
+)
+def test_what_does_not_fit_is_a_config_error_with_its_name(
+    tmp_path: Path, sections: dict[str, dict[str, Any]], want: str
+) -> None:
+    with pytest.raises(ConfigError, match=want):
+        load_job(job_config(tmp_path, **sections))
+
+
+def test_a_jobs_folder_lies_under_its_name_and_nothing_in_it_collides(tmp_path: Path) -> None:
+    folder = JobFolder.of(job_config(tmp_path))
+    assert folder.root == tmp_path / "jobs" / "bench"
+    names = [name for name, value in vars(JobFolder).items() if isinstance(value, property)]
+    paths = [getattr(folder, name) for name in names]
+    assert len(set(paths)) == len(paths) >= 10
+    assert {path.parent for path in paths} == {folder.root}
+    assert folder.node(NodeId("n0")) != folder.node(NodeId("n1"))
+
+
+def test_snapshots_lie_in_host_memory_by_node_job_incarnation_and_version(tmp_path: Path) -> None:
+    config = job_config(tmp_path)
+    folders = {
+        snapshot_folder(config, NodeId(node), incarnation=incarnation, version=version)
+        for node in ("n0", "n1")
+        for incarnation in (1, 11)
+        for version in (1, 11)
+    }
+    assert len(folders) == 8
+    for folder in folders:
+        assert folder.is_relative_to(tmp_path / "memory")
+    one = snapshot_folder(config, NodeId("n0"), incarnation=2, version=3)
+    assert one.relative_to(snapshot_root(config, NodeId("n0"))) == Path("bench/2/3")
