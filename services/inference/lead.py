@@ -61,7 +61,7 @@ class InferenceLead(Lead):
         consumer = await samples.consumer(
             job, Stage.GENERATED, "inference", on_dead_letter=self.tools.announcer.tell_dead_letter
         )
-        done = set(await samples.published(job, Stage.SCORED, incarnation=self.incarnation, iteration=plan.iteration))
+        done = set(await self.published(Stage.SCORED, plan))
         while len(done) < plan.num_prompts:
             await self._whole.wait()
             deliveries = await consumer.fetch(_MAX_GROUPS_A_CALL, timeout_s=_FETCH_TIMEOUT_S)

@@ -71,9 +71,7 @@ class RolloutLead(Lead):
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         prompts = range(plan.first_prompt, plan.first_prompt + plan.num_prompts)
-        done = await self.tools.samples.published(
-            self.tools.job_id, Stage.GENERATED, incarnation=self.incarnation, iteration=plan.iteration
-        )
+        done = await self.published(Stage.GENERATED, plan)
         groups = GroupsInProgress[samples_pb2.Sample](
             incarnation=self.incarnation,
             iteration=plan.iteration,
@@ -195,9 +193,7 @@ class RolloutLead(Lead):
 
     async def _report(self, plan: types_pb2.IterationPlan) -> None:
         """What the stream holds is what was generated: the account is taken from there."""
-        published = await self.tools.samples.published(
-            self.tools.job_id, Stage.GENERATED, incarnation=self.incarnation, iteration=plan.iteration
-        )
+        published = await self.published(Stage.GENERATED, plan)
         ids = [
             SampleId(self.incarnation, plan.iteration, prompt, draw)
             for prompt in sorted(published)

@@ -18,7 +18,7 @@ import structlog
 from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout
 from tidegate.events import EventBody
 from tidegate.job import Job, JobFolder
-from tidegate.ports.bus import SampleStream
+from tidegate.ports.bus import SampleStream, Stage
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import Crew, WorkerGone
@@ -125,6 +125,13 @@ class Lead:
             what=events_pb2.Failed.WHAT_COMPONENT, grants=grants, message=f"{what}: {error}", fatal=fatal
         )
         await self.tools.announcer.tell(failed, incarnation=self.incarnation, iteration=self.iteration)
+
+    async def published(self, stage: Stage, plan: types_pb2.IterationPlan) -> frozenset[int]:
+        """The iteration's prompts whose groups are on the stream. What lies there under other numbers is none of it."""
+        found = await self.tools.samples.published(
+            self.tools.job_id, stage, incarnation=self.incarnation, iteration=plan.iteration
+        )
+        return found & frozenset(range(plan.first_prompt, plan.first_prompt + plan.num_prompts))
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
         """Bring the component into the layout asked for, then `announce_layout`."""

@@ -1,0 +1,66 @@
+"""The demo as a newcomer sees it: three seeds learn, nothing is lost, and a seed repeats itself exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.jobs import REPOSITORY
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+KEYS = {
+    "iterations",
+    "reward_first",
+    "reward_last",
+    "samples_generated",
+    "samples_trained",
+    "samples_filtered",
+    "duplicates",
+    "lost",
+    "wall_s",
+    "timeline",
+}
+MAX_WALL_S = 240
+MIN_RISE = 0.25
+
+
+async def _demo(folder: Path, *, seed: int) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tidegate.cli", "demo", "--seed", str(seed), "--output-dir", str(folder)),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()[-3000:]
+    said: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return said
+
+
+def _slots(timeline: Path) -> set[str]:
+    trace = json.loads(timeline.read_text())
+    return {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+async def test_the_reward_rises_and_no_sample_is_lost_or_doubled(seed: int, tmp_path: Path) -> None:
+    said = await _demo(tmp_path, seed=seed)
+    assert said.keys() >= KEYS
+    assert said["reward_last"] - said["reward_first"] >= MIN_RISE
+    assert (said["lost"], said["duplicates"]) == (0, 0)
+    assert said["samples_generated"] == said["samples_trained"] + said["samples_filtered"]
+    assert said["wall_s"] <= MAX_WALL_S
+    assert len(_slots(Path(said["timeline"]))) == 8
+
+
+async def test_a_seed_repeats_itself(tmp_path: Path) -> None:
+    first, second = [await _demo(tmp_path / name, seed=0) for name in ("first", "second")]
+    for said in (first, second):
+        del said["wall_s"], said["timeline"]
+    assert first == second
