@@ -9,9 +9,9 @@ that fails is told as `Failed`, never swallowed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import structlog
 
@@ -68,6 +68,8 @@ class Lead:
         self._server: asyncio.Task[None] | None = None
         self._iteration_task: asyncio.Task[None] | None = None
         self._taken: set[str] = set()
+        self._broken_off: types_pb2.IterationPlan | None = None
+        """An iteration that failed: it is taken up again once the component, started anew, holds its weights."""
         self._took_over = False
         self._has_ended = False
 
@@ -180,7 +182,7 @@ class Lead:
         if header.incarnation > self.incarnation:
             await self._end_iteration()
             await self.supersede()
-            self.incarnation = header.incarnation
+            self.incarnation, self._broken_off = header.incarnation, None
         self.crew.meet(header.instances)
         if not self._took_over:
             await self.crew.take_over()
@@ -193,6 +195,8 @@ class Lead:
                 await self._scale_down(command)
             case commands_pb2.LoadWeightsRequest():
                 await self.load_weights(command)
+                if self._broken_off is not None:
+                    await self._open(self._broken_off)
             case commands_pb2.OpenIterationRequest():
                 await self._open(command.plan)
             case commands_pb2.CloseIterationRequest():
@@ -210,8 +214,8 @@ class Lead:
 
     async def _open(self, plan: types_pb2.IterationPlan) -> None:
         await self._end_iteration()
-        self.iteration = plan.iteration
-        self._iteration_task = asyncio.create_task(self._guarded(self.run_iteration(plan)), name="iteration")
+        self.iteration, self._broken_off = plan.iteration, None
+        self._iteration_task = asyncio.create_task(self._guarded(plan), name="iteration")
 
     async def _close(self, request: commands_pb2.CloseIterationRequest) -> None:
         if self._iteration_task is not None:
@@ -226,13 +230,14 @@ class Lead:
             await end_task(self._iteration_task)
             self._iteration_task = None
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, plan: types_pb2.IterationPlan) -> None:
         try:
-            await work
+            await self.run_iteration(plan)
         except WorkerGone as error:
-            self._log.warning("iteration interrupted", iteration=self.iteration, error=str(error))
+            self._log.warning("iteration interrupted", iteration=plan.iteration, error=str(error))
         except Exception as error:  # noqa: BLE001 - the edge: whatever an iteration raised is told as Failed
-            await self.fail(f"iteration {self.iteration}", error)
+            self._broken_off = plan
+            await self.fail(f"iteration {plan.iteration}", error)
 
 
 def layout_of(request: commands_pb2.ScaleUpRequest) -> Layout:

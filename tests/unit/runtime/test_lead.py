@@ -178,6 +178,22 @@ async def test_an_iteration_that_fails_is_told_with_its_number(tmp_path: Path) -
         assert (failed.incarnation, failed.iteration) == (1, 2)
 
 
+async def test_an_iteration_that_a_machine_broke_off_is_taken_up_once_the_component_holds_its_weights(
+    tmp_path: Path,
+) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.failure = TimeoutError("no answer")
+        of.lead.may_end.set()
+        of.lead.take(of.bench.open_iteration(2))
+        assert not (await of.failed()).failed.fatal
+        of.lead.failure = None
+        of.lead.take(of.bench.scale_up())
+        of.lead.take(of.load(2))
+        await of.until("load 2", "begin 2", "end 2")
+        of.lead.take(of.load(3))
+        await of.until("load 3")
+
+
 @pytest.mark.parametrize("where", ["a command", "an iteration"])
 async def test_a_death_is_left_for_its_instance_to_tell(tmp_path: Path, where: str) -> None:
     async with leading(tmp_path) as of:
