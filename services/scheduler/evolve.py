@@ -74,7 +74,7 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
         case ev.InstanceJoined():
             return membership.joined(state, body)
         case ev.InstanceLost():
-            return membership.lost(state, body)
+            return membership.lost(state, event, body)
         case ev.LeadElected():
             return membership.elected(state, event, body)
         case ev.Failed():

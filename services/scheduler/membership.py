@@ -53,14 +53,15 @@ def joined(state: ClusterState, body: ev.InstanceJoined) -> ClusterState | Refus
     return _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=body.boot, living=True))
 
 
-def lost(state: ClusterState, body: ev.InstanceLost) -> ClusterState | Refused:
+def lost(state: ClusterState, event: ev.Event, body: ev.InstanceLost) -> ClusterState | Refused:
     known, role = state.instances.get(body.instance), role_of_instance(body.instance)
     if known is None or role is None:
         return Refused("names no instance")
     if body.boot != known.boot or not known.living:
         return Refused("of an older start of its source")
     state = _with_instance(state, body.instance, replace(known, living=False))
-    return lose_node(state, role, node_of_instance(body.instance), why=f"the lease of {body.instance} expired")
+    how = "left" if event.source == body.instance else "did not renew its lease"
+    return lose_node(state, role, node_of_instance(body.instance), why=f"{body.instance} {how}")
 
 
 def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> ClusterState | Refused:

@@ -190,7 +190,8 @@ def failure_text(event: events_pb2.Event) -> str:
         case "failed":
             return event.failed.message or f"a process ended with status {event.failed.exit_status}"
         case "instance_lost":
-            return f"{event.instance_lost.instance} was lost: its lease expired"
+            instance = event.instance_lost.instance
+            return f"{instance} left" if event.source == instance else f"{instance} was lost: its lease expired"
         case _:
             letter = event.dead_lettered
             return f"dead letter {letter.dead_letter} of {letter.subject}: {letter.reason}"
