@@ -104,7 +104,7 @@ class SampleId:
 
 
 def job_id(name: str) -> JobId:
-    """A job's name as an id; ValueError unless it is 1-48 characters of a-z, 0-9 and inner dashes (it names streams)."""
+    """A job's name as an id; ValueError unless it is 1-48 of a-z, 0-9 and inner dashes (it names streams)."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"job name {name!r} must be 1-48 characters of a-z, 0-9 and '-', not starting or ending in '-'"
