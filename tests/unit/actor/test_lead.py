@@ -12,17 +12,9 @@ import pytest
 
 from services.actor.checkpoints import CheckpointStore
 from services.actor.lead import ActorLead
-from tests.component_bench import (
-    ACK_WAIT_S,
-    JOB,
-    NODES,
-    Bench,
-    WatchedSamples,
-    bench,
-    scored_group,
-    snapshot,
-)
+from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, bench, snapshot
 from tests.unit.actor.fake_ranks import PLENTY, FakeRank, Ranks
+from tests.watched_samples import WatchedSamples, scored_group
 from tidegate.codec import fate_of
 from tidegate.ports.bus import Stage
 from tidegate.types import Role, SampleId

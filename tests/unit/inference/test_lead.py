@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from services.inference.lead import InferenceLead
-from tests.component_bench import (
-    ACK_WAIT_S,
-    JOB,
-    NODES,
-    Bench,
-    Changes,
-    WatchedSamples,
-    bench,
-    generated_group,
-    loaded,
-    replied,
-    snapshot,
-)
+from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, Changes, bench, loaded, replied, snapshot
+from tests.watched_samples import WatchedSamples, generated_group
 from tidegate.job import Job
 from tidegate.ports.bus import Stage
 from tidegate.types import Grant, Role

@@ -16,8 +16,9 @@ import pytest
 from services.scheduler.control import ControlServicer, write_endpoint
 from services.scheduler.state import ClusterState, Component, Lead, Phase, Summary
 from services.scheduler.values import Fate, Snapshot
-from tests.component_bench import JOB, PATIENCE_S, generated_group
+from tests.component_bench import JOB, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
+from tests.watched_samples import generated_group
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.ports.bus import Stage
