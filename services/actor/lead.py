@@ -295,7 +295,9 @@ class ActorLead(Lead):
         """Groups held for their minibatch are not delivered again meanwhile."""
         while True:
             await asyncio.sleep(self.job.config.runtime.ack_wait_s / _KEEP_ALIVES_PER_ACK_WAIT)
-            await asyncio.gather(*(delivery.in_progress() for delivery in list(training.held.values())))
+            held = list(training.held.values())
+            # One that is not told in time is delivered again, and then dropped as seen.
+            await asyncio.gather(*(delivery.in_progress() for delivery in held), return_exceptions=True)
 
 
 def _ids(samples: Sequence[samples_pb2.Sample]) -> list[SampleId]:

@@ -3,7 +3,8 @@
 `decide` derives from the state alone what is wanted. `due` lets through what was not issued yet, or whose deadline has
 passed; `issued` writes down what was let through, and forgets what is wanted no more: its effect was observed.
 
-- To a lead: the same id again at the deadline (it answers a repeat from its store), a new attempt after a refusal.
+- To a lead: the same id again while it does not answer, and once its work is past the command's deadline (it answers a
+  repeat from its store); a new attempt after a refusal.
 - To the store: again until the store shows it; the store takes every step once.
 - To a gate: each question is a new one, ever more rarely.
 - `Await`: nobody is asked; it only runs out.
@@ -22,6 +23,13 @@ from services.scheduler import events as ev
 from services.scheduler.losses import stop
 from services.scheduler.state import ClusterState, Expectation, Kind
 from tidegate.types import CommandId, Role
+
+ANSWER_DEADLINE_MS = 15_000
+"""A lead answers within milliseconds, and is called with a timeout of 10 s; past this the answer, or the scheduler that
+was to send the command, is gone."""
+
+MAX_UNANSWERED = 8
+"""Two minutes without an answer from a lead whose instance renews its lease."""
 
 MAX_ISSUES = 3
 """Deadlines that a lead may miss before the job gives up. Its own death is told within seconds by other events, so
@@ -103,9 +111,13 @@ def answered(state: ClusterState, body: ev.CommandAnswered) -> ClusterState | No
             refused = replace(
                 known, num_refused=known.num_refused + 1, refusal=body.message, due_ms=known.issued_ms + pause_ms
             )
-            return replace(state, expectations={**state.expectations, key: refused})
+            return _expecting(state, refused)
         return _accepted(state, known)
     return None
+
+
+def _expecting(state: ClusterState, expectation: Expectation) -> ClusterState:
+    return replace(state, expectations={**state.expectations, expectation.key: expectation})
 
 
 def key_of(command: cmd.Command) -> str:
@@ -134,7 +146,8 @@ def _is_spent(state: ClusterState, command: cmd.Command, known: Expectation) -> 
             return known.num_issued >= MAX_GATE_ASKS and isinstance(command, cmd.AskGate) and command.is_needed
         case _:
             num_missed = known.num_issued - known.num_refused
-            return known.num_refused >= MAX_REFUSALS or num_missed >= MAX_ISSUES
+            most = MAX_ISSUES if known.is_accepted else MAX_UNANSWERED
+            return known.num_refused >= MAX_REFUSALS or num_missed >= most
 
 
 def _given_up(known: Expectation) -> str:
@@ -145,6 +158,9 @@ def _given_up(known: Expectation) -> str:
 
 
 def _accepted(state: ClusterState, known: Expectation) -> ClusterState:
+    if known.kind is Kind.LEAD:
+        due_ms = known.issued_ms + command_deadline_ms(state)
+        return _expecting(state, replace(known, is_accepted=True, due_ms=due_ms))
     iteration = state.iteration
     if iteration is None or known.role is None or f"/i{iteration.plan.iteration}/" not in known.key:
         return state
@@ -185,8 +201,11 @@ def _expected(state: ClusterState, command: cmd.Command, key: str, now_ms: int) 
             wait_ms = STORE_DEADLINE_MS
         case Kind.GATE:
             wait_ms = min(MAX_GATE_PAUSE_MS, GATE_PAUSE_MS * 2 ** min(num_issued - 1, 10))
+        case Kind.WAIT:
+            assert isinstance(command, cmd.Await)
+            wait_ms = command.wait_ms
         case _:
-            wait_ms = command.wait_ms if isinstance(command, cmd.Await) else command_deadline_ms(state)
+            wait_ms = min(ANSWER_DEADLINE_MS, command_deadline_ms(state))
     header = command.header if isinstance(command, cmd.LeadCommand) else None
     return Expectation(
         key=key,

@@ -162,7 +162,7 @@ class Kind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """A command that was issued and whose effect is not observed. `key` is its id without the attempt, `what` names it
-    to a person."""
+    to a person; `is_accepted`: a lead took it, and works on it."""
 
     key: str
     kind: Kind
@@ -174,6 +174,7 @@ class Expectation:
     issued_ms: int
     due_ms: int
     refusal: str
+    is_accepted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

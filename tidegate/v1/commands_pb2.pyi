@@ -64,7 +64,7 @@ class CommandHeader(_message.Message):
     incarnation: _builtins.int
     transition_id: _builtins.str
     deadline_unix_ms: _builtins.int
-    """By the store's clock; work not done by then is given up and told as failed."""
+    """By the store's clock: when the scheduler, which has not seen the effect, issues the command again."""
     lead_epoch: _builtins.int
     """Refused by a lead of another epoch."""
     @_builtins.property

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.decide import decide
 from services.scheduler.evolve import evolve
-from services.scheduler.expectations import MAX_ISSUES, MAX_REFUSALS, issued, next_due_ms
+from services.scheduler.expectations import (
+    ANSWER_DEADLINE_MS,
+    MAX_ISSUES,
+    MAX_REFUSALS,
+    MAX_UNANSWERED,
+    issued,
+    next_due_ms,
+)
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
@@ -31,6 +40,14 @@ def lead_commands(commands: list[cmd.Command]) -> list[cmd.LeadCommand]:
     return [command for command in commands if isinstance(command, cmd.LeadCommand)]
 
 
+def accepted(state: ClusterState, *, sequence: int) -> ClusterState:
+    """All commands to leads were taken."""
+    for key in sorted(key for key, each in state.expectations.items() if each.role is not None):
+        answer = ev.CommandAnswered(f"{key}/a0", True, "")
+        state = evolve(state, ev.Event(job=JOB, source="scheduler", boot=1, sequence=sequence, body=answer))
+    return state
+
+
 def test_a_command_is_not_issued_again_before_its_deadline_and_then_under_the_same_id() -> None:
     drive = silent()
     (first,) = (each for each in lead_commands(drive.cluster.log) if each.header.role is Role.ACTOR)
@@ -44,15 +61,33 @@ def test_a_command_is_not_issued_again_before_its_deadline_and_then_under_the_sa
     assert again[0].header.deadline_ms > first.header.deadline_ms
 
 
-def test_a_lead_that_never_does_it_fails_the_job_with_what_was_asked_and_how_often() -> None:
+NEVER_DONE = {
+    "a lead that never answers": (False, MAX_UNANSWERED),
+    "a lead that answers and never does it": (True, MAX_ISSUES),
+}
+
+
+@pytest.mark.parametrize("case", NEVER_DONE)
+def test_what_is_never_done_fails_the_job_with_what_was_asked_and_how_often(case: str) -> None:
+    answers, want_issues = NEVER_DONE[case]
     drive = silent()
     state = drive.state
-    for number in range(1, MAX_ISSUES + 1):
+    for number in range(1, want_issues + 1):
+        if answers:
+            state = accepted(state, sequence=number)
         state, commands = turn(state, drive.now_ms + 1000 * number)
 
     assert isinstance(commands[-1], cmd.StopJob)
-    assert "ScaleUp of the actor was asked 3 times without effect" in state.message
+    assert f"ScaleUp of the actor was asked {want_issues} times without effect" in state.message
     assert (state.phase, state.outcome) == (Phase.STOPPING, Phase.FAILED)
+
+
+def test_a_command_that_a_lead_took_has_until_its_own_deadline() -> None:
+    drive = silent(deadline_ms=1_000_000)
+    state = accepted(drive.state, sequence=1)
+
+    assert lead_commands(turn(state, drive.now_ms + 999_000)[1]) == []
+    assert lead_commands(turn(drive.state, drive.now_ms + ANSWER_DEADLINE_MS)[1]) != []
 
 
 def test_a_refused_command_is_a_new_attempt_after_a_pause_and_given_up_after_enough_with_the_leads_words() -> None:
@@ -62,10 +97,11 @@ def test_a_refused_command_is_a_new_attempt_after_a_pause_and_given_up_after_eno
     for number in range(MAX_REFUSALS):
         refusal = ev.CommandAnswered(f"{key}/a{number}", False, "not ready: 1 of 2 instances joined")
         state = evolve(state, ev.Event(job=JOB, source="scheduler", boot=1, sequence=number, body=refusal))
-        assert lead_commands(turn(state, now_ms + 500)[1]) == [], "it waits before it asks again"
+        early = [each for each in lead_commands(turn(state, now_ms + 500)[1]) if each.header.role is Role.ACTOR]
+        assert early == [], "it waits before it asks again"
         now_ms = state.expectations[key].due_ms
         state, commands = turn(state, now_ms)
-        got = [each.header.id for each in lead_commands(commands)]
+        got = [each.header.id for each in lead_commands(commands) if each.header.role is Role.ACTOR]
         assert got == ([f"{key}/a{number + 1}"] if number + 1 < MAX_REFUSALS else [])
 
     assert state.phase is Phase.STOPPING
