@@ -469,6 +469,15 @@ class TestLeases:
         await store.release(ONE)
         assert await store.expired() == ()
 
+    async def test_a_renewal_says_whether_the_lease_was_in_force(self, world: World, store: CellStore) -> None:
+        assert not await store.renew(ONE, ttl_ms=LONG_MS), "the first time"
+        assert await store.renew(ONE, ttl_ms=20)
+        await world.pass_ms(25)
+        assert not await store.renew(ONE, ttl_ms=LONG_MS), "it had expired"
+        await store.release(ONE)
+        assert not await store.renew(ONE, ttl_ms=LONG_MS), "its expiry was dealt with"
+        assert await store.renew(ONE, ttl_ms=LONG_MS)
+
 
 class TestLeads:
     async def test_a_lead_stays_lead_while_it_renews(self, world: World, store: CellStore) -> None:

@@ -147,9 +147,17 @@ class CellStore:
     async def close(self, transition: Transition, outcome: Outcome) -> Transition:
         return await self._change_transition(transition, lambda stored, gpus: rules.close(stored, gpus, outcome))
 
-    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> None:
+    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> bool:
         cell = Cell("leases", holder)
-        await self._write((cell,), lambda reading: ({cell: b"%d" % (reading.now_unix_ms + ttl_ms)}, None))
+        found_in_force: list[bool] = []
+
+        def decide(reading: Reading) -> tuple[Writes, bool]:
+            until = reading.cells[cell]
+            found_in_force.append(until is not None and int(until) > reading.now_unix_ms)
+            # The first look counts: a repeat after a lost answer finds what this call itself wrote.
+            return {cell: b"%d" % (reading.now_unix_ms + ttl_ms)}, found_in_force[0]
+
+        return await self._write((cell,), decide)
 
     async def release(self, holder: InstanceId) -> None:
         cell = Cell("leases", holder)

@@ -120,7 +120,10 @@ class Transitions(Protocol):
 class Leases(Protocol):
     """A lease detects and grants nothing. It may be renewed after it expired."""
 
-    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> None: ...
+    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> bool:
+        """Whether the lease was in force until now; false also for its first time. Unknown after StoreUnavailable: a
+        repeat finds what the first call wrote."""
+        ...
 
     async def release(self, holder: InstanceId) -> None:
         """The holder leaves, or its expiry was dealt with: it is no longer among the expired."""

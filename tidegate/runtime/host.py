@@ -1,13 +1,15 @@
 """One instance of a component's service on a node: its start, its lease, its worker deaths, its turn as lead.
 
 Order of a start: boot number, gRPC server, lease, `InstanceJoined`, then the campaign for the lead, which goes on for
-life. Invariants: every start has its own boot; while another leads, commands are refused with its name; a lead that
-loses its epoch stops leading before it campaigns again; the death of a worker is told once.
+life. Invariants: every start has its own boot; whose lease may have lapsed joins again, for it was perhaps counted as
+lost; while another leads, commands are refused with its name; a lead that loses its epoch, or could not renew it for as
+long as it lasts, stops leading before it campaigns again; the death of a worker is told once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +21,7 @@ from tidegate.config import RuntimeSection
 from tidegate.ownership import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import LeadRecord, Leads, Leases, StoreIdentity
 from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.lead import CommandRefused, Lead
 from tidegate.types import Grant, InstanceId, JobId, Role
 from tidegate.v1 import events_pb2
@@ -44,18 +47,29 @@ class Seat:
 
 
 class ComponentHost:
-    """See the module. `make_lead` builds the role's lead for one epoch."""
+    """See the module. `make_lead` builds the role's lead for one epoch; `now_s` never goes back."""
 
     def __init__(
-        self, seat: Seat, *, store: Keeper, announcer: Announcer, times: RuntimeSection, make_lead: Callable[[], Lead]
+        self,
+        seat: Seat,
+        *,
+        store: Keeper,
+        announcer: Announcer,
+        times: RuntimeSection,
+        make_lead: Callable[[], Lead],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seat = seat
         self._store = store
         self._announcer = announcer
         self._times = times
         self._make_lead = make_lead
+        self._now_s = now_s
+        self._has_joined = False
         self._record: LeadRecord | None = None
         self._lead: Lead | None = None
+        self._leads_until_s = 0.0
+        """By this clock the epoch is over, unless it is renewed: it was asked for no later than its TTL ago."""
         self._incarnation = 0
         self._log = structlog.get_logger("host")
 
@@ -72,23 +86,21 @@ class ComponentHost:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Join, keep the lease, campaign; leave in order once `stopping` is set."""
-        await self._renew()
-        seat = self._seat
-        await self._tell(events_pb2.InstanceJoined(instance=seat.instance, endpoint=seat.endpoint, boot=seat.boot))
-        beat_s = min(self._times.lead_ttl_s, self._times.lease_ttl_s) / _CAMPAIGNS_PER_TTL
-        while not stopping.is_set():
-            try:
-                await self._renew()
-                await self._campaign()
-            except StoreNotAdopted:
-                await self._attach()
-            except StoreUnavailable as error:
-                # What cannot renew goes on: a lease detects and grants nothing.
-                self._log.warning("no answer", error=str(error))
-            try:
-                await asyncio.wait_for(stopping.wait(), beat_s)
-            except TimeoutError:
-                continue
+        beating = asyncio.create_task(self._beat(), name="beat")
+        stopped = asyncio.create_task(stopping.wait(), name="stop")
+        try:
+            while not (beating.done() or stopped.done()):
+                await asyncio.wait(
+                    [beating, stopped], timeout=self._longest_wait_s(), return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._record is not None and self._now_s() >= self._leads_until_s:
+                    self._log.warning("epoch not renewed in time", epoch=self._record.epoch)
+                    await self._stop_leading()
+            if beating.done():
+                beating.result()
+        finally:
+            for task in (beating, stopped):
+                await end_task(task)
         await self._leave()
 
     async def tell_death(self, grant: Grant, exit_status: int) -> None:
@@ -104,17 +116,47 @@ class ComponentHost:
             )
         )
 
+    @property
+    def _beat_s(self) -> float:
+        return min(self._times.lead_ttl_s, self._times.lease_ttl_s) / _CAMPAIGNS_PER_TTL
+
+    def _longest_wait_s(self) -> float:
+        """Before the end of the epoch has to be looked at; one that begins meanwhile lasts longer than a beat."""
+        if self._record is None:
+            return self._beat_s
+        return max(0.0, min(self._beat_s, self._leads_until_s - self._now_s()))
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                await self._renew()
+                await self._campaign()
+            except StoreNotAdopted:
+                await self._attach()
+            except StoreUnavailable as error:
+                # The workers of one that cannot renew go on: a lease detects and grants nothing.
+                self._log.warning("no answer", error=str(error))
+            await asyncio.sleep(self._beat_s)
+
     async def _renew(self) -> None:
-        await self._store.renew(self._seat.instance, ttl_ms=round(self._times.lease_ttl_s * 1000))
+        # Without an answer it is unknown whether the lease lapsed; to join once too often changes nothing.
+        had_joined, self._has_joined = self._has_joined, False
+        seat = self._seat
+        was_in_force = await self._store.renew(seat.instance, ttl_ms=round(self._times.lease_ttl_s * 1000))
+        if not (had_joined and was_in_force):
+            await self._tell(events_pb2.InstanceJoined(instance=seat.instance, endpoint=seat.endpoint, boot=seat.boot))
+        self._has_joined = True
 
     async def _campaign(self) -> None:
         ttl_ms = round(self._times.lead_ttl_s * 1000)
-        if self._record is not None:
-            renewed = await self._store.renew_lead(self._record, ttl_ms=ttl_ms)
-            if renewed is not None:
-                self._record = renewed
+        asked_s = self._now_s()
+        if (held := self._record) is not None:
+            renewed = await self._store.renew_lead(held, ttl_ms=ttl_ms)
+            if renewed is not None and self._record is held:
+                self._record, self._leads_until_s = renewed, asked_s + self._times.lead_ttl_s
                 return
             await self._stop_leading()
+            asked_s = self._now_s()
         record = await self._store.campaign(
             self._seat.job,
             self._seat.role,
@@ -125,6 +167,7 @@ class ComponentHost:
         if (record.instance, record.endpoint) != (self._seat.instance, self._seat.endpoint):
             return
         self._record, self._lead = record, self._make_lead()
+        self._leads_until_s = asked_s + self._times.lead_ttl_s
         self._log.info("leading", epoch=record.epoch)
         await self._tell(events_pb2.LeadElected(instance=record.instance, endpoint=record.endpoint, epoch=record.epoch))
 
@@ -150,7 +193,7 @@ class ComponentHost:
     async def _attach(self) -> None:
         try:
             await self._store.attach()
-        except StoreNotAdopted as error:
+        except (StoreNotAdopted, StoreUnavailable) as error:
             self._log.warning("waiting for adoption", error=str(error))
 
     async def _tell(

@@ -15,7 +15,8 @@ from tidegate.codec import decode_grants
 from tidegate.config import RuntimeSection
 from tidegate.events import EventSource
 from tidegate.job import Job
-from tidegate.ports.store import LeadRecord
+from tidegate.ownership import StoreUnavailable
+from tidegate.ports.store import Identity, LeadRecord
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.host import ComponentHost, Seat
 from tidegate.runtime.lead import Lead, LeadTools
@@ -24,7 +25,7 @@ from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 LEAD_TTL_MS, LEASE_TTL_MS = 30, 60
-"""By the store's clock, which stands still; a host looks after a third of it, by the real one."""
+"""By the store's clock and the host's, which stand still; a host looks after a third of it, by the real one."""
 ROLE = Role.INFERENCE
 
 
@@ -92,23 +93,38 @@ class Diary:
 
 
 class WatchedStore(CellStore):
-    """Tells of each look at the lead and each renewed lease."""
+    """Tells of each look at the lead and each renewed lease. While it is away nothing is answered, and nothing done."""
 
     def __init__(self, server: MemoryServer, changes: Changes) -> None:
         super().__init__(MemoryCells(server))
+        self.is_away = False
+        self.is_away_when_attached_to = False
         self.num_renewals = 0
+        self.num_refused = 0
         self._changes = changes
 
-    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> None:
-        await super().renew(holder, ttl_ms=ttl_ms)
+    async def attach(self) -> Identity:
+        self._answer(is_away=self.is_away or self.is_away_when_attached_to)
+        return await super().attach()
+
+    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> bool:
+        self._answer(is_away=self.is_away)
+        was_in_force = await super().renew(holder, ttl_ms=ttl_ms)
         self.num_renewals += 1
         self._changes.tell()
+        return was_in_force
 
     async def renew_lead(self, lead: LeadRecord, *, ttl_ms: int) -> LeadRecord | None:
         try:
             return await super().renew_lead(lead, ttl_ms=ttl_ms)
         finally:
             self._changes.tell()
+
+    def _answer(self, *, is_away: bool) -> None:
+        if is_away:
+            self.num_refused += 1
+            self._changes.tell()
+            raise StoreUnavailable("nobody answers")
 
 
 class Hosting:
@@ -118,6 +134,7 @@ class Hosting:
         self.bench = opened
         self.server = server
         self.store = WatchedStore(server, opened.changes)
+        self.now_s = 0.0
         self.stopping = asyncio.Event()
         self.hosts: list[ComponentHost] = []
         self.running: list[asyncio.Task[None]] = []
@@ -137,6 +154,7 @@ class Hosting:
             announcer=Announcer(self.bench.bus.events, source, JOB),
             times=RuntimeSection(lead_ttl_s=LEAD_TTL_MS / 1000, lease_ttl_s=LEASE_TTL_MS / 1000),
             make_lead=self.bench.new_lead,
+            now_s=lambda: self.now_s,
         )
         self.hosts.append(host)
         self.running.append(asyncio.create_task(host.run(self.stopping)))
@@ -150,6 +168,11 @@ class Hosting:
         """A whole turn of a host: the second renewal from now comes after it."""
         seen = self.store.num_renewals
         await self.bench.changes.until(lambda: self.store.num_renewals >= seen + 2)
+
+    async def refused(self, *, count: int = 1) -> None:
+        """A store that is away was asked so many times more."""
+        seen = self.store.num_refused
+        await self.bench.changes.until(lambda: self.store.num_refused >= seen + count)
 
     async def stop(self) -> None:
         self.stopping.set()

@@ -169,3 +169,46 @@ async def test_a_store_that_restarted_is_joined_again_once_it_is_adopted(tmp_pat
         await of.next_beat()
         assert await other.expired() == ()
         host.lead_for(epoch, incarnation=1)
+
+
+async def test_an_instance_whose_lease_lapsed_joins_again_for_it_may_have_been_counted_as_lost(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start(boot=2)
+        epoch = await of.elected()
+        await of.store.release(HERE)
+        first, again = await of.bench.told("instance_joined", count=2)
+        assert again.instance_joined == first.instance_joined
+        host.lead_for(epoch, incarnation=1)
+        await of.next_beat()
+        assert (await of.bench.kinds()).count("instance_joined") == 2, "it is known again"
+
+
+async def test_a_lead_that_could_not_renew_for_as_long_as_its_epoch_lasts_stops_leading(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start()
+        epoch = await of.elected()
+        lead = of.bench.leads[0]
+        lead.take(of.bench.open_iteration())
+        await of.bench.changes.until(lambda: "begin 0" in lead.diary)
+        of.store.is_away = True
+        of.now_s += LEAD_TTL_MS / 1000 - 0.001
+        await of.refused(count=3)
+        assert lead.diary[-1] == "begin 0", "until then it leads: nobody else can"
+        of.now_s += 0.001
+        await of.bench.changes.until(lambda: lead.diary[-1] == "cancel 0")
+        with pytest.raises(CommandRefused, match="does not lead"):
+            host.lead_for(epoch, incarnation=1)
+        of.store.is_away = False
+        assert await of.elected(count=2) == epoch + 1
+
+
+async def test_a_store_that_goes_away_while_it_is_attached_to_is_no_end(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        of.start()
+        await of.elected()
+        of.server.restart()
+        of.store.is_away_when_attached_to = True
+        await of.refused(count=2)
+        await adopt(WatchedStore(of.server, of.bench.changes), of.bench.bus.term, no_gates)
+        of.store.is_away_when_attached_to = False
+        await of.next_beat()
