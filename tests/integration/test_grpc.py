@@ -20,6 +20,7 @@ from tidegate.adapters.grpc_server import MAX_MESSAGE_BYTES, RpcServer, Service,
 from tidegate.codec import WireError
 from tidegate.ownership import StaleToken, VersionConflict
 from tidegate.ports.rpc import NotSupported, PeerRefused, PeerUnavailable
+from tidegate.runtime.channel import MAX_FRAME_BYTES
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"]
@@ -192,9 +193,14 @@ async def test_one_endpoint_has_one_channel() -> None:
     await channels.close()
 
 
-async def test_messages_pass_up_to_the_limit_and_are_refused_beyond_it() -> None:
+def test_a_call_to_a_worker_on_another_node_carries_all_that_a_frame_on_this_one_does() -> None:
+    tag_and_length_bytes = 16
+    assert MAX_FRAME_BYTES + tag_and_length_bytes <= MAX_MESSAGE_BYTES
+
+
+async def test_messages_far_beyond_grpcs_own_limit_pass_and_those_beyond_ours_are_refused() -> None:
     async with serving(a_servicer()) as server, calling(server.endpoint) as stub:
-        large = "x" * (MAX_MESSAGE_BYTES - 1024)
+        large = "x" * (32 * 2**20)
         assert (await stub.GetJob(control_pb2.GetJobRequest(job=large))).job == large
         with pytest.raises(PeerRefused, match="larger than max"):
             await stub.GetJob(control_pb2.GetJobRequest(job="x" * MAX_MESSAGE_BYTES))

@@ -34,8 +34,10 @@ from tidegate.ownership import (
 from tidegate.ports.bus import BusUnavailable, JobNotOpen, StreamFull, UnknownDeadLetter
 from tidegate.ports.rpc import NotSupported, PeerUnavailable
 
-MAX_MESSAGE_BYTES = 16 * 2**20
-"""The largest message is a group of samples or a minibatch, bounded by NATS at 8 MB; weights go in chunks."""
+MAX_MESSAGE_BYTES = 257 * 2**20
+"""A call to a worker on another node carries what a frame to one on this node may hold (`runtime.channel`'s 256 MiB: a
+whole minibatch to train on), and its wrapping; one smaller would refuse by the place of a worker. Weights go in chunks.
+"""
 ERROR_METADATA = "tidegate-error"
 
 _TOOLS = ("grpc.health.", "grpc.reflection.")
