@@ -512,9 +512,21 @@ async def test_a_full_stream_refuses_and_forgets_nothing(open_bench: Open) -> No
     outcomes = await asyncio.gather(*publish, return_exceptions=True)
     refusals = [str(outcome) for outcome in outcomes if isinstance(outcome, StreamFull)]
     stored = {prompt for prompt, outcome in enumerate(outcomes) if outcome is True}
-    assert "do not fit its 100000" in refusals[0]
+    assert "do not fit its 100000; raise runtime.samples_max_bytes and resume" in refusals[0]
     assert 0 < len(stored) == 10 - len(refusals)
     assert await bench.bus.samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == stored
+
+
+async def test_a_full_stream_of_events_names_the_key_that_helps(open_bench: Open) -> None:
+    bench = await open_bench(replace(LIMITS, events_max_bytes=2_000))
+    by = source()
+    refused = r"stream TG_EVENTS_\S+ is full: \d+ bytes .* its 2000; raise runtime.events_max_bytes and resume"
+    publish = [bench.bus.events.publish(progress(by, bench.job, count)) for count in range(100)]
+    with pytest.raises(StreamFull, match=refused):
+        await asyncio.gather(*publish)
+    stored = [sequence async for sequence, _ in bench.bus.events.read(bench.job)]
+    assert stored == list(range(1, len(stored) + 1))
+    assert stored
 
 
 async def test_a_job_that_was_not_opened_is_named_in_the_error(bench: Bench) -> None:

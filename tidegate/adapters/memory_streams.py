@@ -16,7 +16,6 @@ from tidegate.ports.bus import (
     JobNotOpen,
     MessageTooLarge,
     OnDeadLetter,
-    StreamFull,
     UnknownDeadLetter,
 )
 from tidegate.types import JobId
@@ -51,10 +50,7 @@ class Stream:
     def append(self, message: Stored) -> int:
         held_bytes = sum(len(held.payload) for held in self.messages.values())
         if held_bytes + len(message.payload) > self.max_bytes:
-            raise StreamFull(
-                f"stream {self.name} is full: {len(message.payload)} bytes more do not fit its {self.max_bytes}; "
-                "save a checkpoint (samples that it covers are purged) or raise the stream's limit"
-            )
+            raise subjects.stream_full(self.name, max_bytes=self.max_bytes, size_bytes=len(message.payload))
         self.last_sequence += 1
         self.messages[self.last_sequence] = message
         return self.last_sequence

@@ -16,8 +16,15 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from tidegate.adapters import subjects
-from tidegate.adapters.nats_consumer import Delivery, DurableConsumer, NatsDeadLetters, Source, stored_sequence
-from tidegate.adapters.nats_link import MAX_BYTES_EXCEEDED, WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
+from tidegate.adapters.nats_consumer import (
+    Delivery,
+    DurableConsumer,
+    NatsDeadLetters,
+    Source,
+    full_or_refused,
+    stored_sequence,
+)
+from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
 from tidegate.adapters.nats_term import NatsTermRegister
 from tidegate.codec import WireError, check_event, check_group, decode_event, decode_group
 from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StreamFull
@@ -36,7 +43,7 @@ class NatsBus:
     def __init__(self, link: NatsLink, limits: BusLimits) -> None:
         self._link = link
         self.streams = NatsJobStreams(link, limits)
-        self.dead_letters = NatsDeadLetters(link)
+        self.dead_letters = NatsDeadLetters(link, max_bytes=limits.dead_max_bytes)
         self.events = NatsEventLog(link, limits, self.dead_letters)
         self.samples = NatsSampleStream(link, limits, self.dead_letters)
         self.term = NatsTermRegister(link, writer=uuid.uuid4().hex)
@@ -59,17 +66,18 @@ class NatsJobStreams:
     async def open_job(self, job: JobId) -> None:
         limits = self._limits
         streams = (
-            (subjects.events_stream(job), subjects.event_subject(job), limits.events_max_bytes),
-            (subjects.samples_stream(job), subjects.job_samples(job), limits.samples_max_bytes),
-            (subjects.dead_stream(job), subjects.dead_subject(job), limits.dead_max_bytes),
+            (subjects.events_stream(job), subjects.event_subject(job), "events_max_bytes"),
+            (subjects.samples_stream(job), subjects.job_samples(job), "samples_max_bytes"),
+            (subjects.dead_stream(job), subjects.dead_subject(job), "dead_max_bytes"),
         )
-        for stream, subject, max_bytes in streams:
+        for stream, subject, key in streams:
+            max_bytes = getattr(limits, key)
             try:
                 await self._link.ensure_stream(self._config(stream, subject, max_bytes))
             except NatsRefused as refused:
                 raise StreamFull(
                     f"NATS does not keep {max_bytes} bytes for stream {stream}: {refused}; "
-                    "free disk space in the server's store_dir, or lower the stream's limit"
+                    f"free disk space in the server's store_dir, or lower runtime.{key}"
                 ) from refused
 
     def _config(self, stream: str, subject: str, max_bytes: int) -> dict[str, Any]:
@@ -126,7 +134,9 @@ class NatsEventLog:
         try:
             ack = await self._link.publish(subjects.event_subject(job), payload, stream=stream, message_id=event.id)
         except NatsRefused as refused:
-            raise _full(refused, stream, max_bytes=self._limits.events_max_bytes, size_bytes=len(payload)) from refused
+            raise full_or_refused(
+                refused, stream, max_bytes=self._limits.events_max_bytes, size_bytes=len(payload)
+            ) from refused
         return int(ack["seq"])
 
     async def read(
@@ -208,7 +218,9 @@ class NatsSampleStream:
         except NatsRefused as refused:
             if refused.err_code == WRONG_LAST_SEQUENCE:
                 return False
-            raise _full(refused, stream, max_bytes=self._limits.samples_max_bytes, size_bytes=len(payload)) from refused
+            raise full_or_refused(
+                refused, stream, max_bytes=self._limits.samples_max_bytes, size_bytes=len(payload)
+            ) from refused
         return True
 
     async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> _SampleConsumer:
@@ -267,12 +279,3 @@ def _decode_event_message(raw: Msg) -> Event:
     if subjects.event_subject(JobId(event.job)) != raw.subject:
         raise WireError(f"Event.job {event.job!r} does not belong on subject {raw.subject}")
     return event
-
-
-def _full(refused: NatsRefused, stream: str, *, max_bytes: int, size_bytes: int) -> Exception:
-    if refused.err_code != MAX_BYTES_EXCEEDED:
-        return refused
-    return StreamFull(
-        f"stream {stream} is full: {size_bytes} bytes more do not fit its {max_bytes}; "
-        "save a checkpoint (samples that it covers are purged) or raise the stream's limit"
-    )

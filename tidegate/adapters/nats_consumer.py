@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from nats.aio.msg import Msg
 
 from tidegate.adapters import subjects
-from tidegate.adapters.nats_link import CONSUMER_NOT_FOUND, NatsLink, NatsRefused
+from tidegate.adapters.nats_link import CONSUMER_NOT_FOUND, MAX_BYTES_EXCEEDED, NatsLink, NatsRefused
 from tidegate.codec import WireError
 from tidegate.ports.bus import DeadLetter, OnDeadLetter, UnknownDeadLetter
 from tidegate.types import JobId
@@ -30,21 +30,27 @@ _MAX_REASON = 1000
 
 
 class NatsDeadLetters:
-    def __init__(self, link: NatsLink) -> None:
+    def __init__(self, link: NatsLink, *, max_bytes: int) -> None:
         self._link = link
+        self._max_bytes = max_bytes
 
     async def store(self, job: JobId, message: Msg, *, consumer: str, reason: str) -> DeadLetter:
-        """Sets the message aside; the same delivery again is the same dead letter."""
+        """Sets the message aside; the same delivery again is the same dead letter. StreamFull."""
         reason = reason[:_MAX_REASON]
         origin = message.metadata
-        ack = await self._link.publish(
-            subjects.dead_subject(job),
-            message.data,
-            stream=subjects.dead_stream(job),
-            message_id=f"{origin.stream}/{consumer}/{origin.sequence.stream}",
-            # Header values are one line of ASCII; JSON makes any reason one.
-            headers={"Tg-Subject": message.subject, "Tg-Stream": origin.stream, "Tg-Reason": json.dumps(reason)},
-        )
+        stream = subjects.dead_stream(job)
+        try:
+            ack = await self._link.publish(
+                subjects.dead_subject(job),
+                message.data,
+                stream=stream,
+                message_id=f"{origin.stream}/{consumer}/{origin.sequence.stream}",
+                # Header values are one line of ASCII; JSON makes any reason one.
+                headers={"Tg-Subject": message.subject, "Tg-Stream": origin.stream, "Tg-Reason": json.dumps(reason)},
+            )
+        except NatsRefused as refused:
+            size_bytes = len(message.data)
+            raise full_or_refused(refused, stream, max_bytes=self._max_bytes, size_bytes=size_bytes) from refused
         return DeadLetter(id=ack["seq"], job=job, subject=message.subject, reason=reason, size_bytes=len(message.data))
 
     async def list(self, job: JobId) -> list[DeadLetter]:
@@ -202,6 +208,13 @@ class DurableConsumer(Generic[M]):
         except WireError as undecodable:  # dead-lettered: no delivery of it can end otherwise
             await self.bury(raw, str(undecodable))
             return None
+
+
+def full_or_refused(refused: NatsRefused, stream: str, *, max_bytes: int, size_bytes: int) -> Exception:
+    """What a refused publish is: StreamFull with its remedy, or the refusal itself."""
+    if refused.err_code != MAX_BYTES_EXCEEDED:
+        return refused
+    return subjects.stream_full(stream, max_bytes=max_bytes, size_bytes=size_bytes)
 
 
 def stored_sequence(message: Msg) -> int:

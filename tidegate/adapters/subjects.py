@@ -12,11 +12,17 @@ from __future__ import annotations
 import re
 
 from tidegate.codec import WireError
-from tidegate.ports.bus import Stage
+from tidegate.ports.bus import Stage, StreamFull
 from tidegate.types import JobId, job_id
 from tidegate.v1.samples_pb2 import SampleGroup
 
 _CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_WHEN_FULL = {
+    "TG_EVENTS_": "raise runtime.events_max_bytes and resume; events stay for good",
+    "TG_SAMPLES_": "raise runtime.samples_max_bytes and resume, or save more often (checkpoint.every): samples that a "
+    "checkpoint covers are purged",
+    "TG_DEAD_": "drop or replay dead letters, or raise runtime.dead_max_bytes and resume",
+}
 
 
 def events_stream(job: JobId) -> str:
@@ -29,6 +35,12 @@ def samples_stream(job: JobId) -> str:
 
 def dead_stream(job: JobId) -> str:
     return f"TG_DEAD_{job_id(job).upper()}"
+
+
+def stream_full(stream: str, *, max_bytes: int, size_bytes: int) -> StreamFull:
+    """What to raise when `size_bytes` more do not fit, with the remedy for this kind of stream."""
+    remedy = next(text for kind, text in _WHEN_FULL.items() if stream.startswith(kind))
+    return StreamFull(f"stream {stream} is full: {size_bytes} bytes more do not fit its {max_bytes}; {remedy}")
 
 
 def event_subject(job: JobId) -> str:

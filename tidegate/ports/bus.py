@@ -44,7 +44,10 @@ class MessageTooLarge(ValueError):
 
 
 class StreamFull(RuntimeError):
-    """The stream refused the message at its size limit, rather than forget an older one; or has no room for one."""
+    """The stream refused the message at its size limit, rather than forget an older one; or has no room for one.
+
+    Asking again does not help: the text says which key of the config would.
+    """
 
 
 class UnknownDeadLetter(LookupError):

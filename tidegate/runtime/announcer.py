@@ -1,7 +1,8 @@
 """How an instance tells what happened: its own events, published in the order in which they are told.
 
 Invariant: `tell` returns when the event is on the stream. While the bus is away it waits and asks again, and so do
-those who tell after it: what happened is neither forgotten nor told out of order.
+those who tell after it: what happened is neither forgotten nor told out of order. When the stream is full, figures
+(progress, backlog) are left out, with a line in the log; for anything else `tell` raises StreamFull.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Sequence
 import structlog
 
 from tidegate.events import EventBody, EventSource
-from tidegate.ports.bus import BusUnavailable, DeadLetter, EventLog
+from tidegate.ports.bus import BusUnavailable, DeadLetter, EventLog, StreamFull
 from tidegate.types import Grant, JobId
 from tidegate.v1 import events_pb2
 
 RETRY_S = 1.0
 """Pause before the bus is asked again; each try waits for the bus's own deadline first."""
+_FIGURES = (events_pb2.Progress, events_pb2.Backlog)
+"""Nothing is decided by them, and the next ones replace them."""
 
 
 class Announcer:
@@ -38,8 +41,8 @@ class Announcer:
         iteration: int = 0,
         transition_id: str = "",
         grants: Sequence[Grant] = (),
-    ) -> int:
-        """Publish; the event's sequence on the job's stream."""
+    ) -> None:
+        """Publish. StreamFull, unless it is a figure."""
         async with self._in_order:
             event = self._source.event(
                 body,
@@ -49,13 +52,22 @@ class Announcer:
                 transition_id=transition_id,
                 grants=grants,
             )
-            while True:
-                try:
-                    return await self._log.publish(event)
-                except BusUnavailable as error:
-                    # A repeat has the same id and is stored once.
-                    self._logger.warning("event waits for the bus", id=event.id, error=str(error))
-                    await asyncio.sleep(RETRY_S)
+            try:
+                await self._publish(event)
+            except StreamFull as full:
+                if not isinstance(body, _FIGURES):
+                    raise
+                self._logger.warning("figures left out", id=event.id, error=str(full))
+
+    async def _publish(self, event: events_pb2.Event) -> None:
+        while True:
+            try:
+                await self._log.publish(event)
+                return
+            except BusUnavailable as error:
+                # A repeat has the same id and is stored once.
+                self._logger.warning("event waits for the bus", id=event.id, error=str(error))
+                await asyncio.sleep(RETRY_S)
 
     async def tell_dead_letter(self, letter: DeadLetter) -> None:
         """The hook of consumers: a message was set aside, and the job pauses."""

@@ -90,7 +90,14 @@ async def stop_signal() -> asyncio.Event:
 
 async def connected_bus(config: JobConfig, *, name: str) -> NatsBus:
     """The job's bus, with the limits that all its processes share."""
-    limits = BusLimits(sample_ack_wait_s=config.runtime.ack_wait_s, max_deliveries=config.runtime.max_deliveries)
+    bounds = config.runtime
+    limits = BusLimits(
+        sample_ack_wait_s=bounds.ack_wait_s,
+        max_deliveries=bounds.max_deliveries,
+        events_max_bytes=bounds.events_max_bytes,
+        samples_max_bytes=bounds.samples_max_bytes,
+        dead_max_bytes=bounds.dead_max_bytes,
+    )
     bus = await NatsBus.connect(config.servers.nats_url, name=name, limits=limits)
     await bus.streams.open_job(job_id(config.job))
     return bus

@@ -1,0 +1,31 @@
+"""What an instance tells when the stream of events is full: figures are left out, anything else fails with a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidegate.adapters.memory_bus import MemoryBus
+from tidegate.events import EventSource
+from tidegate.ports.bus import BusLimits, StreamFull
+from tidegate.runtime.announcer import Announcer
+from tidegate.types import JobId, Role
+from tidegate.v1 import events_pb2
+
+JOB = JobId("full")
+
+
+async def test_on_a_full_stream_figures_are_left_out_and_what_counts_fails_with_the_key_to_raise() -> None:
+    bus = MemoryBus(BusLimits(events_max_bytes=200))
+    await bus.streams.open_job(JOB)
+    source = EventSource("actor@n0", role=Role.ACTOR, boot=1, now_ns=lambda: 1)
+    announcer = Announcer(bus.events, source, JOB)
+
+    for count in range(50):
+        await announcer.tell(events_pb2.Progress(num_done=count), incarnation=1)
+        await announcer.tell(events_pb2.Backlog(num_messages=count), incarnation=1)
+
+    stored = [event.WhichOneof("body") async for _, event in bus.events.read(JOB)]
+    assert set(stored) == {"progress", "backlog"}
+    assert len(stored) < 50
+    with pytest.raises(StreamFull, match=r"raise runtime.events_max_bytes and resume"):
+        await announcer.tell(events_pb2.Failed(message="lost"), incarnation=1)
