@@ -17,6 +17,8 @@ MAX_AHEAD = 256
 """Sequences remembered past a gap. Sources publish in order and retry at once, so gaps are a few events long; past
 this many the missing one is given up as never published."""
 
+NOT_OF_LEAD = "not of the component's lead"
+
 _OF_ONE_INCARNATION = (
     ev.Progress,
     ev.Backlog,
@@ -60,9 +62,9 @@ def refusal(state: ClusterState, event: ev.Event) -> Refused | None:
     if is_found_checkpoint(state, event):
         return None
     if isinstance(event.body, _OF_ONE_INCARNATION) and event.incarnation != state.incarnation:
-        return Refused("of an older incarnation" if event.incarnation < state.incarnation else "of a later incarnation")
-    if isinstance(event.body, _OF_THE_LEAD) and not _is_of_lead(state, event):
-        return Refused("not of the component's lead")
+        return of_other_incarnation(state, event)
+    if isinstance(event.body, _OF_THE_LEAD) and not is_of_lead(state, event):
+        return Refused(NOT_OF_LEAD)
     if event.grants and all(is_stale(state, grant) for grant in event.grants):
         return Refused("under old tokens")
     return None
@@ -72,6 +74,17 @@ def is_found_checkpoint(state: ClusterState, event: ev.Event) -> bool:
     """A launcher may tell which checkpoint lies in the job's folder, as long as the job does not run."""
     at_rest = state.spec is None or state.phase in TERMINAL or state.phase is Phase.SUBMITTED
     return isinstance(event.body, ev.CheckpointSaved) and at_rest and role_of_instance(event.source) is None
+
+
+def of_other_incarnation(state: ClusterState, event: ev.Event) -> Refused:
+    return Refused("of an older incarnation" if event.incarnation < state.incarnation else "of a later incarnation")
+
+
+def is_of_lead(state: ClusterState, event: ev.Event) -> bool:
+    """Whether the source leads its component, as far as the state knows."""
+    role = role_of_instance(event.source)
+    lead = state.components[role].lead if role else None
+    return lead is not None and lead.instance == event.source
 
 
 def is_stale(state: ClusterState, grant: Grant) -> bool:
@@ -92,9 +105,3 @@ def _tick(clock: SourceClock | None, event: ev.Event) -> SourceClock | Refused:
     while ahead and (ahead[0] == through + 1 or len(ahead) > MAX_AHEAD):
         through = ahead.pop(0)
     return SourceClock(boot=clock.boot, through=through, ahead=tuple(ahead))
-
-
-def _is_of_lead(state: ClusterState, event: ev.Event) -> bool:
-    role = role_of_instance(event.source)
-    lead = state.components[role].lead if role else None
-    return lead is not None and lead.instance == event.source

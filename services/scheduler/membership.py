@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import events as ev
-from services.scheduler.admission import Refused, is_stale
+from services.scheduler.admission import NOT_OF_LEAD, Refused, is_of_lead, is_stale, of_other_incarnation
 from services.scheduler.losses import OVER, lose, lose_node, restart_actor, stop, with_component
 from services.scheduler.state import (
     ClusterState,
@@ -19,7 +19,7 @@ from services.scheduler.state import (
     node_of_instance,
     role_of_instance,
 )
-from tidegate.types import Grant, InstanceId, Role
+from tidegate.types import InstanceId, Role
 
 
 def meet(state: ClusterState, event: ev.Event) -> ClusterState:
@@ -84,24 +84,24 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
 
 
 def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterState | Refused:
+    """A worker's death is told by its own instance; how a component fares, and that the job cannot go on, only by the
+    component's present lead."""
     role = role_of_instance(event.source)
+    if role is None or body.what is ev.FailedWhat.SAMPLE:
+        return Refused("failed without a component")
+    if body.fatal or body.what is ev.FailedWhat.COMPONENT:
+        if event.incarnation != state.incarnation:
+            return of_other_incarnation(state, event)
+        if not is_of_lead(state, event):
+            return Refused(NOT_OF_LEAD)
     if body.fatal:
-        if event.incarnation not in (0, state.incarnation):
-            return Refused("of an older incarnation")
         if state.phase in OVER:
             return Refused("the job is ending")
         return stop(state, Phase.FAILED, f"{event.source}: {body.message}")
-    if role is None or body.what is ev.FailedWhat.SAMPLE:
-        return Refused("failed without a component")
-    gone = body.grants or (_everything(state, role) if body.what is ev.FailedWhat.COMPONENT else ())
+    # What a component is still to get is told of by its grants: without any, it is about what it had.
+    gone = body.grants or (state.components[role].grants if body.what is ev.FailedWhat.COMPONENT else ())
     current = tuple(grant for grant in gone if not is_stale(state, grant))
     if not current:
         return Refused("under old tokens")
     exit_text = f" (exit status {body.exit_status})" if body.exit_status else ""
     return lose(state, role, current, why=f"{event.source}: {body.message}{exit_text}")
-
-
-def _everything(state: ClusterState, role: Role) -> tuple[Grant, ...]:
-    transition = state.transition_of(role)
-    coming = [Grant(move.gpu, move.token) for move in transition.moves if move.target] if transition else []
-    return (*state.components[role].grants, *coming)

@@ -311,7 +311,8 @@ class FakeCluster:
         for grant in command.grants:
             gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
             if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
-                self.say(lead.instance, ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", False))
+                failed = ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", fatal=False)
+                self.say(lead.instance, failed, incarnation=header.incarnation)
                 return
             gate.highest, gate.is_held = grant.token, True
         lead.members, lead.incarnation = command.members, header.incarnation

@@ -18,6 +18,7 @@ ACTOR = instance_id(Role.ACTOR, NODES[0])
 OTHER_ACTOR = instance_id(Role.ACTOR, NODES[1])
 ROLLOUT = instance_id(Role.ROLLOUT, NODES[0])
 OLD = (Grant(gpu("n0", 1), Token(1, 0)),)
+BROKEN = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a late word", fatal=False)
 REPORT = ev.IterationReported(Fate(num_samples=8), Fate(), (), (), 0, ())
 
 
@@ -83,6 +84,26 @@ REFUSED: dict[str, tuple[ev.Event, str]] = {
             sequence=50,
         ),
         "under old tokens",
+    ),
+    "a whole component's failure of an older incarnation": (
+        said(OTHER_ACTOR, BROKEN, boot=1, sequence=50, incarnation=1),
+        "of an older incarnation",
+    ),
+    "a whole component's failure told by one that does not lead it": (
+        said(ROLLOUT, BROKEN, boot=2, sequence=50),
+        "not of the component's lead",
+    ),
+    "a fatal failure told by one that does not lead": (
+        said(ACTOR, replace(BROKEN, fatal=True), boot=2, sequence=50),
+        "not of the component's lead",
+    ),
+    "a fatal failure of an older incarnation": (
+        said(OTHER_ACTOR, replace(BROKEN, fatal=True), boot=1, sequence=50, incarnation=1),
+        "of an older incarnation",
+    ),
+    "a fatal failure of what is no component": (
+        said("control", replace(BROKEN, fatal=True)),
+        "failed without a component",
     ),
     "an event that acted under old tokens": (
         said(instance_id(Role.ROLLOUT, NODES[1]), REPORT, boot=1, sequence=50, grants=OLD),
@@ -204,3 +225,15 @@ def test_an_event_of_a_newer_start_shows_the_death_of_the_one_before() -> None:
 
     assert [grant.gpu for grant in after.components[Role.ROLLOUT].grants] == [gpu("n0", 1)]
     assert after.version == drive.state.version + 1
+
+
+def test_a_whole_components_failure_leaves_alone_what_is_only_being_started() -> None:
+    drive = booted(FakeCluster(spec()))
+    name = instance_id(Role.INFERENCE, NODES[0])
+    drive.run_until(lambda state: state.transition_of(Role.INFERENCE) is not None)
+    assert not drive.state.components[Role.INFERENCE].is_up
+
+    after = evolve(drive.state, said(name, BROKEN, boot=1, sequence=50, incarnation=1))
+
+    assert after.ignored["under old tokens"] == 1
+    assert after.components == drive.state.components
