@@ -78,13 +78,13 @@ def restart_actor(state: ClusterState, *, why: str) -> ClusterState:
         stopping = stop(state, Phase.FAILED, message)
         return with_component(stopping, Role.ACTOR, shrunk(state.components[Role.ACTOR], ()))
     state = next_incarnation(state, incarnation=state.incarnation + 1)
+    state = replace(state, num_restarts=state.num_restarts + 1)
+    if state.phase is Phase.PAUSED:
+        # Its message says what a person has to do before the job goes on.
+        return state
     where = f"checkpoint {state.checkpoint.name}" if state.checkpoint else "the beginning: there is no checkpoint yet"
-    return replace(
-        state,
-        num_restarts=state.num_restarts + 1,
-        phase=Phase.PAUSED if state.phase is Phase.PAUSED else Phase.STARTING,
-        message=f"{why}; restart {state.num_restarts + 1} of {allowed}, from {where}",
-    )
+    message = f"{why}; restart {state.num_restarts} of {allowed}, from {where}"
+    return replace(state, phase=Phase.STARTING, message=message)
 
 
 def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:

@@ -138,6 +138,20 @@ def test_an_actor_that_dies_more_often_than_allowed_fails_the_job_with_the_numbe
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
 
 
+def test_an_actor_that_restarts_in_a_paused_job_leaves_it_paused_with_what_a_person_has_to_do() -> None:
+    drive = iterating()
+    drive.cluster.say_as("actor", ev.DeadLettered("samples.tide", "not a group", 7))
+    drive.run_until(lambda state: state.phase is Phase.PAUSED)
+    want = drive.state.message
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.run_until(lambda state: state.incarnation == 2)
+
+    assert (drive.state.phase, drive.state.message) == (Phase.PAUSED, want)
+
+    drive.cluster.say_as("control", ev.JobResumeRequested())
+    assert drive.run().phase is Phase.FINISHED
+
+
 def test_a_new_lead_of_the_rollout_is_asked_again_under_its_epoch() -> None:
     drive = iterating()
     drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[0]), tells=True)
