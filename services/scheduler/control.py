@@ -68,7 +68,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             components=[_component(role, state.components[role]) for role in Role],
             iterations=[_summary(summary) for summary in state.summaries if not summary.is_superseded],
             last_reason=self._reason(),
-            final_checksum=state.snapshots[max(state.snapshots)].checksum if state.snapshots else "",
+            final_checksum=state.final_checksum,
         )
 
     async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.codec import job_spec
 from services.scheduler.control import ControlServicer, write_endpoint
 from services.scheduler.state import ClusterState, Component, Lead, Phase, Summary
 from services.scheduler.values import Fate, Snapshot
@@ -102,7 +103,7 @@ async def test_a_job_is_described_from_the_state_with_the_reason_of_the_last_dec
     async with controlled(tmp_path) as of:
         job = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))
         assert (job.job, job.incarnation, job.phase, job.iteration, job.version) == (JOB, 2, "running", 1, 1)
-        assert (job.last_reason, job.final_checksum) == ("static: nothing to do", "sum-1")
+        assert (job.last_reason, job.final_checksum) == ("static: nothing to do", "")
         actor = job.components[0]
         assert (actor.lead, actor.lead_epoch, actor.state) == ("actor@n0", 3, "up")
         assert [grant.gpu for grant in actor.grants] == ["n0/0"]
@@ -115,6 +116,17 @@ async def test_a_job_is_described_from_the_state_with_the_reason_of_the_last_dec
             2,
         )
         assert (iteration.num_lost, iteration.num_duplicates) == (0, 0)
+
+
+async def test_a_job_has_a_final_checksum_once_the_weights_after_its_last_iteration_are_published(
+    tmp_path: Path,
+) -> None:
+    async with controlled(tmp_path) as of:
+        last = replace(job_spec(of.cluster.config), num_iterations=1)
+        of.state = replace(STATE, spec=last, next_version=1)
+        assert (await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))).final_checksum == "sum-1"
+        of.state = replace(of.state, next_iteration=0)
+        assert (await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))).final_checksum == ""
 
 
 async def test_before_any_state_was_written_the_job_is_submitted(tmp_path: Path) -> None:
