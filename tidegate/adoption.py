@@ -17,15 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from tidegate import transitions as rules
-from tidegate.gate import GateState
 from tidegate.ownership import GpuRecord, GpuState, Transition, VersionConflict
 from tidegate.ports.bus import StaleTerm, TermRegister
 from tidegate.ports.store import Identity, StoreContents, StoreIdentity
 from tidegate.types import GpuId, NodeId, Token, TransitionId, node_of
 
-GateReports = Mapping[NodeId, Sequence[GateState]]
+if TYPE_CHECKING:  # the gate itself reads a clock and files, what decides here must not
+    from tidegate.gate import GateState
+
+GateReports: TypeAlias = "Mapping[NodeId, Sequence[GateState]]"
 """What each reachable node's gate says; a node that is missing could not be reached."""
 
 MAX_RACES = 8
