@@ -103,7 +103,7 @@ def next_due_ms(state: ClusterState) -> int | None:
 def answered(state: ClusterState, body: ev.CommandAnswered) -> ClusterState | None:
     """An accepted open or close is done with; an accepted scale or load shows by its events; a refused command is tried
     again after a pause. None when the command is not waited for."""
-    for key, known in state.expectations.items():
+    for known in state.expectations.values():
         if _attempt_id(known) != body.command_id:
             continue
         if not body.accepted:
