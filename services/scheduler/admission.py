@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.scheduler import events as ev
-from services.scheduler.state import TERMINAL, ClusterState, Phase, SourceClock, role_of_instance
+from services.scheduler.state import ClusterState, SourceClock, role_of_instance
 from tidegate.types import Grant
 
 MAX_AHEAD = 256
@@ -59,7 +59,7 @@ def admit(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
 
 def refusal(state: ClusterState, event: ev.Event) -> Refused | None:
     """Why an event that was never seen before is void all the same; None when it counts."""
-    if is_found_checkpoint(state, event):
+    if is_found_checkpoint(event):
         return None
     if isinstance(event.body, _OF_ONE_INCARNATION) and event.incarnation != state.incarnation:
         return of_other_incarnation(state, event)
@@ -70,10 +70,10 @@ def refusal(state: ClusterState, event: ev.Event) -> Refused | None:
     return None
 
 
-def is_found_checkpoint(state: ClusterState, event: ev.Event) -> bool:
-    """A launcher may tell which checkpoint lies in the job's folder, as long as the job does not run."""
-    at_rest = state.spec is None or state.phase in TERMINAL or state.phase is Phase.SUBMITTED
-    return isinstance(event.body, ev.CheckpointSaved) and at_rest and role_of_instance(event.source) is None
+def is_found_checkpoint(event: ev.Event) -> bool:
+    """A launcher tells which checkpoint lies in the job's folder, before it submits the job again: what saved it may be
+    dead, and the state that knew of it lost."""
+    return isinstance(event.body, ev.CheckpointSaved) and role_of_instance(event.source) is None
 
 
 def of_other_incarnation(state: ClusterState, event: ev.Event) -> Refused:

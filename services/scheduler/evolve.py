@@ -15,11 +15,10 @@ from dataclasses import replace
 
 from services.scheduler import events as ev
 from services.scheduler import iterations, membership, ownership_view
-from services.scheduler.admission import Refused, admit, is_found_checkpoint, refusal
+from services.scheduler.admission import Refused, admit, refusal
 from services.scheduler.expectations import answered
 from services.scheduler.losses import OVER, next_incarnation, stop
 from services.scheduler.state import (
-    TERMINAL,
     Checkpoint,
     ClusterState,
     Component,
@@ -127,7 +126,8 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         return Refused("the job is finished")
     if not body.resume:
         state = replace(state, checkpoint=None)
-    incarnation = max(1, event.incarnation, state.incarnation + (state.spec is not None))
+    told_before = state.checkpoint.incarnation if state.checkpoint else 0
+    incarnation = max(1, event.incarnation, told_before, state.incarnation + (state.spec is not None))
     again = next_incarnation(state, incarnation=incarnation)
     return replace(
         again,
@@ -172,10 +172,11 @@ def _resumed(state: ClusterState) -> ClusterState | Refused:
 
 
 def _checkpointed(state: ClusterState, event: ev.Event, body: ev.CheckpointSaved) -> ClusterState | Refused:
+    """Where the next incarnation begins; the present one goes on as it is."""
     known = state.checkpoint
     if known is not None and body.next_iteration <= known.next_iteration:
         return Refused("of an older checkpoint")
-    checkpoint = Checkpoint(next_iteration=body.next_iteration, version=body.version, name=body.name)
-    if is_found_checkpoint(state, event) and state.phase not in TERMINAL and state.iteration is None:
-        state = replace(state, next_iteration=body.next_iteration, next_version=body.version)
+    checkpoint = Checkpoint(
+        next_iteration=body.next_iteration, version=body.version, name=body.name, incarnation=event.incarnation
+    )
     return replace(state, checkpoint=checkpoint)

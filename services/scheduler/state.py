@@ -131,9 +131,13 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """`incarnation`: what goes on from it has at least this one. A lead saves in its own; a launcher tells of what it
+    found with one that nothing in the job's folder has."""
+
     next_iteration: int
     version: int
     name: str
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)

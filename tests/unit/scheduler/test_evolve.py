@@ -131,10 +131,6 @@ REFUSED: dict[str, tuple[ev.Event, str]] = {
         said(instance_id(Role.ROLLOUT, NODES[1]), ev.WeightsLoaded(5, "sum-5"), boot=1, sequence=50),
         "of a version that is not published",
     ),
-    "a checkpoint told by a launcher while the job runs": (
-        said("launcher", ev.CheckpointSaved(9, 9, "found", 0)),
-        "not of the component's lead",
-    ),
     "a gate's report that nobody asked for": (
         said("scheduler", ev.GateReported(NODES[0], (ev.GateState(gpu("n0", 1), Token(1, 1), False),))),
         "of GPUs that nobody asked about",

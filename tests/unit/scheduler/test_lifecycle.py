@@ -9,8 +9,9 @@ import pytest
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.decide import decide
+from services.scheduler.evolve import evolve
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.state import ClusterState, Phase
+from services.scheduler.state import Checkpoint, ClusterState, Phase
 from services.scheduler.values import Fate
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, spec
@@ -245,21 +246,77 @@ def test_a_resumed_job_goes_on_from_its_last_checkpoint_in_a_new_incarnation() -
     assert lineage[-1] == (3, 2)
 
 
+def resumed(drive: Drive, *, next_iteration: int, incarnation: int) -> ClusterState:
+    """As a launcher resumes: it tells what it found in the job's folder, then submits the job."""
+    cluster = drive.cluster
+    cluster.checkpoints["found"] = next_iteration
+    cluster.say_as("launcher", ev.CheckpointSaved(next_iteration, next_iteration, "found", 16))
+    cluster.say_as("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=True))
+    cluster.outbox[-2:] = [replace(event, incarnation=incarnation) for event in cluster.outbox[-2:]]
+    while any(event.source == "launcher" for event in cluster.outbox):
+        drive.step()
+    return drive.state
+
+
 def test_a_checkpoint_that_the_launcher_finds_is_where_a_resume_without_a_state_begins() -> None:
     cluster = FakeCluster(spec(num_iterations=3))
-    cluster.checkpoints["found"] = 2
     drive = Drive(cluster)
-    cluster.say_as("launcher", ev.CheckpointSaved(2, 2, "found", 16))
-    drive.step()
-    cluster.boot()
-    cluster.outbox[-1] = replace(cluster.outbox[-1], body=ev.JobSubmitted(cluster.job_spec, "{}", resume=True))
+    state = resumed(drive, next_iteration=2, incarnation=5)
+    assert (state.incarnation, state.next_iteration, state.next_version) == (5, 2, 2)
+    for role in Role:
+        for node in NODES:
+            cluster.start(instance_id(role, node))
 
     state = drive.run()
 
-    assert state.phase is Phase.FINISHED
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 5)
     assert [each.iteration for each in state.summaries] == [2]
     ups = [command for command in cluster.log if isinstance(command, cmd.ScaleUp)]
     assert {command.checkpoint for command in ups if command.header.role is Role.ACTOR} == {"found"}
+
+
+FOUND = {
+    "a newer checkpoint than the state knows": (2, "found", 2),
+    "the checkpoint that the state knows": (1, "step-1-1", 1),
+    "an older checkpoint than the state knows": (0, "step-1-1", 1),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_a_resume_with_a_state_begins_from_the_newer_of_its_checkpoint_and_the_one_found(case: str) -> None:
+    found, want_name, want_iteration = FOUND[case]
+    drive = booted(FakeCluster(spec(num_iterations=4)))
+    drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 1)
+
+    state = resumed(drive, next_iteration=found, incarnation=9)
+
+    assert state.checkpoint is not None
+    assert (state.checkpoint.name, state.next_iteration, state.incarnation) == (want_name, want_iteration, 9)
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_checkpoint_that_a_launcher_tells_of_leaves_the_present_incarnation_as_it_is() -> None:
+    drive = booted(FakeCluster(spec()))
+    drive.run_until(is_iterating)
+    told = ev.Event(
+        job=JOB, source="launcher", boot=1, sequence=9, body=ev.CheckpointSaved(9, 9, "found", 0), incarnation=2
+    )
+
+    after = evolve(drive.state, told)
+
+    assert after.checkpoint == Checkpoint(next_iteration=9, version=9, name="found", incarnation=2)
+    assert replace(after, checkpoint=None, version=0) == replace(drive.state, version=0)
+
+
+def test_a_resume_takes_an_incarnation_that_is_as_high_as_the_found_checkpoints_word() -> None:
+    state = ClusterState(job=JOB)
+    saved = ev.CheckpointSaved(2, 2, "found", 16)
+    state = evolve(state, ev.Event(job=JOB, source="launcher", boot=1, sequence=1, body=saved, incarnation=4))
+    submitted = ev.JobSubmitted(spec(), "{}", resume=True)
+
+    after = evolve(state, ev.Event(job=JOB, source="launcher", boot=1, sequence=2, body=submitted, incarnation=1))
+
+    assert (after.incarnation, after.next_iteration) == (4, 2)
 
 
 def test_every_decision_of_a_job_has_a_reason_that_does_not_hold_the_time() -> None:
