@@ -1,0 +1,198 @@
+"""How long one rank plans its part of a reshard, on one core: `python -m benchmarks.plan [--json] [--quick] [--save]`.
+
+Models of real shapes, bf16 with fp32 main parameters and Adam moments under the distributed optimizer, whose ranges are
+made as Megatron's buffers make them and are read before the clock starts, as a job would have them. Timed is all that a
+rank does from these inputs to its frozen, validated part: its sends, its receives, its local copies; nothing is kept
+between runs. A case's figure is the median of its slowest rank among those tried.
+`bytes_over_minimum` is what all tried ranks receive over what they want and did not hold, which is worked out here by
+comparing each rank's own two shards, without the planner.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from benchmarks.report import Report, arguments, publish, spread
+from tidegate.elastic.gpt import GptShape, gpt_parameters
+from tidegate.elastic.holders import State
+from tidegate.elastic.layout import Edge, Mesh, even_chunks
+from tidegate.elastic.optimizers import DistributedOptimizer, FlatRange
+from tidegate.elastic.parameters import Parameter, shard_of
+from tidegate.elastic.plan import Part
+from tidegate.elastic.planner import Planner
+from tidegate.elastic.regions import overlaps_of
+from tidegate.types import Layout
+
+RANKS_PER_HOST = 8
+QWEN25_32B = GptShape(
+    num_layers=64,
+    hidden_size=5120,
+    ffn_hidden_size=27648,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151_665,
+    padded_vocab_size=152_064,
+    qkv_bias=True,
+)
+LLAMA3_405B = GptShape(
+    num_layers=126,
+    hidden_size=16384,
+    ffn_hidden_size=53248,
+    num_heads=128,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128_256,
+    padded_vocab_size=128_256,
+)
+QWEN3_235B_A22B = GptShape(
+    num_layers=94,
+    hidden_size=4096,
+    ffn_hidden_size=1536,
+    num_heads=64,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151_669,
+    padded_vocab_size=151_936,
+    qk_norm=True,
+    num_experts=128,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    figure: str
+    name: str
+    shape: GptShape
+    source: Mesh
+    target: Mesh
+
+
+def mesh(layout: Layout, chunks: tuple[tuple[int, ...], ...], first: int = 0) -> Mesh:
+    return Mesh(layout, tuple(range(first, first + layout.num_ranks)), chunks)
+
+
+def stages(num_layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
+    """As equal as they can be."""
+    return (tuple(num_layers // pp + (stage < num_layers % pp) for stage in range(pp)),)
+
+
+def switches() -> Iterator[Switch]:
+    dense = "plan_32b_128_s"
+    a, b = Layout(tp=8, pp=4, dp=4), Layout(tp=4, pp=2, dp=16)
+    yield Switch(dense, f"{a} to {b}", QWEN25_32B, mesh(a, stages(64, 4)), mesh(b, stages(64, 2)))
+    yield Switch(dense, f"{b} to {a}, vpp 4", QWEN25_32B, mesh(b, stages(64, 2)), mesh(a, even_chunks(64, pp=4, vpp=4)))
+    c = Layout(tp=8, dp=8)
+    yield Switch(dense, f"{c} to {a}, grown", QWEN25_32B, mesh(c, stages(64, 1)), mesh(a, stages(64, 4)))
+    large = "plan_405b_1024_s"
+    a, b = Layout(tp=8, pp=16, dp=8), Layout(tp=8, pp=8, dp=8, cp=2)
+    yield Switch(large, f"{a} to {b}", LLAMA3_405B, mesh(a, stages(126, 16)), mesh(b, stages(126, 8)))
+    c = Layout(tp=4, pp=8, dp=32)
+    yield Switch(large, f"{a} to {c}", LLAMA3_405B, mesh(a, stages(126, 16)), mesh(c, stages(126, 8)))
+    moe = "plan_235b_moe_1024_s"
+    a, b = Layout(tp=4, pp=8, dp=32, ep=8), Layout(tp=2, pp=16, dp=32, ep=16)
+    yield Switch(moe, f"{a} to {b}", QWEN3_235B_A22B, mesh(a, stages(94, 8)), mesh(b, stages(94, 16)))
+    c = Layout(tp=4, pp=4, dp=64, ep=8)
+    yield Switch(moe, f"{c} to {a}", QWEN3_235B_A22B, mesh(c, stages(94, 4)), mesh(a, stages(94, 8)))
+
+
+def with_optimizer(parameters: tuple[Parameter, ...], on: Mesh) -> State:
+    """Each stage's and chunk's parameters, dense and experts apart, in buffers dealt out over the replicas."""
+    homes = list(on.homes())
+    last = (on.layout.pp - 1, len(on.chunks) - 1)
+    ranges: dict[int, dict[str, FlatRange]] = {rank: {} for rank in on.ranks}
+
+    def buffer_of(parameter: Parameter) -> tuple[int, int, int]:
+        stage, chunk = (0, 0) if parameter.place is Edge.INPUT else last
+        if isinstance(parameter.place, int):
+            stage, chunk = homes[parameter.place].stage, homes[parameter.place].chunk
+        return stage, chunk, -1 if parameter.expert is None else parameter.expert.ep_rank(on.layout.ep)
+
+    for (stage, _, ep), held in groupby(sorted(parameters, key=buffer_of), key=buffer_of):
+        order = list(held)[::-1]
+        for tp_rank in range(on.layout.tp):
+            deal_out(order, on.holders(stage, tp=tp_rank, ep=None if ep < 0 else ep), on.layout.tp, ranges)
+    return State(on, DistributedOptimizer(ranges))
+
+
+def deal_out(order: list[Parameter], ranks: tuple[int, ...], tp: int, ranges: dict[int, dict[str, FlatRange]]) -> None:
+    """One buffer: parameters begin at multiples of 64 elements, and its end is padded to a multiple of the ranks."""
+    starts: list[tuple[Parameter, int, int]] = []
+    end = 0
+    for parameter in order:
+        start = -(-end // 64) * 64
+        end = start + shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=0).num_elements
+        starts.append((parameter, start, end))
+    share = -(-end // (len(ranks) * 128)) * 128
+    for parameter, start, end in starts:
+        for index in range(start // share, -(-end // share)):
+            low, high = max(index * share, start), min((index + 1) * share, end)
+            ranges[ranks[index]][parameter.name] = FlatRange(low - start, high - start)
+
+
+def minimum_bytes(part: Part) -> int:
+    """What the rank wants and did not hold."""
+    held = {(holding.name, holding.kind): holding.blocks for holding in part.held}
+    missing = 0
+    for want in part.wanted:
+        wanted = sum(block.num_elements for block in want.blocks)
+        kept = overlaps_of(held.get((want.name, want.kind), ()), want.blocks)
+        missing += (wanted - sum(box.rows * box.cols for box in kept)) * want.itemsize
+    return missing
+
+
+def main() -> int:
+    options = arguments("Plan one rank's part of a reshard.")
+    num_runs, num_ranks = (3, 2) if options.quick else (7, 4)
+    seconds: dict[str, float] = {}
+    cases = []
+    received = minimum = 0
+    for switch in switches():
+        parameters = gpt_parameters(switch.shape)
+        source, target = with_optimizer(parameters, switch.source), with_optimizer(parameters, switch.target)
+        ranks = sorted({*switch.source.ranks, *switch.target.ranks})
+        hosts = {rank: f"host-{rank // RANKS_PER_HOST}" for rank in ranks}
+        for rank in ranks[:: (len(ranks) - 1) // (num_ranks - 1)]:
+            took = []
+            for _ in range(num_runs):
+                began = time.perf_counter()
+                part = Planner(parameters, source, target, hosts=hosts).part(rank)
+                took.append(time.perf_counter() - began)
+            received += part.received_bytes
+            minimum += minimum_bytes(part)
+            times = spread(took)
+            seconds[switch.figure] = max(seconds.get(switch.figure, 0.0), times["median"])
+            cases.append(
+                {
+                    "case": switch.name,
+                    "figure": switch.figure,
+                    "rank": rank,
+                    "num_parameters": len(parameters),
+                    "num_copies": len(part.local) + len(part.sends) + len(part.receives),
+                    "received_bytes": part.received_bytes,
+                    "sent_bytes": part.sent_bytes,
+                    **{f"{key}_s" if key != "runs" else key: value for key, value in times.items()},
+                }
+            )
+            print(f"{switch.figure:22} {switch.name:40} rank {rank:4} {times['median']:.3f} s")
+    report = Report(
+        name="plan",
+        figures=seconds | {"bytes_over_minimum": received / minimum},
+        goals={
+            "plan_32b_128_s": "<= 0.2",
+            "plan_405b_1024_s": "<= 1.0",
+            "plan_235b_moe_1024_s": "<= 1.0",
+            "bytes_over_minimum": "<= 1.0",
+        },
+        cases=cases,
+        against="bytes that a rank wants in the target and did not hold in the source",
+    )
+    return publish(report, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
