@@ -22,7 +22,7 @@ from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job, snapshot_folder
 from tidegate.ports.bus import BusLimits, SampleStream
 from tidegate.runtime.announcer import Announcer
-from tidegate.runtime.crew import Crew, InstancePort, WorkerGone
+from tidegate.runtime.crew import Crew, InstancePort, WorkerGone, WorkerUnreachable
 from tidegate.runtime.lead import Lead, LeadTools
 from tidegate.types import Grant, JobId, NodeId, Role, Token, instance_id
 from tidegate.v1 import commands_pb2, events_pb2, types_pb2
@@ -108,6 +108,9 @@ class FakeInstance(Generic[W]):
         self.node = node
         self.drops: list[tuple[int, tuple[int, ...]]] = []
         self.started: list[Grant] = []
+        self.is_silent = False
+        """Calls get no answer, as on a node that cannot be reached."""
+        self.timeouts_s: list[float] = []
         self._config = config
         self._make_worker = make_worker
         self._slots: dict[str, _Slot[W]] = {}
@@ -117,8 +120,10 @@ class FakeInstance(Generic[W]):
 
     async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
         for grant in grants:
-            self.started.append(grant)
-            self._slots[grant.gpu] = _Slot(grant, self._make_worker(grant))
+            running = self._slots.get(grant.gpu)
+            if running is None or running.grant != grant:
+                self.started.append(grant)
+                self._slots[grant.gpu] = _Slot(grant, self._make_worker(grant))
 
     async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
         for grant in grants:
@@ -132,6 +137,9 @@ class FakeInstance(Generic[W]):
     async def call(
         self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
     ) -> AsyncGenerator[wire.WorkerReply, None]:
+        self.timeouts_s.append(timeout_s)
+        if self.is_silent:
+            raise WorkerUnreachable(f"the instance on {self.node} gave no answer")
         slot = self._slots.get(grant.gpu)
         if slot is None or slot.grant != grant:
             raise WorkerGone(f"no worker of {grant.gpu} under token {grant.token}")
@@ -185,7 +193,7 @@ class Bench(Generic[L, W]):
 
     def new_lead(self) -> L:
         """As on an election; the one before goes on until it is closed."""
-        crew = Crew(JOB, self._connect, call_timeout_s=PATIENCE_S)
+        crew = Crew(JOB, self._connect, call_timeout_s=PATIENCE_S, work_timeout_s=2 * PATIENCE_S)
         boot = len(self.leads) + 1
         source = EventSource(instance_id(self.role, NODES[0]), role=self.role, boot=boot, now_ns=lambda: 0)
         announcer = Announcer(self.bus.events, source, JOB)

@@ -171,6 +171,8 @@ class RuntimeSection(_Section):
     lead_ttl_s: PositiveFloat = 10.0
     ack_wait_s: PositiveFloat = 30.0
     command_deadline_s: PositiveFloat = 120.0
+    work_timeout_s: PositiveFloat = 3600.0
+    """Of one call that warms up, trains, generates or scores. A worker's death is noticed at once, whatever this is."""
     collective_timeout_s: PositiveFloat = 60.0
     max_deliveries: Positive = 8
     max_actor_restarts: Count = 3

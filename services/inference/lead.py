@@ -108,6 +108,7 @@ class InferenceLead(Lead):
         except WorkerGone as error:
             self._log.warning("rank lost", error=str(error))
             self._whole.clear()
+            await self.tell_unreachable(error)
             await asyncio.gather(*(delivery.nak() for delivery in deliveries))
             return False
         scored = {

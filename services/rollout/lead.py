@@ -141,6 +141,7 @@ class RolloutLead(Lead):
             self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(left), error=str(error))
             if self._engines.get(slot.grant.gpu) is slot:
                 del self._engines[slot.grant.gpu]
+            await self.tell_unreachable(error)
         finally:
             slot.num_held -= len(left)
             generation.groups.give_back(left)

@@ -72,10 +72,10 @@ async def test_workers_start_through_the_gate_and_free_it_when_stopped(port: Por
     both = [grant("n0/0"), grant("n0/1")]
     await port.start_workers(JOB, "t1", both)
     assert await port.workers(JOB) == tuple(both)
-    assert await port.gate_report() == tuple(GateState(held.gpu, Token(1, 1), held=True) for held in both)
+    assert node.gate.report() == [GateState(held.gpu, Token(1, 1), held=True) for held in both]
     assert await port.stop_workers(JOB, "t2", both) == 0
     assert await port.workers(JOB) == ()
-    assert [state.held for state in await port.gate_report()] == [False, False]
+    assert [state.held for state in node.gate.report()] == [False, False]
     assert node.deaths.empty()
 
 

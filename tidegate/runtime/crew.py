@@ -8,7 +8,8 @@ members are sent side by side, and when one fails the others are not waited for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from tidegate.checksums import combined_checksum
@@ -18,12 +19,23 @@ from tidegate.v1 import workers_pb2 as wire
 
 Result = TypeVar("Result")
 
+_WORK = frozenset({"warm_up", "train", "generate", "score"})
+"""Calls that take as long as the model and the data make them. The others are bounded like a command."""
+
 
 class WorkerGone(ConnectionError):
     """The worker died, or its instance cannot be reached: it is no member any more."""
 
 
-class WorkerRefused(ValueError):
+class WorkerUnreachable(WorkerGone):
+    """Its instance gave no answer, so that nobody but the caller knows: the caller tells it. `grants`: of whom."""
+
+    def __init__(self, message: str, *, grants: Sequence[Grant] = ()) -> None:
+        super().__init__(message)
+        self.grants = tuple(grants)
+
+
+class WorkerRefused(RuntimeError):
     """The worker would not do the call; nothing changed."""
 
 
@@ -47,7 +59,7 @@ class InstancePort(Protocol):
         ...
 
     def call(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> AsyncIterator[wire.WorkerReply]:
-        """Replies as they come; raises WorkerGone or WorkerRefused."""
+        """Replies as they come; raises WorkerGone, WorkerUnreachable or WorkerRefused."""
         ...
 
     async def store_address(self, grant: Grant) -> tuple[str, int]:
@@ -66,12 +78,13 @@ Connect = Callable[[str, str], InstancePort]
 
 
 class Crew:
-    """See the module. One event loop uses it."""
+    """See the module. One event loop uses it. `work_timeout_s` bounds what trains, generates or scores."""
 
-    def __init__(self, job: JobId, connect: Connect, *, call_timeout_s: float) -> None:
+    def __init__(self, job: JobId, connect: Connect, *, call_timeout_s: float, work_timeout_s: float) -> None:
         self._job = job
         self._connect = connect
-        self._timeout_s = call_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._work_timeout_s = work_timeout_s
         self._ports: dict[NodeId, InstancePort] = {}
         self._endpoints: dict[NodeId, str] = {}
         self._members: dict[str, Grant] = {}
@@ -127,10 +140,12 @@ class Crew:
         ]
 
     async def stream(self, grant: Grant, call: wire.WorkerCall) -> AsyncIterator[wire.WorkerReply]:
-        """All replies to one call. WorkerGone (it is forgotten) or WorkerRefused."""
+        """All replies to one call. WorkerGone, WorkerUnreachable (it is forgotten) or WorkerRefused."""
+        timeout_s = self._work_timeout_s if call.WhichOneof("body") in _WORK else self._call_timeout_s
         try:
-            async for reply in self._port(grant).call(grant, call, timeout_s=self._timeout_s):
-                yield reply
+            with _naming([grant]):
+                async for reply in self._port(grant).call(grant, call, timeout_s=timeout_s):
+                    yield reply
         except WorkerGone:
             if self._members.get(grant.gpu) == grant:
                 self.forget(grant)
@@ -195,9 +210,21 @@ class Crew:
     async def _by_node(
         self, grants: Sequence[Grant], act: Callable[[InstancePort, Sequence[Grant]], Awaitable[Result]]
     ) -> list[Result]:
-        nodes = sorted({node_of(grant.gpu) for grant in grants})
-        parts = [[grant for grant in grants if node_of(grant.gpu) == node] for node in nodes]
-        return await together([act(self._on(node), part) for node, part in zip(nodes, parts, strict=True)])
+        async def act_on(node: NodeId) -> Result:
+            part = [grant for grant in grants if node_of(grant.gpu) == node]
+            with _naming(part):
+                return await act(self._on(node), part)
+
+        return await together([act_on(node) for node in sorted({node_of(grant.gpu) for grant in grants})])
+
+
+@contextmanager
+def _naming(grants: Sequence[Grant]) -> Iterator[None]:
+    """Who gives no answer is named by its grants."""
+    try:
+        yield
+    except WorkerUnreachable as error:
+        raise WorkerUnreachable(str(error), grants=grants) from error
 
 
 async def together(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:

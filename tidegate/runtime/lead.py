@@ -2,8 +2,8 @@
 
 A role's lead is a subclass that says how it scales, loads and runs its part of an iteration. Commands are taken in
 order and worked on one at a time, but for an iteration, which runs until it is done, closed or superseded. Invariants:
-a command of an older incarnation is refused; a newer incarnation, and a new lead, end what was running before; work
-that fails is told as `Failed`, never swallowed.
+a command of an older incarnation is refused; a newer incarnation, a new lead, and an iteration that opens, end what
+was running before, on the workers too; work that fails is told as `Failed`, never swallowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidegate.job import Job, JobFolder
 from tidegate.ports.bus import SampleStream, Stage
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task
-from tidegate.runtime.crew import Crew, WorkerGone
+from tidegate.runtime.crew import Crew, WorkerGone, WorkerUnreachable
 from tidegate.types import Grant, JobId, Layout, NodeId
 from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 
@@ -34,7 +34,15 @@ Command: TypeAlias = (
 )
 
 
-class CommandRefused(ValueError):
+FATAL = (ValueError, ArithmeticError, AssertionError)
+"""What is wrong with the job itself: a value, a file, an arithmetic. It would be wrong again and ends the job; what a
+machine or a race did (a timeout, a refusal, a lost connection) is answered by a new start."""
+MAX_BREAKS = 3
+"""Times in a row that an iteration may fail without a death before the job is given up: each costs a start of the
+component, and what failed so often is no accident."""
+
+
+class CommandRefused(RuntimeError):
     """The command cannot be taken; nothing changed. The message says what and why."""
 
 
@@ -68,8 +76,11 @@ class Lead:
         self._server: asyncio.Task[None] | None = None
         self._iteration_task: asyncio.Task[None] | None = None
         self._taken: set[str] = set()
+        self._is_unfinished = False
+        """An iteration was opened and did not end by itself: workers may still be at it."""
         self._broken_off: types_pb2.IterationPlan | None = None
         """An iteration that failed: it is taken up again once the component, started anew, holds its weights."""
+        self._num_breaks = 0
         self._took_over = False
         self._has_ended = False
 
@@ -115,13 +126,16 @@ class Lead:
         progress = events_pb2.Progress(phase=phase, num_done=num_done, num_total=num_total, metrics=figures)
         await self.tell(progress)
 
-    async def fail(self, what: str, error: Exception, *, grants: Sequence[types_pb2.Grant] = ()) -> None:
-        """The component could not do its work: with these GPUs, or with all it has.
+    async def tell_unreachable(self, error: WorkerGone) -> None:
+        """A death is told by the worker's own instance; that an instance gives no answer, only its caller can tell."""
+        if isinstance(error, WorkerUnreachable):
+            await self.fail("no answer", error, grants=encode_grants(error.grants))
 
-        What is wrong with the job itself (a value, a file, an arithmetic) would be wrong again and ends the job; what
-        a machine did (a timeout, a refusal, a lost connection) is answered by a new start.
-        """
-        fatal = isinstance(error, ValueError | ArithmeticError | AssertionError)
+    async def fail(
+        self, what: str, error: Exception, *, grants: Sequence[types_pb2.Grant] = (), give_up: bool = False
+    ) -> None:
+        """The component could not do its work: with these GPUs, or with all it has. `give_up`: it is no use again."""
+        fatal = give_up or isinstance(error, FATAL)
         self._log.error("component failed", what=what, fatal=fatal, exc_info=error)
         failed = events_pb2.Failed(
             what=events_pb2.Failed.WHAT_COMPONENT, grants=grants, message=f"{what}: {error}", fatal=fatal
@@ -172,8 +186,9 @@ class Lead:
         if isinstance(command, commands_pb2.ScaleUpRequest):
             await self.fail(what, error, grants=command.grants)
         elif isinstance(error, WorkerGone):
-            # Its instance tells the death; what comes of it is the scheduler's to decide.
+            # What comes of a death is the scheduler's to decide.
             self._log.warning("command interrupted", command=command.header.id, error=str(error))
+            await self.tell_unreachable(error)
         else:
             await self.fail(what, error)
 
@@ -182,7 +197,8 @@ class Lead:
         if header.incarnation > self.incarnation:
             await self._end_iteration()
             await self.supersede()
-            self.incarnation, self._broken_off = header.incarnation, None
+            self._is_unfinished = False
+            self.incarnation, self._broken_off, self._num_breaks = header.incarnation, None, 0
         self.crew.meet(header.instances)
         if not self._took_over:
             await self.crew.take_over()
@@ -190,6 +206,7 @@ class Lead:
             self._took_over = True
         match command:
             case commands_pb2.ScaleUpRequest():
+                await self._stop_started(command)
                 await self.scale_up(command)
             case commands_pb2.ScaleDownRequest():
                 await self._scale_down(command)
@@ -201,6 +218,12 @@ class Lead:
                 await self._open(command.plan)
             case commands_pb2.CloseIterationRequest():
                 await self._close(command)
+
+    async def _stop_started(self, request: commands_pb2.ScaleUpRequest) -> None:
+        """Workers of these grants that an earlier lead started: how far it came with them nobody knows."""
+        started = [grant for grant in decode_grants(request.grants) if grant in self.crew.members]
+        if started:
+            await self.crew.stop(started, transition=request.header.transition_id)
 
     async def _scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
         grants = decode_grants(request.grants)
@@ -214,7 +237,9 @@ class Lead:
 
     async def _open(self, plan: types_pb2.IterationPlan) -> None:
         await self._end_iteration()
-        self.iteration, self._broken_off = plan.iteration, None
+        if self._is_unfinished:
+            await self.supersede()
+        self.iteration, self._broken_off, self._is_unfinished = plan.iteration, None, True
         self._iteration_task = asyncio.create_task(self._guarded(plan), name="iteration")
 
     async def _close(self, request: commands_pb2.CloseIterationRequest) -> None:
@@ -233,11 +258,16 @@ class Lead:
     async def _guarded(self, plan: types_pb2.IterationPlan) -> None:
         try:
             await self.run_iteration(plan)
+            self._is_unfinished, self._num_breaks = False, 0
         except WorkerGone as error:
+            self._broken_off = plan
             self._log.warning("iteration interrupted", iteration=plan.iteration, error=str(error))
+            await self.tell_unreachable(error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever an iteration raised is told as Failed
             self._broken_off = plan
-            await self.fail(f"iteration {plan.iteration}", error)
+            self._num_breaks += 1
+            again = f" ({self._num_breaks} times in a row)" if self._num_breaks > 1 else ""
+            await self.fail(f"iteration {plan.iteration}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
 
 
 def layout_of(request: commands_pb2.ScaleUpRequest) -> Layout:

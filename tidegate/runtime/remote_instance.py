@@ -1,8 +1,8 @@
 """Instances on other nodes, with the same Python interface as the one in this process.
 
 The channels are those of `tidegate.adapters.grpc_client`: what a peer refuses arrives as `PeerRefused` with the name of
-its exception, and leaves here as that exception; a peer that gives no answer is a `WorkerGone`. Invariant: a lead
-cannot tell from what it sees whether an instance is local or remote.
+its exception, and leaves here as that exception; a peer that gives no answer is a `WorkerUnreachable`, which nobody
+else knows of. Invariant: but for that, a lead cannot tell from what it sees whether an instance is local or remote.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 
 import grpc
 
-from tidegate.codec import WireError, decode_grants, decode_token, encode_grant, encode_grants, encode_token
-from tidegate.gate import GateClosed, GateDamaged, GateState
+from tidegate.codec import WireError, decode_grants, encode_grant, encode_grants, encode_token
+from tidegate.gate import GateClosed, GateDamaged
 from tidegate.ownership import StaleToken
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
-from tidegate.runtime.crew import WorkerGone, WorkerRefused
+from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.instance import DEADLINE_MARGIN_S
 from tidegate.runtime.launch import LauncherGone, LaunchRefused
 from tidegate.runtime.snapshots import SnapshotUnavailable, StaleSnapshot
-from tidegate.types import GpuId, Grant, JobId
-from tidegate.v1 import events_pb2, instance_pb2, instance_pb2_grpc, types_pb2
+from tidegate.types import Grant, JobId
+from tidegate.v1 import instance_pb2, instance_pb2_grpc, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _NAMED_ERRORS: dict[str, type[Exception]] = {
@@ -38,6 +38,7 @@ _NAMED_ERRORS: dict[str, type[Exception]] = {
         ValueError,
         WireError,
         WorkerGone,
+        WorkerUnreachable,
     )
 }
 
@@ -70,7 +71,7 @@ class RemoteInstance:
     async def call(
         self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
     ) -> AsyncGenerator[wire.WorkerReply, None]:
-        """Replies as they come; raises WorkerGone, WorkerRefused (nothing changed) or TimeoutError."""
+        """Replies as they come; raises WorkerGone, WorkerUnreachable, WorkerRefused (nothing changed), TimeoutError."""
         addressed = wire.WorkerCall()
         addressed.CopyFrom(call)
         addressed.gpu = grant.gpu
@@ -104,12 +105,6 @@ class RemoteInstance:
         with _errors_as_named():
             await self._stub.DropSnapshots(request, timeout=self._timeout_s)
 
-    async def gate_report(self) -> tuple[GateState, ...]:
-        """Of every GPU of its node, whichever service or job had it."""
-        with _errors_as_named():
-            report = await self._stub.GateReport(instance_pb2.GateReportRequest(), timeout=self._timeout_s)
-        return tuple(_decode_state(state) for state in report.gpus)
-
 
 class GrpcShardSource:
     """Reads snapshot files from the instances that serve them. `connect` gives the channel to an endpoint."""
@@ -120,7 +115,7 @@ class GrpcShardSource:
     async def read(
         self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, *, timeout_s: float
     ) -> AsyncIterator[bytes]:
-        """Its bytes in order; raises SnapshotUnavailable, StaleSnapshot or WorkerGone."""
+        """Its bytes in order; raises SnapshotUnavailable, StaleSnapshot or WorkerUnreachable."""
         request = instance_pb2.FetchShardRequest(
             job=snapshot.job,
             incarnation=snapshot.incarnation,
@@ -139,14 +134,9 @@ def _errors_as_named() -> Iterator[None]:
     try:
         yield
     except PeerUnavailable as error:
-        raise WorkerGone(str(error)) from error
+        raise WorkerUnreachable(str(error)) from error
     except PeerRefused as error:
         named = _NAMED_ERRORS.get(error.error)
         if named is None:
             raise
         raise named(str(error)) from error
-
-
-def _decode_state(state: events_pb2.GateState) -> GateState:
-    token = decode_token(state.highest_token) if state.HasField("highest_token") else None
-    return GateState(GpuId(state.gpu), token, state.held)

@@ -157,7 +157,12 @@ class _Instance:
                 return RemoteInstance(channels.connect(endpoint), timeout_s=times.command_deadline_s)
 
             def make_lead() -> Lead:
-                crew = Crew(self._job_id, connect, call_timeout_s=times.command_deadline_s)
+                crew = Crew(
+                    self._job_id,
+                    connect,
+                    call_timeout_s=times.command_deadline_s,
+                    work_timeout_s=times.work_timeout_s,
+                )
                 tools = LeadTools(self._arguments.node, job, self._folder, crew, bus.samples, announcer)
                 return self._make_lead(tools)
 

@@ -61,7 +61,7 @@ _STATE_OF_CALL = {
 }
 
 
-class CallRefused(ValueError):
+class CallRefused(RuntimeError):
     """The call cannot be done and nothing was changed; the message says why and what would do."""
 
 

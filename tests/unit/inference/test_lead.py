@@ -241,6 +241,18 @@ async def test_a_rank_lost_puts_the_groups_back_and_they_are_scored_after_the_ne
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
 
 
+async def test_a_rank_whose_node_gives_no_answer_is_told_by_the_lead(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)))
+        await of.bench.told("layout_committed")
+        of.bench.instances[NODES[1]].is_silent = True
+        lead.take(of.bench.open_iteration())
+        await of.generated(range(4))
+        (failed,) = await of.bench.told("failed")
+        assert [grant.gpu for grant in failed.failed.grants] == [SECOND]
+        assert not failed.failed.fatal
+
+
 async def test_a_group_delivered_again_after_it_was_scored_is_neither_scored_nor_published_again(
     tmp_path: Path,
 ) -> None:

@@ -349,8 +349,21 @@ async def test_a_request_that_an_engine_refuses_fails_the_component_with_its_wor
         await of.told("layout_committed")
         engines.of[FIRST].refusal = "the prompt is longer than max_seq_len=80"
         give(of, of.open_iteration())
-        with pytest.raises(AssertionError, match="longer than max_seq_len=80"):
-            await of.told("iteration_reported")
+        (failed,) = await of.told("failed")
+        assert "longer than max_seq_len=80" in failed.failed.message
+
+
+async def test_an_engine_whose_node_gives_no_answer_is_told_by_the_lead_and_the_others_go_on(tmp_path: Path) -> None:
+    engines = Engines()
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)))
+        await of.told("layout_committed")
+        of.instances[NODES[0]].is_silent = True
+        give(of, of.open_iteration())
+        await assert_whole_iteration(of)
+        (failed,) = await of.told("failed")
+        assert [grant.gpu for grant in failed.failed.grants] == [FIRST]
+        assert engines.of[FIRST].asked == []
 
 
 async def test_weights_that_are_not_the_published_ones_fail_the_component(tmp_path: Path) -> None:

@@ -37,12 +37,13 @@ class Idle:
 
 
 class DiaryLead(Lead):
-    """Writes down what it does; loads fail as told, iterations last until `may_end`."""
+    """Writes down what it does; all fails with `failure`, iterations last until `may_end`."""
 
     def __init__(self, tools: LeadTools, changes: Changes) -> None:
         super().__init__(tools)
         self.diary: list[str] = []
         self.failure: Exception | None = None
+        self.iteration_failure: Exception | None = None
         self.may_end = asyncio.Event()
         self._changes = changes
 
@@ -66,8 +67,8 @@ class DiaryLead(Lead):
         self.write(f"begin {plan.iteration}")
         try:
             await self.may_end.wait()
-            if self.failure is not None:
-                raise self.failure
+            if (failure := self.failure or self.iteration_failure) is not None:
+                raise failure
             self.write(f"end {plan.iteration}")
         except asyncio.CancelledError:
             self.write(f"cancel {plan.iteration}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.component_bench import JOB, NODES, FakeInstance, job_config, loaded, replied, snapshot
-from tidegate.runtime.crew import Crew, SnapshotMismatch, WorkerGone, WorkerRefused, together
+from tidegate.runtime.crew import Crew, SnapshotMismatch, WorkerGone, WorkerRefused, WorkerUnreachable, together
 from tidegate.types import GpuId, Grant, JobId, NodeId, Token
 from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -70,7 +70,7 @@ class Cluster:
         self.connected: list[tuple[str, str]] = []
 
     def crew(self, *, nodes: Sequence[NodeId] = NODES) -> Crew:
-        crew = Crew(JOB, self._connect, call_timeout_s=5.0)
+        crew = Crew(JOB, self._connect, call_timeout_s=5.0, work_timeout_s=50.0)
         crew.meet(
             commands_pb2.InstanceAddress(instance=f"actor@{node}", endpoint=f"at-{node}", boot=1) for node in nodes
         )
@@ -126,6 +126,25 @@ async def test_a_worker_that_died_in_a_call_is_no_member_any_more(cluster: Clust
     with pytest.raises(WorkerGone):
         await asked
     assert crew.members == (ON_N1,)
+
+
+async def test_whose_instance_gives_no_answer_is_no_member_any_more_and_named_by_its_grant(cluster: Cluster) -> None:
+    crew = cluster.crew()
+    await crew.start([ON_N0, ON_N1], transition="start")
+    cluster.instances[NODES[0]].is_silent = True
+    with pytest.raises(WorkerUnreachable) as unreachable:
+        await crew.ask_all(dict.fromkeys((ON_N0, ON_N1), HELLO))
+    assert unreachable.value.grants == (ON_N0,)
+    assert crew.members == (ON_N1,)
+
+
+async def test_work_may_take_longer_than_what_is_bounded_like_a_command(cluster: Cluster) -> None:
+    crew = cluster.crew()
+    await crew.start([ON_N0], transition="start")
+    works = [wire.WorkerCall(warm_up=wire.WarmUp()), wire.WorkerCall(generate=wire.Generate())]
+    for call in [*works, wire.WorkerCall(score=wire.Score()), HELLO, wire.WorkerCall(publish=wire.Publish())]:
+        await crew.ask(ON_N0, call)
+    assert cluster.instances[NODES[0]].timeouts_s == [50.0, 50.0, 50.0, 5.0, 5.0]
 
 
 async def test_a_worker_that_refuses_stays_a_member(cluster: Cluster) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.component_bench import Bench, bench, snapshot
+from tests.component_bench import JOB, NODES, Bench, bench, snapshot
 from tests.unit.runtime.diary import Diary, DiaryLead, Idle
-from tidegate.runtime.crew import WorkerGone
+from tidegate.codec import decode_grants
+from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.lead import CommandRefused
+from tidegate.runtime.worker import CallRefused
 from tidegate.types import Role
 from tidegate.v1 import commands_pb2, events_pb2
 
@@ -97,8 +99,17 @@ async def test_an_iteration_that_opens_ends_the_one_before(tmp_path: Path) -> No
         of.lead.take(of.bench.open_iteration(0))
         await of.until("begin 0")
         of.lead.take(of.bench.open_iteration(1))
-        await of.until("cancel 0", "begin 1")
+        await of.until("cancel 0", "supersede", "begin 1")
         assert of.lead.iteration == 1
+
+
+async def test_after_an_iteration_that_ended_by_itself_there_is_nothing_to_end(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.may_end.set()
+        of.lead.take(of.bench.open_iteration(0))
+        of.lead.take(of.close(0))
+        of.lead.take(of.bench.open_iteration(1))
+        await of.until("begin 0", "end 0", "close 0", "begin 1", "end 1")
 
 
 async def test_other_commands_are_worked_on_while_an_iteration_runs(tmp_path: Path) -> None:
@@ -138,8 +149,19 @@ async def test_a_layout_is_told_as_acquired_then_committed_in_its_transition(tmp
         (ArithmeticError("not a number"), True),
         (TimeoutError("no answer in time"), False),
         (RuntimeError("a machine said no"), False),
+        (WorkerRefused("the engine is started already"), False),
+        (CallRefused("the engine is started already"), False),
+        (CommandRefused("another leads"), False),
     ],
-    ids=["a wrong value", "an arithmetic", "a timeout", "a refusal"],
+    ids=[
+        "a wrong value",
+        "an arithmetic",
+        "a timeout",
+        "a machine's refusal",
+        "a worker's refusal",
+        "a call's refusal",
+        "a command's refusal",
+    ],
 )
 async def test_work_that_fails_is_told_and_ends_the_job_only_when_it_would_fail_again(
     tmp_path: Path, failure: Exception, want_fatal: bool
@@ -189,9 +211,45 @@ async def test_an_iteration_that_a_machine_broke_off_is_taken_up_once_the_compon
         of.lead.failure = None
         of.lead.take(of.bench.scale_up())
         of.lead.take(of.load(2))
-        await of.until("load 2", "begin 2", "end 2")
+        await of.until("load 2", "supersede", "begin 2", "end 2")
         of.lead.take(of.load(3))
         await of.until("load 3")
+
+
+async def test_an_iteration_that_fails_again_and_again_without_a_death_is_given_up(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.iteration_failure = TimeoutError("no answer")
+        of.lead.may_end.set()
+        of.lead.take(of.bench.open_iteration(2))
+        for number in range(1, 3):
+            await of.bench.told("failed", count=number)
+            of.lead.take(of.load(2))
+        with pytest.raises(AssertionError, match=r"iteration 2 \(3 times in a row\): no answer"):
+            await of.bench.told("iteration_reported")
+
+
+@pytest.mark.parametrize("where", ["a command", "an iteration"])
+async def test_that_an_instance_gives_no_answer_is_told_with_the_grants_of_its_workers(
+    tmp_path: Path, where: str
+) -> None:
+    async with leading(tmp_path) as of:
+        (silent,) = of.bench.grants()[1:]
+        of.lead.failure = WorkerUnreachable("n1 gave no answer", grants=[silent])
+        of.lead.may_end.set()
+        of.lead.take(of.load(1) if where == "a command" else of.bench.open_iteration())
+        failed = (await of.failed()).failed
+        assert (decode_grants(failed.grants), failed.fatal) == ((silent,), False)
+        assert failed.message == "no answer: n1 gave no answer"
+
+
+async def test_workers_that_an_earlier_lead_started_and_did_not_announce_are_started_anew(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        first, second = of.bench.grants()
+        await of.bench.instances[NODES[0]].start_workers(JOB, "start", [first])
+        of.lead.take(of.bench.scale_up())
+        await of.bench.told("layout_committed")
+        assert of.bench.instances[NODES[0]].started == [first, first], "its state is unknown: a start may be refused"
+        assert of.bench.instances[NODES[1]].started == [second]
 
 
 @pytest.mark.parametrize("where", ["a command", "an iteration"])
