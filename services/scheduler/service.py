@@ -207,6 +207,7 @@ class SchedulerService:
         """`state` tells which instances' gates can be asked."""
         try:
             await adopt(self._ports.store, self._ports.terms, lambda: self._ports.ask_gates(state))
-        except (StoreUnavailable, BusUnavailable, VersionConflict) as error:
+        except (StoreNotAdopted, StoreUnavailable, BusUnavailable, VersionConflict) as error:
+            # Not adopted: it went away again meanwhile.
             self._log.warning("not adopted yet", error=str(error))
             await asyncio.sleep(RETRY_S)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from services.scheduler.state import TERMINAL, Phase
 from tests.component_bench import JOB, NODES, PATIENCE_S
-from tests.unit.scheduler.wire_cluster import WireCluster, running, wire_cluster
+from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
 from tidegate.ports.bus import EventDelivery
+from tidegate.ports.store import Identity
 from tidegate.types import Role, instance_id
 from tidegate.v1 import commands_pb2, events_pb2
 
@@ -161,6 +162,29 @@ async def test_a_store_that_nobody_adopted_is_adopted_first(tmp_path: Path) -> N
             await told(of, "layout_committed")
             assert of.server.identity.is_open
             await assert_whole_job(of)
+
+
+class _GoesAwayWhenAdopted(WatchedStore):
+    """The server restarts once more between its adoption and the adopter's return to it."""
+
+    def __init__(self, of: WireCluster) -> None:
+        super().__init__(of.server, of.changes)
+        self._server = of.server
+        self._has_gone_away = False
+
+    async def attach(self) -> Identity:
+        if not self._has_gone_away:
+            self._has_gone_away = True
+            self._server.restart()
+        return await super().attach()
+
+
+async def test_a_store_that_goes_away_again_while_it_is_adopted_is_adopted_anew(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path, adopted=False) as of:
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica(store=_GoesAwayWhenAdopted(of))):
+            assert await ended(of) is Phase.FINISHED
 
 
 async def test_an_instance_whose_lease_expired_is_told_lost_once(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class WireCluster:
         return store
 
     def detached_client(self) -> CellStore:
-        return _WatchedStore(self.server, self.changes)
+        return WatchedStore(self.server, self.changes)
 
     def written_state(self) -> ClusterState:
         """What any replica would load now."""
@@ -150,7 +150,7 @@ class WireCluster:
                 await tell(released, transition_id=header.transition_id, grants=decode_grants(request.grants))
 
 
-class _WatchedStore(CellStore):
+class WatchedStore(CellStore):
     """Tells of every state that is written."""
 
     def __init__(self, server: MemoryServer, changes: Changes) -> None:
