@@ -10,7 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 from google.protobuf.message import DecodeError, Message
 
@@ -121,18 +122,9 @@ def fate_of(ids: Iterable[SampleId], *, reason: str = "") -> types_pb2.Fate:
     return types_pb2.Fate(reason=reason, num_samples=len(samples), ids_digest=ids_digest(samples))
 
 
-def total_fate(fates: Iterable[types_pb2.Fate]) -> types_pb2.Fate:
-    """The account of all of them together, without a reason."""
-    total = types_pb2.Fate()
-    for fate in fates:
-        total.num_samples += fate.num_samples
-        total.ids_digest = (total.ids_digest + fate.ids_digest) % _DIGEST_SPACE
-    return total
-
-
-def same_samples(one: types_pb2.Fate, other: types_pb2.Fate) -> bool:
-    """Whether both account for the same samples, whatever their reasons."""
-    return (one.num_samples, one.ids_digest) == (other.num_samples, other.ids_digest)
+def finite_only(figures: Mapping[str, float]) -> dict[str, float]:
+    """Without those that are NaN or infinite, for which JSON has no word: a figure that is not there is not known."""
+    return {name: figure for name, figure in figures.items() if math.isfinite(figure)}
 
 
 def decode_job(name: str, *, field: str) -> JobId:
@@ -200,6 +192,11 @@ def _check_sample(sample: samples_pb2.Sample, group: samples_pb2.SampleGroup) ->
                 f"Sample.{field} of {decode_sample_id(sample.id)} covers {count} tokens; "
                 f"the response has {num_tokens}, and each needs one"
             )
+    if strange := sorted({run.version for run in sample.versions} - {group.version}):
+        raise WireError(
+            f"Sample.versions of {decode_sample_id(sample.id)} name version {strange[0]}, its group is of version "
+            f"{group.version}; training is strictly on-policy: every token is drawn from the version of its iteration"
+        )
 
 
 def _parse(message: Message, payload: bytes) -> None:

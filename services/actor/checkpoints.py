@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `inc<incarnation>-it<next iteration>` with a file a rank and `manifest.json`, which names
 every file's checksum, the layout, the ledger and the versions. Order of a save: files into a partial folder, the
-manifest, fsync, rename. Invariants: a folder with its final name is complete and never changes; a checkpoint is checked
-whole before it is used; the newest is never removed.
+manifest, fsync, rename; older ones go in a step of their own. Invariants: a folder with its final name is complete and
+never changes; a checkpoint is checked whole before it is used; the newest is never removed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CheckpointStore:
         return partial
 
     def commit(self, checkpoint: Checkpoint) -> Path:
-        """Give the partial folder its name, then remove the oldest beyond those to keep.
+        """Give the partial folder its name.
 
         Raises CheckpointError when a rank's file is not what it said it wrote.
         """
@@ -79,9 +79,12 @@ class CheckpointStore:
             return final
         os.rename(partial, final)
         _sync_folder(self._folder)
+        return final
+
+    def prune(self) -> None:
+        """Remove the oldest beyond those to keep; to be called once the newest is known to whoever resumes."""
         for name in self.names()[: -self._keep]:
             shutil.rmtree(self._folder / name)
-        return final
 
     def names(self) -> list[str]:
         """Complete checkpoints, oldest first. A later incarnation's is newer, whatever its iteration: an earlier one's

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +22,9 @@ from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.snapshots import SnapshotShelf
 from tidegate.checksums import WrittenFile
-from tidegate.codec import decode_grants, decode_sample_id, encode_layout, fate_of
+from tidegate.codec import decode_grants, decode_sample_id, encode_layout, fate_of, finite_only
 from tidegate.ports.bus import SampleDelivery, Stage
-from tidegate.runtime.lead import Lead, LeadTools, layout_of
+from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s
 from tidegate.types import Layout, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -64,7 +65,9 @@ class ActorLead(Lead):
         self._num_skipped = 0
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
-        checkpoint = self._checkpoints.load(request.checkpoint) if request.checkpoint else None
+        checkpoint = None
+        if request.checkpoint:
+            checkpoint = await asyncio.to_thread(self._checkpoints.load, request.checkpoint)
         members = decode_grants(request.members)
         await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
         seats = await self.crew.rendezvous(members, timeout_s=self.job.config.runtime.collective_timeout_s)
@@ -115,7 +118,7 @@ class ActorLead(Lead):
         next_version = open_iteration.version + 1
         await self._save(next_iteration=request.iteration + 1, version=next_version)
         await self._publish(next_version)
-        await self.crew.drop_snapshots(before_version=next_version, keep=[0])
+        await self.crew.drop_snapshots(before_version=next_version, keep=self.versions_to_keep)
 
     async def _warm_up(self) -> None:
         asked = self.job.config.actor.warm_up
@@ -149,10 +152,14 @@ class ActorLead(Lead):
     async def _take_in(self, delivery: SampleDelivery, training: _Training) -> None:
         group = delivery.group
         ids = [decode_sample_id(sample.id) for sample in group.samples]
-        verdict = self._ledger.verdict(ids)
-        if verdict is Verdict.NEW and group.prompt in training.held:
-            verdict = Verdict.SEEN
-        match verdict:
+        if (group.incarnation, group.iteration) > (self.incarnation, training.plan.iteration):
+            await delivery.nak(delay_s=put_off_s(delivery.num_deliveries))
+            return
+        match self._ledger.verdict(ids):
+            case Verdict.NEW if group.prompt in training.held:
+                # It was kept alive too late. Its update is still to come: until then a crash must bring it again.
+                training.num_duplicates_dropped += len(ids)
+                training.held[group.prompt] = delivery
             case Verdict.NEW if len(ids) == training.plan.group_size and group.version == training.plan.version:
                 training.held[group.prompt] = delivery
                 training.assembly.add(group.prompt)
@@ -237,13 +244,13 @@ class ActorLead(Lead):
         row = {
             "update": update_id,
             "committed": report.committed,
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
+            "loss": _number(report.loss),
+            "grad_norm": _number(report.grad_norm),
             "learning_rate": rate,
             "samples": [str(sample) for sample in ids],
         }
         with self.tools.folder.journal.open("a") as journal:
-            journal.write(json.dumps(row) + "\n")
+            journal.write(json.dumps(row, allow_nan=False) + "\n")
 
     async def _report(self, training: _Training) -> None:
         fates = self._ledger.open_iteration
@@ -261,7 +268,7 @@ class ActorLead(Lead):
                 filtered=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.filtered.items())],
                 discarded=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.discarded.items())],
                 num_duplicates_dropped=training.num_duplicates_dropped,
-                metrics=metrics,
+                metrics=finite_only(metrics),
             )
         )
 
@@ -270,12 +277,12 @@ class ActorLead(Lead):
         due = next_iteration % config.checkpoint.every == 0 or next_iteration == config.algorithm.iterations
         if not due:
             return
-        folder = self._checkpoints.begin()
+        folder = await asyncio.to_thread(self._checkpoints.begin)
         call = wire.WorkerCall(save=wire.Save(folder=str(folder)))
         replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
         files = tuple(WrittenFile(r.saved.file, r.saved.size_bytes, r.saved.checksum) for r in replies)
         checkpoint = Checkpoint(next_iteration, version, self._layout, self._ledger, files)
-        self._checkpoints.commit(checkpoint)
+        await asyncio.to_thread(self._checkpoints.commit, checkpoint)
         await self.tell(
             events_pb2.CheckpointSaved(
                 next_iteration=next_iteration,
@@ -284,6 +291,8 @@ class ActorLead(Lead):
                 num_samples_trained=self._ledger.num_trained,
             )
         )
+        # Only now: until it is told, a resume takes the one before.
+        await asyncio.to_thread(self._checkpoints.prune)
         await self.tools.samples.purge(self.tools.job_id, incarnation=self.incarnation, iteration=next_iteration)
 
     async def _publish(self, version: int) -> None:
@@ -298,6 +307,11 @@ class ActorLead(Lead):
             held = list(training.held.values())
             # One that is not told in time is delivered again, and then dropped as seen.
             await asyncio.gather(*(delivery.in_progress() for delivery in held), return_exceptions=True)
+
+
+def _number(figure: float) -> float | None:
+    """JSON has no word for NaN and the infinities."""
+    return figure if math.isfinite(figure) else None
 
 
 def _ids(samples: Sequence[samples_pb2.Sample]) -> list[SampleId]:

@@ -1,13 +1,15 @@
 """The actor's side of weight snapshots: has every rank write its part, and keeps the reference policy for later runs.
 
 Invariants: a snapshot is told only when all its files are complete; the reference is version 0 of the job, bit for bit,
-in every incarnation.
+in every incarnation; at any moment, a crash's too, a whole one is kept once there was one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -70,36 +72,21 @@ class SnapshotShelf:
             await self._keep(published)
             self._reference = published
         elif self._reference is None or self._reference.incarnation != published.incarnation:
-            self._reference = self._restore(published.incarnation)
+            self._reference = await self._restore(published.incarnation)
         return self._reference
 
     async def _keep(self, snapshot: types_pb2.Snapshot) -> None:
         folder = Path(await self._tools.crew.fetch(snapshot, self._node))
-        kept = self._tools.folder.reference
-        partial = kept.with_name(f".{kept.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for shard in snapshot.shards:
-            shutil.copyfile(folder / shard.file, partial / shard.file)
-        (partial / _MESSAGE).write_text(json_format.MessageToJson(snapshot))
-        shutil.rmtree(kept, ignore_errors=True)
-        os.rename(partial, kept)
+        await asyncio.to_thread(_copy_in, folder, self._tools.folder.reference, snapshot)
 
-    def _restore(self, incarnation: int) -> types_pb2.Snapshot:
-        kept, config = self._tools.folder.reference, self._tools.job.config
-        try:
-            snapshot = json_format.Parse((kept / _MESSAGE).read_text(), types_pb2.Snapshot())
-        except OSError as error:
-            raise ReferenceMissing(
-                f"reference policy {kept}: {error.strerror}; it is written when the job starts and a resume with a KL "
-                "term needs it: start the job anew"
-            ) from error
-        folder = snapshot_folder(config, self._node, incarnation=incarnation, version=snapshot.version)
-        folder.mkdir(parents=True, exist_ok=True)
+    async def _restore(self, incarnation: int) -> types_pb2.Snapshot:
+        kept = self._tools.folder.reference
+
+        def folder_of(version: int) -> Path:
+            return snapshot_folder(self._tools.job.config, self._node, incarnation=incarnation, version=version)
+
+        snapshot = await asyncio.to_thread(_copy_out, kept, folder_of)
         for shard in snapshot.shards:
-            if file_checksum(kept / shard.file) != shard.checksum:
-                raise ReferenceMissing(f"reference policy {kept / shard.file} is damaged: start the job anew")
-            shutil.copyfile(kept / shard.file, folder / shard.file)
             shard.node, shard.endpoint = self._node, self._tools.crew.endpoint(self._node)
         return self._snapshot(snapshot.version, incarnation, list(snapshot.shards))
 
@@ -112,3 +99,42 @@ class SnapshotShelf:
             shards=sorted(shards, key=lambda shard: shard.file),
             checksum=combined_checksum({shard.file: shard.checksum for shard in shards}),
         )
+
+
+def _copy_in(folder: Path, kept: Path, snapshot: types_pb2.Snapshot) -> None:
+    """Makes the snapshot's files in `folder` the ones that are kept: the former ones go when these are there."""
+    partial, former = kept.with_name(f".{kept.name}.partial"), _former(kept)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for shard in snapshot.shards:
+        shutil.copyfile(folder / shard.file, partial / shard.file)
+    (partial / _MESSAGE).write_text(json_format.MessageToJson(snapshot))
+    if kept.exists():
+        shutil.rmtree(former, ignore_errors=True)
+        os.rename(kept, former)
+    os.rename(partial, kept)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapshot:
+    """Brings the kept files, checked, to the folder of their version; what they are."""
+    if not kept.exists() and _former(kept).exists():  # a crash came between the two renames
+        os.rename(_former(kept), kept)
+    try:
+        snapshot = json_format.Parse((kept / _MESSAGE).read_text(), types_pb2.Snapshot())
+    except OSError as error:
+        raise ReferenceMissing(
+            f"reference policy {kept}: {error.strerror}; it is written when the job starts and a resume with a KL term "
+            "needs it: start the job anew"
+        ) from error
+    folder = folder_of(snapshot.version)
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in snapshot.shards:
+        if file_checksum(kept / shard.file) != shard.checksum:
+            raise ReferenceMissing(f"reference policy {kept / shard.file} is damaged: start the job anew")
+        shutil.copyfile(kept / shard.file, folder / shard.file)
+    return snapshot
+
+
+def _former(kept: Path) -> Path:
+    return kept.with_name(f".{kept.name}.former")

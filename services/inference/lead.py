@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from tidegate.codec import decode_grants, decode_sample_id, encode_layout
 from tidegate.ports.bus import SampleConsumer, SampleDelivery, Stage
 from tidegate.runtime.crew import WorkerGone
-from tidegate.runtime.lead import Lead, LeadTools, layout_of
+from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s
 from tidegate.types import SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -21,8 +21,6 @@ from tidegate.v1 import workers_pb2 as wire
 _MAX_GROUPS_A_CALL = 8
 """Enough to fill a pipeline; more would hold up the first group, which the actor may be waiting for."""
 _FETCH_TIMEOUT_S = 5.0
-_NOT_YET_DELAY_S = 1.0
-"""After which a group of a version or incarnation that is still to come is looked at again."""
 
 
 class InferenceLead(Lead):
@@ -73,7 +71,7 @@ class InferenceLead(Lead):
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         if self._version is not None:
-            await self.crew.drop_snapshots(before_version=self._version, keep=[0])
+            await self.crew.drop_snapshots(before_version=self._version, keep=self.versions_to_keep)
 
     async def _load(self, weights: types_pb2.Snapshot, reference: types_pb2.Snapshot | None) -> None:
         if reference is not None:
@@ -87,7 +85,7 @@ class InferenceLead(Lead):
         group = delivery.group
         now = (self.incarnation, self.iteration)
         if (group.incarnation, group.iteration) > now:
-            await delivery.nak(delay_s=_NOT_YET_DELAY_S)
+            await delivery.nak(delay_s=put_off_s(delivery.num_deliveries))
         elif (group.incarnation, group.iteration) < now or group.prompt in done:
             await delivery.ack()
         elif group.version != self._version:

@@ -101,7 +101,7 @@ class RolloutLead(Lead):
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         versions = [slot.version for slot in self._engines.values() if slot.version is not None]
         if versions:
-            await self.crew.drop_snapshots(before_version=min(versions), keep=[0])
+            await self.crew.drop_snapshots(before_version=min(versions), keep=self.versions_to_keep)
 
     async def _load(self, snapshot: types_pb2.Snapshot, grants: Sequence[Grant]) -> None:
         await self.crew.load(snapshot, grants)

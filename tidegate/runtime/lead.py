@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import structlog
 
-from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout
+from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout, finite_only
 from tidegate.events import EventBody
 from tidegate.job import Job, JobFolder
 from tidegate.ports.bus import SampleStream, Stage
@@ -40,6 +40,7 @@ machine or a race did (a timeout, a refusal, a lost connection) is answered by a
 MAX_BREAKS = 3
 """Times in a row that an iteration may fail without a death before the job is given up: each costs a start of the
 component, and what failed so often is no accident."""
+_NOT_YET_DELAY_S = 1.0
 
 
 class CommandRefused(RuntimeError):
@@ -111,6 +112,11 @@ class Lead:
             if task is not None:
                 await end_task(task)
 
+    @property
+    def versions_to_keep(self) -> tuple[int, ...]:
+        """Version 0 is the reference policy where there is a KL term."""
+        return (0,) if self.job.config.algorithm.kl_coefficient else ()
+
     async def tell(self, body: EventBody, *, transition: str = "", grants: Sequence[Grant] = ()) -> None:
         """An event of this component, at its present incarnation and iteration."""
         await self.tools.announcer.tell(
@@ -122,8 +128,10 @@ class Lead:
         )
 
     async def tell_progress(self, phase: str, num_done: int, num_total: int, **figures: float) -> None:
-        """`figures` are the component's own metrics."""
-        progress = events_pb2.Progress(phase=phase, num_done=num_done, num_total=num_total, metrics=figures)
+        """`figures` are the component's own metrics; those that are not finite are left out."""
+        progress = events_pb2.Progress(
+            phase=phase, num_done=num_done, num_total=num_total, metrics=finite_only(figures)
+        )
         await self.tell(progress)
 
     async def tell_unreachable(self, error: WorkerGone) -> None:
@@ -268,6 +276,12 @@ class Lead:
             self._num_breaks += 1
             again = f" ({self._num_breaks} times in a row)" if self._num_breaks > 1 else ""
             await self.fail(f"iteration {plan.iteration}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
+
+
+def put_off_s(num_deliveries: int) -> float:
+    """After which a group of what is still to come is looked at again: ever later, so that the deliveries which a
+    message may have (`runtime.max_deliveries`, by default 8) last for two minutes."""
+    return _NOT_YET_DELAY_S * 2.0 ** (num_deliveries - 1)
 
 
 def layout_of(request: commands_pb2.ScaleUpRequest) -> Layout:

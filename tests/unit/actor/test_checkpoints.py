@@ -27,6 +27,13 @@ def _saved(store: CheckpointStore, *, next_iteration: int = 1, incarnation: int 
     return checkpoint
 
 
+def test_a_commit_removes_none_for_the_new_one_is_not_known_yet(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    for iteration in (1, 2):
+        _saved(store, next_iteration=iteration)
+    assert store.names() == ["inc000-it000001", "inc000-it000002"]
+
+
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     want = _saved(store)
@@ -37,6 +44,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for iteration in (1, 2, 3):
         _saved(store, next_iteration=iteration)
+    store.prune()
     assert store.names() == ["inc000-it000002", "inc000-it000003"]
 
 
@@ -44,6 +52,7 @@ def test_a_later_incarnation_is_newer_than_a_superseded_one_that_was_further(tmp
     store = CheckpointStore(tmp_path, keep=1)
     _saved(store, next_iteration=5, incarnation=1)
     _saved(store, next_iteration=3, incarnation=2)
+    store.prune()
     assert store.names() == ["inc002-it000003"]
 
 

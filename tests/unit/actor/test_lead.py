@@ -176,17 +176,36 @@ async def test_a_group_delivered_again_after_its_update_is_dropped_and_counted(t
         assert of.ranks.prompts() == [[0, 1], [2, 3]]
 
 
-async def test_a_group_delivered_again_while_it_waits_for_its_minibatch_is_dropped_and_counted(tmp_path: Path) -> None:
+async def test_a_group_delivered_again_while_it_waits_for_its_minibatch_is_counted_and_acknowledged_after_its_update(
+    tmp_path: Path,
+) -> None:
     async with training(tmp_path) as of:
         of.start()
         await of.scored([0])
         await of.bench.changes.until(lambda: of.watch.prompts("fetch") == [0])
         await of.bench.clock.advance(ACK_WAIT_S)
-        await of.until_acked(0)
-        await of.scored([1, 2, 3])
+        await of.bench.changes.until(lambda: of.watch.prompts("fetch") == [0, 0])
+        await of.scored([2])
+        await of.bench.changes.until(lambda: of.watch.prompts("fetch") == [0, 0, 2])
+        assert of.watch.prompts("ack") == [], "it is not trained yet: a crash must bring it again"
+        await of.scored([1, 3])
         report = await of.report()
         assert report.num_duplicates_dropped == 2
         assert of.ranks.prompts() == [[0, 1], [2, 3]]
+        assert sorted(of.watch.prompts("ack")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"incarnation": 2}, {"iteration": 1, "version": 1}], ids=["incarnation", "iteration"]
+)
+async def test_a_group_of_what_is_still_to_come_is_put_off_ever_longer(tmp_path: Path, fields: dict[str, int]) -> None:
+    async with training(tmp_path) as of:
+        of.start()
+        await of.scored([0], **fields)
+        for num_naks, delay_s in enumerate((1.0, 2.0, 4.0), start=1):
+            await of.bench.changes.until(lambda num_naks=num_naks: len(of.watch.prompts("nak")) == num_naks)  # type: ignore[misc]
+            await of.bench.clock.advance(delay_s)
+        assert "dead_lettered" not in await of.bench.kinds()
 
 
 async def test_groups_that_wait_for_their_minibatch_are_reported_in_progress(tmp_path: Path) -> None:
@@ -240,6 +259,22 @@ async def test_groups_of_equal_rewards_are_filtered_when_asked_for_and_accounted
         assert list(report.filtered) == [fate_of(ids(0, 2, 3), reason="zero_std")]
         assert report.metrics["reward_mean"] == 0.875, "what was filtered was sampled all the same"
         assert sorted(of.watch.prompts("ack")) == [0, 1, 2, 3]
+
+
+async def test_figures_that_are_not_finite_are_left_out_of_events_and_null_in_the_journal(tmp_path: Path) -> None:
+    async with training(tmp_path) as of:
+        of.take(of.bench.scale_up())
+        await of.bench.told("weights_published")
+        of.ranks.fail_next(2)
+        await of.scored(range(4))
+        of.take(of.bench.open_iteration())
+        report = await of.report()
+        (progress, _) = await of.bench.told("progress", count=2)
+        want = {"kl": 0.125, "lr": 1e-3}
+        assert dict(progress.progress.metrics) == want
+        assert {name: report.metrics[name] for name in ("kl", "lr")} == want
+        assert not {"loss", "grad_norm"} & set(report.metrics)
+        assert [(row["loss"], row["grad_norm"]) for row in of.journal()] == [(None, None)] * 2
 
 
 async def test_an_update_that_is_not_finite_discards_its_samples_and_training_goes_on(tmp_path: Path) -> None:
@@ -322,6 +357,18 @@ async def test_an_iteration_ends_with_its_report_then_the_checkpoint_then_the_ne
         assert saved.checkpoint_saved == want
         store = CheckpointStore(of.bench.folder.checkpoints, keep=2)
         assert store.load("inc001-it000001").ledger.num_trained == 8
+
+
+async def test_only_as_many_checkpoints_stay_as_are_to_be_kept(tmp_path: Path) -> None:
+    async with training(tmp_path, checkpoint={"keep": 1}) as of:
+        of.take(of.bench.scale_up())
+        for iteration in range(2):
+            await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
+            of.take(of.bench.open_iteration(iteration))
+            of.close(iteration)
+            await of.bench.told("weights_published", count=iteration + 2)
+        store = CheckpointStore(of.bench.folder.checkpoints, keep=1)
+        assert store.names() == ["inc001-it000002"]
 
 
 async def test_a_checkpoint_lets_the_stream_forget_what_it_covers(tmp_path: Path) -> None:
@@ -429,12 +476,15 @@ async def test_the_actor_loads_no_weights(tmp_path: Path) -> None:
         assert "the actor makes the weights and loads none" in failed.failed.message
 
 
-async def test_closing_an_iteration_frees_the_versions_before_the_newest_but_not_the_reference(tmp_path: Path) -> None:
-    async with training(tmp_path) as of:
+@pytest.mark.parametrize(("kl_coefficient", "want"), [(0.0, ()), (0.1, (0,))], ids=["without KL", "with KL"])
+async def test_closing_an_iteration_frees_the_versions_before_the_newest_but_not_the_reference(
+    tmp_path: Path, kl_coefficient: float, want: tuple[int, ...]
+) -> None:
+    async with training(tmp_path, algorithm={"kl_coefficient": kl_coefficient}) as of:
         await of.scored(range(4))
         of.start()
         of.close()
         await of.scored(range(4, 8), iteration=1, version=1)
         of.take(of.bench.open_iteration(1))
         await of.bench.told("iteration_reported", count=2)
-        assert of.bench.instances[NODES[0]].drops == [(1, (0,))]
+        assert of.bench.instances[NODES[0]].drops == [(1, want)]

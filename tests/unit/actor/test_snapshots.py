@@ -140,6 +140,20 @@ async def test_a_job_that_starts_anew_replaces_the_reference_of_an_earlier_one(t
         assert of.content(reference) == ["another start"]
 
 
+async def test_a_crash_while_the_reference_is_replaced_leaves_the_former_one(tmp_path: Path) -> None:
+    async with shelving(tmp_path) as of:
+        shelf = await of.shelf()
+        first = await shelf.publish(0, incarnation=1)
+        await shelf.reference(first)
+        kept = of.bench.folder.reference
+        kept.rename(kept.with_name(f".{kept.name}.former"))
+        of.train("1.0.0")
+        resumed = await of.shelf()
+        reference = await resumed.reference(await resumed.publish(1, incarnation=2))
+        assert reference is not None
+        assert reference.checksum == first.checksum
+
+
 async def test_a_resume_without_the_reference_it_needs_says_what_to_do(tmp_path: Path) -> None:
     async with shelving(tmp_path) as of:
         shelf = await of.shelf()

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.inference.lead import InferenceLead
 from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, Changes, bench, loaded, replied, snapshot
 from tests.watched_samples import WatchedSamples, generated_group
@@ -124,9 +126,9 @@ class Scoring:
 
 
 @asynccontextmanager
-async def scoring(tmp_path: Path, *, num_permits: int = PLENTY) -> AsyncIterator[Scoring]:
+async def scoring(tmp_path: Path, *, num_permits: int = PLENTY, **sections: Any) -> AsyncIterator[Scoring]:
     made = Scoring(num_permits=num_permits)
-    async with bench(tmp_path, Role.INFERENCE, InferenceLead, made.make, wrap=WatchedSamples) as opened:
+    async with bench(tmp_path, Role.INFERENCE, InferenceLead, made.make, wrap=WatchedSamples, **sections) as opened:
         made.bench = opened
         yield made
 
@@ -299,11 +301,14 @@ async def test_nothing_is_scored_before_weights_are_held(tmp_path: Path) -> None
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
 
 
-async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(tmp_path: Path) -> None:
-    async with scoring(tmp_path) as of:
+@pytest.mark.parametrize(("kl_coefficient", "want"), [(0.0, ()), (0.1, (0,))], ids=["without KL", "with KL"])
+async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(
+    tmp_path: Path, kl_coefficient: float, want: tuple[int, ...]
+) -> None:
+    async with scoring(tmp_path, algorithm={"kl_coefficient": kl_coefficient}) as of:
         await of.generated(range(4), version=3)
         lead = of.new_lead(of.bench.scale_up(weights=snapshot(3)), of.bench.open_iteration(version=3))
         lead.take(commands_pb2.CloseIterationRequest(header=of.bench.header(), iteration=0))
         lead.take(of.load(4))
         await of.bench.told("weights_loaded")
-        assert [instance.drops for instance in of.bench.instances.values()] == [[(3, (0,))], [(3, (0,))]]
+        assert [instance.drops for instance in of.bench.instances.values()] == [[(3, want)], [(3, want)]]

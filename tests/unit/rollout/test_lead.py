@@ -377,13 +377,16 @@ async def test_weights_that_are_not_the_published_ones_fail_the_component(tmp_pa
             await of.told("weights_loaded")
 
 
-async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(tmp_path: Path) -> None:
-    async with rollout(tmp_path, Engines()) as of:
+@pytest.mark.parametrize(("kl_coefficient", "want"), [(0.0, ()), (0.1, (0,))], ids=["without KL", "with KL"])
+async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(
+    tmp_path: Path, kl_coefficient: float, want: tuple[int, ...]
+) -> None:
+    async with rollout(tmp_path, Engines(), algorithm={"kl_coefficient": kl_coefficient}) as of:
         lead = give(of, of.scale_up(weights=snapshot(1)), of.open_iteration(1, version=1))
         lead.take(commands_pb2.CloseIterationRequest(header=of.header(), iteration=1))
         lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(2)))
         await of.told("weights_loaded")
-        assert [instance.drops for instance in of.instances.values()] == [[(1, (0,))], [(1, (0,))]]
+        assert [instance.drops for instance in of.instances.values()] == [[(1, want)], [(1, want)]]
 
 
 async def test_released_engines_are_told_with_what_stayed_held(tmp_path: Path) -> None:
