@@ -3,6 +3,8 @@
 A start is free -> component, a stop component -> free; a transition moves GPUs of one component, and one is planned at
 a time. Each step is derived from the store's record and from what components told, never from what was asked before.
 
+A transition past its deadline goes no further: a start is closed and counts as failed, a stop ends the job without it.
+
 A component that lost GPUs: the store counts them as lost, the node's gate is asked, a worker that still holds one is
 stopped through the component's lead, and a GPU that nobody holds is reclaimed; then a new start takes it again.
 A world (actor, inference) that lost one rank goes this way with all its GPUs; the rollout with the lost ones alone.
@@ -14,7 +16,7 @@ from services.scheduler import commands as cmd
 from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
 from services.scheduler.ownership_view import transition_id
 from services.scheduler.policy import Proposal
-from services.scheduler.state import ClusterState, Phase
+from services.scheduler.state import ClusterState, Phase, node_of_instance
 from services.scheduler.values import Placed, Snapshot
 from services.scheduler.wanted import Wanted, header, waiting
 from tidegate.ownership import GpuRecord, GpuState, Move, MoveState, Part, PartState, Transition
@@ -24,6 +26,10 @@ from tidegate.types import CommandId, Grant, Layout, NodeId, Role, instance_id, 
 MAX_FAILED_STARTS = 4
 """Starts of a component that may fail in a row; with the pauses between them 42 s, twice the default lease. Fewer, and
 an instance that is dead but still has its lease ends the job."""
+
+TRANSITION_DEADLINES = MAX_ISSUES + 1
+"""Command deadlines that a transition has. A lead that hangs ends the job one earlier, with the words of what it was
+asked; this ends what goes on for longer: leads that keep changing, a step that the store keeps refusing."""
 
 START_PAUSE_MS = 2_000
 START_PAUSE_GROWTH = 4
@@ -65,6 +71,7 @@ def _is_hopeless(state: ClusterState, role: Role, transition: Transition) -> boo
 
 
 def _close(transition: Transition) -> Wanted:
+    """As it is: not released stays, released is free, handed out is lost until its gate says that nobody holds it."""
     outcome = earned_outcome(transition)
     command = cmd.CloseTransition(CommandId(f"{transition.id}/close"), transition.id, outcome)
     return Wanted((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
@@ -84,12 +91,15 @@ def _started(state: ClusterState, role: Role, transition: Transition, now_ms: in
     steps = tuple(
         _advance(transition, move, MoveState.ACQUIRING) for move in transition.moves if move.state is MoveState.PLANNED
     )
-    if steps:
+    is_overdue = now_ms >= transition.deadline_unix_ms
+    if steps and not is_overdue:
         return Wanted(steps, (f"hands {len(steps)} GPUs to the {role}",))
     component, layout = state.components[role], transition.part(role).new_layout
     coming = tuple(Grant(move.gpu, move.token) for move in transition.moves)
     if layout is None or (component.is_up and set(coming) <= set(component.grants)):
         return _commit(transition, role, layout)
+    if is_overdue:
+        return _close(transition)
     lead = state.lead_of(role)
     if lead is None:
         return waiting(state, role, "lead", what=f"a lead of the {role}")
@@ -124,10 +134,13 @@ def _in_rank_order(state: ClusterState, role: Role, grants: tuple[Grant, ...]) -
 
 def _stopped(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
     planned = [move for move in transition.moves if move.state is MoveState.PLANNED]
+    draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
+    if now_ms >= transition.deadline_unix_ms and (planned or draining):
+        left = f"{len(planned) + len(draining)} of {len(transition.moves)} GPUs still draining"
+        return Wanted(failure=f"{transition.id} was not done by its deadline, {left}")
     if planned:
         steps = tuple(_advance(transition, move, MoveState.DRAINING) for move in planned)
         return Wanted(steps, (f"drains {len(steps)} GPUs of the {role}",))
-    draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
     if not draining:
         return _commit(transition, role, None)
     component = state.components[role]
@@ -273,7 +286,7 @@ def _described(record: GpuRecord) -> str:
 
 
 def _nodes_of(state: ClusterState, role: Role) -> set[NodeId]:
-    return {node for name in state.living(role=role) for node in (NodeId(name.partition("@")[2]),)}
+    return {node_of_instance(name) for name in state.living(role=role)}
 
 
 def _plan(state: ClusterState, moves: tuple[Move, ...], part: Part, *, reason: str, now_ms: int) -> Wanted:
@@ -284,7 +297,7 @@ def _plan(state: ClusterState, moves: tuple[Move, ...], part: Part, *, reason: s
         moves=moves,
         parts=(part,),
         planned_version=state.version,
-        deadline_unix_ms=now_ms + MAX_ISSUES * command_deadline_ms(state),
+        deadline_unix_ms=now_ms + TRANSITION_DEADLINES * command_deadline_ms(state),
         reason=reason,
     )
     command = cmd.PlanTransition(CommandId(f"{transition.id}/plan"), transition)

@@ -82,12 +82,14 @@ class FakeLead:
 
 @dataclass
 class FakeCluster:
-    """`num_lost` samples of each iteration are lost on the way; without a supervisor what is dead stays dead."""
+    """`num_lost` samples of each iteration are lost on the way; without a supervisor what is dead stays dead; the leads
+    of what is `hung` take commands and never do them."""
 
     job_spec: JobSpec
     checkpoint_every: int = 1
     num_lost: int = 0
     has_supervisor: bool = True
+    hung: set[Role] = field(default_factory=set)
     gpus: dict[GpuId, GpuRecord] = field(default_factory=dict)
     records: dict[str, Transition] = field(default_factory=dict)
     gates: dict[GpuId, FakeGate] = field(default_factory=dict)
@@ -277,7 +279,8 @@ class FakeCluster:
         if header.id not in self.answers:
             self.answers[header.id] = (True, "")
             self.effects.append(header.id)
-            self._obey(command, lead)
+            if header.role not in self.hung:
+                self._obey(command, lead)
         accepted, message = self.answers[header.id]
         self._answer(header, accepted=accepted, message=message)
 

@@ -70,12 +70,13 @@ NEVER_DONE = {
 @pytest.mark.parametrize("case", NEVER_DONE)
 def test_what_is_never_done_fails_the_job_with_what_was_asked_and_how_often(case: str) -> None:
     answers, want_issues = NEVER_DONE[case]
-    drive = silent()
-    state = drive.state
+    state = silent(deadline_ms=60_000).state
     for number in range(1, want_issues + 1):
         if answers:
             state = accepted(state, sequence=number)
-        state, commands = turn(state, drive.now_ms + 1000 * number)
+        due_ms = next_due_ms(state)
+        assert due_ms is not None
+        state, commands = turn(state, due_ms)
 
     assert isinstance(commands[-1], cmd.StopJob)
     assert f"ScaleUp of the actor was asked {want_issues} times without effect" in state.message

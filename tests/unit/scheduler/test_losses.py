@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
+from services.scheduler.decide import decide
 from services.scheduler.evolve import evolve
+from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
-from tidegate.ownership import GpuState
+from tidegate.ownership import GpuState, Outcome
 from tidegate.types import Grant, NodeId, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
@@ -249,3 +253,37 @@ def test_a_component_that_fails_to_start_again_and_again_fails_the_job_after_pau
     assert state.phase is Phase.FAILED
     assert "the rollout failed to start 4 times in a row" in state.message
     assert drive.now_ms - began_ms >= 42_000
+
+
+def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed() -> None:
+    drive = booted(FakeCluster(spec(), hung={Role.ROLLOUT}))
+    drive.run_until(lambda state: state.transition_of(Role.ROLLOUT) is not None)
+    transition = drive.state.transition_of(Role.ROLLOUT)
+    assert transition is not None
+    names = itertools.cycle(instance_id(Role.ROLLOUT, node) for node in reversed(NODES))
+    while drive.now_ms < transition.deadline_unix_ms:
+        assert drive.cluster.records[transition.id].is_open, "each lead that comes is asked anew"
+        drive.now_ms += 900
+        drive.cluster.elect(next(names))
+        deliver_all(drive)
+
+    assert drive.cluster.records[transition.id].outcome is Outcome.ABORTED
+    assert drive.state.components[Role.ROLLOUT].num_failed_starts == 1
+    drive.cluster.hung.clear()
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_stop_that_is_not_done_by_its_deadline_ends_the_job_with_what_was_not_given_back() -> None:
+    drive = iterating()
+    drive.cluster.hung.add(Role.INFERENCE)
+    drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
+    deliver_all(drive)
+    transition = drive.state.transition_of(Role.INFERENCE)
+    assert transition is not None
+
+    decision = decide(drive.state, transition.deadline_unix_ms, policy=StaticPolicy())
+
+    (finish,) = decision.commands
+    assert isinstance(finish, cmd.FinishJob)
+    assert f"{transition.id} was not done by its deadline, 2 of 2 GPUs still draining" in finish.message
+    assert "2 GPUs were not given back (n0/2, n1/2)" in finish.message
