@@ -144,6 +144,10 @@ class ActorSection(_Section):
     warm_up: WarmUpSection = WarmUpSection()
 
 
+MAX_RUNNING_REQUESTS = 256
+"""Of an engine: the largest batch whose rows are tried to repeat bit for bit (services.rollout.embedded.probe)."""
+
+
 class RolloutSection(_Section):
     """Generation; one engine a GPU."""
 
@@ -230,6 +234,16 @@ class JobConfig(_Section):
                 return self.inference.layout.layout()
             case Role.ROLLOUT:
                 return Layout(dp=len(self.placement(role)))
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and seldom meant, for whoever starts the job."""
+        if self.algorithm.top_p == 1:
+            return ()
+        return (
+            f"algorithm.top_p={self.algorithm.top_p:g}: responses are drawn from the likeliest tokens only, while all "
+            "log-probabilities are of the whole distribution, so that the update is biased; set it to 1 for GRPO as "
+            "published",
+        )
 
     def to_json(self) -> str:
         return self.model_dump_json()
@@ -378,6 +392,11 @@ def _algorithm_faults(config: JobConfig) -> list[str]:
         faults.append(
             f"algorithm.max_new_tokens={algorithm.max_new_tokens} leaves no room for a prompt in "
             f"model.max_seq_len={config.model.max_seq_len}: raise the one or lower the other"
+        )
+    if config.rollout.max_running_requests > MAX_RUNNING_REQUESTS:
+        faults.append(
+            f"rollout.max_running_requests={config.rollout.max_running_requests} is more than an engine generates at "
+            f"once: lower it to {MAX_RUNNING_REQUESTS} or less, and give the rollout more GPUs for more"
         )
     if config.runtime.lead_ttl_s > config.runtime.lease_ttl_s:
         faults.append(

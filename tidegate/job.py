@@ -18,6 +18,8 @@ from tidegate.types import NodeId, Role, SampleId
 
 MAX_VOCAB_SIZE = 1 << 20
 """A tokenizer file with more ids than this is taken for a wrong file; the largest in use have about 262,000."""
+_NUM_PROMPTS_TRIED = 256
+"""Of the endless list, when a job is made: milliseconds. A longer one further on is refused by the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,23 @@ def load_job(config: JobConfig) -> Job:
         job = Job(config, tokenizer, task, config.model.shape(tokenizer.vocab_size))
         for role in (Role.ACTOR, Role.INFERENCE):
             check_layout(job.model, config.layout(role), padded_vocab=job.padded_vocab)
-        tokenizer.encode_prompt(task.prompt(0).text)
+        _check_room(job)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return job
+
+
+def _check_room(job: Job) -> None:
+    """ConfigError unless the job's prompts can be encoded and leave room for the longest response."""
+    algorithm, limit = job.config.algorithm, job.model.max_seq_len
+    num_prompts = min(algorithm.iterations * algorithm.prompts_per_iteration, _NUM_PROMPTS_TRIED)
+    texts = [job.task.prompt(index).text for index in range(num_prompts)]
+    longest = max(len(job.tokenizer.encode_prompt(text)) for text in texts)
+    if longest + algorithm.max_new_tokens > limit:
+        raise ConfigError(
+            f"algorithm.max_new_tokens={algorithm.max_new_tokens} and a prompt of {longest} tokens (the longest of the "
+            f"first {num_prompts}) make {longest + algorithm.max_new_tokens}, more than model.max_seq_len={limit}: "
+            "raise the one or lower the other"
+        )

@@ -100,6 +100,10 @@ WRONG = {
         r"max_new_tokens=64 leaves no room for a prompt in model.max_seq_len=64",
     ),
     "a job name that cannot name a stream": (_with("job", "My Job"), r"job name 'My Job' must be"),
+    "more requests than an engine takes": (
+        _with("rollout.max_running_requests", 5000),
+        r"rollout.max_running_requests=5000 is more than an engine .*: lower it to 256 or less",
+    ),
     "a lead that outlives its lease": (_with("runtime.lead_ttl_s", 60), r"lead_ttl_s=60.0 is longer than lease_ttl_s"),
 }
 
@@ -116,6 +120,13 @@ def test_all_faults_are_told_at_once() -> None:
     raw["cluster"]["component_placement"]["inference"] = "6"
     with pytest.raises(ConfigError, match=r"(?s)GPU 6.*n_minibatches=3"):
         parse_config(raw)
+
+
+def test_a_top_p_that_biases_the_update_is_warned_of_with_what_would_not() -> None:
+    (warning,) = parse_config(_with("algorithm.top_p", 0.9)).warnings()
+    assert warning.startswith("algorithm.top_p=0.9: ")
+    assert "the update is biased; set it to 1" in warning
+    assert parse_config(VALID).warnings() == ()
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -54,10 +54,21 @@ def test_the_draws_of_a_sample_follow_from_the_jobs_seed_and_its_place_but_not_f
     [
         ({"task": {"name": "chess"}}, "no task is called 'chess'; known tasks: countdown"),
         ({"model": {"tokenizer": "/no/such/tokenizer.json"}}, "/no/such/tokenizer.json"),
+        (
+            {"model": {"max_seq_len": 49}, "algorithm": {"max_new_tokens": 48}},
+            r"max_new_tokens=48 and a prompt of 5 tokens \(the longest of the first \d+\) make 53, more than "
+            r"model.max_seq_len=49: raise the one or lower the other",
+        ),
         ({"actor": {"layout": {"tp": 2}}, "model": {"num_heads": 3, "num_kv_heads": 1}}, "num_heads"),
         ({"actor": {"layout": {"pp": 2}}, "model": {"num_layers": 1}}, "num_layers"),
     ],
-    ids=["an unknown task", "no such tokenizer file", "heads that tp does not divide", "fewer layers than stages"],
+    ids=[
+        "an unknown task",
+        "no such tokenizer file",
+        "no room for a prompt and its response",
+        "heads that tp does not divide",
+        "fewer layers than stages",
+    ],
 )
 def test_what_does_not_fit_is_a_config_error_with_its_name(
     tmp_path: Path, sections: dict[str, dict[str, Any]], want: str

@@ -22,6 +22,7 @@ from typing import Any
 
 from tidegate.config import ConfigError, JobConfig
 from tidegate.job import Job, JobFolder
+from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.outcome import End, Outcome
 
 _LOCK = "launcher.lock"
@@ -44,11 +45,15 @@ class Start(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job's folder, ready for a run. `config` lacks only the embedded servers' URLs."""
+    """A job's folder, ready for a run. `config` lacks only the embedded servers' URLs.
+
+    `checkpoint` is the newest one that a resumed run finds.
+    """
 
     folder: JobFolder
     config: JobConfig
     boot: int
+    checkpoint: FoundCheckpoint | None
 
 
 def host_memory_folder(config: JobConfig) -> Path:
@@ -82,12 +87,13 @@ def claimed(job: Job, start: Start, *, now_unix_s: float) -> Iterator[Claim]:
         # Again under the lock: another launcher may have been here since.
         if start is Start.FRESH:
             _refuse_occupied(folder)
+        checkpoint = newest_checkpoint(folder.checkpoints) if start is Start.RESUME else None
         boot = _next_boot(lock_fd, now_unix_s=now_unix_s)
         if start is Start.FORCE:
             _empty(folder.root)
         with _host_memory(host_memory_folder(job.config)):
             try:
-                yield Claim(folder, _prepared(folder, job), boot)
+                yield Claim(folder, _prepared(folder, job), boot, checkpoint)
             finally:
                 folder.endpoint.unlink(missing_ok=True)
 
@@ -128,14 +134,21 @@ def _refuse_other_job(folder: JobFolder, config: JobConfig) -> None:
     if folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED:
         raise CannotStart(
             f"job {config.job} has finished, there is nothing to resume: tidegate describe {config.job} shows its "
-            "result, --force runs it anew"
+            f"result; {_how_to_run_anew(config)}"
         )
     changed = list(_differences(_deciding(saved), _deciding(config)))
     if changed:
         raise CannotStart(
             f"job {config.job} cannot go on with another config; changed are {'; '.join(changed)}. Give it the values "
-            "that it was started with, or start anew with --force"
+            f"that it was started with; {_how_to_run_anew(config)}"
         )
+
+
+def _how_to_run_anew(config: JobConfig) -> str:
+    """Servers of one's own keep what they hold of a job: only its folder is ours to empty."""
+    if config.servers.nats_url or config.servers.redis_url:
+        return "to run it anew, give the config another job name"
+    return "to run it anew, start with --force"
 
 
 def _deciding(config: JobConfig) -> dict[str, Any]:

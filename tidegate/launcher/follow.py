@@ -17,6 +17,7 @@ from tidegate.adapters.nats_bus import NatsBus
 from tidegate.config import JobConfig
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
+from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
@@ -44,10 +45,23 @@ class JobFollower:
         self._noted = ""
         self.status = control_pb2.GetJobResponse(job=config.job)
 
-    async def submit(self, source: EventSource, *, resume: bool) -> None:
-        """Tell the job's stream that it shall run; the incarnation is above every one that the stream has seen."""
+    async def submit(self, source: EventSource, *, resume: bool, checkpoint: FoundCheckpoint | None) -> None:
+        """Tell the job's stream that it shall run, and first the checkpoint that was found in its folder.
+
+        The incarnation is above every one that the stream has seen, and above the checkpoint's. Where the scheduler
+        still knows what it knew, the checkpoint is nothing new to it.
+        """
         async for _, event in self._bus.events.read(self._job):
             self._incarnation = max(self._incarnation, event.incarnation + 1)
+        if checkpoint is not None:
+            self._incarnation = max(self._incarnation, checkpoint.incarnation + 1)
+            saved = events_pb2.CheckpointSaved(
+                next_iteration=checkpoint.next_iteration,
+                version=checkpoint.version,
+                name=checkpoint.name,
+                num_samples_trained=checkpoint.num_samples_trained,
+            )
+            await self._bus.events.publish(source.event(saved, job=self._job, incarnation=self._incarnation))
         submitted = events_pb2.JobSubmitted(config_json=self._config.to_json(), resume=resume)
         event = source.event(submitted, job=self._job, incarnation=self._incarnation)
         self._sequence = await self._bus.events.publish(event) - 1

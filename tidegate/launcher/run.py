@@ -13,8 +13,9 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -65,6 +66,7 @@ async def run_job(order: Order, view: View) -> Outcome:
             raise_if_cancelled()
             with claimed(job, order.start, now_unix_s=time.time()) as claim:
                 configure_logging(SOURCE, path=claim.folder.logs / f"{SOURCE}.jsonl")
+                _warn(order.config, view)
                 run = _Run(claim, order, view, start_ns=start_ns)
                 return await run.to_its_end(signals)
         except asyncio.CancelledError:
@@ -73,6 +75,12 @@ async def run_job(order: Order, view: View) -> Outcome:
             # Before there was anything to record.
             stopped = f"stopped by {signals[0].name} before it began; start it again"
             return _nothing_done(order, stopped, start_ns=start_ns, stopped_by=signals[0])
+
+
+def _warn(config: JobConfig, view: View) -> None:
+    for warning in config.warnings():
+        structlog.get_logger(SOURCE).warning("config", message=warning)
+        view.note(warning)
 
 
 @contextmanager
@@ -191,7 +199,8 @@ class _Run:
             self._view.step("fork servers and services")
             services.start()
             source = EventSource(SOURCE, role=None, boot=self._claim.boot, now_ns=time.time_ns)
-            await self._follower.submit(source, resume=self._order.start is Start.RESUME)
+            is_resumed = self._order.start is Start.RESUME
+            await self._follower.submit(source, resume=is_resumed, checkpoint=self._claim.checkpoint)
             raise_if_cancelled()
             return await _first_of(self._follower.end(), self._services_failed(services))
 
@@ -208,8 +217,9 @@ class _Run:
             ended = await services.next_end()
             self._log.warning("process ended", name=ended.name, pid=ended.pid, status=ended.exit_status)
             if ended.restarts_in_s is None:
+                log = services.log_of(ended.name)
                 raise RunBroken(
-                    f"{ended.name} {_how(ended)} and is not started again; see {services.log_of(ended.name)} and "
+                    f"{ended.name} {_how(ended)}{_last_words(log)} and is not started again; see {log} and "
                     f"tidegate logs {self._config.job} {ended.name}"
                 )
             self._view.note(f"{ended.name} {_how(ended)}; started again in {ended.restarts_in_s:g} s")
@@ -219,6 +229,14 @@ def _how(ended: ServiceEnd) -> str:
     if ended.exit_status < 0:
         return f"was killed ({signal.Signals(-ended.exit_status).name})"
     return f"ended with status {ended.exit_status}"
+
+
+def _last_words(log: Path) -> str:
+    """The last line that a process said: of a traceback, what was raised."""
+    with suppress(FileNotFoundError):
+        lines = log.read_text(errors="replace").split("\n")
+        return next((f" ({line})" for line in reversed(lines) if line.strip()), "")
+    return ""
 
 
 async def _first_of(work: Coroutine[Any, Any, End], watch: Coroutine[Any, Any, End]) -> End:

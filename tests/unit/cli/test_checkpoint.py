@@ -1,0 +1,61 @@
+"""What a resumed run finds in its folder, written by the actor's own store: the newest checkpoint, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.actor.checkpoints import Checkpoint, CheckpointStore
+from services.actor.ledger import ClosedIteration, SampleLedger
+from tests.unit.cli.configs import small_config
+from tidegate.config import ConfigError
+from tidegate.job import JobFolder, load_job
+from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
+from tidegate.launcher.claim import Start, claimed
+from tidegate.types import Layout
+
+
+def save(folder: Path, *, incarnation: int, next_iteration: int) -> None:
+    store = CheckpointStore(folder, keep=99)
+    store.begin()
+    closed = tuple(ClosedIteration(iteration, 4, 0, 0) for iteration in range(next_iteration))
+    ledger = SampleLedger(incarnation, closed=closed, num_trained=4 * next_iteration)
+    store.commit(Checkpoint(next_iteration, next_iteration, Layout(), ledger, ()))
+
+
+def test_the_newest_is_the_last_incarnations_furthest_by_number_and_not_by_spelling(tmp_path: Path) -> None:
+    for incarnation, next_iteration in [(2, 9), (999, 7), (1000, 3), (1000, 4)]:
+        save(tmp_path, incarnation=incarnation, next_iteration=next_iteration)
+    assert newest_checkpoint(tmp_path) == FoundCheckpoint(
+        name="inc1000-it000004", incarnation=1000, next_iteration=4, version=4, num_samples_trained=16
+    )
+
+
+def test_a_save_that_did_not_end_and_a_folder_of_another_name_are_no_checkpoints(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path, keep=1).begin()
+    (tmp_path / "inc009-it000009").mkdir()
+    save(tmp_path, incarnation=1, next_iteration=1)
+    (tmp_path / "inc001-it000001").rename(tmp_path / "inc001-it000001-copy")
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    save(tmp_path, incarnation=1, next_iteration=1)
+    (tmp_path / "inc001-it000001" / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"checkpoint .*inc001-it000001 cannot be read \(KeyError"):
+        newest_checkpoint(tmp_path)
+
+
+def test_only_a_resumed_run_goes_on_from_what_it_finds(tmp_path: Path) -> None:
+    job = load_job(small_config(tmp_path))
+    with claimed(job, Start.FRESH, now_unix_s=0.0) as first:
+        save(first.folder.checkpoints, incarnation=1, next_iteration=1)
+        assert first.checkpoint is None
+    with claimed(job, Start.RESUME, now_unix_s=0.0) as resumed:
+        assert resumed.checkpoint is not None
+        assert resumed.checkpoint.name == "inc001-it000001"
+    with claimed(job, Start.FORCE, now_unix_s=0.0) as anew:
+        assert anew.checkpoint is None
+    assert not list(JobFolder.of(job.config).checkpoints.iterdir())
