@@ -46,10 +46,6 @@ class GroupsInProgress(Generic[Response]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._given)
-
     def take(self, limit: int) -> tuple[SampleId, ...]:
         """Up to `limit` samples for an engine to make."""
         taken = tuple(heapq.heappop(self._waiting) for _ in range(min(limit, len(self._waiting))))

@@ -152,10 +152,11 @@ class RolloutLead(Lead):
             generation.groups.give_back([sample])
             return
         generation.num_tokens += len(response.response_tokens)
-        response.reward = self._reward(sample, response)
         responses = generation.groups.add(sample, response)
         if responses is None:
             return
+        # Apart from the loop, which answers the scheduler and keeps the lease: a reward is a program of any length.
+        await asyncio.to_thread(self._give_rewards, sample.prompt, responses)
         plan = generation.plan
         group = samples_pb2.SampleGroup(
             job=self.tools.job_id,
@@ -183,9 +184,10 @@ class RolloutLead(Lead):
     def _prompt_tokens(self, prompt: int) -> list[int]:
         return self.job.tokenizer.encode_prompt(self.job.task.prompt(prompt).text)
 
-    def _reward(self, sample: SampleId, response: samples_pb2.Sample) -> float:
-        text = self.job.tokenizer.decode_response(response.response_tokens)
-        return self.job.task.reward(self.job.task.prompt(sample.prompt), text)
+    def _give_rewards(self, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
+        asked = self.job.task.prompt(prompt)
+        for response in responses:
+            response.reward = self.job.task.reward(asked, self.job.tokenizer.decode_response(response.response_tokens))
 
     def _raise_failures(self, generation: _Generation) -> None:
         for call in [call for call in generation.calls if call.done()]:

@@ -172,6 +172,15 @@ async def test_the_store_address_is_where_the_worker_listens(port: Port) -> None
     assert (host, reply.started.detail) == ("127.0.0.1", str(number))
 
 
+async def test_a_timeline_that_cannot_be_written_ends_no_worker(port: Port, node: Node) -> None:
+    node.timeline.mkdir()
+    await port.start_workers(JOB, "t1", [grant()])
+    for _ in range(2):
+        assert await replies(port, grant(), about("random"))
+    assert await port.workers(JOB) == (grant(),)
+    assert node.deaths.empty()
+
+
 async def test_the_timeline_has_the_slot_contiguous_from_start_to_stop(port: Port, node: Node) -> None:
     await port.start_workers(JOB, "t1", [grant()])
     await replies(port, grant(), wire.WorkerCall(warm_up=wire.WarmUp(num_steps=2)))

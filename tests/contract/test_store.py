@@ -31,7 +31,7 @@ from tidegate.ownership import (
     UnknownTransition,
     VersionConflict,
 )
-from tidegate.ports.store import Identity, JobState, Store, StoreContents
+from tidegate.ports.store import Identity, JobState, LeadRecord, Store, StoreContents
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token, TransitionId
 
@@ -39,6 +39,7 @@ JOB = JobId("job")
 ACTOR, ROLLOUT = Owner(JOB, Role.ACTOR), Owner(JOB, Role.ROLLOUT)
 GPUS = tuple(GpuId(f"node-a/{index}") for index in range(4))
 ONE, TWO = InstanceId("actor@node-a"), InstanceId("actor@node-b")
+PROBE = InstanceId("actor@node-p")
 UNUSED = Token(1, 0)
 """What a GPU has before its first grant, when it was registered in term 1."""
 LONG_MS = 60_000
@@ -154,7 +155,6 @@ GUARDED_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "expired": lambda store: store.expired(),
     "now": lambda store: store.now_unix_ms(),
     "campaign": lambda store: store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS),
-    "current_lead": lambda store: store.current_lead(JOB, Role.ACTOR),
     "load": lambda store: store.load(JOB),
     "save": lambda store: store.save(JOB, b"state", expected_write=0, version=0),
     "recall": lambda store: store.recall(JOB, CommandId("c")),
@@ -479,6 +479,11 @@ class TestLeases:
         assert await store.renew(ONE, ttl_ms=LONG_MS)
 
 
+async def in_force(store: CellStore, role: Role = Role.ACTOR) -> LeadRecord:
+    """Who leads, asked by one that would itself only if nobody did."""
+    return await store.campaign(JOB, role, instance=PROBE, endpoint="p:1", ttl_ms=LONG_MS)
+
+
 class TestLeads:
     async def test_a_lead_stays_lead_while_it_renews(self, world: World, store: CellStore) -> None:
         lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
@@ -490,26 +495,25 @@ class TestLeads:
         assert renewed is not None
         assert renewed.epoch == 1
         assert renewed.expires_unix_ms > lead.expires_unix_ms
-        assert await store.current_lead(JOB, Role.ACTOR) == renewed
-        assert await store.current_lead(JOB, Role.ROLLOUT) is None
+        assert await in_force(store) == renewed
+        assert (await in_force(store, Role.ROLLOUT)).instance == PROBE, "each component has a lead of its own"
 
     async def test_an_expired_lead_is_followed_under_a_new_epoch_and_cannot_renew(
         self, world: World, store: CellStore
     ) -> None:
         lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=5)
         await world.pass_ms(6)
-        assert await store.current_lead(JOB, Role.ACTOR) is None
         follower = await store.campaign(JOB, Role.ACTOR, instance=TWO, endpoint="b:1", ttl_ms=LONG_MS)
         assert (follower.instance, follower.epoch) == (TWO, 2)
         assert await store.renew_lead(lead, ttl_ms=LONG_MS) is None
         await store.resign(lead)
-        assert await store.current_lead(JOB, Role.ACTOR) == follower
+        assert await in_force(store) == follower
 
     async def test_an_expired_lead_that_nobody_followed_may_renew(self, world: World, store: CellStore) -> None:
         lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=5)
         await world.pass_ms(6)
         renewed = await store.renew_lead(lead, ttl_ms=LONG_MS)
-        assert renewed == await store.current_lead(JOB, Role.ACTOR)
+        assert renewed == await in_force(store)
 
     async def test_a_restarted_instance_follows_itself_at_once_under_a_new_epoch(self, store: CellStore) -> None:
         former = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
@@ -520,7 +524,6 @@ class TestLeads:
     async def test_a_lead_that_resigned_is_followed_at_once(self, store: CellStore) -> None:
         lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
         await store.resign(lead)
-        assert await store.current_lead(JOB, Role.ACTOR) is None
         assert await store.renew_lead(lead, ttl_ms=LONG_MS) is None
         follower = await store.campaign(JOB, Role.ACTOR, instance=TWO, endpoint="b:1", ttl_ms=LONG_MS)
         assert (follower.instance, follower.epoch) == (TWO, 2)
@@ -535,7 +538,7 @@ class TestLeads:
                 for index, client in enumerate(clients)
             )
         )
-        assert set(results) == {await store.current_lead(JOB, Role.ACTOR)}
+        assert set(results) == {await in_force(store)}
         assert results[0].epoch == 1
 
 
@@ -618,4 +621,4 @@ class TestLostAnswers:
     async def test_a_campaign_leaves_one_lead(self, world: World, store: CellStore) -> None:
         world.lose_next_answer()
         lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
-        assert await store.current_lead(JOB, Role.ACTOR) == lead
+        assert await in_force(store) == lead

@@ -207,12 +207,6 @@ class CellStore:
 
         await self._write((cell,), decide)
 
-    async def current_lead(self, job: JobId, role: Role) -> LeadRecord | None:
-        cell = tables.lead_cell(job, role)
-        reading = await self._read(cells=(cell,))
-        lead = tables.read_lead(reading.cells[cell])
-        return lead if lead and lead.expires_unix_ms > reading.now_unix_ms else None
-
     async def load(self, job: JobId) -> JobState | None:
         return tables.read_job_state(await self._read(cells=(tables.state_cell(job),)), job)
 

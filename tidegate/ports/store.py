@@ -151,10 +151,6 @@ class Leads(Protocol):
         """Nothing happens when another epoch began."""
         ...
 
-    async def current_lead(self, job: JobId, role: Role) -> LeadRecord | None:
-        """None when nobody leads: never elected, resigned, or expired."""
-        ...
-
 
 class JobStates(Protocol):
     async def load(self, job: JobId) -> JobState | None: ...

@@ -4,7 +4,8 @@ Invariants:
 - a worker has passed the gate with its grant, and the GPU is held for exactly as long as it lives;
 - one worker a GPU; a call or a stop reaches the worker of exactly its token, never that of a later owner;
 - starting what runs and stopping what does not is done already;
-- a death that nobody asked for is told to `on_death` once, after the worker's calls have failed.
+- a death that nobody asked for is told to `on_death` once, after the worker's calls have failed;
+- a timeline that cannot be written ends nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+import structlog
+
 from tidegate.codec import encode_token
 from tidegate.gate import Gate, GateClosed
 from tidegate.runtime.crew import WorkerGone
@@ -28,6 +31,8 @@ from tidegate.runtime.local_worker import LocalWorker
 from tidegate.types import GpuId, Grant
 from tidegate.v1 import workers_pb2 as wire
 
+_STORE_HOST = "127.0.0.1"
+"""Where the torch stores of the workers' worlds listen."""
 OnDeath = Callable[[Grant, int], Awaitable[None]]
 """(grant, exit status; negative: the signal)."""
 
@@ -36,13 +41,12 @@ OnDeath = Callable[[Grant, int], Awaitable[None]]
 class WorkerHome:
     """What the workers of an instance run, where they write, and how long they may take.
 
-    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}; `data_host` is where their stores listen.
+    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}.
     """
 
     entry: str
     log_dir: Path
     timeline: Path
-    data_host: str = "127.0.0.1"
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     stop_timeout_s: float = 10.0
@@ -62,6 +66,8 @@ class LocalWorkers:
         self._stores: dict[GpuId, tuple[str, int]] = {}
         self._locks: defaultdict[GpuId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._watches: set[asyncio.Task[None]] = set()
+        self._tells_spans = True
+        self._log = structlog.get_logger("workers")
 
     def running(self) -> tuple[Grant, ...]:
         """The grants of the workers alive, in order of GPU."""
@@ -134,7 +140,7 @@ class LocalWorkers:
     async def _launch(self, grant: Grant) -> LocalWorker:
         hold = self._gate.acquire(grant)
         ours, theirs = socket.socketpair()
-        listener = socket.create_server((self._home.data_host, 0))
+        listener = socket.create_server((_STORE_HOST, 0))
         log_path = self._home.log_dir / f"worker-{quote(grant.gpu, safe='').replace('%2F', '-')}.log"
         spec = WorkerSpec(entry=self._home.entry, grant=grant, log_path=log_path, env=self._home.env)
         try:
@@ -185,9 +191,21 @@ class LocalWorkers:
             json.dumps({"gpu": grant.gpu, "state": span.state, "start_ns": span.start_ns, "end_ns": span.end_ns})
             for span in spans
         ]
-        # One write a reply: whole lines at the end of the file, whoever else writes there.
-        fd = os.open(self._home.timeline, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, "".join(f"{line}\n" for line in lines).encode())
-        finally:
-            os.close(fd)
+            _append(self._home.timeline, "".join(f"{line}\n" for line in lines).encode())
+        except OSError as error:
+            # A full disk costs the timeline its spans, not the worker its life; said once until it is written again.
+            if self._tells_spans:
+                self._log.warning("timeline not written", path=str(self._home.timeline), error=str(error))
+            self._tells_spans = False
+        else:
+            self._tells_spans = True
+
+
+def _append(path: Path, lines: bytes) -> None:
+    """In one write: whole lines at the end of the file, whoever else writes there."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, lines)
+    finally:
+        os.close(fd)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.rollout.lead import RolloutLead
-from tests.component_bench import JOB, NODES, Bench, Changes, bench, loaded, replied, snapshot
+from tests.component_bench import JOB, NODES, PATIENCE_S, Bench, Changes, bench, loaded, replied, snapshot
 from tidegate.codec import decode_sample_id, fate_of
 from tidegate.job import Job
 from tidegate.ports.bus import SampleConsumer, SampleStream, Stage
 from tidegate.runtime.crew import WorkerRefused
+from tidegate.tasks import Demonstration, Prompt, Task
 from tidegate.types import Grant, JobId, Role, SampleId
 from tidegate.v1 import commands_pb2, samples_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -313,6 +316,45 @@ async def test_the_iteration_does_not_end_while_a_group_is_being_published(tmp_p
         await of.told("progress", count=3)
         assert "iteration_reported" not in await of.kinds()
         held[0].let_go.set()
+        await assert_whole_iteration(of)
+
+
+class HeldRewards:
+    """The task, with rewards that take until `let_go`."""
+
+    def __init__(self, task: Task, changes: Changes) -> None:
+        self.let_go = threading.Event()
+        self.is_asked = False
+        self._task = task
+        self._changes = changes
+        self._loop = asyncio.get_running_loop()
+
+    def words(self) -> tuple[str, ...]:
+        return self._task.words()
+
+    def prompt(self, index: int) -> Prompt:
+        return self._task.prompt(index)
+
+    def demonstration(self, index: int) -> Demonstration:
+        return self._task.demonstration(index)
+
+    def reward(self, prompt: Prompt, response_text: str) -> float:
+        self.is_asked = True
+        self._loop.call_soon_threadsafe(self._changes.tell)
+        assert self.let_go.wait(timeout=PATIENCE_S), "nobody could let go: the loop waits for the reward"
+        return self._task.reward(prompt, response_text)
+
+
+async def test_a_reward_that_takes_long_holds_up_nothing_else_of_the_lead(tmp_path: Path) -> None:
+    async with rollout(tmp_path, Engines()) as of:
+        lead = of.new_lead()
+        rewards = HeldRewards(lead.job.task, of.changes)
+        lead.job = replace(lead.job, task=rewards)
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.changes.until(lambda: rewards.is_asked)
+        lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
+        await of.told("weights_loaded")
+        rewards.let_go.set()
         await assert_whole_iteration(of)
 
 

@@ -165,6 +165,11 @@ class Hosting:
         """The epoch of the so-many-th election."""
         return (await self.bench.told("lead_elected", count=count))[-1].lead_elected.epoch
 
+    async def lead_in_force(self) -> LeadRecord:
+        """Asked by the other node's instance, which leads then only if nobody did."""
+        other = instance_id(ROLE, NODES[1])
+        return await self.store.campaign(JOB, ROLE, instance=other, endpoint="asks", ttl_ms=LEAD_TTL_MS)
+
     async def next_beat(self) -> None:
         """A whole turn of a host: the second renewal from now comes after it."""
         seen = self.store.num_renewals

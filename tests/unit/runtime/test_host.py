@@ -34,8 +34,7 @@ async def test_a_lead_goes_on_under_one_epoch_as_long_as_it_renews(tmp_path: Pat
         for _ in range(4):
             of.server.pass_ms(LEAD_TTL_MS - 1)
             await of.next_beat()
-        record = await of.store.current_lead(JOB, ROLE)
-        assert record is not None
+        record = await of.lead_in_force()
         assert (record.instance, record.epoch) == (HERE, 1)
         assert host.lead_for(1, incarnation=1) is of.bench.leads[0]
         assert len(of.bench.leads) == 1
@@ -104,8 +103,7 @@ async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(t
         await of.next_beat()
         with pytest.raises(CommandRefused):
             second.lead_for(first, incarnation=1)
-        record = await of.store.current_lead(JOB, ROLE)
-        assert record is not None
+        record = await of.lead_in_force()
         await of.store.resign(record)
         assert await of.elected(count=2) == first + 1
 
@@ -117,7 +115,7 @@ async def test_leaving_resigns_gives_the_lease_back_and_says_so(tmp_path: Path) 
         await of.stop()
         (lost,) = await of.bench.told("instance_lost")
         assert lost.instance_lost == events_pb2.InstanceLost(instance=HERE, boot=4)
-        assert await of.store.current_lead(JOB, ROLE) is None
+        assert (await of.lead_in_force()).instance == ELSEWHERE, "nobody led any more"
         of.server.pass_ms(10 * LEASE_TTL_MS)
         assert await of.store.expired() == ()
 
@@ -147,8 +145,7 @@ async def test_a_lost_answer_of_the_store_is_no_end_and_the_epoch_told_is_the_on
         of.server.num_answers_to_lose = 3
         await of.bench.changes.until(lambda: of.server.num_answers_to_lose == 0)
         await of.next_beat()
-        record = await of.store.current_lead(JOB, ROLE)
-        assert record is not None
+        record = await of.lead_in_force()
         told = [
             event.lead_elected.epoch
             async for _, event in of.bench.bus.events.read(JOB)
