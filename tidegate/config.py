@@ -182,7 +182,7 @@ class RuntimeSection(_Section):
     max_actor_restarts: Count = 3
     host_memory_root: str = "/dev/shm"
     """Where snapshots of weights live, in memory; a folder of the job's own is made in it."""
-    events_max_bytes: Positive = 256 * 2**20
+    events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
     """Some 200 bytes an event, most of them progress: half a million of them. Reserved on the disk of NATS."""
     samples_max_bytes: Positive = 2 * 2**30
     """Of all samples since the last checkpoint, generated and scored."""

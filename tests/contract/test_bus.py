@@ -522,8 +522,10 @@ async def test_a_full_stream_of_events_names_the_key_that_helps(open_bench: Open
     by = source()
     refused = r"stream TG_EVENTS_\S+ is full: \d+ bytes .* its 2000; raise runtime.events_max_bytes and resume"
     publish = [bench.bus.events.publish(progress(by, bench.job, count)) for count in range(100)]
+    assert 1_000 < await bench.bus.events.free_bytes(bench.job) <= 2_000
     with pytest.raises(StreamFull, match=refused):
         await asyncio.gather(*publish)
+    assert await bench.bus.events.free_bytes(bench.job) < 200
     stored = [sequence async for sequence, _ in bench.bus.events.read(bench.job)]
     assert stored == list(range(1, len(stored) + 1))
     assert stored

@@ -111,6 +111,9 @@ class MemoryEventLog:
             self._server.wake()
         return stream.sequence_of_id[event.id]
 
+    async def free_bytes(self, job: JobId) -> int:
+        return self._server.stream(subjects.events_stream(job)).free_bytes
+
     async def read(
         self, job: JobId, *, after_sequence: int = 0, follow: bool = False
     ) -> AsyncGenerator[tuple[int, Event], None]:

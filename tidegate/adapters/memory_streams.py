@@ -47,9 +47,12 @@ class Stream:
     progress: dict[str, Progress] = field(default_factory=dict)
     last_sequence: int = 0
 
+    @property
+    def free_bytes(self) -> int:
+        return self.max_bytes - sum(len(held.payload) for held in self.messages.values())
+
     def append(self, message: Stored) -> int:
-        held_bytes = sum(len(held.payload) for held in self.messages.values())
-        if held_bytes + len(message.payload) > self.max_bytes:
+        if len(message.payload) > self.free_bytes:
             raise subjects.stream_full(self.name, max_bytes=self.max_bytes, size_bytes=len(message.payload))
         self.last_sequence += 1
         self.messages[self.last_sequence] = message

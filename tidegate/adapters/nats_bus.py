@@ -139,6 +139,10 @@ class NatsEventLog:
             ) from refused
         return int(ack["seq"])
 
+    async def free_bytes(self, job: JobId) -> int:
+        stream = await self._link.require_stream(subjects.events_stream(job))
+        return int(stream["config"]["max_bytes"]) - int(stream["state"]["bytes"])
+
     async def read(
         self, job: JobId, *, after_sequence: int = 0, follow: bool = False
     ) -> AsyncGenerator[tuple[int, Event], None]:

@@ -28,6 +28,10 @@ from tidegate.types import JobId
 from tidegate.v1 import control_pb2, events_pb2
 
 BEAT_S = 0.5
+LEAST_ROOM_BYTES = 256 * 2**10
+"""On the stream of events. Past this the services would soon fail to say what happened, each at another point: about
+a thousand events, or one with the largest config."""
+_LOOK_AT_ROOM_S = 2.0
 _ENDS = {"finished": End.FINISHED, "failed": End.FAILED, "cancelled": End.CANCELLED}
 
 
@@ -81,6 +85,17 @@ class JobFollower:
                     await asyncio.sleep(BEAT_S)
         finally:
             await end_task(showing)
+
+    async def until_full(self) -> str:
+        """Waits until the stream of events has no room for what must be told; what to do then."""
+        while True:
+            with suppress(BusUnavailable):  # asked again: whether its server is dead is noticed elsewhere
+                if (left := await self._bus.events.free_bytes(self._job)) < LEAST_ROOM_BYTES:
+                    return (
+                        f"the stream of events has {left} bytes left of {self._config.runtime.events_max_bytes}, too "
+                        "few to go on: raise runtime.events_max_bytes, which may change between runs"
+                    )
+            await asyncio.sleep(_LOOK_AT_ROOM_S)
 
     async def dump_events(self) -> list[events_pb2.Event]:
         """Write the job's events to its folder, a JSON line each, in the form of the Control API."""

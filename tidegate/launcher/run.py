@@ -202,7 +202,12 @@ class _Run:
             is_resumed = self._order.start is Start.RESUME
             await self._follower.submit(source, resume=is_resumed, checkpoint=self._claim.checkpoint)
             raise_if_cancelled()
-            return await _first_of(self._follower.end(), self._services_failed(services))
+            return await _first_of(
+                self._follower.end(), self._services_failed(services), self._events_full(self._follower)
+            )
+
+    async def _events_full(self, follower: JobFollower) -> End:
+        raise RunBroken(await follower.until_full())
 
     async def _keep_events(self, follower: JobFollower) -> None:
         if not self._has_bus:
@@ -239,9 +244,9 @@ def _last_words(log: Path) -> str:
     return ""
 
 
-async def _first_of(work: Coroutine[Any, Any, End], watch: Coroutine[Any, Any, End]) -> End:
-    """What ends first decides; the other is cancelled and waited for, so that it has cleaned up."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(watch)]
+async def _first_of(*works: Coroutine[Any, Any, End]) -> End:
+    """What ends first decides; the others are cancelled and waited for, so that they have cleaned up."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -127,7 +127,11 @@ class EventConsumer(Protocol):
 
 class EventLog(Protocol):
     async def publish(self, event: Event) -> int:
-        """Stores it on the stream of `event.job`; the sequence it has there, a repeat's own included."""
+        """Stores it on the stream of `event.job`; the sequence it has there, a repeat's own included. StreamFull."""
+        ...
+
+    async def free_bytes(self, job: JobId) -> int:
+        """What the stream still takes, about: a server adds some bytes to each event."""
         ...
 
     def read(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -24,9 +25,9 @@ _GONE_TIMEOUT_S = 20.0
 class Launched:
     """A launcher whose job, host memory and servers all lie under `folder`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **changes: Any) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "tidegate.cli", "run", str(small_file(folder)), *arguments]
+        command = [sys.executable, "-m", "tidegate.cli", "run", str(small_file(folder, **changes)), *arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

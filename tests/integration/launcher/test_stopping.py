@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launcher.launched import Launched, assert_nothing_is_left, processes_of, wait_until_gone
+from tidegate.config import JobConfig
+from tidegate.events import EventSource
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.runtime.service import connected_bus
+from tidegate.types import JobId
+from tidegate.v1 import events_pb2
 
 Launch = Callable[..., Launched]
 
@@ -18,11 +24,13 @@ Launch = Callable[..., Launched]
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     """Launches in the test's folder; what a failing test leaves is killed, launcher first."""
-    yield lambda *arguments: Launched(tmp_path, *arguments)
+    yield lambda *arguments, **changes: Launched(tmp_path, *arguments, **changes)
     left = processes_of(tmp_path)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
 
+
+SHORT = {"iterations": 2, "prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 60}
 
 MOMENTS = {
     "Ctrl-C while the servers start": ("NATS and Redis", signal.SIGINT, 130),
@@ -85,3 +93,40 @@ def test_a_service_that_dies_is_started_again(launch: Launch) -> None:
     launched.send(signal.SIGINT)
     assert launched.ended() == 130
     assert_nothing_is_left(launched)
+
+
+def test_what_is_seldom_meant_is_said_at_the_start_and_logged(launch: Launch) -> None:
+    launched = launch(algorithm=SHORT | {"top_p": 0.9})
+    launched.until_it_says("algorithm.top_p=0.9: ")
+    launched.send(signal.SIGINT)
+    assert launched.ended() == 130
+    assert "the update is biased" in (launched.job_folder().logs / "launcher.jsonl").read_text()
+
+
+def test_a_run_that_fills_its_stream_of_events_stops_and_goes_on_once_the_stream_is_larger(
+    launch: Launch, tmp_path: Path
+) -> None:
+    runtime = {"host_memory_root": str(tmp_path / "memory")}
+    launched = launch(runtime=runtime | {"events_max_bytes": 2**20})
+    launched.until_it_says('"phase": "starting"')
+    asyncio.run(fill_events(launched.config()))
+    assert launched.ended() == 1
+    assert "bytes left of 1048576, too few to go on: raise runtime.events_max_bytes" in launched.said
+    assert "go on with it: tidegate run" in launched.said
+    assert_nothing_is_left(launched)
+    again = launch("--resume", runtime=runtime | {"events_max_bytes": 2**22})
+    again.until_it_says('"phase": "generate"')
+    again.send(signal.SIGINT)
+    assert again.ended() == 130
+
+
+async def fill_events(config: JobConfig) -> None:
+    """With what changes nothing in the job."""
+    bus = await connected_bus(config, name="test")
+    source = EventSource("test", role=None, boot=1, now_ns=lambda: 1)
+    failed = events_pb2.Failed(what=events_pb2.Failed.WHAT_SAMPLE, message="x" * 200_000)
+    try:
+        while await bus.events.free_bytes(JobId(config.job)) > 250_000:
+            await bus.events.publish(source.event(failed, job=JobId(config.job), incarnation=1))
+    finally:
+        await bus.close()
