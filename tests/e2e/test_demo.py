@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.e2e.jobs import REPOSITORY
+from tests.e2e.jobs import REPOSITORY, running
+from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -64,3 +66,22 @@ async def test_a_seed_repeats_itself(tmp_path: Path) -> None:
     for said in (first, second):
         del said["wall_s"], said["timeline"]
     assert first == second
+
+
+async def test_the_demos_job_on_two_nodes_comes_to_what_it_does_on_one(tmp_path: Path) -> None:
+    raw = yaml.safe_load((REPOSITORY / "tidegate" / "demo.yaml").read_text())
+    raw["algorithm"]["iterations"] = 2
+    raw["actor"]["warm_up"]["steps"] = 30
+    algorithm = raw["algorithm"]
+    want = expected_draws(iterations=2, prompts=algorithm["prompts_per_iteration"], group_size=algorithm["group_size"])
+    runs = []
+    for nodes in ({"n0": 8}, {"n0": 4, "n1": 4}):
+        raw["cluster"]["nodes"] = nodes
+        folder = tmp_path / f"{len(nodes)}-nodes"
+        folder.mkdir()
+        async with running(raw, folder) as job:
+            summary = (await job.result())["summary"]
+            assert trained_draws(job.folder.journal) == want
+            runs.append((without_incarnation(job.folder.journal), summary["weights_checksum"]))
+        assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, want.total())
+    assert runs[0] == runs[1]
