@@ -81,18 +81,6 @@ SURVIVED: dict[str, tuple[Victim, Condition]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def want_checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The final weights of a run that nothing happens to."""
-
-    async def undisturbed() -> dict[str, Any]:
-        async with running(small_job("plain"), tmp_path_factory.mktemp("undisturbed")) as job:
-            return await job.result()
-
-    checksum: str = asyncio.run(undisturbed())["summary"]["weights_checksum"]
-    return checksum
-
-
 def _assert_as_if_nothing_happened(job: RunningJob, result: dict[str, Any], want_checksum: str) -> None:
     summary = result["summary"]
     assert trained_draws(job.folder.journal) == DRAWS
