@@ -116,7 +116,7 @@ def resizes(draw: st.DrawFn, optimizers: Sequence[str] = OPTIMIZERS) -> Resize:
     return Resize(parameters, state(source, first), state(target, second), hosts)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(resizes())
 def test_applied_to_arrays_a_plan_gives_exactly_the_targets_shards(resize: Resize) -> None:
     whole = cutter.whole_tensors(resize.parameters)
@@ -127,7 +127,7 @@ def test_applied_to_arrays_a_plan_gives_exactly_the_targets_shards(resize: Resiz
     cutter.assert_same(got, want)
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(resizes(optimizers=("plain", "distributed")))
 def test_there_and_back_is_the_identity(resize: Resize) -> None:
     source = cutter.world(resize.source, resize.parameters, cutter.whole_tensors(resize.parameters))
@@ -138,7 +138,7 @@ def test_there_and_back_is_the_identity(resize: Resize) -> None:
     cutter.assert_same(again, source)
 
 
-@settings(max_examples=30)
+@settings(max_examples=45)
 @given(resizes())
 def test_a_rank_alone_plans_exactly_its_part_of_the_whole(resize: Resize) -> None:
     whole = resize.planner().whole()
@@ -147,7 +147,7 @@ def test_a_rank_alone_plans_exactly_its_part_of_the_whole(resize: Resize) -> Non
         assert resize.planner().part(part.rank) == part
 
 
-@settings(max_examples=40)
+@settings(max_examples=50)
 @given(resizes())
 def test_a_rank_receives_what_it_wants_and_did_not_hold_and_nothing_else(resize: Resize) -> None:
     whole = cutter.whole_tensors(resize.parameters)
@@ -163,7 +163,7 @@ def test_a_rank_receives_what_it_wants_and_did_not_hold_and_nothing_else(resize:
         assert part.received_bytes == want
 
 
-@settings(max_examples=40)
+@settings(max_examples=50)
 @given(resizes())
 def test_the_holders_of_a_shard_serve_numbers_of_regions_that_differ_by_at_most_one(resize: Resize) -> None:
     """On one host, of the weights of one shape and cut, between the same stages and experts' ranks."""
@@ -192,7 +192,7 @@ def test_the_holders_of_a_shard_serve_numbers_of_regions_that_differ_by_at_most_
         assert max(numbers) - min(numbers) <= 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=50)
 @given(resizes())
 def test_far_ranks_serve_only_what_nobody_on_the_host_holds(resize: Resize) -> None:
     whole = cutter.whole_tensors(resize.parameters)
@@ -234,7 +234,7 @@ def carry_out(batches: dict[int, tuple[Batch, ...]], source: cutter.World, targe
                 at[rank] += 1
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(resizes(), st.sampled_from((16, 100, 4096)), st.booleans())
 def test_no_order_deadlocks_and_buckets_carry_everything_within_the_memory(
     resize: Resize, memory_bytes: int, is_blocking: bool

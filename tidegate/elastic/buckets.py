@@ -75,25 +75,21 @@ def _packed(copies: Iterable[RegionCopy], size_bytes: int) -> Iterator[tuple[Reg
             )
         rest = [copy]
         while rest:
-            first = rest.pop()
-            fitting, others = _cut(first, free_bytes // first.itemsize)
-            if fitting is not None:
-                packed.append(fitting)
-                free_bytes -= fitting.size_bytes
-            rest += others
-            if rest:
+            if free_bytes < copy.itemsize:
                 yield tuple(packed)
                 packed, free_bytes = [], size_bytes
+            fitting, others = _cut(rest.pop(), free_bytes // copy.itemsize)
+            packed.append(fitting)
+            free_bytes -= fitting.size_bytes
+            rest += others
     if packed:
         yield tuple(packed)
 
 
-def _cut(copy: RegionCopy, num_elements: int) -> tuple[RegionCopy | None, list[RegionCopy]]:
+def _cut(copy: RegionCopy, num_elements: int) -> tuple[RegionCopy, list[RegionCopy]]:
     """As much of a copy as fits, whole rows or else a part of one row; and the rest, last piece first."""
     if copy.num_elements <= num_elements:
         return copy, []
-    if num_elements == 0:
-        return None, [copy]
     if num_elements >= copy.cols:
         rows = num_elements // copy.cols
         return copy._replace(rows=rows), [_below(copy, rows)]
