@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.rollout.embedded.probe import CANDIDATE_ROWS
 from tests.component_bench import job_config
-from tidegate.config import ConfigError
+from tidegate.config import MAX_RUNNING_REQUESTS, ConfigError
 from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
 from tidegate.megatron.family import padded_vocab_size
 from tidegate.types import NodeId, SampleId
@@ -75,6 +76,10 @@ def test_what_does_not_fit_is_a_config_error_with_its_name(
 ) -> None:
     with pytest.raises(ConfigError, match=want):
         load_job(job_config(tmp_path, **sections))
+
+
+def test_the_config_allows_an_engine_as_many_requests_as_its_largest_batch_has_rows() -> None:
+    assert max(CANDIDATE_ROWS) == MAX_RUNNING_REQUESTS
 
 
 def test_a_jobs_folder_lies_under_its_name_and_nothing_in_it_collides(tmp_path: Path) -> None:
