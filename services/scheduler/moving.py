@@ -31,6 +31,10 @@ TRANSITION_DEADLINES = MAX_ISSUES + 1
 """Command deadlines that a transition has. A lead that hangs ends the job one earlier, with the words of what it was
 asked; this ends what goes on for longer: leads that keep changing, a step that the store keeps refusing."""
 
+MIN_TRANSITION_MS = 180_000
+"""However short the command deadline: a lead that never answers is given up after two minutes, and what a scheduler
+that died had asked of the store is asked again after seconds."""
+
 START_PAUSE_MS = 2_000
 START_PAUSE_GROWTH = 4
 
@@ -297,7 +301,7 @@ def _plan(state: ClusterState, moves: tuple[Move, ...], part: Part, *, reason: s
         moves=moves,
         parts=(part,),
         planned_version=state.version,
-        deadline_unix_ms=now_ms + TRANSITION_DEADLINES * command_deadline_ms(state),
+        deadline_unix_ms=now_ms + max(MIN_TRANSITION_MS, TRANSITION_DEADLINES * command_deadline_ms(state)),
         reason=reason,
     )
     command = cmd.PlanTransition(CommandId(f"{transition.id}/plan"), transition)

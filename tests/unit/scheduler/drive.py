@@ -70,7 +70,7 @@ class Drive:
         """The next thing that happens: an event, work, a restart, or time; False when nothing can."""
         if self.cluster.outbox:
             self.deliver(self.cluster.outbox.pop(index % len(self.cluster.outbox)))
-        elif self.cluster.work() or self.cluster.restart_dead():
+        elif self.cluster.work() or self.cluster.restart_dead() or self.cluster.renew():
             return True
         else:
             due_ms = next_due_ms(self.state)

@@ -59,6 +59,7 @@ def spec(
 class FakeInstance:
     boot: int = 1
     is_alive: bool = True
+    has_lease: bool = True
     sequence: int = 0
 
 
@@ -70,14 +71,26 @@ class FakeGate:
 
 @dataclass
 class FakeLead:
-    """One lead's memory: gone with it. `members` are the grants that its component has."""
+    """One lead's memory: gone with it. `members` are the grants that its component has.
+
+    As `tidegate.runtime.lead` has it: a newer incarnation ends the iteration; one that failed is taken up again when
+    weights were loaded, or when it is opened anew.
+    """
 
     instance: InstanceId
     epoch: int
     members: tuple[Grant, ...] = ()
     plan: IterationPlan | None = None
+    broken_off: IterationPlan | None = None
     incarnation: int = 0
     has_reported: bool = False
+
+    def meet(self, incarnation: int) -> None:
+        if incarnation > self.incarnation:
+            self.incarnation, self.plan, self.broken_off = incarnation, None, None
+
+    def open(self, plan: IterationPlan) -> None:
+        self.plan, self.broken_off, self.has_reported = plan, None, False
 
 
 @dataclass
@@ -188,12 +201,69 @@ class FakeCluster:
                 self.gates[slot].is_held = False
         if tells:
             self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
+        self._replace_lead(name)
+
+    def lapse(self, name: InstanceId) -> None:
+        """It lives and works, but does not renew its lease: another leads if one can."""
+        instance = self.instances[name]
+        if instance.is_alive and instance.has_lease:
+            instance.has_lease = False
+            self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
+            self._replace_lead(name)
+
+    def renew(self) -> bool:
+        """Who lives and was counted as lost joins again, in the same start; False when nobody was.
+
+        The scheduler clears an expired lease once its loss is told, so that the return comes after it.
+        """
+        told = {event.body.instance for event in self.outbox if isinstance(event.body, ev.InstanceLost)}
+        lapsed = {each for each, it in self.instances.items() if it.is_alive and not it.has_lease} - told
+        for name in sorted(lapsed):
+            self.instances[name].has_lease = True
+            self.say(name, ev.InstanceJoined(name, f"at-{name}", self.instances[name].boot))
+            if self.leads[role_of(name)] is None:
+                self.elect(name)
+        return bool(lapsed)
+
+    def move_lead(self, role: Role) -> None:
+        """To another instance, with nobody dead."""
         lead = self.leads[role]
-        if lead is not None and lead.instance == name:
-            self.leads[role] = None
-            heirs = sorted(each for each in self.instances if role_of(each) is role and self.instances[each].is_alive)
-            if heirs:
-                self.elect(heirs[0])
+        if lead is not None:
+            self._replace_lead(lead.instance)
+
+    def _replace_lead(self, name: InstanceId) -> None:
+        role = role_of(name)
+        lead = self.leads[role]
+        if lead is None or lead.instance != name:
+            return
+        self.leads[role] = None
+        heirs = sorted(
+            each
+            for each, it in self.instances.items()
+            if role_of(each) is role and it.is_alive and it.has_lease and each != name
+        )
+        if heirs:
+            self.elect(heirs[0])
+        elif self.instances[name].is_alive and self.instances[name].has_lease:
+            self.elect(name)
+
+    def fail_iteration(self, role: Role) -> None:
+        """What an iteration at work does when it meets what it did not expect."""
+        lead = self.leads[role]
+        plan = lead.plan if lead is not None and not lead.has_reported else None
+        if lead is not None and plan is not None:
+            lead.plan, lead.broken_off = None, plan
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation, iteration=plan.iteration)
+
+    def fail_late(self, name: InstanceId, *, fatal: bool) -> None:
+        """What it led once failed, and its word of it comes only now."""
+        lead = self.leads[role_of(name)]
+        was_before = 1 if lead is not None and lead.instance == name else 0
+        incarnation = (lead.incarnation if lead is not None else 0) - was_before
+        if self.instances[name].is_alive and incarnation >= 0:
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a late word", fatal=fatal)
+            self.say(name, failed, incarnation=incarnation)
 
     def restart_dead(self) -> bool:
         """What a process supervisor does; False when everything lives."""
@@ -289,6 +359,7 @@ class FakeCluster:
 
     def _obey(self, command: cmd.LeadCommand, lead: FakeLead) -> None:
         header = command.header
+        lead.meet(header.incarnation)
         match command:
             case cmd.ScaleUp():
                 self._scale_up(command, lead)
@@ -300,8 +371,10 @@ class FakeCluster:
             case cmd.LoadWeights():
                 lead.members = header.members
                 self._tell_loaded(lead, header, command.weights)
+                if lead.broken_off is not None:
+                    lead.open(lead.broken_off)
             case cmd.OpenIteration():
-                lead.plan, lead.incarnation, lead.has_reported = command.plan, header.incarnation, False
+                lead.open(command.plan)
                 lead.members = header.members
             case cmd.CloseIteration():
                 plan, lead.plan = lead.plan, None
@@ -318,7 +391,7 @@ class FakeCluster:
                 self.say(lead.instance, failed, incarnation=header.incarnation)
                 return
             gate.highest, gate.is_held = grant.token, True
-        lead.members, lead.incarnation = command.members, header.incarnation
+        lead.members = command.members
         next_iteration = self.checkpoints.get(command.checkpoint, 0)
         said: dict[str, Any] = {
             "incarnation": header.incarnation,
@@ -327,8 +400,7 @@ class FakeCluster:
         }
         self.say(lead.instance, ev.GpusAcquired(command.grants), **said)
         self.say(lead.instance, ev.LayoutCommitted(command.layout, command.members, next_iteration), **said)
-        if command.weights is not None:
-            self._tell_loaded(lead, header, command.weights)
+        # Weights that come with the command are loaded without a word: a whole component is asked for them afterwards.
         if header.role is Role.ACTOR:
             self._publish(lead, header.incarnation, next_iteration)
 

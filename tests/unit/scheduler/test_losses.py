@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.decide import decide
@@ -255,15 +257,72 @@ def test_a_component_that_fails_to_start_again_and_again_fails_the_job_after_pau
     assert drive.now_ms - began_ms >= 42_000
 
 
+@pytest.mark.parametrize("role", [Role.ROLLOUT, Role.INFERENCE])
+def test_an_iteration_that_failed_is_taken_up_once_its_component_was_started_anew_and_loaded_the_weights(
+    role: Role,
+) -> None:
+    drive = iterating()
+    drive.cluster.fail_iteration(role)
+    deliver_all(drive)
+
+    asked = [
+        command
+        for command in drive.cluster.log
+        if isinstance(command, cmd.ScaleUp | cmd.LoadWeights | cmd.OpenIteration) and command.header.role is role
+    ]
+    up, load = asked[-2:]
+    assert isinstance(up, cmd.ScaleUp)
+    assert isinstance(load, cmd.LoadWeights)
+    assert load.weights == drive.state.snapshots[0]
+    state = drive.run()
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_an_instance_that_was_counted_as_lost_and_lives_is_cleared_and_works_again_in_the_same_start() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.lapse(name)
+    deliver_all(drive)
+    assert not drive.state.instances[name].living
+
+    drive.cluster.renew()
+    deliver_all(drive)
+
+    assert drive.state.instances[name].living
+    assert len(drive.state.components[Role.ROLLOUT].grants) == 3
+    assert drive.state.instances[name].boot == 1
+
+
+def test_a_lead_that_was_counted_as_lost_leads_again_under_a_new_epoch_in_the_same_start() -> None:
+    cluster = FakeCluster(spec())
+    drive = Drive(cluster)
+    name, other = (instance_id(Role.INFERENCE, node) for node in NODES)
+    cluster.boot()
+    drive.run_until(is_iterating)
+    deliver_all(drive)
+    cluster.lapse(other)
+    cluster.lapse(name)
+    deliver_all(drive)
+    assert drive.state.lead_of(Role.INFERENCE) is None
+
+    cluster.renew()
+    deliver_all(drive)
+
+    lead = drive.state.lead_of(Role.INFERENCE)
+    assert lead is not None
+    assert (lead.instance, lead.epoch, lead.boot) == (name, 2, 1)
+    assert drive.run().phase is Phase.FINISHED
+
+
 def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed() -> None:
-    drive = booted(FakeCluster(spec(), hung={Role.ROLLOUT}))
+    drive = booted(FakeCluster(spec(deadline_ms=60_000), hung={Role.ROLLOUT}))
     drive.run_until(lambda state: state.transition_of(Role.ROLLOUT) is not None)
     transition = drive.state.transition_of(Role.ROLLOUT)
     assert transition is not None
     names = itertools.cycle(instance_id(Role.ROLLOUT, node) for node in reversed(NODES))
     while drive.now_ms < transition.deadline_unix_ms:
         assert drive.cluster.records[transition.id].is_open, "each lead that comes is asked anew"
-        drive.now_ms += 900
+        drive.now_ms += 50_000
         drive.cluster.elect(next(names))
         deliver_all(drive)
 
