@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tidegate.config_checks import algorithm_faults, gpu_indices, job_faults, model_faults, placement_faults
 from tidegate.model_config import ModelConfig
-from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id, job_id
+from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -144,10 +145,6 @@ class ActorSection(_Section):
     warm_up: WarmUpSection = WarmUpSection()
 
 
-MAX_RUNNING_REQUESTS = 256
-"""Of an engine: the largest batch whose rows are tried to repeat bit for bit (services.rollout.embedded.probe)."""
-
-
 class RolloutSection(_Section):
     """Generation; one engine a GPU."""
 
@@ -215,7 +212,7 @@ class JobConfig(_Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> JobConfig:
-        faults = [*_job_faults(self), *_model_faults(self), *_placement_faults(self), *_algorithm_faults(self)]
+        faults = [*job_faults(self), *model_faults(self), *placement_faults(self), *algorithm_faults(self)]
         if faults:
             raise ConfigError("\n".join(faults))
         return self
@@ -223,7 +220,7 @@ class JobConfig(_Section):
     def placement(self, role: Role) -> tuple[GpuId, ...]:
         """The role's GPUs in rank order."""
         text = getattr(self.cluster.component_placement, role.value)
-        return tuple(self.cluster.gpus()[index] for index in _gpu_indices(text))
+        return tuple(self.cluster.gpus()[index] for index in gpu_indices(text))
 
     def layout(self, role: Role) -> Layout:
         """The role's layout; the rollout's is one engine a GPU."""
@@ -307,100 +304,3 @@ def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[Base
             return None
         section = annotation
     return section
-
-
-def _gpu_indices(text: str) -> list[int]:
-    """`0-3,6` -> [0, 1, 2, 3, 6]. ValueError on anything else."""
-    indices: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{text!r} is not a list of GPUs like '0-3' or '0,2,5'")
-        low, high = int(first), int(last) if dash else int(first)
-        if high < low:
-            raise ValueError(f"{text!r} holds the range {low}-{high}, which runs backwards")
-        indices.extend(range(low, high + 1))
-    return indices
-
-
-def _job_faults(config: JobConfig) -> list[str]:
-    faults = []
-    for name, value in [("job", config.job), *(("node", node) for node in config.cluster.nodes)]:
-        try:
-            job_id(value)
-        except ValueError as error:
-            faults.append(str(error).replace("job name", f"{name} name"))
-    return faults
-
-
-def _model_faults(config: JobConfig) -> list[str]:
-    try:
-        config.model.shape(vocab_size=1)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _placement_faults(config: JobConfig) -> list[str]:
-    faults: list[str] = []
-    gpus = config.cluster.gpus()
-    holder: dict[int, str] = {}
-    for role in Role:
-        key = f"cluster.component_placement.{role}"
-        try:
-            indices = _gpu_indices(getattr(config.cluster.component_placement, role.value))
-        except ValueError as error:
-            faults.append(f"{key}: {error}")
-            continue
-        for index in indices:
-            if index >= len(gpus):
-                faults.append(f"{key} names GPU {index}, the cluster has {len(gpus)} (0-{len(gpus) - 1})")
-            elif index in holder:
-                faults.append(f"{key} names GPU {index}, which {holder[index]} has already: list each GPU once")
-            holder.setdefault(index, str(role))
-        if role is not Role.ROLLOUT and (fault := _layout_fault(config, role, len(indices))):
-            faults.append(fault)
-    return faults
-
-
-def _layout_fault(config: JobConfig, role: Role, num_gpus: int) -> str | None:
-    layout = config.layout(role)
-    if layout.num_ranks == num_gpus:
-        return None
-    model_ranks = layout.tp * layout.pp
-    legal = (
-        f"with tp={layout.tp} pp={layout.pp} use dp={num_gpus // model_ranks}"
-        if num_gpus % model_ranks == 0 and num_gpus
-        else f"tp * pp = {model_ranks} does not divide {num_gpus}"
-    )
-    return (
-        f"{role}.layout: tp * pp * dp = {layout.tp} * {layout.pp} * {layout.dp} = {layout.num_ranks} ranks, but "
-        f"cluster.component_placement.{role} gives {num_gpus} GPUs; {legal}"
-    )
-
-
-def _algorithm_faults(config: JobConfig) -> list[str]:
-    faults = []
-    algorithm = config.algorithm
-    if algorithm.prompts_per_iteration % algorithm.n_minibatches:
-        legal = [n for n in range(1, algorithm.prompts_per_iteration + 1) if algorithm.prompts_per_iteration % n == 0]
-        faults.append(
-            f"algorithm.n_minibatches={algorithm.n_minibatches} does not divide prompts_per_iteration="
-            f"{algorithm.prompts_per_iteration}; legal: {', '.join(map(str, legal))}"
-        )
-    if algorithm.max_new_tokens >= config.model.max_seq_len:
-        faults.append(
-            f"algorithm.max_new_tokens={algorithm.max_new_tokens} leaves no room for a prompt in "
-            f"model.max_seq_len={config.model.max_seq_len}: raise the one or lower the other"
-        )
-    if config.rollout.max_running_requests > MAX_RUNNING_REQUESTS:
-        faults.append(
-            f"rollout.max_running_requests={config.rollout.max_running_requests} is more than an engine generates at "
-            f"once: lower it to {MAX_RUNNING_REQUESTS} or less, and give the rollout more GPUs for more"
-        )
-    if config.runtime.lead_ttl_s > config.runtime.lease_ttl_s:
-        faults.append(
-            f"runtime.lead_ttl_s={config.runtime.lead_ttl_s} is longer than lease_ttl_s={config.runtime.lease_ttl_s}: "
-            "an instance would lead after its lease is gone"
-        )
-    return faults

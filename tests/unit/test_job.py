@@ -9,7 +9,8 @@ import pytest
 
 from services.rollout.embedded.probe import CANDIDATE_ROWS
 from tests.component_bench import job_config
-from tidegate.config import MAX_RUNNING_REQUESTS, ConfigError
+from tidegate.config import ConfigError
+from tidegate.config_checks import MAX_RUNNING_REQUESTS
 from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
 from tidegate.megatron.family import padded_vocab_size
 from tidegate.types import NodeId, SampleId
