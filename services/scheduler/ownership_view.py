@@ -13,7 +13,7 @@ from services.scheduler.accounts import supersede
 from services.scheduler.admission import Refused
 from services.scheduler.losses import OVER, lose, shrunk, with_component
 from services.scheduler.state import ClusterState, Phase, role_of_instance
-from tidegate.ownership import GpuRecord, GpuState, Outcome, Transition
+from tidegate.ownership import GpuState, Outcome, Transition
 from tidegate.types import Grant, Role, TransitionId, node_of
 
 
@@ -102,8 +102,7 @@ def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> Clu
 
 
 def _is_of_role(state: ClusterState, role: Role, grant: Grant) -> bool:
-    record: GpuRecord | None = state.gpus.get(grant.gpu)
-    return record is not None and record.token == grant.token and record.owner == state.owner(role)
+    return any(grant == Grant(record.gpu, record.token) for record in state.records_of(role))
 
 
 def _with_released(state: ClusterState, free: tuple[Grant, ...]) -> ClusterState:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.scheduler.values import Fate, IterationPlan, JobSpec, Snapshot, total
-from tidegate.ownership import GpuRecord, Owner, Transition
+from tidegate.ownership import GpuRecord, GpuState, Owner, Transition
 from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, TransitionId
 
 
@@ -245,9 +245,16 @@ class ClusterState:
         return Owner(self.job, role)
 
     def records_of(self, role: Role) -> tuple[GpuRecord, ...]:
-        """Its GPUs in the store, owned and lost, by id."""
+        """Its GPUs in the store, owned and lost, by id. A lost one whose last owner the store does not know is the
+        role's that it is placed for: that one needs it, and asks its gate."""
         owner = self.owner(role)
-        return tuple(record for _, record in sorted(self.gpus.items()) if record.owner == owner)
+        placed = self.spec.placement[role].gpus if self.spec else ()
+        return tuple(
+            record
+            for _, record in sorted(self.gpus.items())
+            if record.owner == owner
+            or (record.owner is None and record.state is GpuState.LOST and record.gpu in placed)
+        )
 
     def transition_of(self, role: Role) -> Transition | None:
         """The open transition that has a part for the role; at most one has."""

@@ -15,7 +15,7 @@ from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
-from tidegate.ownership import GpuState, Outcome
+from tidegate.ownership import GpuRecord, GpuState, Outcome
 from tidegate.types import Grant, NodeId, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
@@ -233,6 +233,20 @@ def test_a_gpu_that_nobody_passed_to_is_free_though_its_gate_does_not_list_it() 
 
     assert evolve(state, answer(NODES[0])).released == ()
     assert evolve(state, answer(NODES[1])).released == (grant,)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_lost_gpu_whose_last_owner_nobody_knows_is_taken_back_through_its_gate(is_held: bool) -> None:
+    cluster = FakeCluster(spec())
+    lost = GpuRecord(ROLLOUT_GPU, GpuState.LOST, None, Token(1, 7))
+    cluster.gpus[ROLLOUT_GPU] = lost
+    cluster.gates[ROLLOUT_GPU].highest, cluster.gates[ROLLOUT_GPU].is_held = lost.token, is_held
+    drive = booted(cluster)
+
+    drive.run_until(is_iterating)
+
+    assert Grant(ROLLOUT_GPU, Token(1, 8)) in drive.state.components[Role.ROLLOUT].grants
+    assert drive.run().phase is Phase.FINISHED
 
 
 def test_the_rollout_goes_on_for_good_without_a_node_that_does_not_come_back() -> None:
