@@ -109,7 +109,7 @@ class FakeInstance(Generic[W]):
         self.drops: list[tuple[int, tuple[int, ...]]] = []
         self.started: list[Grant] = []
         self.is_silent = False
-        """Calls get no answer, as on a node that cannot be reached."""
+        """Gives no answer, as on a node that cannot be reached."""
         self.timeouts_s: list[float] = []
         self._config = config
         self._make_worker = make_worker
@@ -132,14 +132,14 @@ class FakeInstance(Generic[W]):
         return 0
 
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
+        self._answer()
         return tuple(slot.grant for slot in self._slots.values())
 
     async def call(
         self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
     ) -> AsyncGenerator[wire.WorkerReply, None]:
         self.timeouts_s.append(timeout_s)
-        if self.is_silent:
-            raise WorkerUnreachable(f"the instance on {self.node} gave no answer")
+        self._answer()
         slot = self._slots.get(grant.gpu)
         if slot is None or slot.grant != grant:
             raise WorkerGone(f"no worker of {grant.gpu} under token {grant.token}")
@@ -155,7 +155,12 @@ class FakeInstance(Generic[W]):
         return str(folder)
 
     async def drop_snapshots(self, job: JobId, *, before_version: int, keep: Sequence[int]) -> None:
+        self._answer()
         self.drops.append((before_version, tuple(keep)))
+
+    def _answer(self) -> None:
+        if self.is_silent:
+            raise WorkerUnreachable(f"the instance on {self.node} gave no answer")
 
 
 async def _unless_dead(slot: _Slot[W], replies: AsyncIterator[wire.WorkerReply]) -> wire.WorkerReply | None:

@@ -85,6 +85,9 @@ class ActorLead(Lead):
         self._num_skipped = 0
         self._ledger = checkpoint.ledger.resumed(self.incarnation) if checkpoint else SampleLedger(self.incarnation)
         await self.announce_layout(request, next_iteration=checkpoint.next_iteration if checkpoint else 0)
+        await self.begin("first version", self._publish_first(checkpoint))
+
+    async def _publish_first(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
             await self._warm_up()
         await self._publish(checkpoint.version if checkpoint else 0)

@@ -106,14 +106,16 @@ class Crew:
         self._on(node)
         return self._endpoints[node]
 
-    async def take_over(self) -> None:
-        """Find the workers that an earlier lead left running."""
+    async def take_over(self) -> tuple[NodeId, ...]:
+        """Find the workers that an earlier lead left running; the nodes that gave no answer."""
         found = await asyncio.gather(
             *(port.workers(self._job) for port in self._ports.values()), return_exceptions=True
         )
+        answers = dict(zip(self._ports, found, strict=True))
         self._members = {
-            grant.gpu: grant for grants in found if not isinstance(grants, BaseException) for grant in grants
+            grant.gpu: grant for grants in answers.values() if not isinstance(grants, BaseException) for grant in grants
         }
+        return tuple(node for node, grants in answers.items() if isinstance(grants, BaseException))
 
     async def start(self, grants: Sequence[Grant], *, transition: str) -> None:
         """Bring these workers up; they are members then."""

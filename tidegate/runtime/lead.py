@@ -1,7 +1,8 @@
 """What every component's lead does alike: takes a command, works on it apart from the answer, tells what came of it.
 
 A role's lead is a subclass that says how it scales, loads and runs its part of an iteration. Commands are taken in
-order and worked on one at a time, but for an iteration, which runs until it is done, closed or superseded. Invariants:
+order and worked on one at a time, but for an iteration, or what has to be prepared for one (`begin`), which runs until
+it is done, closed or superseded. Invariants:
 a command of an older incarnation is refused; a newer incarnation, a new lead, and an iteration that opens, end what
 was running before, on the workers too; work that fails is told as `Failed`, never swallowed.
 """
@@ -9,9 +10,9 @@ was running before, on the workers too; work that fails is told as `Failed`, nev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -22,7 +23,7 @@ from tidegate.ports.bus import SampleStream, Stage
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerUnreachable
-from tidegate.types import Grant, JobId, Layout, NodeId
+from tidegate.types import Grant, JobId, Layout, NodeId, node_of
 from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 
 Command: TypeAlias = (
@@ -75,6 +76,7 @@ class Lead:
         self._log = structlog.get_logger(type(self).__name__)
         self._queue: asyncio.Queue[Command] = asyncio.Queue()
         self._server: asyncio.Task[None] | None = None
+        self._preparation: asyncio.Task[None] | None = None
         self._iteration_task: asyncio.Task[None] | None = None
         self._taken: set[str] = set()
         self._is_unfinished = False
@@ -108,9 +110,9 @@ class Lead:
     async def aclose(self) -> None:
         """Stop leading: workers stay, what was being done is left to the next lead."""
         self._has_ended = True
-        for task in (self._server, self._iteration_task):
-            if task is not None:
-                await end_task(task)
+        if self._server is not None:
+            await end_task(self._server)
+        await self._end_iteration()
 
     @property
     def versions_to_keep(self) -> tuple[int, ...]:
@@ -209,7 +211,7 @@ class Lead:
             self.incarnation, self._broken_off, self._num_breaks = header.incarnation, None, 0
         self.crew.meet(header.instances)
         if not self._took_over:
-            await self.crew.take_over()
+            await self._take_over(header)
             await self.supersede()
             self._took_over = True
         match command:
@@ -226,6 +228,27 @@ class Lead:
                 await self._open(command.plan)
             case commands_pb2.CloseIterationRequest():
                 await self._close(command)
+
+    async def begin(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do this while further commands are taken, such as the component's end; an iteration waits for it."""
+        await self._end_iteration()
+        self._preparation = asyncio.create_task(self._told(what, work), name=what)
+
+    async def _told(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except WorkerGone as error:
+            self._log.warning("interrupted", what=what, error=str(error))
+            await self.tell_unreachable(error)
+        except Exception as error:  # noqa: BLE001 - the edge: whatever the work raised is told as Failed
+            await self.fail(what, error)
+
+    async def _take_over(self, header: commands_pb2.CommandHeader) -> None:
+        silent = await self.crew.take_over()
+        gone = [grant for grant in decode_grants(header.members) if node_of(grant.gpu) in silent]
+        if gone:
+            nodes = ", ".join(silent)
+            await self.tell_unreachable(WorkerUnreachable(f"{nodes} did not say which workers run", grants=gone))
 
     async def _stop_started(self, request: commands_pb2.ScaleUpRequest) -> None:
         """Workers of these grants that an earlier lead started: how far it came with them nobody knows."""
@@ -244,6 +267,8 @@ class Lead:
             await self.tell(events_pb2.LayoutCommitted(layout=layout, grants=request.members), transition=transition)
 
     async def _open(self, plan: types_pb2.IterationPlan) -> None:
+        if self._preparation is not None:
+            await asyncio.wait([self._preparation])
         await self._end_iteration()
         if self._is_unfinished:
             await self.supersede()
@@ -259,9 +284,10 @@ class Lead:
         """The iteration's accounts added up: let go of what it held."""
 
     async def _end_iteration(self) -> None:
-        if self._iteration_task is not None:
-            await end_task(self._iteration_task)
-            self._iteration_task = None
+        for task in (self._preparation, self._iteration_task):
+            if task is not None:
+                await end_task(task)
+        self._preparation = self._iteration_task = None
 
     async def _guarded(self, plan: types_pb2.IterationPlan) -> None:
         try:

@@ -40,6 +40,9 @@ class FakeRank:
                 yield self._start(call)
             case "warm_up":
                 for step in range(1, call.warm_up.num_steps + 1):
+                    self.num_asked += 1
+                    self._changes.tell()
+                    await self._permits.acquire()
                     self.weights.append(f"warm-up {step}")
                     progress = wire.WarmUpProgress(step=step, num_steps=call.warm_up.num_steps, loss=1.0 / step)
                     yield replied(call, progress, last=step == call.warm_up.num_steps)

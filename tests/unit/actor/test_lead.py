@@ -469,6 +469,16 @@ async def test_the_warm_up_runs_once_before_version_0_is_published(tmp_path: Pat
         assert of.ranks.same().weights == ["warm-up 1", "warm-up 2", "warm-up 3"]
 
 
+async def test_a_job_may_end_in_the_middle_of_the_warm_up(tmp_path: Path) -> None:
+    async with training(tmp_path, num_permits=1, actor={"warm_up": {"steps": 3}}) as of:
+        up = of.bench.scale_up()
+        of.take(up)
+        await of.bench.changes.until(lambda: [rank.num_asked for rank in of.ranks.of.values()] == [2, 2])
+        of.take(commands_pb2.ScaleDownRequest(header=of.bench.header(), grants=up.grants))
+        await of.bench.told("gpus_released")
+        assert not {"weights_published", "failed"} & set(await of.bench.kinds())
+
+
 async def test_the_actor_loads_no_weights(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(commands_pb2.LoadWeightsRequest(header=of.bench.header(), weights=snapshot(0)))

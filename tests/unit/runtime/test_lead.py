@@ -10,7 +10,7 @@ import pytest
 
 from tests.component_bench import JOB, NODES, Bench, bench, snapshot
 from tests.unit.runtime.diary import Diary, DiaryLead, Idle
-from tidegate.codec import decode_grants
+from tidegate.codec import decode_grants, encode_grants
 from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.lead import CommandRefused
 from tidegate.runtime.worker import CallRefused
@@ -240,6 +240,19 @@ async def test_that_an_instance_gives_no_answer_is_told_with_the_grants_of_its_w
         failed = (await of.failed()).failed
         assert (decode_grants(failed.grants), failed.fatal) == ((silent,), False)
         assert failed.message == "no answer: n1 gave no answer"
+
+
+async def test_members_on_a_node_that_gives_a_new_lead_no_answer_are_told(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.scale_up())
+        await of.bench.told("layout_committed")
+        await of.lead.aclose()
+        of.bench.instances[NODES[1]].is_silent = True
+        command = of.load(1)
+        command.header.members.extend(encode_grants(of.bench.grants()))
+        of.bench.new_lead().take(command)
+        failed = (await of.failed()).failed
+        assert decode_grants(failed.grants) == of.bench.grants()[1:]
 
 
 async def test_workers_that_an_earlier_lead_started_and_did_not_announce_are_started_anew(tmp_path: Path) -> None:
