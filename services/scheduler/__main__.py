@@ -50,7 +50,7 @@ async def run(config: JobConfig) -> None:
         announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.tell_dead_letter)
-        ports = SchedulerPorts(store, consumer, bus.term, announcer, issuer, peers.gate_reports)
+        ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports)
         service = SchedulerService(job, ports, StaticPolicy())
         control = ControlServicer(
             job,

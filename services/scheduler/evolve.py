@@ -17,11 +17,10 @@ from services.scheduler import events as ev
 from services.scheduler import iterations, membership, ownership_view
 from services.scheduler.admission import Refused, admit, refusal
 from services.scheduler.expectations import answered
-from services.scheduler.losses import OVER, next_incarnation, stop
+from services.scheduler.losses import OVER, all_down, next_incarnation, stop
 from services.scheduler.state import (
     Checkpoint,
     ClusterState,
-    Component,
     Phase,
     ProgressSeen,
     role_of_instance,
@@ -137,14 +136,7 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         spec=body.spec,
         config_json=body.config_json,
         submission=submission,
-        # Whoever holds a GPU from before works for no one: its grants are suspects, its transitions end.
-        components={
-            role: Component(
-                lead=component.lead,
-                broken=tuple(each.id for each in (state.transition_of(role),) if each),
-            )
-            for role, component in state.components.items()
-        },
+        components=all_down(again),
         reference=None,
         num_restarts=0,
         expectations={},

@@ -87,6 +87,14 @@ def restart_actor(state: ClusterState, *, why: str) -> ClusterState:
     return replace(state, phase=Phase.STARTING, message=message)
 
 
+def all_down(state: ClusterState) -> dict[Role, Component]:
+    """Whoever holds a GPU from before works for no one: its grants are suspects, its transitions end."""
+    return {
+        role: Component(lead=component.lead, broken=tuple(each.id for each in (state.transition_of(role),) if each))
+        for role, component in state.components.items()
+    }
+
+
 def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
     """All unfinished work is superseded, the actor is down, and the next iteration is the checkpoint's."""
     checkpoint = state.checkpoint

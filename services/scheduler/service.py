@@ -1,15 +1,17 @@
 """The scheduler's shell: load the state, evolve it by the next event, decide, check, write, issue.
 
-It keeps nothing that it cannot rebuild: any number of replicas run, and any goes on where another stopped. Order of a
-turn: the event is folded, ownership is read where it may have changed, the decision is made and written with the state
-by compare-and-set, the event is acknowledged, and only then commands go out. Invariants: an event is acknowledged after
-its state is written; a command goes out after the state says so; a state that breaks an invariant is never written.
+It keeps nothing that it cannot rebuild: any number of replicas run, and any goes on where another stopped; a state that
+the store lost is made again from the stream. Order of a turn: the event is folded, ownership is read where it may have
+changed, the decision is made and written with the state by compare-and-set, the event is acknowledged, and only then
+commands go out. Invariants: an event is acknowledged after its state is written; a command goes out after the state
+says so; a state that breaks an invariant is never written.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -23,11 +25,12 @@ from services.scheduler.expectations import issued, next_due_ms
 from services.scheduler.invariants import check
 from services.scheduler.issuer import Issuer
 from services.scheduler.policy import Policy
+from services.scheduler.recovering import recovered
 from services.scheduler.state import TERMINAL, ClusterState
 from tidegate.adoption import GateReports, adopt
 from tidegate.codec import WireError
 from tidegate.ownership import StoreNotAdopted, StoreUnavailable, VersionConflict
-from tidegate.ports.bus import BusUnavailable, EventConsumer, EventDelivery, TermRegister
+from tidegate.ports.bus import BusUnavailable, EventConsumer, EventDelivery, EventLog, TermRegister
 from tidegate.ports.store import JobState, Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task
@@ -49,6 +52,7 @@ class SchedulerPorts:
     """What the shell works with."""
 
     store: Store
+    events: EventLog
     consumer: EventConsumer
     terms: TermRegister
     announcer: Announcer
@@ -114,6 +118,10 @@ class SchedulerService:
         now_ms = await self._ports.store.now_unix_ms()
         delivery = await self._ports.consumer.next(timeout_s=self._wait_s(before, now_ms))
         try:
+            if delivery is not None and delivery.sequence > before.applied_seq + 1:
+                # Another replica applied what lies between; if none did that the store knows of, `_evolved` does.
+                self._state = None
+                before = await self._loaded()
             await self._apply(before, delivery)
         except (StoreNotAdopted, StoreUnavailable, VersionConflict):
             if delivery is not None:
@@ -147,11 +155,29 @@ class SchedulerService:
         return min(BEAT_S, max(0.0, (due_ms - now_ms) / 1000))
 
     async def _evolved(self, state: ClusterState, delivery: EventDelivery) -> ClusterState:
+        missed = await self._missed(state, before=delivery.sequence)
+        if missed:
+            self._log.warning("the store lost the state", applied_seq=state.applied_seq, num_events=len(missed))
+            state = recovered(state, missed)
         try:
             return evolve(state, event_of(delivery.event, stream_sequence=delivery.sequence))
         except WireError as error:
             await delivery.dead_letter(str(error))
             return state
+
+    async def _missed(self, state: ClusterState, *, before: int) -> list[ev.Event]:
+        """Events that were acknowledged, and that the state does not hold."""
+        missed: list[ev.Event] = []
+        if before <= state.applied_seq + 1:
+            return missed
+        async with aclosing(self._ports.events.read(self._job, after_sequence=state.applied_seq)) as events:
+            async for sequence, message in events:
+                if sequence >= before:
+                    break
+                # What cannot be understood was set aside when it came.
+                with suppress(WireError):
+                    missed.append(event_of(message, stream_sequence=sequence))
+        return missed
 
     async def _with_ownership(self, state: ClusterState) -> ClusterState:
         """What the store says of the job's GPUs and transitions, folded like an event when it is news."""

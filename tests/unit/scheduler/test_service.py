@@ -219,6 +219,25 @@ async def test_an_event_that_cannot_be_understood_is_dead_lettered_and_the_job_g
             assert await ended(of) is Phase.FINISHED
 
 
+async def test_a_job_whose_state_the_store_lost_goes_on_from_the_stream_in_a_new_incarnation(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await of.changes.until(lambda: len(of.written_state().summaries) >= 1)
+        of.server.tables.clear()
+        async with running(await of.replica()):
+            name = instance_id(Role.ACTOR, NODES[0])
+            elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=2)
+            await of.announcer(name, Role.ACTOR).tell(elected, incarnation=0)
+            assert await ended(of) is Phase.FINISHED
+        state = of.written_state()
+        assert state.incarnation == 2
+        lineage = [each.iteration for each in state.summaries if not each.is_superseded]
+        assert lineage == list(range(NUM_ITERATIONS))
+        assert [each.incarnation for each in state.summaries if each.is_superseded][:1] == [1]
+
+
 async def test_it_stops_when_told_to_and_waits_for_nobody(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
         await of.boot()

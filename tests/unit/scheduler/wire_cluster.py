@@ -81,7 +81,7 @@ class WireCluster:
         consumer = await self.bus.events.consumer(JOB, "scheduler", on_dead_letter=announcer.tell_dead_letter)
         issuer = Issuer(store, announcer, send=self.send, ask_gate=self.ask_gate)
         watched = _WatchedConsumer(consumer, self)
-        ports = SchedulerPorts(store, watched, self.bus.term, announcer, issuer, self.gate_reports)
+        ports = SchedulerPorts(store, self.bus.events, watched, self.bus.term, announcer, issuer, self.gate_reports)
         return SchedulerService(JOB, ports, StaticPolicy())
 
     async def client(self) -> CellStore:
