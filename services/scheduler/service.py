@@ -203,6 +203,10 @@ class SchedulerService:
                 lost = events_pb2.InstanceLost(instance=holder, boot=known.boot)
                 await self._ports.announcer.tell(lost, incarnation=state.incarnation)
                 await self._ports.store.release(holder)
+        for name, instance in sorted(state.instances.items()):
+            if not instance.living:
+                # It may have renewed meanwhile: without a lease it joins again.
+                await self._ports.store.release(name)
 
     async def _write(self, before: ClusterState, after: ClusterState, delivery: EventDelivery | None) -> None:
         if after != before:

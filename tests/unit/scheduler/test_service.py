@@ -10,6 +10,7 @@ from pathlib import Path
 from services.scheduler.state import TERMINAL, Phase
 from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
+from tidegate.adapters.cells import Cell
 from tidegate.ports.bus import EventDelivery
 from tidegate.ports.store import Identity
 from tidegate.types import Role, instance_id
@@ -199,6 +200,20 @@ async def test_an_instance_whose_lease_expired_is_told_lost_once(tmp_path: Path)
             assert lost.source == "scheduler"
             await of.changes.until(lambda: not of.written_state().instances[name].living)
         assert await store.expired() == ()
+
+
+async def test_the_lease_of_an_instance_that_is_counted_as_lost_is_cleared_so_that_it_learns_of_it(
+    tmp_path: Path,
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        store, name = await of.client(), instance_id(Role.ACTOR, NODES[0])
+        await of.boot()
+        await store.renew(name, ttl_ms=60_000)
+        lost = events_pb2.InstanceLost(instance=name, boot=1)
+        await of.announcer("scheduler").tell(lost, incarnation=0)
+        async with running(await of.replica()):
+            lease = Cell("leases", name)
+            await of.changes.until(lambda: of.server.read_cell(lease) is None)
 
 
 async def test_an_event_that_cannot_be_understood_is_dead_lettered_and_the_job_goes_on(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class WireCluster:
 
 
 class WatchedStore(CellStore):
-    """Tells of every state that is written."""
+    """Tells of every state that is written, and of every lease that is cleared."""
 
     def __init__(self, server: MemoryServer, changes: Changes) -> None:
         super().__init__(MemoryCells(server))
@@ -161,6 +161,10 @@ class WatchedStore(CellStore):
         saved = await super().save(job, payload, expected_write=expected_write, version=version)
         self._changes.tell()
         return saved
+
+    async def release(self, holder: InstanceId) -> None:
+        await super().release(holder)
+        self._changes.tell()
 
 
 class _WatchedConsumer:
