@@ -206,9 +206,9 @@ class Lead:
         header = command.header
         if header.incarnation > self.incarnation:
             await self._end_iteration()
-            await self.supersede()
             self._is_unfinished = False
             self.incarnation, self._broken_off, self._num_breaks = header.incarnation, None, 0
+            await self.supersede()
         self.crew.meet(header.instances)
         if not self._took_over:
             await self._take_over(header)
@@ -278,6 +278,7 @@ class Lead:
     async def _close(self, request: commands_pb2.CloseIterationRequest) -> None:
         if self._iteration_task is not None:
             await self._iteration_task
+        self._broken_off = None
         await self.close_iteration(request)
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
