@@ -12,7 +12,7 @@ from tidegate.elastic.regions import Block
 
 
 def copy_between(source: int, target: int, *, rows: int = 1, cols: int = 4, name: str = "p") -> RegionCopy:
-    return RegionCopy(name, StateKind.WEIGHT, 4, source, target, 0, 0, rows, cols, 0, 10, 0, cols)
+    return RegionCopy(name, StateKind.WEIGHT, 4, source, target, 0, 0, rows, cols, 0, 10, 0, 5)
 
 
 def part_of(*sends: RegionCopy) -> Part:
@@ -34,8 +34,8 @@ def test_copies_that_fit_share_a_bucket() -> None:
 def test_a_copy_larger_than_a_bucket_is_cut_into_rows_and_then_within_a_row() -> None:
     buckets = buckets_of(part_of(copy_between(0, 1, rows=3, cols=4)), 2 * 28)
     want = [
-        [(0, 0, 1, 4, 0, 0), (1, 0, 1, 3, 10, 4)],
-        [(1, 3, 1, 1, 13, 7), (2, 0, 1, 4, 20, 8)],
+        [(0, 0, 1, 4, 0, 0), (1, 0, 1, 3, 10, 5)],
+        [(1, 3, 1, 1, 13, 8), (2, 0, 1, 4, 20, 10)],
     ]
     assert [
         [(c.row, c.col, c.rows, c.cols, c.source_offset, c.target_offset) for c in bucket.copies] for bucket in buckets

@@ -73,7 +73,7 @@ def test_the_next_parameter_goes_on_where_the_turns_stopped() -> None:
 
 def test_a_holder_on_the_same_host_serves_before_one_afar() -> None:
     hosts = {rank: "ab"[rank % 2] for rank in range(4)}
-    plan = Planner([NORM], state(Layout(dp=2), (0, 1)), state(Layout(dp=2), (2, 3)), hosts=hosts).whole()
+    plan = Planner([NORM], state(Layout(dp=2), (0, 1)), state(Layout(dp=2), (3, 2)), hosts=hosts).whole()
     assert sum((pairs(part.sends) for part in plan.parts), Counter()) == Counter({(0, 2): 1, (1, 3): 1})
 
 
