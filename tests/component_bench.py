@@ -126,6 +126,7 @@ class FakeInstance(Generic[W]):
                 self._slots[grant.gpu] = _Slot(grant, self._make_worker(grant))
 
     async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
+        self._answer()
         for grant in grants:
             if grant.gpu in self._slots:
                 self.kill(grant.gpu)

@@ -42,6 +42,8 @@ MAX_BREAKS = 3
 """Times in a row that an iteration may fail without a death before the job is given up: each costs a start of the
 component, and what failed so often is no accident."""
 _NOT_YET_DELAY_S = 1.0
+_STOP_AGAIN_S = 0.5
+"""Pause before a node that gave no answer is asked again to stop workers; each try waits for its own deadline first."""
 
 
 class CommandRefused(RuntimeError):
@@ -78,6 +80,8 @@ class Lead:
         self._server: asyncio.Task[None] | None = None
         self._preparation: asyncio.Task[None] | None = None
         self._iteration_task: asyncio.Task[None] | None = None
+        self._stops: set[asyncio.Task[None]] = set()
+        """Of workers whose node gives no answer; other commands go on."""
         self._taken: set[str] = set()
         self._is_unfinished = False
         """An iteration was opened and did not end by itself: workers may still be at it."""
@@ -110,8 +114,9 @@ class Lead:
     async def aclose(self) -> None:
         """Stop leading: workers stay, what was being done is left to the next lead."""
         self._has_ended = True
-        if self._server is not None:
-            await end_task(self._server)
+        for task in (self._server, *self._stops):
+            if task is not None:
+                await end_task(task)
         await self._end_iteration()
 
     @property
@@ -195,6 +200,11 @@ class Lead:
         what = f"{type(command).__name__.removesuffix('Request')} {command.header.id}"
         if isinstance(command, commands_pb2.ScaleUpRequest):
             await self.fail(what, error, grants=command.grants)
+        elif isinstance(command, commands_pb2.ScaleDownRequest) and isinstance(error, WorkerUnreachable):
+            self._log.warning("stop not answered", command=command.header.id, error=str(error))
+            stop = asyncio.create_task(self._stop_until_done(what, command), name=what)
+            self._stops.add(stop)
+            stop.add_done_callback(self._stops.discard)
         elif isinstance(error, WorkerGone):
             # What comes of a death is the scheduler's to decide.
             self._log.warning("command interrupted", command=command.header.id, error=str(error))
@@ -255,6 +265,17 @@ class Lead:
         started = [grant for grant in decode_grants(request.grants) if grant in self.crew.members]
         if started:
             await self.crew.stop(started, transition=request.header.transition_id)
+
+    async def _stop_until_done(self, what: str, request: commands_pb2.ScaleDownRequest) -> None:
+        """A node that hangs may go on, its workers with it: nobody but this lead ends them, and their GPUs wait."""
+        while True:
+            await asyncio.sleep(_STOP_AGAIN_S)
+            try:
+                return await self._scale_down(request)
+            except WorkerUnreachable:
+                continue
+            except Exception as error:  # noqa: BLE001 - the edge: whatever a command's work raised is told as Failed
+                return await self.fail(what, error)
 
     async def _scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
         grants = decode_grants(request.grants)

@@ -242,6 +242,23 @@ async def test_that_an_instance_gives_no_answer_is_told_with_the_grants_of_its_w
         assert failed.message == "no answer: n1 gave no answer"
 
 
+async def test_workers_on_a_node_that_gives_no_answer_are_stopped_once_it_does(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.scale_up())
+        await of.bench.told("layout_committed")
+        away = of.bench.instances[NODES[1]]
+        away.is_silent = True
+        clear = commands_pb2.ScaleDownRequest(header=of.bench.header(), grants=encode_grants(of.bench.grants()[1:]))
+        of.lead.take(clear)
+        of.lead.take(of.load(1))
+        await of.until("load 1")
+        away.is_silent = False
+        (released,) = await of.bench.told("gpus_released")
+        assert list(released.gpus_released.grants) == list(clear.grants)
+        assert await away.workers(JOB) == ()
+        assert "failed" not in await of.bench.kinds()
+
+
 async def test_members_on_a_node_that_gives_a_new_lead_no_answer_are_told(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         of.lead.take(of.bench.scale_up())
