@@ -57,7 +57,6 @@ class _Route:
     """The lanes of one source cell."""
 
     def __init__(self, sources: tuple[int, ...], receivers: list[_Receiver], hosts: Mapping[int, str]) -> None:
-        self.lanes: list[_Lane] = []
         self._places: dict[_Receiver, tuple[_Lane, int]] = {}
         near: dict[str, list[int]] = {}
         for source in sources:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 from tidegate.elastic.optimizers import StateKind
@@ -63,7 +62,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank does. Local copies come first; sends and receives are in the order of `planner.copy_order`."""
+    """What one rank does. Local copies come first; sends and receives are in the order of `Planner.copy_order`."""
 
     rank: int
     held: tuple[Holding, ...]
@@ -169,7 +168,3 @@ def _check_place(copy: RegionCopy, tensors: _Tensors, offset: int, stride: int, 
         f"rank {rank} {verb} no {copy.rows} x {copy.cols} elements of {copy.name} {copy.kind} "
         f"({copy.itemsize} bytes each) at offset {offset}, stride {stride}"
     )
-
-
-by_tensor_and_box = attrgetter("name", "kind", "row", "col")
-"""A sort key that orders the copies between two ranks, the same at both ends."""
