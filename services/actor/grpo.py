@@ -8,7 +8,9 @@ denominators. The advantages are those of DeepSeekMath (arXiv 2402.03300).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -100,6 +102,24 @@ def update_metrics(samples: Sequence[TrainSample], sums: Sequence[float]) -> dic
         "num_tokens": float(num_tokens),
     }
     return metrics | _mismatch(counted)
+
+
+def iteration_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """An iteration's metrics from those of its updates: means of the finite ones, but tokens added up, the greatest
+    mismatch, the last learning rate."""
+    metrics: dict[str, float] = {}
+    for key in sorted({key for update in updates for key in update}):
+        values = [update[key] for update in updates if math.isfinite(update.get(key, math.nan))]
+        if values:
+            metrics[key] = _COMBINED.get(key, statistics.fmean)(values)
+    return metrics
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+_COMBINED: dict[str, Callable[[Sequence[float]], float]] = {"num_tokens": math.fsum, "mismatch_max": max, "lr": _last}
 
 
 def _mismatch(samples: Sequence[TrainSample]) -> dict[str, float]:

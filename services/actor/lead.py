@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.actor.checkpoints import Checkpoint, CheckpointStore
-from services.actor.grpo import group_advantages
+from services.actor.grpo import group_advantages, iteration_metrics
 from services.actor.learning_rate import learning_rate
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.minibatches import MinibatchAssembly
@@ -50,7 +50,8 @@ class _Training:
     lengths: list[int] = field(default_factory=list)
     num_minibatches_taken: int = 0
     num_duplicates_dropped: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    updates: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of each."""
 
 
 class ActorLead(Lead):
@@ -215,8 +216,9 @@ class ActorLead(Lead):
             self._num_skipped += 1
             self._ledger = self._ledger.discarded(ids, reason=NONFINITE_UPDATE)
         self._write_journal(update_id, ids, report, rate)
-        training.metrics |= {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
-        await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **training.metrics)
+        metrics = {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
+        training.updates.append(metrics)
+        await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **metrics)
         if self._num_skipped > config.actor.max_skipped_updates:
             raise UpdatesSkipped(
                 f"{self._num_skipped} updates in a row had a non-finite gradient (actor.max_skipped_updates="
@@ -259,7 +261,7 @@ class ActorLead(Lead):
         fates = self._ledger.open_iteration
         assert fates is not None
         lengths, rewards = sorted(training.lengths), training.rewards
-        metrics = training.metrics | {
+        metrics = iteration_metrics(training.updates) | {
             "reward_mean": sum(rewards) / len(rewards),
             "response_tokens_mean": sum(lengths) / len(lengths),
             "response_tokens_median": float(lengths[len(lengths) // 2]),

@@ -14,6 +14,7 @@ from services.actor.grpo import (
     OldLogProbs,
     check_samples,
     group_advantages,
+    iteration_metrics,
     token_weights,
     update_metrics,
 )
@@ -131,3 +132,12 @@ def test_the_loss_of_a_token_and_its_derivative(
     (gradient_BS,) = torch.autograd.grad(terms.loss, log_probs_BS)
     assert float(terms.loss.detach()) == pytest.approx(want_loss, abs=1e-6)
     assert gradient_BS.tolist()[0] == pytest.approx([0.0, want_gradient, 0.0], abs=1e-6)
+
+
+def test_an_iterations_metrics_are_of_all_its_updates() -> None:
+    first = {"loss": 1.0, "num_tokens": 10.0, "mismatch_max": 0.5, "lr": 1e-3}
+    second = {"loss": 3.0, "num_tokens": 20.0, "mismatch_max": 0.25, "lr": 2e-3}
+    broken = {"loss": math.nan, "num_tokens": 5.0, "mismatch_max": 0.0, "lr": 3e-3}
+    want = {"loss": 2.0, "num_tokens": 35.0, "mismatch_max": 0.5, "lr": 3e-3}
+    assert iteration_metrics([first, second, broken]) == want
+    assert iteration_metrics([]) == {}
