@@ -1,14 +1,14 @@
 """One YAML file -> a checked `JobConfig`; everything that can be known wrong before a process starts is refused here.
 
-Order: keys (an unknown one names the nearest known), types and ranges, then what must hold between sections: GPUs
-exist and are named once, layouts fit their GPUs, minibatches divide into groups.
+Order: the text (a key given twice is refused), then keys (an unknown one names the nearest known), types and ranges,
+then what must hold between sections: GPUs exist and are named once, layouts fit their GPUs, minibatches divide into
+groups. Every fault of one such step is told at once; the next step looks only at what the one before found right.
 Invariants: a `JobConfig` is valid when made and never changes; `to_json` and `from_json` are exact inverses, so that
 every process of a job reads the same config.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,16 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tidegate.config_checks import algorithm_faults, gpu_indices, job_faults, model_faults, placement_faults
+from tidegate.config_checks import (
+    algorithm_faults,
+    config_warnings,
+    gpu_indices,
+    job_faults,
+    model_faults,
+    placement_faults,
+)
+from tidegate.config_faults import described
+from tidegate.config_yaml import KeyGivenTwice, read_yaml
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
@@ -27,7 +36,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ConfigError(ValueError):
-    """The config cannot be run; the message lists every fault found, one a line."""
+    """The config cannot be run; the message lists the faults of the first step that found any, one a line."""
 
 
 class _Section(BaseModel):
@@ -234,13 +243,7 @@ class JobConfig(_Section):
 
     def warnings(self) -> tuple[str, ...]:
         """What is allowed and seldom meant, for whoever starts the job."""
-        if self.algorithm.top_p == 1:
-            return ()
-        return (
-            f"algorithm.top_p={self.algorithm.top_p:g}: responses are drawn from the likeliest tokens only, while all "
-            "log-probabilities are of the whole distribution, so that the update is biased; set it to 1 for GRPO as "
-            "published",
-        )
+        return config_warnings(self)
 
     def to_json(self) -> str:
         return self.model_dump_json()
@@ -256,15 +259,19 @@ class JobConfig(_Section):
 
 
 def load_config(path: Path, *, overrides: dict[str, Any] | None = None) -> JobConfig:
-    """Read a YAML file; `overrides` replaces top-level keys. ConfigError lists every fault."""
+    """Read a YAML file; `overrides` replaces top-level keys. ConfigError as `parse_config`, or of the file itself."""
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = read_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}; give the path of a YAML file") from error
-    except yaml.YAMLError as error:
+    except KeyGivenTwice as error:
+        raise ConfigError(f"config {path}: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} is not YAML: {error}") from error
+    if raw is None:
+        raise ConfigError(f"config {path} is empty: write the keys of a job, such as those of examples/grpo.yaml")
     if not isinstance(raw, dict):
-        raise ConfigError(f"config {path} holds {type(raw).__name__}, not keys and values")
+        raise ConfigError(f"config {path} must hold keys and values such as job:, found {raw!r}")
     config = parse_config(raw | (overrides or {}))
     if config.model.tokenizer and not Path(config.model.tokenizer).is_absolute():
         tokenizer = str((path.parent / config.model.tokenizer).resolve())
@@ -273,34 +280,11 @@ def load_config(path: Path, *, overrides: dict[str, Any] | None = None) -> JobCo
 
 
 def parse_config(raw: object) -> JobConfig:
-    """A mapping as read from YAML or JSON -> JobConfig. ConfigError lists every fault."""
+    """A mapping as read from YAML or JSON -> JobConfig.
+
+    ConfigError lists every wrong key, type and range; once there is none, every fault between the sections.
+    """
     try:
         return JobConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_described(JobConfig, fault) for fault in error.errors())) from error
-
-
-def _described(root: type[BaseModel], fault: Any) -> str:
-    where = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        section = _section_at(root, fault["loc"][:-1])
-        known = sorted(section.model_fields) if section else []
-        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.0)
-        hint = f"; the nearest known key is {near[0]!r}" if near else ""
-        return f"unknown key {where!r}{hint} (known here: {', '.join(known)})"
-    if fault["type"] == "missing":
-        return f"key {where!r} is missing: it has no default"
-    if fault["type"] == "value_error":
-        return str(fault["ctx"]["error"])
-    return f"{where}={fault['input']!r}: {fault['msg']}"
-
-
-def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    section = root
-    for part in path:
-        field = section.model_fields.get(str(part))
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return None
-        section = annotation
-    return section
+        raise ConfigError("\n".join(described(JobConfig, fault) for fault in error.errors())) from error

@@ -1,6 +1,7 @@
-"""What must hold between the sections of a job's config: each function names every fault of its kind, one a text.
+"""What must hold between the sections of a job's config: each `*_faults` names every fault of its kind, one a text.
 
 GPUs exist and are named once, layouts fit their GPUs, minibatches divide into groups, times and batches fit each other.
+`config_warnings` names what is allowed and seldom meant, once there is no fault.
 Invariant: a text gives the key, the numbers and the remedy; an empty list is a config without fault.
 """
 
@@ -112,3 +113,31 @@ def algorithm_faults(config: JobConfig) -> list[str]:
             "an instance would lead after its lease is gone"
         )
     return faults
+
+
+def config_warnings(config: JobConfig) -> tuple[str, ...]:
+    """Of a config without fault."""
+    warnings = []
+    if config.algorithm.top_p != 1:
+        warnings.append(
+            f"algorithm.top_p={config.algorithm.top_p:g}: responses are drawn from the likeliest tokens only, while "
+            "all log-probabilities are of the whole distribution, so that the update is biased; set it to 1 for GRPO "
+            "as published"
+        )
+    if config.actor.warm_up.steps == 0:
+        warnings.append(
+            "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; its rewards stay 0, "
+            "and nothing is learnt, unless it earns one by chance; set it to 200 or so, as examples/grpo.yaml does"
+        )
+    if idle := _unused_gpus(config):
+        warnings.append(
+            f"cluster.component_placement leaves {len(idle)} of {len(config.cluster.gpus())} GPUs to no component: "
+            f"{', '.join(idle)}; give them to one, or lower cluster.nodes"
+        )
+    return tuple(warnings)
+
+
+def _unused_gpus(config: JobConfig) -> list[str]:
+    """Each as its index, as the placement counts, and its name."""
+    used = {gpu for role in Role for gpu in config.placement(role)}
+    return [f"{index} ({gpu})" for index, gpu in enumerate(config.cluster.gpus()) if gpu not in used]

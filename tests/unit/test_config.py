@@ -15,8 +15,8 @@ from tidegate.types import Layout, Role
 VALID: dict[str, Any] = {
     "job": "try",
     "cluster": {
-        "nodes": {"n0": 4, "n1": 2},
-        "component_placement": {"actor": "0-1", "rollout": "2,4", "inference": 5},
+        "nodes": {"n0": 3, "n1": 2},
+        "component_placement": {"actor": "0-1", "rollout": "2,3", "inference": 4},
     },
     "model": {
         "num_layers": 2,
@@ -35,7 +35,7 @@ VALID: dict[str, Any] = {
         "n_minibatches": 2,
         "max_new_tokens": 16,
     },
-    "actor": {"layout": {"dp": 2}, "learning_rate": 1e-3},
+    "actor": {"layout": {"dp": 2}, "learning_rate": 1e-3, "warm_up": {"steps": 1}},
 }
 
 
@@ -67,6 +67,22 @@ WRONG = {
         _with("algorithm.group_sise", 4),
         r"unknown key 'algorithm.group_sise'; the nearest known key is 'group_size'",
     ),
+    "an unknown key that is near to none names none": (
+        _with("algorithm.zzz", 4),
+        r"^unknown key 'algorithm.zzz' \(known here: clip_high, ",
+    ),
+    "a value in place of a section": (
+        _with("task", "countdown"),
+        r"^task must hold keys and values such as name:, found 'countdown'$",
+    ),
+    "a section left empty": (
+        _with("model", None),
+        r"^model must hold keys and values such as num_layers:, found nothing$",
+    ),
+    "a value in place of the nodes": (
+        _with("cluster.nodes", 8),
+        r"^cluster.nodes must hold keys and values such as n0: 4, found 8$",
+    ),
     "a missing key is named": (_with("actor", {}), r"key 'actor.learning_rate' is missing"),
     "a layout that does not fit gives the equation and the legal size": (
         _with("actor.layout", {"tp": 2, "dp": 2}),
@@ -83,7 +99,7 @@ WRONG = {
     ),
     "a GPU beyond the cluster gives the range": (
         _with("cluster.component_placement.inference", "6"),
-        r"names GPU 6, the cluster has 6 \(0-5\)",
+        r"names GPU 6, the cluster has 5 \(0-4\)",
     ),
     "a placement that is no list": (
         _with("cluster.component_placement.inference", "all"),
@@ -127,6 +143,52 @@ def test_a_top_p_that_biases_the_update_is_warned_of_with_what_would_not() -> No
     assert warning.startswith("algorithm.top_p=0.9: ")
     assert "the update is biased; set it to 1" in warning
     assert parse_config(VALID).warnings() == ()
+
+
+def test_a_model_that_starts_from_random_weights_is_warned_of_with_the_remedy() -> None:
+    (warning,) = parse_config(_with("actor.warm_up.steps", 0)).warnings()
+    assert warning.startswith("actor.warm_up.steps=0: ")
+    assert "rewards stay 0" in warning
+    assert "set it to 200" in warning
+
+
+def test_gpus_that_no_component_uses_are_named() -> None:
+    (warning,) = parse_config(_with("cluster.nodes", {"n0": 3, "n1": 4})).warnings()
+    assert "leaves 2 of 7 GPUs to no component: 5 (n1/2), 6 (n1/3);" in warning
+
+
+def test_the_example_warns_of_nothing() -> None:
+    assert load_config(Path(__file__).resolve().parents[2] / "examples" / "grpo.yaml").warnings() == ()
+
+
+FILES = {
+    "an empty file": ("# nothing yet\n", r"job.yaml is empty: write the keys of a job"),
+    "a plain string": ("hello\n", r"job.yaml must hold keys and values such as job:, found 'hello'$"),
+    "a key given twice at the top": (
+        "job: a\nseed: 1\njob: b\n",
+        r"key 'job' is given twice, in lines 1 and 3: keep one$",
+    ),
+    "a key given twice in a section": (
+        "job: a\nactor:\n  layout: {tp: 1}\n  learning_rate: 1\n  layout: {tp: 2}\n",
+        r"job.yaml: key 'layout' is given twice, in lines 3 and 5",
+    ),
+    "a key given twice in one line": ("actor: {tp: 1, tp: 2}\n", r"key 'tp' is given twice, in lines 1 and 1"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_holds_no_config_says_what_it_holds(case: str, tmp_path: Path) -> None:
+    text, message = FILES[case]
+    (path := tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_a_key_that_a_merge_brings_may_be_given_again(tmp_path: Path) -> None:
+    raw = _with("inference", {"layout": {"dp": 1}})
+    text = yaml.safe_dump(raw).replace("learning_rate: 0.001", "<<: {learning_rate: 1.0}\n  learning_rate: 0.001")
+    (path := tmp_path / "job.yaml").write_text(text)
+    assert load_config(path) == parse_config(raw)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
