@@ -10,6 +10,7 @@ was running before, on the workers too; work that fails is told as `Failed`, nev
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -66,7 +67,7 @@ class LeadTools:
         return JobId(self.job.config.job)
 
 
-class Lead:
+class Lead(ABC):
     """The lead of one component for as long as its epoch lasts."""
 
     def __init__(self, tools: LeadTools) -> None:
@@ -164,19 +165,19 @@ class Lead:
         )
         return found & frozenset(range(plan.first_prompt, plan.first_prompt + plan.num_prompts))
 
+    @abstractmethod
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
         """Bring the component into the layout asked for, then `announce_layout`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
         """Load a version on all members and tell `WeightsLoaded`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         """Do the component's part of an iteration and tell `IterationReported`; cancelled when it is superseded."""
-        raise NotImplementedError
 
-    async def supersede(self) -> None:
+    async def supersede(self) -> None:  # noqa: B027 - the default is to have nothing to end
         """A newer incarnation, or a new lead, begins: end what workers still do for what was before."""
 
     async def announce_layout(self, request: commands_pb2.ScaleUpRequest, *, next_iteration: int = 0) -> None:
@@ -302,7 +303,9 @@ class Lead:
         self._broken_off = None
         await self.close_iteration(request)
 
-    async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
+    async def close_iteration(  # noqa: B027 - the default is to hold nothing
+        self, request: commands_pb2.CloseIterationRequest
+    ) -> None:
         """The iteration's accounts added up: let go of what it held."""
 
     async def _end_iteration(self) -> None:
