@@ -17,6 +17,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tidegate.config import RuntimeSection
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
 
 _PACKAGES = ("torch", "megatron-core", "grpcio", "nats-py", "redis", "tokenizers", "pydantic", "rich")
@@ -44,8 +45,8 @@ class Finding:
     remedy: str = ""
 
 
-def examine(*, host_memory_root: Path = Path("/dev/shm")) -> list[Finding]:
-    """Every check, in a fixed order."""
+def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Path("jobs")) -> list[Finding]:
+    """Every check, in a fixed order. `output_dir` need not exist yet."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _platform,
@@ -53,6 +54,7 @@ def examine(*, host_memory_root: Path = Path("/dev/shm")) -> list[Finding]:
         lambda: _server(NATS),
         lambda: _server(VALKEY),
         lambda: host_memory(host_memory_root),
+        lambda: disk(output_dir),
         _open_files,
         _cores,
         _threads,
@@ -70,6 +72,29 @@ def host_memory(root: Path) -> Finding:
         remedy = f"give it {_LEAST_MEMORY_BYTES // 2**20} MiB (docker run --shm-size), or set runtime.host_memory_root"
         return Finding(check, Health.WARN, found, remedy)
     return Finding(check, Health.OK, found)
+
+
+def disk(output_dir: Path, *, least_bytes: int | None = None) -> Finding:
+    """Where jobs have their folders, and with them the embedded NATS its streams.
+
+    `least_bytes` is what the streams of a job reserve by default when None.
+    """
+    wanted = _stream_bytes() if least_bytes is None else least_bytes
+    folder = next(path for path in (output_dir.resolve(), *output_dir.resolve().parents) if path.is_dir())
+    check, free_bytes = f"disk of {output_dir}", shutil.disk_usage(folder).free
+    found = f"{free_bytes / 2**30:.1f} GiB free"
+    if free_bytes < wanted:
+        remedy = (
+            f"free {wanted / 2**30:.1f} GiB, which the streams of a job reserve, name another --output-dir, or lower "
+            "runtime.samples_max_bytes"
+        )
+        return Finding(check, Health.WARN, found, remedy)
+    return Finding(check, Health.OK, found)
+
+
+def _stream_bytes() -> int:
+    default = RuntimeSection()
+    return default.events_max_bytes + default.samples_max_bytes + default.dead_max_bytes
 
 
 def _python() -> Finding:

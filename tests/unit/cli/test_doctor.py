@@ -1,0 +1,26 @@
+"""What the doctor says of disk: a folder that is not there yet is on the disk of the nearest one that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidegate.cli.doctor import Health, disk, examine
+
+MORE_THAN_ANY_DISK = 2**80
+
+
+def test_too_little_disk_for_the_streams_is_warned_of_with_the_remedy(tmp_path: Path) -> None:
+    found = disk(tmp_path / "not" / "yet", least_bytes=MORE_THAN_ANY_DISK)
+    assert found.health is Health.WARN
+    assert "which the streams of a job reserve" in found.remedy
+    assert "name another --output-dir" in found.remedy
+
+
+def test_enough_disk_needs_no_remedy(tmp_path: Path) -> None:
+    found = disk(tmp_path / "not" / "yet", least_bytes=0)
+    assert (found.health, found.remedy) == (Health.OK, "")
+
+
+def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
+    checks = [finding.check for finding in examine(output_dir=tmp_path / "elsewhere")]
+    assert f"disk of {tmp_path / 'elsewhere'}" in checks
