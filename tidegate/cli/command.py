@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, told: str, *, output_dir: str | None = "jobs") -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=told, description=told)
-        added.add_argument("-o", dest="form", choices=list(Form), default=Form.TABLE, help="form of what is printed")
+        added.add_argument(
+            "-o", dest="form", choices=[form.value for form in Form], default="table", help="form of what is printed"
+        )
         where = f"where jobs have their folders (default: {output_dir or 'as the config says'})"
         added.add_argument("--output-dir", default=output_dir, help=where)
         return added

@@ -6,19 +6,18 @@ Invariant: the rows of a live job and of one that is over have the same columns,
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import MessageToDict
 
 from tidegate.cli.rows import Row
 from tidegate.cli.views import failure_text
 from tidegate.job import JobFolder
-from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
-from tidegate.launcher.outcome import Outcome, role_name
+from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.outcome import Outcome, role_name, without_phase
 from tidegate.types import Token
 from tidegate.v1 import control_pb2
 
@@ -49,6 +48,14 @@ class Described:
     status: control_pb2.GetJobResponse
     outcome: Outcome | None
 
+    @property
+    def state(self) -> str:
+        return self.outcome.end if self.outcome else self.status.phase
+
+    @property
+    def message(self) -> str:
+        return self.outcome.reason if self.outcome else without_phase(self.status.message, self.state)
+
 
 def job_folder(output_dir: Path, job: str) -> JobFolder:
     """UnknownJob, naming those that there are."""
@@ -60,6 +67,9 @@ def job_folder(output_dir: Path, job: str) -> JobFolder:
 
 
 def job_folders(output_dir: Path) -> list[JobFolder]:
+    """By name. UnknownJob when there is no such output folder."""
+    if not output_dir.is_dir():
+        raise UnknownJob(f"there is no folder {output_dir}, so no jobs: another is named by --output-dir")
     return [JobFolder(path.parent.resolve()) for path in sorted(output_dir.glob("*/config.json"))]
 
 
@@ -83,11 +93,11 @@ async def job_row(folder: JobFolder) -> Row:
     rows = iteration_rows(found)
     return {
         "job": job,
-        "state": found.outcome.end if found.outcome else found.status.phase,
+        "state": found.state,
         "iteration": found.status.iteration,
         "iterations": found.status.num_iterations,
         "reward": rows[-1]["reward_mean"] if rows else None,
-        "message": found.outcome.message if found.outcome else found.status.message,
+        "message": found.message,
     }
 
 
@@ -160,31 +170,6 @@ async def dead_letter_rows(folder: JobFolder) -> list[Row]:
     ]
 
 
-async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
-    """In the stream's order. NotRunning when the run was killed, before it could write them down."""
-    if folder.events.exists():
-        with folder.events.open() as lines:
-            for line in lines:
-                yield ParseDict(json.loads(line), control_pb2.ListEventsResponse())
-        return
-    async with control_of(folder) as control:
-        request = control_pb2.ListEventsRequest(job=folder.root.name, follow=follow)
-        async for row in control.ListEvents(request, timeout=FOLLOW_TIMEOUT_S):
-            yield row
-
-
-async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator[str]:
-    """JSON lines of one source, or of all. UnknownJob when the source has no log."""
-    try:
-        async with control_of(folder) as control:
-            request = control_pb2.ReadLogsRequest(job=folder.root.name, source=source, follow=follow)
-            async for row in control.ReadLogs(request, timeout=FOLLOW_TIMEOUT_S):
-                yield row.line
-    except NotRunning:
-        for line in _written_logs(folder, source):
-            yield line
-
-
 def event_line(row: control_pb2.ListEventsResponse) -> str:
     event = row.event
     at = datetime.fromtimestamp(event.occurred_unix_ns / 1e9, tz=UTC)
@@ -220,20 +205,3 @@ def _told(row: control_pb2.ListEventsResponse) -> str:
             return ""
         case body:
             return json.dumps(MessageToDict(getattr(event, body), preserving_proto_field_name=True))[:160]
-
-
-def _written_logs(folder: JobFolder, source: str) -> Iterator[str]:
-    files = sorted(folder.logs.glob("*.jsonl"))
-    chosen = [path for path in files if source in ("", path.stem)]
-    if not chosen:
-        known = ", ".join(path.stem for path in files) or "none"
-        raise UnknownJob(f"job {folder.root.name} has no log of {source!r}; there are {known}")
-    lines = [line for path in chosen for line in path.read_text(errors="replace").splitlines()]
-    yield from sorted(lines, key=_time_of)
-
-
-def _time_of(line: str) -> str:
-    try:
-        return str(json.loads(line)["time"])
-    except (ValueError, KeyError, TypeError):
-        return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
-from tidegate.cli import jobs
+from tidegate.cli import following, jobs
 from tidegate.cli.doctor import Health, examine
 from tidegate.cli.rows import Form, Row, show, table
 from tidegate.job import JobFolder
@@ -42,8 +42,7 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
 async def describe(job: str, output_dir: Path, form: Form) -> int:
     found = await jobs.describe(jobs.job_folder(output_dir, job))
     rows, status = jobs.iteration_rows(found), found.status
-    state = found.outcome.end if found.outcome else status.phase
-    message = found.outcome.message if found.outcome else status.message
+    state, message = found.state, found.message
     if form is Form.JSON:
         described = {
             "job": job,
@@ -69,17 +68,21 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
 
 
 async def events(job: str, output_dir: Path, form: Form, *, follow: bool) -> int:
-    async for row in jobs.events(jobs.job_folder(output_dir, job), follow=follow):
+    folder = jobs.job_folder(output_dir, job)
+    async for row in following.events(folder, follow=follow):
         as_json = form is Form.JSON
         print(json.dumps(MessageToDict(row, preserving_proto_field_name=True)) if as_json else jobs.event_line(row))
         _flush(follow)
+    _say_end(folder, follow)
     return 0
 
 
 async def logs(job: str, source: str, output_dir: Path, form: Form, *, follow: bool) -> int:
-    async for line in jobs.logs(jobs.job_folder(output_dir, job), source=source, follow=follow):
+    folder = jobs.job_folder(output_dir, job)
+    async for line in following.logs(folder, source=source, follow=follow):
         print(line if form is Form.JSON else jobs.log_line(line))
         _flush(follow)
+    _say_end(folder, follow)
     return 0
 
 
@@ -112,6 +115,12 @@ async def _rows_of_live(what: str, folder: JobFolder, *, is_named: bool) -> list
 def _done(row: Row, text: str, form: Form) -> int:
     print(json.dumps(row) if form is Form.JSON else text)
     return 0
+
+
+def _say_end(folder: JobFolder, follow: bool) -> None:
+    """On stderr: stdout has the rows only."""
+    if follow:
+        print(following.end_line(folder), file=sys.stderr)
 
 
 def _flush(follow: bool) -> None:

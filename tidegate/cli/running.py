@@ -80,9 +80,7 @@ def _run(order: Order) -> Outcome:
     with make_view(stream) as view:
         outcome = asyncio.run(run_job(order, view))
     if outcome.end is not End.FINISHED:
-        # The scheduler begins some messages with the phase itself.
-        why = outcome.message.removeprefix(f"{outcome.end}: ")
-        print(f"tidegate: job {order.config.job} {outcome.end}: {why}", file=stream)
+        print(f"tidegate: job {order.config.job} {outcome.end}: {outcome.reason}", file=stream)
     return outcome
 
 

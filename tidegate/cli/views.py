@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from structlog.typing import EventDict
 
-from tidegate.launcher.outcome import role_name
+from tidegate.launcher.outcome import role_name, without_phase
 from tidegate.launcher.view import View
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
@@ -103,7 +103,8 @@ class LinesView(AbstractContextManager["LinesView"]):
         told = (status.phase, status.message)
         if told != self._told:
             self._told = told
-            self._log.info("job", phase=status.phase, message=status.message, iteration=status.iteration)
+            message = without_phase(status.message, status.phase)
+            self._log.info("job", phase=status.phase, message=message, iteration=status.iteration)
 
 
 class TerminalView(AbstractContextManager["TerminalView"]):
@@ -159,7 +160,7 @@ class TerminalView(AbstractContextManager["TerminalView"]):
             self._state, description=f"job {status.job}: {status.phase}", total=status.num_iterations or None
         )
         if status.message:
-            self.note(f"job {status.job} {status.phase}: {status.message}")
+            self.note(f"job {status.job} {status.phase}: {without_phase(status.message, status.phase)}")
 
     def _show_progress(self, event: events_pb2.Event) -> None:
         progress = event.progress

@@ -23,9 +23,9 @@ from typing import Any
 from tidegate.config import ConfigError, JobConfig
 from tidegate.job import Job, JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
+from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
 
-_LOCK = "launcher.lock"
 _DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "algorithm", "actor", "inference")
 """Sections that a resumed run may not change: its samples and weights would not be those of an unbroken run."""
 
@@ -80,10 +80,10 @@ def claimed(job: Job, start: Start, *, now_unix_s: float) -> Iterator[Claim]:
         _refuse_occupied(folder)
     elif start is Start.RESUME:
         _refuse_other_job(folder, job.config)
-    elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / _LOCK).exists():
+    elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / LOCK).exists():
         raise CannotStart(f"{folder.root} is not a job's folder, so it is not removed: choose another output folder")
     _make_folder(folder.root)
-    with _lock(folder.root / _LOCK) as lock_fd:
+    with _lock(folder.root / LOCK) as lock_fd:
         # Again under the lock: another launcher may have been here since.
         if start is Start.FRESH:
             _refuse_occupied(folder)
@@ -98,6 +98,13 @@ def claimed(job: Job, start: Start, *, now_unix_s: float) -> Iterator[Claim]:
                 folder.endpoint.unlink(missing_ok=True)
 
 
+def refuse_running(folder: JobFolder) -> None:
+    """CannotStart while a launcher runs the job: whatever else stands in the way then comes of that."""
+    pid = launcher_pid(folder)
+    if pid is not None:
+        raise CannotStart(_running(folder.root.name, pid))
+
+
 def write_private(path: Path, text: str) -> None:
     """The file appears whole, and for this user only."""
     partial = path.with_name(path.name + ".partial")
@@ -105,6 +112,12 @@ def write_private(path: Path, text: str) -> None:
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
         stream.write(text)
     os.replace(partial, path)
+
+
+def _running(job: str, pid: str) -> str:
+    return (
+        f"job {job} runs already, by the launcher with pid {pid}: wait for its end or cancel it (tidegate cancel {job})"
+    )
 
 
 def _refuse_without_memory(config: JobConfig) -> None:
@@ -185,27 +198,15 @@ def _lock(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _lock_record(fd).get("pid", "unknown")
-            raise CannotStart(
-                f"job {path.parent.name} runs already, by the launcher with pid {holder}: wait for its end or cancel "
-                f"it (tidegate cancel {path.parent.name})"
-            ) from None
+            raise CannotStart(_running(path.parent.name, holder_of(fd))) from None
         yield fd
     finally:
         os.close(fd)
 
 
-def _lock_record(fd: int) -> dict[str, int]:
-    try:
-        return dict(json.loads(os.pread(fd, 1024, 0)))
-    except ValueError:
-        # New, or cut off by a kill: the clock still makes the next boot larger.
-        return {}
-
-
 def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:
     """Larger than any before; by the clock also when the folder was removed while real servers still know the job."""
-    boot = max(_lock_record(lock_fd).get("boot", 0) + 1, int(now_unix_s))
+    boot = max(lock_record(lock_fd).get("boot", 0) + 1, int(now_unix_s))
     record = json.dumps({"boot": boot, "pid": os.getpid()}).encode()
     os.pwrite(lock_fd, record.ljust(64), 0)
     return boot
@@ -213,7 +214,7 @@ def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:
 
 def _empty(root: Path) -> None:
     for entry in root.iterdir():
-        if entry.name == _LOCK:
+        if entry.name == LOCK:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

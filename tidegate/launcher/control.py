@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 
 from tidegate.adapters.grpc_client import Channels
 from tidegate.job import JobFolder
+from tidegate.launcher.lock import launcher_pid
+from tidegate.launcher.outcome import Outcome
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
@@ -48,6 +50,15 @@ def read_endpoint(folder: JobFolder) -> str:
     try:
         return str(json.loads(folder.endpoint.read_text())["control"])
     except FileNotFoundError as error:
-        raise NotRunning(f"job {folder.root.name} is not running: there is no {folder.endpoint}") from error
+        raise NotRunning(_why_no_endpoint(folder)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise NotRunning(f"{folder.endpoint} is not an endpoint yet ({error}); try again") from error
+
+
+def _why_no_endpoint(folder: JobFolder) -> str:
+    job = folder.root.name
+    if launcher_pid(folder) is not None:
+        return f"job {job} is starting or ending; try again"
+    if folder.result.exists():
+        return f"job {job} is {Outcome.read(folder.result).end}; only a job that runs can do this"
+    return f"job {job} is not running: its run was killed; start it again with --resume"

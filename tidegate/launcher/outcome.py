@@ -47,6 +47,11 @@ class Outcome:
     """Not in the file: it decides the launcher's exit code only."""
 
     @property
+    def reason(self) -> str:
+        """The message, for who reads the end before it."""
+        return without_phase(self.message, self.end)
+
+    @property
     def iterations(self) -> list[control_pb2.IterationSummary]:
         """In order; of one done again after a restart, the later account."""
         latest = {row.iteration: row for row in sorted(self.job.iterations, key=lambda row: row.incarnation)}
@@ -114,6 +119,11 @@ def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
                 began_ns[incarnation] = at_ns
                 with_reports.add(incarnation)
     return seconds
+
+
+def without_phase(message: str, phase: str) -> str:
+    """The scheduler begins some messages with the phase itself; said after the phase they need not."""
+    return message.removeprefix(f"{phase}: ")
 
 
 def role_name(role: int) -> str:

@@ -22,8 +22,8 @@ import structlog
 
 from tidegate.config import JobConfig, ServersSection
 from tidegate.events import EventSource
-from tidegate.job import load_job
-from tidegate.launcher.claim import Claim, Start, claimed, host_memory_folder, write_private
+from tidegate.job import JobFolder, load_job
+from tidegate.launcher.claim import Claim, Start, claimed, host_memory_folder, refuse_running, write_private
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
 from tidegate.launcher.preflight import check_servers
@@ -62,6 +62,7 @@ async def run_job(order: Order, view: View) -> Outcome:
         run: _Run | None = None
         try:
             job = load_job(order.config)
+            refuse_running(JobFolder.of(order.config))
             await check_servers(order.config, order.start)
             raise_if_cancelled()
             with claimed(job, order.start, now_unix_s=time.time()) as claim:

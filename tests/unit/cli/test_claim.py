@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.unit.cli.configs import small_config
 from tidegate.job import JobFolder, load_job
-from tidegate.launcher.claim import CannotStart, Start, claimed, host_memory_folder, saved_config
+from tidegate.launcher.claim import CannotStart, Start, claimed, host_memory_folder, refuse_running, saved_config
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.v1 import control_pb2
 
@@ -54,6 +55,17 @@ def test_a_second_launcher_is_refused_while_the_first_runs(tmp_path: Path) -> No
         claimed(job, Start.FORCE, now_unix_s=0.0),
     ):
         pass
+
+
+def test_a_job_that_runs_is_told_as_running_by_its_launchers_pid_until_that_leaves(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    refuse_running(JobFolder.of(config))
+    with (
+        claimed(load_job(config), Start.FRESH, now_unix_s=0.0),
+        pytest.raises(CannotStart, match=rf"job small runs already, by the launcher with pid {os.getpid()}"),
+    ):
+        refuse_running(JobFolder.of(config))
+    refuse_running(JobFolder.of(config))
 
 
 def test_a_fresh_start_over_an_older_run_names_both_remedies(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_what_only_a_live_job_can_do_fails_with_1(
     arguments: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments, "--output-dir", str(finished)]) == 1
-    assert "job small is not running" in capsys.readouterr().err
+    assert "job small is finished; only a job that runs" in capsys.readouterr().err
 
 
 def test_an_endpoint_that_nobody_serves_is_told_as_a_killed_run(
@@ -155,6 +155,23 @@ def test_jobs_are_listed_in_both_forms(finished: Path, capsys: pytest.CaptureFix
 def test_an_empty_folder_says_so_and_is_an_empty_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "get", "jobs", "--output-dir", str(tmp_path)) == f"no jobs in {tmp_path}\n"
     assert json.loads(answer(capsys, "get", "gpus", "-o", "json", "--output-dir", str(tmp_path))) == []
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["get", "jobs", "--output-dir", str(tmp_path / "nosuch")]) == 2
+    assert f"there is no folder {tmp_path / 'nosuch'}" in capsys.readouterr().err
+
+
+def test_a_form_that_is_unknown_is_told_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["get", "jobs", "-o", "yaml"])
+    assert "invalid choice: 'yaml' (choose from 'table', 'json')" in capsys.readouterr().err
+
+
+def test_a_followed_job_that_is_over_is_told_with_its_end(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("events", "logs"):
+        assert main([command, "small", "--follow", "--output-dir", str(finished)]) == 0
+        assert capsys.readouterr().err == "job small finished: all done\n"
 
 
 def test_a_finished_job_is_described_from_its_folder(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

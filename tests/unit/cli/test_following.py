@@ -1,0 +1,130 @@
+"""Following a job to its end: a scheduler that leaves is the job's end or a pause, and every row comes once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict
+
+from tests.unit.cli.configs import small_config
+from tidegate.cli import following
+from tidegate.job import JobFolder, load_job
+from tidegate.launcher.claim import Start, claimed
+from tidegate.launcher.control import NotRunning
+from tidegate.launcher.outcome import End, Outcome
+from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
+
+
+def event_row(sequence: int) -> control_pb2.ListEventsResponse:
+    return control_pb2.ListEventsResponse(stream_sequence=sequence, event=events_pb2.Event(id=f"e{sequence}"))
+
+
+def log_of(*words: str) -> list[str]:
+    return [json.dumps({"time": f"t{place}", "event": word}) for place, word in enumerate(words)]
+
+
+class LeavingScheduler(control_pb2_grpc.ControlServicer):
+    """Tells two rows; the job then ends with a third, and each stream breaks as at a server's stop."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        self._folder = folder
+
+    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
+        return control_pb2.GetJobResponse(job="small", phase="running")
+
+    async def ListEvents(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ListEventsResponse]:
+        for sequence in (1, 2):
+            yield event_row(sequence)
+        await self._leave(context)
+
+    async def ReadLogs(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ReadLogsResponse]:
+        for line in log_of("a", "b"):
+            yield control_pb2.ReadLogsResponse(line=line)
+        await self._leave(context)
+
+    async def _not_asked(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody who follows asks this")
+
+    CancelJob = ListGpus = ListDeadLetters = ReplayDeadLetter = DropDeadLetter = _not_asked
+
+    async def _leave(self, context: Any) -> None:
+        end_job(self._folder, [event_row(sequence) for sequence in (1, 2, 3)], log_of("a", "b", "c"))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
+
+
+class RestartedScheduler(LeavingScheduler):
+    """Breaks its first stream after one row, with the job still running."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        super().__init__(folder)
+        self.asked_after: list[int] = []
+
+    async def ListEvents(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ListEventsResponse]:
+        self.asked_after.append(request.after_sequence)
+        if len(self.asked_after) == 1:
+            yield event_row(1)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
+        yield event_row(2)
+        await self._leave(context)
+
+
+def end_job(folder: JobFolder, rows: Iterable[control_pb2.ListEventsResponse], lines: Iterable[str]) -> None:
+    folder.events.write_text("".join(json.dumps(MessageToDict(row)) + "\n" for row in rows))
+    (folder.logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    status = control_pb2.GetJobResponse(job="small")
+    Outcome(End.CANCELLED, "cancelled: enough", seed=0, wall_s=1.0, job=status).write(folder.result)
+
+
+@asynccontextmanager
+async def served(folder: JobFolder, scheduler: LeavingScheduler) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(scheduler, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    folder.endpoint.write_text(json.dumps({"control": f"127.0.0.1:{port}"}))
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    return load_job(small_config(tmp_path))
+
+
+async def test_events_that_are_followed_end_with_the_job_and_hold_its_last_ones(job: Any) -> None:
+    with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
+        async with served(claim.folder, LeavingScheduler(claim.folder)):
+            seen = [row.stream_sequence async for row in following.events(claim.folder, follow=True)]
+    assert seen == [1, 2, 3]
+    assert following.end_line(claim.folder) == "job small cancelled: enough"
+
+
+async def test_logs_that_are_followed_end_with_the_job_and_hold_its_last_lines(job: Any) -> None:
+    with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
+        async with served(claim.folder, LeavingScheduler(claim.folder)):
+            seen = [line async for line in following.logs(claim.folder, source="", follow=True)]
+    assert seen == log_of("a", "b", "c")
+
+
+async def test_events_go_on_after_the_last_one_seen_when_the_scheduler_starts_again(job: Any) -> None:
+    with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
+        scheduler = RestartedScheduler(claim.folder)
+        async with served(claim.folder, scheduler):
+            seen = [row.stream_sequence async for row in following.events(claim.folder, follow=True)]
+    assert seen == [1, 2, 3]
+    assert scheduler.asked_after == [0, 1]
+
+
+async def test_events_of_a_killed_run_are_told_as_missing_and_not_waited_for(job: Any) -> None:
+    with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
+        pass
+    with pytest.raises(NotRunning):
+        _ = [row async for row in following.events(claim.folder, follow=True)]

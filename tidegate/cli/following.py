@@ -1,0 +1,125 @@
+"""A job's events and logs, as far as they are or as they come, from its Control API and at its end from its folder.
+
+Invariant: who follows sees every row once, across restarts of the scheduler, and the job's end is the stream's end and
+no error: the rows that came after the scheduler left are read from the folder once the launcher has left too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+from google.protobuf.json_format import ParseDict
+
+from tidegate.cli.jobs import UnknownJob
+from tidegate.job import JobFolder
+from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
+from tidegate.launcher.lock import launcher_pid
+from tidegate.launcher.outcome import Outcome
+from tidegate.ports.rpc import PeerUnavailable
+from tidegate.v1 import control_pb2
+
+_BEAT_S = 0.3
+
+
+async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
+    """In the stream's order. NotRunning when the run was killed, before it could write them down."""
+    last = 0
+    while not _is_written(folder):
+        try:
+            async with control_of(folder) as control:
+                request = control_pb2.ListEventsRequest(job=folder.root.name, after_sequence=last, follow=follow)
+                async for row in control.ListEvents(request, timeout=FOLLOW_TIMEOUT_S):
+                    last = row.stream_sequence
+                    yield row
+        except (NotRunning, PeerUnavailable):
+            if not (follow and _goes_on_or_is_over(folder)):
+                raise
+        if not follow:
+            return
+        await asyncio.sleep(_BEAT_S)
+    for row in _written_events(folder):
+        if row.stream_sequence > last:
+            yield row
+
+
+async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator[str]:
+    """JSON lines of one source, or of all. UnknownJob when the source has no log."""
+    shown: Counter[str] = Counter()
+    while not folder.result.exists():
+        again = Counter(shown)
+        try:
+            async with control_of(folder) as control:
+                request = control_pb2.ReadLogsRequest(job=folder.root.name, source=source, follow=follow)
+                async for row in control.ReadLogs(request, timeout=FOLLOW_TIMEOUT_S):
+                    if _is_new(row.line, again):
+                        shown[row.line] += 1
+                        yield row.line
+        except (NotRunning, PeerUnavailable):
+            if not (follow and _goes_on_or_is_over(folder)):
+                break
+        else:
+            if not follow:
+                return
+        await asyncio.sleep(_BEAT_S)
+    for line in _written_logs(folder, source):
+        if _is_new(line, shown):
+            yield line
+
+
+def end_line(folder: JobFolder) -> str:
+    """How a job that was followed ended."""
+    job = folder.root.name
+    if not folder.result.exists():
+        return f"job {job} is not running: its run was killed; start it again with --resume"
+    outcome = Outcome.read(folder.result)
+    return f"job {job} {outcome.end}" + (f": {outcome.reason}" if outcome.reason else "")
+
+
+def _is_new(line: str, shown: Counter[str]) -> bool:
+    """Whether a line of a log that is read from its beginning was not shown before; equal lines are counted."""
+    if shown[line]:
+        shown[line] -= 1
+        return False
+    return True
+
+
+def _goes_on_or_is_over(folder: JobFolder) -> bool:
+    """False when the run was killed. The lock is looked at first: its holder writes the result before it leaves."""
+    return launcher_pid(folder) is not None or folder.result.exists()
+
+
+def _is_written(folder: JobFolder) -> bool:
+    """Whether all events are in the folder: the result is written after them."""
+    return folder.result.exists() or (folder.events.exists() and launcher_pid(folder) is None)
+
+
+def _written_events(folder: JobFolder) -> Iterator[control_pb2.ListEventsResponse]:
+    try:
+        lines = folder.events.read_text().splitlines()
+    except FileNotFoundError as error:
+        raise NotRunning(
+            f"the events of job {folder.root.name} were not written, for their server had died; a resumed run "
+            "(--resume) writes them"
+        ) from error
+    for line in lines:
+        yield ParseDict(json.loads(line), control_pb2.ListEventsResponse())
+
+
+def _written_logs(folder: JobFolder, source: str) -> Iterator[str]:
+    files = sorted(folder.logs.glob("*.jsonl"))
+    chosen = [path for path in files if source in ("", path.stem)]
+    if not chosen:
+        known = ", ".join(path.stem for path in files) or "none"
+        raise UnknownJob(f"job {folder.root.name} has no log of {source!r}; there are {known}")
+    lines = [line for path in chosen for line in path.read_text(errors="replace").splitlines()]
+    yield from sorted(lines, key=_time_of)
+
+
+def _time_of(line: str) -> str:
+    try:
+        return str(json.loads(line)["time"])
+    except (ValueError, KeyError, TypeError):
+        return ""
