@@ -17,6 +17,7 @@ from tidegate.cli.rows import Row
 from tidegate.cli.views import failure_text
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome, role_name, without_phase
 from tidegate.types import Token
 from tidegate.v1 import control_pb2
@@ -88,8 +89,10 @@ async def job_row(folder: JobFolder) -> Row:
     try:
         found = await describe(folder)
     except NotRunning:
-        remedy = "its run was killed; start it again with --resume"
-        return dict.fromkeys(JOB_COLUMNS) | {"job": job, "state": "killed", "message": remedy}
+        is_killed = launcher_pid(folder) is None
+        state = "killed" if is_killed else "starting"
+        message = "its run was killed; start it again with --resume" if is_killed else "its scheduler does not answer"
+        return dict.fromkeys(JOB_COLUMNS) | {"job": job, "state": state, "message": message}
     rows = iteration_rows(found)
     return {
         "job": job,

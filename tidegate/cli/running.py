@@ -34,11 +34,11 @@ def demo(given: argparse.Namespace, form: Form) -> int:
         config = load_config(path, overrides=overrides)
     if given.resume and given.seed is None:
         config = _with_seed_of_last_start(config)
-    command = ["tidegate", "demo", "--resume"]
+    command = ["tidegate", "demo"]
     if given.output_dir != "jobs":
         command += ["--output-dir", given.output_dir]
     start = Start.RESUME if given.resume else Start.FORCE
-    outcome = _run(Order(config, start, shlex.join(command)))
+    outcome = _run(_order(config, start, command, anew=[]))
     if form is Form.TABLE:
         _print_iterations(outcome)
     print(json.dumps(outcome.summary()))
@@ -50,11 +50,11 @@ def run(given: argparse.Namespace, form: Form) -> int:
         raise CannotStart("--resume goes on with what --force removes: give one of them")
     overrides = {} if given.output_dir is None else {"output_dir": given.output_dir}
     config = load_config(given.config, overrides=overrides)
-    command = ["tidegate", "run", str(given.config), "--resume"]
+    command = ["tidegate", "run", str(given.config)]
     if given.output_dir is not None:
         command += ["--output-dir", given.output_dir]
     start = Start.RESUME if given.resume else Start.FORCE if given.force else Start.FRESH
-    outcome = _run(Order(config, start, shlex.join(command)))
+    outcome = _run(_order(config, start, command, anew=["--force"]))
     if form is Form.TABLE:
         _print_iterations(outcome)
     else:
@@ -71,6 +71,10 @@ def exit_code(outcome: Outcome) -> int:
 def _with_seed_of_last_start(config: JobConfig) -> JobConfig:
     saved = saved_config(JobFolder.of(config))
     return config.model_copy(update={"seed": saved.seed}) if saved else config
+
+
+def _order(config: JobConfig, start: Start, command: list[str], *, anew: list[str]) -> Order:
+    return Order(config, start, shlex.join([*command, "--resume"]), shlex.join([*command, *anew]))
 
 
 def _run(order: Order) -> Outcome:

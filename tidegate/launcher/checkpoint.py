@@ -29,8 +29,8 @@ class FoundCheckpoint:
     num_samples_trained: int
 
 
-def newest_checkpoint(folder: Path) -> FoundCheckpoint | None:
-    """None where there is none. ConfigError when the newest one's manifest cannot be read."""
+def newest_checkpoint(folder: Path, *, anew: str = "--force") -> FoundCheckpoint | None:
+    """None where there is none. ConfigError, with `anew` as a remedy, when the newest one's manifest cannot be read."""
     found = [(_place(path.parent), path) for path in folder.glob(f"inc*-it*/{_MANIFEST}")]
     complete = [(place, path) for place, path in found if place is not None]
     if not complete:
@@ -48,7 +48,7 @@ def newest_checkpoint(folder: Path) -> FoundCheckpoint | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"checkpoint {path.parent} cannot be read ({type(error).__name__}: {error}): put it back from a copy, or "
-            "start anew with --force"
+            f"start anew ({anew})"
         ) from error
 
 

@@ -72,22 +72,25 @@ def saved_config(folder: JobFolder) -> JobConfig | None:
 
 
 @contextmanager
-def claimed(job: Job, start: Start, *, now_unix_s: float) -> Iterator[Claim]:
-    """Holds the job's folder within the block. CannotStart when the folder says no, with nothing changed."""
+def claimed(job: Job, start: Start, *, now_unix_s: float, anew: str = "--force") -> Iterator[Claim]:
+    """Holds the job's folder within the block. CannotStart when the folder says no, with nothing changed.
+
+    `anew` is what a person types to remove the older run and start from the beginning.
+    """
     folder = JobFolder.of(job.config)
     _refuse_without_memory(job.config)
     if start is Start.FRESH:
-        _refuse_occupied(folder)
+        _refuse_occupied(folder, anew)
     elif start is Start.RESUME:
-        _refuse_other_job(folder, job.config)
+        _refuse_other_job(folder, job.config, anew)
     elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / LOCK).exists():
         raise CannotStart(f"{folder.root} is not a job's folder, so it is not removed: choose another output folder")
     _make_folder(folder.root)
     with _lock(folder.root / LOCK) as lock_fd:
         # Again under the lock: another launcher may have been here since.
         if start is Start.FRESH:
-            _refuse_occupied(folder)
-        checkpoint = newest_checkpoint(folder.checkpoints) if start is Start.RESUME else None
+            _refuse_occupied(folder, anew)
+        checkpoint = newest_checkpoint(folder.checkpoints, anew=anew) if start is Start.RESUME else None
         boot = _next_boot(lock_fd, now_unix_s=now_unix_s)
         if start is Start.FORCE:
             _empty(folder.root)
@@ -129,39 +132,39 @@ def _refuse_without_memory(config: JobConfig) -> None:
         )
 
 
-def _refuse_occupied(folder: JobFolder) -> None:
+def _refuse_occupied(folder: JobFolder, anew: str) -> None:
     if not folder.config.exists():
         return
     has_finished = folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED
     state, goes_on = ("has finished", "") if has_finished else ("was started before", "go on with it (--resume), ")
     raise CannotStart(
-        f"job {folder.root.name} {state} in {folder.root}: {goes_on}remove it and start anew (--force), or give the "
+        f"job {folder.root.name} {state} in {folder.root}: {goes_on}remove it and start anew ({anew}), or give the "
         "config another job name"
     )
 
 
-def _refuse_other_job(folder: JobFolder, config: JobConfig) -> None:
+def _refuse_other_job(folder: JobFolder, config: JobConfig, anew: str) -> None:
     saved = saved_config(folder)
     if saved is None:
         raise CannotStart(f"there is nothing to resume: {folder.root} holds no job; start it without --resume")
     if folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED:
         raise CannotStart(
             f"job {config.job} has finished, there is nothing to resume: tidegate describe {config.job} shows its "
-            f"result; {_how_to_run_anew(config)}"
+            f"result; {_how_to_run_anew(config, anew)}"
         )
     changed = list(_differences(_deciding(saved), _deciding(config)))
     if changed:
         raise CannotStart(
             f"job {config.job} cannot go on with another config; changed are {'; '.join(changed)}. Give it the values "
-            f"that it was started with; {_how_to_run_anew(config)}"
+            f"that it was started with; {_how_to_run_anew(config, anew)}"
         )
 
 
-def _how_to_run_anew(config: JobConfig) -> str:
+def _how_to_run_anew(config: JobConfig, anew: str) -> str:
     """Servers of one's own keep what they hold of a job: only its folder is ours to empty."""
     if config.servers.nats_url or config.servers.redis_url:
         return "to run it anew, give the config another job name"
-    return "to run it anew, start with --force"
+    return f"to remove it and run it anew: {anew}"
 
 
 def _deciding(config: JobConfig) -> dict[str, Any]:

@@ -86,6 +86,14 @@ class JobFollower:
         finally:
             await end_task(showing)
 
+    async def look_once_more(self) -> None:
+        """Of a run that is stopped before its end: the iterations that were reported since the last beat."""
+        if self.status.phase in _ENDS:
+            return
+        with suppress(NotRunning, PeerUnavailable, PeerRefused):  # it is gone itself: the last it said has to do
+            async with control_of(self._folder) as control:
+                self._takes(await control.GetJob(control_pb2.GetJobRequest(job=self._job)))
+
     async def until_full(self) -> str:
         """Waits until the stream of events has no room for what must be told; what to do then."""
         while True:
@@ -112,13 +120,17 @@ class JobFollower:
             while True:
                 raise_if_cancelled()
                 status = await control.GetJob(control_pb2.GetJobRequest(job=self._job))
-                # A finished job does not begin again, so that its end stands whatever was submitted.
-                if status.incarnation >= self._incarnation or status.phase == End.FINISHED:
-                    self.status = status
-                    self._view.job(status)
-                    if status.phase in _ENDS:
-                        return _ENDS[status.phase]
+                if self._takes(status) and status.phase in _ENDS:
+                    return _ENDS[status.phase]
                 await asyncio.sleep(BEAT_S)
+
+    def _takes(self, status: control_pb2.GetJobResponse) -> bool:
+        # A finished job does not begin again, so that its end stands whatever was submitted.
+        is_of_this_run = status.incarnation >= self._incarnation or status.phase == End.FINISHED
+        if is_of_this_run:
+            self.status = status
+            self._view.job(status)
+        return is_of_this_run
 
     def _note(self, message: str) -> None:
         if message != self._noted:

@@ -48,11 +48,12 @@ class RunBroken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run. `resume_command` is what a person types to go on with it."""
+    """What to run. The commands are what a person types to go on with it, and to run it from its beginning again."""
 
     config: JobConfig
     start: Start
     resume_command: str
+    anew_command: str
 
 
 async def run_job(order: Order, view: View) -> Outcome:
@@ -65,7 +66,7 @@ async def run_job(order: Order, view: View) -> Outcome:
             refuse_running(JobFolder.of(order.config))
             await check_servers(order.config, order.start)
             raise_if_cancelled()
-            with claimed(job, order.start, now_unix_s=time.time()) as claim:
+            with claimed(job, order.start, anew=order.anew_command, now_unix_s=time.time()) as claim:
                 configure_logging(SOURCE, path=claim.folder.logs / f"{SOURCE}.jsonl")
                 _warn(order.config, view)
                 run = _Run(claim, order, view, start_ns=start_ns)
@@ -196,6 +197,7 @@ class _Run:
             closing.push_async_callback(self._keep_events, self._follower)
             services = JobServices(self._config, self._folder, sockets=host_memory_folder(self._order.config))
             closing.push_async_callback(services.stop)
+            closing.push_async_callback(self._follower.look_once_more)
             raise_if_cancelled()
             self._view.step("fork servers and services")
             services.start()

@@ -120,7 +120,7 @@ def test_a_resumed_run_may_not_change_what_decides_its_samples(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("servers", "want"),
-    [({}, "start with --force"), ({"redis_url": "redis://mine:6379"}, "give the config another job name")],
+    [({}, "run it anew: tidegate demo$"), ({"redis_url": "redis://mine:6379"}, "give the config another job name")],
     ids=["embedded servers are emptied with the folder", "one's own keep what they hold"],
 )
 def test_what_would_run_a_job_anew_depends_on_whose_servers_hold_it(
@@ -128,7 +128,10 @@ def test_what_would_run_a_job_anew_depends_on_whose_servers_hold_it(
 ) -> None:
     run_once(tmp_path)
     other = load_job(small_config(tmp_path, seed=7, servers=servers))
-    with pytest.raises(CannotStart, match=want), claimed(other, Start.RESUME, now_unix_s=0.0):
+    with (
+        pytest.raises(CannotStart, match=want),
+        claimed(other, Start.RESUME, anew="tidegate demo", now_unix_s=0.0),
+    ):
         pass
 
 
