@@ -150,7 +150,7 @@ class ActorSection(_Section):
     clip_grad: PositiveFloat = 1.0
     micro_batch_size: Positive = 16
     max_skipped_updates: Count = 3
-    """Consecutive updates with a non-finite gradient after which the job fails."""
+    """Consecutive updates with a non-finite gradient that are skipped; one more ends the job."""
     warm_up: WarmUpSection = WarmUpSection()
 
 
