@@ -1,0 +1,51 @@
+"""What a launcher still asks of a scheduler before it stops it: the iterations reported since the last beat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.unit.cli.configs import small_config
+from tests.unit.cli.test_following import LeavingScheduler
+from tidegate.cli.views import LinesView, UnfailingStream
+from tidegate.job import JobFolder
+from tidegate.launcher.follow import JobFollower
+from tidegate.runtime.embedded import EmbeddedServers
+from tidegate.runtime.service import connected_bus
+from tidegate.v1 import control_pb2, control_pb2_grpc
+
+
+class ReportingScheduler(LeavingScheduler):
+    """Of a job in its second iteration."""
+
+    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
+        return control_pb2.GetJobResponse(job="small", phase="running", iteration=1, incarnation=1)
+
+
+@pytest.mark.parametrize(("is_there", "want"), [(True, 1), (False, 0)], ids=["a live one", "one that is gone"])
+async def test_a_run_that_is_stopped_has_the_schedulers_last_word_if_it_answers(
+    is_there: bool, want: int, tmp_path: Path
+) -> None:
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
+        folder = JobFolder.of(config)
+        folder.root.mkdir(parents=True)
+        server = grpc.aio.server()
+        control_pb2_grpc.add_ControlServicer_to_server(ReportingScheduler(folder), server)
+        folder.endpoint.write_text(json.dumps({"control": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"}))
+        await server.start()
+        bus = await connected_bus(config, name="test")
+        try:
+            if not is_there:
+                await server.stop(None)
+            with (tmp_path / "shown").open("w") as shown:
+                follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)))
+                await follower.look_once_more()
+        finally:
+            await bus.close()
+            await server.stop(None)
+    assert follower.status.iteration == want
