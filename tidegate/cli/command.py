@@ -47,7 +47,7 @@ def _run(given: argparse.Namespace) -> int:
 
             return running.demo(given, form) if given.command == "demo" else running.run(given, form)
         case "doctor":
-            return queries.doctor(form)
+            return queries.doctor(output_dir, form)
         case "get":
             return asyncio.run(queries.get(given.what, given.jobs, output_dir, form))
         case "describe":

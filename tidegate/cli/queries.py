@@ -17,9 +17,9 @@ from tidegate.launcher.control import NotRunning, control_of
 from tidegate.v1 import control_pb2
 
 
-def doctor(form: Form) -> int:
+def doctor(output_dir: Path, form: Form) -> int:
     """1 when something is bad."""
-    findings = examine()
+    findings = examine(output_dir=output_dir)
     rows = [asdict(finding) for finding in findings]
     show(rows, ("health", "check", "found", "remedy"), form=form, out=sys.stdout, empty="")
     return int(any(finding.health is Health.BAD for finding in findings))
