@@ -18,7 +18,7 @@ from tidegate.job import JobFolder
 from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome
-from tidegate.ports.rpc import PeerUnavailable
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.v1 import control_pb2
 
 _BEAT_S = 0.3
@@ -26,7 +26,7 @@ _BEAT_S = 0.3
 
 async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
     """In the stream's order. NotRunning when the run was killed, before it could write them down."""
-    last = 0
+    last, has_failed = 0, False
     while not _is_written(folder):
         try:
             async with control_of(folder) as control:
@@ -37,6 +37,11 @@ async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb
         except (NotRunning, PeerUnavailable):
             if not (follow and _goes_on_or_is_over(folder)):
                 raise
+        except PeerRefused:
+            # A scheduler that stops may lose its bus before the stream: that is its end. Twice, it is a fault.
+            if not follow or has_failed:
+                raise
+            has_failed = True
         if not follow:
             return
         await asyncio.sleep(_BEAT_S)

@@ -18,6 +18,7 @@ from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claimed
 from tidegate.launcher.control import NotRunning
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.ports.rpc import PeerRefused
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
 
 
@@ -31,6 +32,8 @@ def log_of(*words: str) -> list[str]:
 
 class LeavingScheduler(control_pb2_grpc.ControlServicer):
     """Tells two rows; the job then ends with a third, and each stream breaks as at a server's stop."""
+
+    code = grpc.StatusCode.UNAVAILABLE
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
@@ -55,7 +58,20 @@ class LeavingScheduler(control_pb2_grpc.ControlServicer):
 
     async def _leave(self, context: Any) -> None:
         end_job(self._folder, [event_row(sequence) for sequence in (1, 2, 3)], log_of("a", "b", "c"))
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
+        await context.abort(self.code, "Cancelling all calls")
+
+
+class FailingScheduler(LeavingScheduler):
+    """Loses its bus before the stream."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+class FaultyScheduler(FailingScheduler):
+    """Cannot tell any event, with the job running on."""
+
+    async def _leave(self, context: Any) -> None:
+        await context.abort(self.code, "KeyError: 'x'")
 
 
 class RestartedScheduler(LeavingScheduler):
@@ -99,9 +115,12 @@ def job(tmp_path: Path) -> Any:
     return load_job(small_config(tmp_path))
 
 
-async def test_events_that_are_followed_end_with_the_job_and_hold_its_last_ones(job: Any) -> None:
+@pytest.mark.parametrize("scheduler", [LeavingScheduler, FailingScheduler])
+async def test_events_that_are_followed_end_with_the_job_and_hold_its_last_ones(
+    scheduler: type[LeavingScheduler], job: Any
+) -> None:
     with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
-        async with served(claim.folder, LeavingScheduler(claim.folder)):
+        async with served(claim.folder, scheduler(claim.folder)):
             seen = [row.stream_sequence async for row in following.events(claim.folder, follow=True)]
     assert seen == [1, 2, 3]
     assert following.end_line(claim.folder) == "job small cancelled: enough"
@@ -121,6 +140,13 @@ async def test_events_go_on_after_the_last_one_seen_when_the_scheduler_starts_ag
             seen = [row.stream_sequence async for row in following.events(claim.folder, follow=True)]
     assert seen == [1, 2, 3]
     assert scheduler.asked_after == [0, 1]
+
+
+async def test_a_fault_of_a_live_scheduler_is_told_and_not_asked_for_ever(job: Any) -> None:
+    with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
+        async with served(claim.folder, FaultyScheduler(claim.folder)):
+            with pytest.raises(PeerRefused, match="KeyError"):
+                _ = [row async for row in following.events(claim.folder, follow=True)]
 
 
 async def test_events_of_a_killed_run_are_told_as_missing_and_not_waited_for(job: Any) -> None:
