@@ -21,8 +21,8 @@ import nats
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import ConnectionClosedError, NoRespondersError
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeout
 
 from tidegate.ports.bus import BusUnavailable, JobNotOpen, MessageTooLarge
@@ -201,7 +201,12 @@ class NatsLink:
     ) -> Callable[[], Awaitable[None]]:
         """A plain subscription, at most once: a hint, never the authority. The result ends it."""
         subscription = await self._connection.subscribe(subject, cb=on_message)
-        return subscription.unsubscribe
+
+        async def end() -> None:
+            with suppress(ConnectionClosedError):  # closed first: the subscription ended with it
+                await subscription.unsubscribe()
+
+        return end
 
     async def _collect(self, subject: str, request: Mapping[str, Any], *, num: int, wait_s: float) -> list[Msg]:
         """The messages that answer one request, up to the server's closing status or its silence."""
