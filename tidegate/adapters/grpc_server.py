@@ -91,11 +91,6 @@ class RpcServer:
     def port(self) -> int:
         return int(self.endpoint.rpartition(":")[2])
 
-    async def set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
-        """What the health service answers for it."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set(service.full_name, status)
-
     async def stop(self, *, grace_s: float) -> None:
         """Takes no new calls, tells health so, and cancels the calls that still run after the grace."""
         await self._health.enter_graceful_shutdown()
