@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from benchmarks.report import Report, arguments, publish, spread
@@ -73,7 +73,7 @@ class Switch:
 
 
 def mesh(layout: Layout, chunks: tuple[tuple[int, ...], ...], first: int = 0) -> Mesh:
-    return Mesh(layout, tuple(range(first, first + layout.num_ranks)), chunks)
+    return Mesh(replace(layout, vpp=len(chunks)), tuple(range(first, first + layout.num_ranks)), chunks)
 
 
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ from tidegate.types import GpuId, Grant, JobId, Layout, Role, SampleId, Token, j
 from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 
 _DIGEST_SPACE = 2**64
-_AXES = ("tp", "pp", "dp", "cp", "ep")
+_AXES = ("tp", "pp", "dp", "cp", "ep", "vpp")
 _WIRE_ROLE: dict[Role, types_pb2.Role.ValueType] = {
     Role.ACTOR: types_pb2.ROLE_ACTOR,
     Role.ROLLOUT: types_pb2.ROLE_ROLLOUT,
@@ -90,7 +90,7 @@ def decode_grants(wire: Iterable[types_pb2.Grant]) -> tuple[Grant, ...]:
 
 
 def encode_layout(layout: Layout) -> types_pb2.Layout:
-    return types_pb2.Layout(tp=layout.tp, pp=layout.pp, dp=layout.dp, cp=layout.cp, ep=layout.ep)
+    return types_pb2.Layout(**{axis: getattr(layout, axis) for axis in _AXES})
 
 
 def decode_layout(wire: types_pb2.Layout) -> Layout:

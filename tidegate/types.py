@@ -59,26 +59,31 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A Megatron layout. Its world is tp * pp * dp * cp; ep divides dp * cp."""
+    """A Megatron layout. Its world is tp * pp * dp * cp; ep divides dp * cp; vpp chunks of layers a pipeline stage."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    vpp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dp", "cp", "ep"):
+        for axis in ("tp", "pp", "dp", "cp", "ep", "vpp"):
             size = getattr(self, axis)
             if size < 1:
                 raise ValueError(f"layout {axis}={size}: every axis is at least 1; set {axis} to 1 to leave it out")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                f"layout vpp={self.vpp} with pp=1: Megatron interleaves stages only; set vpp to 1 or pp > 1"
+            )
 
     @property
     def num_ranks(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
+        axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "vpp": self.vpp}
         return "-".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "single"
 
 

@@ -86,7 +86,7 @@ def meshes(draw: st.DrawFn, num_layers: int, among: Sequence[int]) -> Mesh:
     bounds = sorted(draw(st.lists(st.integers(0, num_layers), min_size=num_cells - 1, max_size=num_cells - 1)))
     sizes = [high - low for low, high in zip([0, *bounds], [*bounds, num_layers], strict=True)]
     chunks = tuple(tuple(sizes[v * layout.pp : (v + 1) * layout.pp]) for v in range(num_chunks))
-    return Mesh(layout, ranks, chunks)
+    return Mesh(replace(layout, vpp=num_chunks), ranks, chunks)
 
 
 @st.composite

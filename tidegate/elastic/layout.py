@@ -75,14 +75,16 @@ class Mesh:
                 f"layout {layout}: ep={layout.ep} does not divide dp * cp = {layout.dp} * {layout.cp} = {product}; "
                 f"legal ep: {divisors(product)}"
             )
-        if not self.chunks or any(len(chunk) != layout.pp for chunk in self.chunks):
+        if any(len(chunk) != layout.pp for chunk in self.chunks):
             raise LayoutRefused(
                 f"layout {layout}: every virtual chunk names {layout.pp} stages' numbers of layers, got {self.chunks}"
             )
         if any(size < 0 for chunk in self.chunks for size in chunk):
             raise LayoutRefused(f"layout {layout}: a stage cannot hold fewer than 0 layers, got {self.chunks}")
-        if len(self.chunks) > 1 and layout.pp == 1:
-            raise LayoutRefused(f"{len(self.chunks)} virtual chunks need pp > 1: Megatron interleaves stages only")
+        if len(self.chunks) != layout.vpp:
+            raise LayoutRefused(
+                f"layout {layout}: vpp={layout.vpp} virtual chunks are wanted, {len(self.chunks)} given"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -99,11 +99,14 @@ class Layout(_message.Message):
     DP_FIELD_NUMBER: _builtins.int
     CP_FIELD_NUMBER: _builtins.int
     EP_FIELD_NUMBER: _builtins.int
+    VPP_FIELD_NUMBER: _builtins.int
     tp: _builtins.int
     pp: _builtins.int
     dp: _builtins.int
     cp: _builtins.int
     ep: _builtins.int
+    vpp: _builtins.int
+    """Virtual stages: chunks of layers a pipeline stage."""
     def __init__(
         self,
         *,
@@ -112,10 +115,11 @@ class Layout(_message.Message):
         dp: _builtins.int = ...,
         cp: _builtins.int = ...,
         ep: _builtins.int = ...,
+        vpp: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp", b"cp", "dp", b"dp", "ep", b"ep", "pp", b"pp", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cp", b"cp", "dp", b"dp", "ep", b"ep", "pp", b"pp", "tp", b"tp", "vpp", b"vpp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,7 +68,7 @@ def test_ranks_may_be_any_in_any_order() -> None:
 
 
 def test_layers_are_dealt_out_chunk_by_chunk_and_stage_by_stage() -> None:
-    of = Mesh(Layout(pp=2), (0, 1), ((1, 2), (0, 1)))
+    of = Mesh(Layout(pp=2, vpp=2), (0, 1), ((1, 2), (0, 1)))
     want = [Home(0, 0, 0), Home(1, 0, 0), Home(1, 0, 1), Home(1, 1, 0)]
     assert list(of.homes()) == want
     assert of.num_layers == 4
@@ -79,9 +79,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a rank twice": (lambda: Mesh(Layout(dp=2), (3, 3), ((1,),)), "names a rank twice"),
     "an uneven ep": (lambda: Mesh(Layout(dp=6, ep=4), tuple(range(6)), ((1,),)), "legal ep: 1, 2, 3, 6"),
     "a stage without a number": (lambda: Mesh(Layout(pp=2), (0, 1), ((2,),)), "names 2 stages' numbers"),
-    "no chunk": (lambda: Mesh(Layout(), (0,), ()), "names 1 stages' numbers"),
+    "no chunk": (lambda: Mesh(Layout(), (0,), ()), "vpp=1 virtual chunks are wanted, 0 given"),
     "fewer than no layers": (lambda: Mesh(Layout(pp=2), (0, 1), ((3, -1),)), "fewer than 0 layers"),
-    "chunks on one stage": (lambda: Mesh(Layout(), (0,), ((1,), (1,))), "need pp > 1"),
+    "more chunks than vpp": (lambda: Mesh(Layout(), (0,), ((1,), (1,))), "vpp=1 virtual chunks are wanted, 2 given"),
     "uneven layers": (lambda: even_chunks(12, pp=4, vpp=2), "legal pp with vpp=2: 1, 2, 3, 6"),
     "no stage": (lambda: even_chunks(12, pp=0), r"pp \* vpp = 0 \* 1"),
 }

@@ -101,7 +101,7 @@ def test_sequence_parallel_marks_change_no_copy() -> None:
 
 def test_virtual_stages_and_uneven_ones_move_only_the_layers_that_change_stage() -> None:
     parameters = [replace(NORM, name=f"layers.{layer}", place=layer) for layer in range(6)]
-    source = State(Mesh(Layout(pp=2), (0, 1), ((2, 1), (1, 2))))
+    source = State(Mesh(Layout(pp=2, vpp=2), (0, 1), ((2, 1), (1, 2))))
     target = State(Mesh(Layout(pp=2), (0, 1), ((4, 2),)))
     plan = Planner(parameters, source, target).whole()
     assert [copy.name for part in plan.parts for copy in part.sends] == ["layers.2"]
