@@ -1,0 +1,214 @@
+"""Where the tensors of one skeleton live, so that their memory can be given back and taken again without new tensors.
+
+An arena hands out flat tensors while a skeleton is built. `release` gives the memory back, `materialise` takes it
+again, zeroed; the tensors and all views of them stay the same objects throughout, and are not to be read or written
+while released.
+- `OwnArena`: memory of this process on any device, by resizing the tensors' storages to nothing and back.
+- `SharedArena`: one file on a tmpfs, mapped once and shared, so that other processes of the host read it in place. It
+  is sparse and as long as the machine's memory; pages exist for what was handed out, and a release punches them out.
+  The file belongs to the node and not to its process: it outlives a process that dies, until somebody unlinks it.
+Invariants: tensors start at multiples of ALIGNMENT_BYTES; a shared tensor's address never changes; a tmpfs that is too
+full is an ArenaFull at `empty` or `materialise`, never a bus error later; a reader never writes, and reads the file
+that has the path's name now.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ALIGNMENT_BYTES = 64
+"""A cache line; as large as any vector instruction or Megatron's own padding asks for."""
+
+
+class ArenaFull(RuntimeError):
+    """There is no room for an arena's tensors."""
+
+
+class Place(NamedTuple):
+    """Where a shared tensor lies, for another process of the host."""
+
+    path: str
+    offset_bytes: int
+    num_elements: int
+    dtype: torch.dtype
+
+
+class Arena(Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors handed out, released or not."""
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of undefined content. Raises ArenaFull; not to be called while released."""
+
+    def release(self) -> None:
+        """Give the memory back; again is no harm."""
+
+    def materialise(self) -> None:
+        """Take the memory again, zeroed; raises ArenaFull and is then still released. Without a release, nothing."""
+
+
+class OwnArena:
+    """Memory of this process on `device`. A tensor's address may change over a release."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[torch.Tensor] = []
+        self._is_released = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        assert not self._is_released
+        tensor = torch.empty(num_elements, dtype=dtype, device=self._device)
+        self._tensors.append(tensor)
+        return tensor
+
+    def release(self) -> None:
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+        self._is_released = True
+
+    def materialise(self) -> None:
+        if not self._is_released:
+            return
+        try:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.zero_()
+        except RuntimeError as error:  # torch's allocators raise nothing more exact on every device
+            self.release()
+            raise ArenaFull(f"no memory on {self._device} for an arena of {self.num_bytes} bytes: {error}") from error
+        self._is_released = False
+
+
+class SharedArena:
+    """A file at `path`, which must not exist yet: a file that is there may be all that is left of a dead rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # No tmpfs holds more than the machine's memory; the length costs addresses and no pages.
+        capacity_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        os.ftruncate(self._file, capacity_bytes)
+        self._memory = mmap.mmap(self._file, capacity_bytes)
+        self._end_bytes = 0
+        self._is_released = False
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def num_bytes(self) -> int:
+        return self._end_bytes
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        assert not self._is_released
+        size_bytes = num_elements * dtype.itemsize
+        if size_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        start = self._end_bytes
+        end = start + -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._take_pages(start, end)
+        self._end_bytes = end
+        return torch.frombuffer(self._memory, dtype=dtype, count=num_elements, offset=start)
+
+    def place(self, tensor: torch.Tensor) -> Place:
+        """Of a contiguous tensor that lies in this arena, a view or a whole one."""
+        start = tensor.data_ptr() - np.frombuffer(self._memory, np.uint8, count=1).ctypes.data
+        assert tensor.is_contiguous()
+        assert 0 <= start <= start + tensor.nbytes <= self._end_bytes
+        return Place(str(self._path), start, tensor.numel(), tensor.dtype)
+
+    def release(self) -> None:
+        if self._end_bytes and not self._is_released:
+            self._memory.madvise(mmap.MADV_REMOVE, 0, _whole_pages(self._end_bytes))
+        self._is_released = True
+
+    def materialise(self) -> None:
+        if self._is_released:
+            self._take_pages(0, self._end_bytes)
+            self._is_released = False
+
+    def unlink(self) -> None:
+        """Take the file's name away, and its pages when the last tensor or reader of it is gone."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """The last call: the file stays, and tensors that somebody still holds stay readable and writable."""
+        os.close(self._file)
+
+    def _take_pages(self, start: int, end: int) -> None:
+        """Pages are taken here and not at the first touch, where a full tmpfs is a bus error."""
+        if start == end:
+            return
+        if end > len(self._memory):
+            raise self._full(end - start)
+        try:
+            os.posix_fallocate(self._file, start, end - start)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise self._full(end - start) from error
+
+    def _full(self, more_bytes: int) -> ArenaFull:
+        space = os.statvfs(self._path.parent)
+        return ArenaFull(
+            f"{self._path.parent} has {space.f_bavail * space.f_frsize} bytes free of "
+            f"{space.f_blocks * space.f_frsize}, and an arena there takes {more_bytes} more: give it more room "
+            "(docker run --shm-size, or mount -o remount,size=), or choose another tmpfs"
+        )
+
+
+class ArenaReader:
+    """Maps other processes' arenas, read-only, each file once. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, tuple[tuple[int, int], npt.NDArray[np.uint8]]] = {}
+
+    def bytes_at(self, path: str) -> npt.NDArray[np.uint8]:
+        """The file that has this name now, as one read-only array. Raises FileNotFoundError.
+
+        The array keeps what it maps alive, also when the file has lost its name since.
+        """
+        found = os.stat(path)
+        identity = (found.st_dev, found.st_ino)
+        known = self._mapped.get(path)
+        if known is None or known[0] != identity:
+            self._mapped[path] = known = _mapped(path)
+        return known[1]
+
+    def array_at(self, place: Place) -> npt.NDArray[Any]:
+        """A shared tensor's bits, as unsigned integers of its itemsize."""
+        size_bytes = place.num_elements * place.dtype.itemsize
+        found = self.bytes_at(place.path)[place.offset_bytes : place.offset_bytes + size_bytes]
+        return found.view(f"u{place.dtype.itemsize}")
+
+    def forget(self, path: str) -> None:
+        """Let go of a file, so that its memory can go once it has no name."""
+        self._mapped.pop(path, None)
+
+
+def _mapped(path: str) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(file)
+        memory = mmap.mmap(file, found.st_size, prot=mmap.PROT_READ)
+        return (found.st_dev, found.st_ino), np.frombuffer(memory, np.uint8)
+    finally:
+        os.close(file)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
