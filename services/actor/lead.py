@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.grpo import group_advantages, iteration_metrics
-from services.actor.learning_rate import learning_rate
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.snapshots import SnapshotShelf
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_layout, fate_of, finite_only
+from tidegate.learning_rate import learning_rate
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s
 from tidegate.types import Layout, SampleId

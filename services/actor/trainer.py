@@ -1,14 +1,12 @@
-"""One rank of the actor: the model, Megatron's DDP and DistributedOptimizer, and the updates made with them.
+"""One rank of the actor: the model, Megatron's DDP and DistributedOptimizer, and what the updates made with them learn.
 
-Order of an update: forward and backward of all micro-batches, gradients reduced, loss and metrics added up over the
-ranks, the global gradient norm, then clipping and the step. Invariants: nothing is applied on any rank unless loss and
-norm are finite, which all ranks see alike for both are sums over all ranks; the learning rate is assigned at each
-update; Adam's step count is a tensor of its own for each parameter.
+Order of an update: the samples cut into micro-batches, each one's loss, and what `tidegate.megatron.updates` does with
+them. Invariants: every rank reports the same of an update; the weights of the losses hold the global denominators;
+Adam's step count is a tensor of its own for each parameter.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.utils import get_model_config
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from services.actor.grpo import SUMS, check_samples, token_weights, update_metrics
 from services.actor.grpo_loss import grpo_loss
-from services.actor.learning_rate import assign_learning_rate
 from services.actor.microbatch import Demonstration, TrainSample, train_batches
 from services.actor.optimizer_state import OptimizerState
 from services.actor.settings import OptimizerSettings, TrainerSettings
@@ -33,7 +26,7 @@ from tidegate.megatron.batching import TokenBatch, replica_batches
 from tidegate.megatron.log_probs import forward_log_probs, token_log_probs
 from tidegate.megatron.model import LocalParameter, build_model_chunks, local_parameters
 from tidegate.megatron.parallel import ParallelRanks
-from tidegate.megatron.schedule import OnLogits, run_micro_batches
+from tidegate.megatron.updates import Update, Updater, data_parallel, distributed_optimizer
 
 _RNG = "rng/cpu"
 
@@ -59,9 +52,11 @@ class MegatronTrainer:
         model_chunks = build_model_chunks(
             settings.model, ranks.layout, padded_vocab=settings.padded_vocab, seed=settings.seed, device=device
         )
-        self.chunks = [_distributed(chunk) for chunk in model_chunks]
-        self._optimizer = _optimizer(self.chunks, settings.optimizer)
-        self._state = OptimizerState(self._optimizer)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.chunks = [data_parallel(chunk, groups) for chunk in model_chunks]
+        optimizer = distributed_optimizer(self.chunks, _optimizer_config(settings.optimizer), groups)
+        self._state = OptimizerState(optimizer)
+        self._updater = Updater(self.chunks, optimizer, groups, num_sums=len(SUMS))
 
     def train_minibatch(self, samples: Sequence[TrainSample], learning_rate: float) -> UpdateReport:
         """One GRPO update over a whole minibatch, which every rank is given in full."""
@@ -79,8 +74,8 @@ class MegatronTrainer:
             terms = grpo_loss(self._log_probs(logits_BSV, tokens_BS), batches[number], grpo)
             return terms.loss, terms.sums
 
-        sums, norm, committed = self._update([batch.batch for batch in batches], on_logits, learning_rate)
-        return UpdateReport(committed, loss=sums[0], grad_norm=norm, metrics=update_metrics(samples, sums))
+        update = self._updater.update([batch.batch for batch in batches], on_logits, learning_rate)
+        return _report(update, update_metrics(samples, update.sums))
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
         """One update on the mean negative log-likelihood of the tokens in the masks, at temperature 1."""
@@ -100,8 +95,8 @@ class MegatronTrainer:
             loss = -(log_probs_BS * weight_BS).sum()
             return loss, torch.stack([loss.detach()] + [torch.zeros_like(loss)] * (len(SUMS) - 1))
 
-        sums, norm, committed = self._update(batches, on_logits, learning_rate)
-        return UpdateReport(committed, loss=sums[0], grad_norm=norm, metrics={"num_tokens": float(num_tokens)})
+        update = self._updater.update(batches, on_logits, learning_rate)
+        return _report(update, {"num_tokens": float(num_tokens)})
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments: those of one objective say nothing of the next."""
@@ -188,51 +183,13 @@ class MegatronTrainer:
             temperature=self.settings.temperature if temperature is None else temperature,
         )
 
-    def _update(
-        self, batches: Sequence[TokenBatch], on_logits: OnLogits, learning_rate: float
-    ) -> tuple[list[float], float, bool]:
-        """(global sums, gradient norm before clipping, whether the step was made)."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        kept = run_micro_batches(self.chunks, batches, on_logits, device=self.device, forward_only=False)
-        sums = self._add_up(kept)
-        self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        if not (math.isfinite(norm) and math.isfinite(sums[0])):
-            return sums, norm, False
-        clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self.settings.optimizer.clip_grad, norm)
-        assign_learning_rate(self._optimizer.param_groups, learning_rate)
-        self._optimizer.step_with_ready_grads()
-        return sums, norm, True
 
-    def _add_up(self, kept: Sequence[torch.Tensor]) -> list[float]:
-        # One tp rank of the last stage speaks for each replica; the others add zeros.
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        if self.ranks.is_last_stage and self.ranks.tp == 0:
-            for part in kept:
-                sums += part
-        dist.all_reduce(sums)
-        return [float(number) for number in sums]
+def _report(update: Update, metrics: dict[str, float]) -> UpdateReport:
+    return UpdateReport(update.committed, loss=update.sums[0], grad_norm=update.grad_norm, metrics=metrics)
 
 
-def _distributed(chunk: GPTModel) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(
-        config=get_model_config(chunk),
-        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        module=chunk,
-    )
-    # Weights hold the global denominators already: gradients are added up and divided by nothing.
-    get_model_config(chunk).finalize_model_grads_func = _finalize_without_division
-    return ddp
-
-
-def _finalize_without_division(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    finalize_model_grads(chunks, None, **kwargs)
-
-
-def _optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> Any:
-    config = OptimizerConfig(
+def _optimizer_config(settings: OptimizerSettings) -> OptimizerConfig:
+    return OptimizerConfig(
         optimizer="adam",
         lr=0.0,
         weight_decay=settings.weight_decay,
@@ -243,4 +200,3 @@ def _optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSetting
         params_dtype=torch.float32,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.actor.learning_rate import assign_learning_rate, learning_rate
+from tidegate.learning_rate import assign_learning_rate, learning_rate
 
 WARM_UP = {
     "nothing at the start of a warm-up": (0, 100, 0.0),

@@ -1,0 +1,124 @@
+"""One optimizer update over a rank's model chunks, on the groups that it is given.
+
+Order: gradients zeroed, forward and backward of all micro-batches, gradients reduced, what the losses kept added up,
+the global gradient norm, then clipping, the learning rate and the step. Invariants: weights of the loss hold the global
+denominators, so that gradients are only ever added, over micro-batches and over data- and context-parallel ranks;
+nothing is applied on any rank unless the loss and the norm are finite, which all ranks see alike for both are sums over
+all ranks of the mesh; ranks that stand by take no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from tidegate.learning_rate import assign_learning_rate
+from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.schedule import OnLogits, run_micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update came to; the same on every rank of the mesh."""
+
+    sums: tuple[float, ...]
+    """Of what `on_logits` kept, over all micro-batches and replicas; the loss first."""
+    grad_norm: float
+    """Before clipping."""
+    committed: bool
+    """False: the loss or the gradient was not finite, and nothing was applied."""
+
+
+class Updater:
+    """Makes updates. Every rank of the mesh calls it alike, with its own micro-batches."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: Any,
+        groups: ProcessGroupCollection,
+        *,
+        num_sums: int,
+    ) -> None:
+        """`num_sums`: the length of the tensor that `on_logits` keeps of each micro-batch."""
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._groups = groups
+        self._num_sums = num_sums
+
+    def update(self, batches: Sequence[TokenBatch], on_logits: OnLogits, learning_rate: float) -> Update:
+        """`on_logits` keeps a tensor of sums over this rank's own tokens, whose first is the loss."""
+        kept = self._forward_backward(batches, on_logits)
+        sums = self._add_up(kept)
+        self._optimizer.prepare_grads()
+        norm = self._gradient_norm()
+        if not (math.isfinite(norm) and math.isfinite(sums[0])):
+            return Update(sums, norm, committed=False)
+        clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._optimizer.config.clip_grad, norm)
+        assign_learning_rate(self._optimizer.param_groups, learning_rate)
+        self._optimizer.step_with_ready_grads()
+        return Update(sums, norm, committed=True)
+
+    def _forward_backward(self, batches: Sequence[TokenBatch], on_logits: OnLogits) -> list[torch.Tensor]:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return run_micro_batches(self._chunks, batches, on_logits, device=self._device, forward_only=False)
+
+    def _add_up(self, kept: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        sums = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
+        if self._speaks:
+            for part in kept:
+                sums += part
+        dist.all_reduce(sums, group=self._groups.intra_dist_opt)
+        return tuple(sums.tolist())
+
+    def _gradient_norm(self) -> float:
+        return float(self._optimizer.get_grad_norm())
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank adds what it kept: one tp rank of the last stage for each part of the tokens."""
+        last_stage: bool = self._groups.pp.rank() == self._groups.pp.size() - 1
+        first_of_tp: bool = self._groups.tp.rank() == 0
+        return last_stage and first_of_tp
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._chunks[0].parameters()).device
+        return device
+
+
+def data_parallel(
+    chunk: torch.nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    wrapper: type[DistributedDataParallel] = DistributedDataParallel,
+) -> DistributedDataParallel:
+    """The chunk with gradient buffers in fp32, reduced over the groups' data- and context-parallel ranks."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp = wrapper(config=get_model_config(chunk), ddp_config=config, module=chunk, pg_collection=groups)
+    # Weights hold the global denominators already: gradients are added up and divided by nothing.
+    get_model_config(chunk).finalize_model_grads_func = _finalize_without_division
+    return ddp
+
+
+def distributed_optimizer(
+    chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, groups: ProcessGroupCollection
+) -> Any:
+    """Megatron's chain of DistributedOptimizers, one for dense parameters and one for experts' where there are any."""
+    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+
+
+def _finalize_without_division(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    finalize_model_grads(chunks, None, **kwargs)
