@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +55,17 @@ class RankServer:
         )
 
     def run(
-        self, target: str, world_size: int, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0
+        self,
+        target: str,
+        world_size: int,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        expect_death: Sequence[int] = (),
     ) -> list[Results]:
-        """What each rank returned; RuntimeError with the traceback of the first rank that failed."""
+        """What each rank returned; RuntimeError with the traceback of the first rank that failed.
+
+        A rank in `expect_death` must be killed by SIGKILL, and returns {}."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -67,6 +75,7 @@ class RankServer:
                 "arguments": dict(arguments or {}),
                 "timeout_s": timeout_s,
                 "folder": folder,
+                "expect_death": list(expect_death),
             }
             self._process.stdin.write(json.dumps(call) + "\n")
             self._process.stdin.flush()
@@ -74,7 +83,7 @@ class RankServer:
             error = json.loads(line)["error"] if line else "the server of ranks has ended"
             if error:
                 raise RuntimeError(f"{target} on {world_size} ranks: {error}")
-            return [_read(Path(folder) / f"{rank}.npz") for rank in range(world_size)]
+            return [{} if rank in expect_death else _read(Path(folder) / f"{rank}.npz") for rank in range(world_size)]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -136,7 +145,12 @@ def _run_ranks(call: dict[str, Any]) -> str:
             _be_rank(context, target, call)
         ranks[os.pidfd_open(pid)] = rank
     server.close()
-    return _await(ranks, Path(call["folder"]), deadline=time.monotonic() + call["timeout_s"])
+    return _await(
+        ranks,
+        Path(call["folder"]),
+        deadline=time.monotonic() + call["timeout_s"],
+        expect_death=frozenset(call["expect_death"]),
+    )
 
 
 def _be_rank(context: RankContext, target: Any, call: dict[str, Any]) -> None:
@@ -151,7 +165,7 @@ def _be_rank(context: RankContext, target: Any, call: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def _await(ranks: dict[int, int], folder: Path, *, deadline: float) -> str:
+def _await(ranks: dict[int, int], folder: Path, *, deadline: float, expect_death: frozenset[int]) -> str:
     error = ""
     poll = select.poll()
     for pidfd in ranks:
@@ -165,7 +179,8 @@ def _await(ranks: dict[int, int], folder: Path, *, deadline: float) -> str:
             status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
             poll.unregister(pidfd)
             os.close(pidfd)
-            if status is not None and status.si_status and not error:
+            want = int(signal.SIGKILL) if rank in expect_death else 0
+            if status is not None and status.si_status != want and not error:
                 text = folder / f"{rank}.error"
                 error = f"rank {rank}: " + (text.read_text() if text.exists() else f"exit {status.si_status}")
         if error:
