@@ -8,8 +8,6 @@ may start again with another layout.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import TCPStore
 
+from tidegate.elastic.rendezvous import LOOPBACK, connect_store, listening_socket, serve_store, use_interface
 from tidegate.types import Layout
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,9 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """This rank's place on each axis of its layout."""
+    """This rank's place on each axis of its layout, and the groups it shares them with."""
 
+    groups: ProcessGroupCollection
     layout: Layout
     tp: int
     pp: int
@@ -53,13 +52,6 @@ class ParallelRanks:
         return self.pp == self.layout.pp - 1
 
 
-def listening_socket(host: str = LOOPBACK) -> socket.socket:
-    """A socket that listens on a free port of `host`, inheritable: the way to know a world's port before it starts."""
-    server = socket.create_server((host, 0), backlog=1024)
-    server.set_inheritable(True)
-    return server
-
-
 def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed: int) -> ParallelRanks:
     """Join the world and build the layout's groups; ValueError unless the world has the layout's number of ranks."""
     if rendezvous.world_size != layout.num_ranks:
@@ -68,13 +60,12 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
             f"{rendezvous.world_size}: give the component {layout.num_ranks} GPUs or change its layout"
         )
     timeout = timedelta(seconds=rendezvous.timeout_s)
-    # Both take the interface from the environment only, each time they make a group.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.interface
+    use_interface(rendezvous.interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=_store(rendezvous, timeout),
+        store=_store(rendezvous),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,
@@ -89,6 +80,7 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelRanks(
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
         layout=layout,
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
@@ -114,17 +106,10 @@ def parallel(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, se
         stop()
 
 
-def _store(rendezvous: Rendezvous, timeout: timedelta) -> TCPStore:
-    # torch binds its own store to every interface; a socket handed over by descriptor stays where it was bound.
+def _store(rendezvous: Rendezvous) -> TCPStore:
+    if rendezvous.rank != 0:
+        return connect_store(rendezvous.port, timeout_s=rendezvous.timeout_s, host=rendezvous.host)
     listen_fd = rendezvous.listen_fd
-    if rendezvous.rank == 0 and listen_fd is None:
-        listen_fd = socket.create_server((rendezvous.host, rendezvous.port), backlog=1024).detach()
-    return TCPStore(
-        rendezvous.host,
-        rendezvous.port,
-        world_size=rendezvous.world_size,
-        is_master=rendezvous.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd if rendezvous.rank == 0 else None,
-    )
+    if listen_fd is None:
+        listen_fd = listening_socket(rendezvous.host, rendezvous.port).detach()
+    return serve_store(listen_fd, timeout_s=rendezvous.timeout_s, host=rendezvous.host)

@@ -19,11 +19,12 @@ from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
+from tidegate.elastic.rendezvous import listening_socket
 from tidegate.megatron import cpu_stand_in
 from tidegate.megatron.batching import replica_batches
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.model import build_model_chunks
-from tidegate.megatron.parallel import ParallelRanks, Rendezvous, listening_socket, parallel
+from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel
 from tidegate.types import Layout
 
 CPU = torch.device("cpu")
