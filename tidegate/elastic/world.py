@@ -141,6 +141,10 @@ class World:
             if self.me in group:
                 self.group(group)
 
+    def is_prepared(self, groups: Iterable[tuple[int, ...]]) -> bool:
+        """Whether all of these are cached; the same on every member of the epoch."""
+        return all(group in self._recency or group == self.membership.members for group in groups)
+
     def gather(self, members: tuple[int, ...], payload: bytes) -> dict[int, bytes]:
         """Each member's payload, by member."""
         group = self.group(members)
@@ -166,12 +170,17 @@ class World:
         """End this rank's part: together with all members, or, after a failure, at once and alone.
 
         An abort closes this rank's connections, which fails what peers wait for from it. PeerLost, after having left,
-        when a member did not come to the end."""
+        when a member did not come to the end. A second call does nothing."""
+        if not self._groups:
+            return
         try:
             if not abort:
                 self.barrier(self.membership.members)
+        except PeerLost:
+            abort = True
+            raise
         finally:
-            if self.backend == "nccl" and abort:
+            if abort and self.backend == "nccl":
                 c10d._abort_process_group()
             for members in list(self._addresses):
                 self._disconnect(members)

@@ -58,11 +58,13 @@ def groups_of(mesh: Mesh) -> dict[int, dict[str, tuple[int, ...]]]:
 
 
 def megatron_groups(world: World, mesh: Mesh) -> ProcessGroupCollection | None:
-    """This member's collection; None for a member that is not in the mesh.
+    """This member's collection; None for a member that is not in the mesh. PeerLost when a peer does not take part.
 
-    Called by every member of the world, as `World.prepare` is. PeerLost when a peer does not take part."""
+    Groups that are not prepared yet are prepared here, for which every member of the world must call."""
     groups = groups_of(mesh)
-    world.prepare({group for roles in groups.values() for group in roles.values()})
+    wanted = {group for roles in groups.values() for group in roles.values()}
+    if not world.is_prepared(wanted):
+        world.prepare(wanted)
     if world.me not in groups:
         return None
     made = {role: world.group(group) for role, group in groups[world.me].items()}

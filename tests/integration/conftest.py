@@ -1,4 +1,4 @@
-"""One server of rank processes for all tests of this folder."""
+"""One server of rank processes for all tests below this folder that ask for it."""
 
 from __future__ import annotations
 
