@@ -27,6 +27,10 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
     tied_embeddings: bool = False
+    num_experts: int | None = None
+    """Experts of `ffn_hidden_size` in every layer, with a router; None: a dense model."""
+    experts_per_token: int | None = None
+    """How many of them a token goes to; None in a dense model."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -52,6 +56,17 @@ class ModelConfig:
         for name in ("rope_theta", "rms_norm_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model {name}={getattr(self, name)} must be positive")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        experts, per_token = self.num_experts, self.experts_per_token
+        if experts is None and per_token is None:
+            return
+        if experts is None or per_token is None or not 1 <= per_token <= experts:
+            raise ValueError(
+                f"model num_experts={experts} with experts_per_token={per_token}: a token goes to 1 up to num_experts "
+                "experts; a dense model sets neither"
+            )
 
     @property
     def num_queries_per_group(self) -> int:

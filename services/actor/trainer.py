@@ -50,7 +50,12 @@ class MegatronTrainer:
         self.ranks = ranks
         self.device = device
         model_chunks = build_model_chunks(
-            settings.model, ranks.layout, padded_vocab=settings.padded_vocab, seed=settings.seed, device=device
+            settings.model,
+            ranks.layout,
+            ranks.groups,
+            padded_vocab=settings.padded_vocab,
+            seed=settings.seed,
+            device=device,
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.chunks = [data_parallel(chunk, groups) for chunk in model_chunks]
@@ -110,6 +115,7 @@ class MegatronTrainer:
             batches,
             vocab_size=self.settings.model.vocab_size,
             temperature=self.settings.temperature,
+            groups=self.ranks.groups,
             device=self.device,
         )
         return {
@@ -181,6 +187,7 @@ class MegatronTrainer:
             tokens_BS,
             vocab_size=self.settings.model.vocab_size,
             temperature=self.settings.temperature if temperature is None else temperature,
+            groups=self.ranks.groups,
         )
 
 

@@ -91,6 +91,7 @@ class MegatronScorer:
         chunks = build_model_chunks(
             self.settings.model,
             self.ranks.layout,
+            self.ranks.groups,
             padded_vocab=self.settings.padded_vocab,
             seed=0,
             device=self.device,
@@ -115,6 +116,7 @@ class MegatronScorer:
                 batches,
                 vocab_size=self.settings.model.vocab_size,
                 temperature=self.settings.temperature,
+                groups=self.ranks.groups,
                 device=self.device,
             )
         return {

@@ -3,7 +3,8 @@
 The convention: the log-probability at position t is that of token t given the tokens before it (logits shifted by
 one), from the full distribution of logits / temperature; position 0 has none and holds 0. Invariants: padding rows of
 the vocabulary have no probability; the same layout, padding and weights give the same bits, with gradients or without.
-Legend of shapes: B sequences, S positions, T = S - 1 predicted positions, V this rank's part of the padded vocabulary.
+Legend of shapes: B sequences, S positions, Q those of this cp rank, T predicted positions, V this rank's part of the
+padded vocabulary.
 """
 
 from __future__ import annotations
@@ -15,20 +16,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.context import own_part, whole
 from tidegate.megatron.schedule import run_micro_batches
 
 
 def token_log_probs(
-    logits_BSV: torch.Tensor, tokens_BS: torch.Tensor, *, vocab_size: int, temperature: float
+    logits_BQV: torch.Tensor,
+    tokens_BS: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    groups: ProcessGroupCollection,
 ) -> torch.Tensor:
-    """[B, S] in fp32, the same on every tp rank; differentiable with respect to this rank's logits."""
-    log_probs_BT: torch.Tensor = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's is untyped
-        logits_BSV[:, :-1], tokens_BS[:, 1:], vocab_size, temperature
-    )
-    return torch.nn.functional.pad(log_probs_BT, (1, 0))
+    """[B, S] in fp32, the same on every tp and cp rank; differentiable with respect to this rank's logits.
+
+    All cp ranks are to compute the same loss of it: each takes the gradients of its own positions.
+    """
+    if groups.cp.size() == 1:
+        logits_BTV, targets_BT = logits_BQV[:, :-1], tokens_BS[:, 1:]
+        return torch.nn.functional.pad(_log_probs(logits_BTV, targets_BT, vocab_size, temperature, groups.tp), (1, 0))
+    # What follows the last position is nobody's: the rank that holds it finds some number, dropped when put together.
+    targets_BQ = own_part(tokens_BS.roll(-1, dims=1), groups.cp)
+    log_probs_BQ = _log_probs(logits_BQV, targets_BQ, vocab_size, temperature, groups.tp)
+    return torch.nn.functional.pad(whole(log_probs_BQ, groups.cp)[:, :-1], (1, 0))
 
 
 def forward_log_probs(
@@ -37,6 +50,7 @@ def forward_log_probs(
     *,
     vocab_size: int,
     temperature: float,
+    groups: ProcessGroupCollection,
     device: torch.device,
 ) -> list[npt.NDArray[np.float32]]:
     """[B, S] of each micro-batch, on every tp rank of the last pipeline stage; [] on other stages.
@@ -44,11 +58,22 @@ def forward_log_probs(
     Every rank of the pipeline calls it with the same micro-batches.
     """
 
-    def keep(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        log_probs_BS = token_log_probs(logits_BSV, tokens_BS, vocab_size=vocab_size, temperature=temperature)
+    def keep(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        log_probs_BS = token_log_probs(
+            logits_BQV, tokens_BS, vocab_size=vocab_size, temperature=temperature, groups=groups
+        )
         return log_probs_BS, log_probs_BS.cpu().numpy()
 
-    return run_micro_batches(chunks, batches, keep, device=device, forward_only=True)
+    return run_micro_batches(chunks, batches, keep, groups=groups, device=device, forward_only=True)
+
+
+def _log_probs(
+    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, vocab_size: int, temperature: float, group: dist.ProcessGroup
+) -> torch.Tensor:
+    log_probs_BT: torch.Tensor = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's is untyped
+        logits_BTV, targets_BT, vocab_size, temperature, group
+    )
+    return log_probs_BT
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -56,12 +81,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_BTV: torch.Tensor, targets_BT: torch.Tensor, vocab_size: int, temperature: float
+        ctx: Any,
+        logits_BTV: torch.Tensor,
+        targets_BT: torch.Tensor,
+        vocab_size: int,
+        temperature: float,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        group = parallel_state.get_tensor_model_parallel_group()
-        split = parallel_state.get_tensor_model_parallel_world_size() > 1
+        split = group.size() > 1
         num_rows = logits_BTV.size(-1)
-        first_row = parallel_state.get_tensor_model_parallel_rank() * num_rows
+        first_row = group.rank() * num_rows
         scaled_BTV = logits_BTV.float() / temperature
         scaled_BTV[..., max(vocab_size - first_row, 0) :] = -torch.inf
         maximum_BT = scaled_BTV.amax(dim=-1)
@@ -84,9 +113,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return log_probs_BT
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         probabilities_BTV, rows_BT1, held_BT1 = ctx.saved_tensors
         gradient_BT1 = (gradients[0] / ctx.temperature).unsqueeze(-1)
         gradient_BTV = -gradient_BT1 * probabilities_BTV
         gradient_BTV.scatter_add_(-1, rows_BT1, gradient_BT1 * held_BT1)
-        return gradient_BTV, None, None, None
+        return gradient_BTV, None, None, None, None

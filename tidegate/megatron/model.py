@@ -7,28 +7,24 @@ cut; padding rows of the vocabulary are 0; there is one chunk a rank (no virtual
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 
+from tidegate.elastic.layout import Mesh, even_chunks
 from tidegate.megatron.family import check_layout
-from tidegate.megatron.shards import EMBEDDING, OUTPUT, Shard, layer_name, layers_of_stage, logical_shapes, shard_of
+from tidegate.megatron.gpt_chunks import build_chunks
+from tidegate.megatron.gpt_provider import initial_tensor
+from tidegate.megatron.shards import EMBEDDING, OUTPUT, Shard, layer_name, layers_of_stage, shard_of
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 
-INIT_STD = 0.02
-"""Standard deviation of the initial weights, as in GPT-2 and Llama; projections back into the residual stream have it
-divided by sqrt(2 * num_layers), or its variance would grow with depth."""
-
 _LAYERS = "decoder.layers."
-_RESIDUAL_SUFFIXES = ("linear_proj.weight", "linear_fc2.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +38,20 @@ class LocalParameter:
 
 
 def build_model_chunks(
-    config: ModelConfig, layout: Layout, *, padded_vocab: int, seed: int, device: torch.device
+    config: ModelConfig,
+    layout: Layout,
+    groups: ProcessGroupCollection,
+    *,
+    padded_vocab: int,
+    seed: int,
+    device: torch.device,
 ) -> list[GPTModel]:
     """This rank's chunks, initialised; ValueError where the layout does not fit the family."""
     check_layout(config, layout, padded_vocab=padded_vocab)
-    chunk = GPTModel(
-        config=_transformer_config(config, layout, device=device),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=padded_vocab,
-        max_sequence_length=config.max_seq_len,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=True,
-        share_embeddings_and_output_weights=config.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rope_theta,
+    mesh = Mesh(layout, tuple(range(layout.num_ranks)), even_chunks(config.num_layers, pp=layout.pp))
+    chunks = build_chunks(
+        config, mesh, dist.get_rank(), groups, padded_vocab=padded_vocab, dtype=torch.float32, device=device
     )
-    chunks = [chunk.to(device)]
     initialise(chunks, config, layout, padded_vocab=padded_vocab, seed=seed)
     return chunks
 
@@ -68,18 +61,9 @@ def initialise(
 ) -> None:
     """Fill this rank's parameters with their parts of the logical tensors that `seed` stands for."""
     for parameter in local_parameters(chunks, config, layout, padded_vocab=padded_vocab):
-        cut(initial_tensor(config, parameter.shard.name, seed), parameter.shard, into=parameter.tensor)
-
-
-def initial_tensor(config: ModelConfig, name: str, seed: int) -> torch.Tensor:
-    """The logical tensor `name` at the start, in fp32 on the CPU: norms are 1, the rest normal."""
-    shape = logical_shapes(config)[name]
-    if len(shape) == 1:
-        return torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    std = INIT_STD / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_SUFFIXES) else INIT_STD
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+        shard = parameter.shard
+        logical = initial_tensor(shard.name, shard.logical_shape, num_layers=config.num_layers, seed=seed)
+        cut(logical, shard, into=parameter.tensor)
 
 
 def cut(logical: torch.Tensor, shard: Shard, *, into: torch.Tensor) -> None:
@@ -115,37 +99,3 @@ def _logical_name(local_name: str, *, first_layer: int) -> str:
         return local_name
     layer, suffix = local_name.removeprefix(_LAYERS).split(".", 1)
     return layer_name(first_layer + int(layer), suffix)
-
-
-def _transformer_config(config: ModelConfig, layout: Layout, *, device: torch.device) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_heads,
-        num_query_groups=config.num_kv_heads,
-        kv_channels=config.head_dim,
-        layernorm_epsilon=config.rms_norm_eps,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        persist_layer_norm=False,
-        batch_p2p_sync=False,
-    )

@@ -1,7 +1,9 @@
 """Runs micro-batches through a rank's model chunks with Megatron's schedule, forward only or with gradients.
 
 Invariants: logits reach the caller on the last pipeline stage only, one micro-batch after the other in the given order;
-the ranks of a pipeline are given the same shapes, which are exchanged between stages only where they differ.
+the ranks of a pipeline, and of an expert-parallel group, are given the same shapes, which are exchanged between stages
+only where they differ; the ranks of a context-parallel group are given the same batches, and cut them. Interleaved
+stages run micro-batches in groups of pp: fillers of no weight complete the last one, and the caller never sees them.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.context import own_part
 
 OnLogits = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(number of the micro-batch, tokens [B, S], this tp rank's logits [B, S, V/tp]) -> (loss, what to keep)."""
+"""(number of the micro-batch, tokens [B, S], logits [B, S/cp, V/tp] of this rank) -> (loss, what to keep)."""
 
 
 def run_micro_batches(
@@ -24,6 +30,7 @@ def run_micro_batches(
     batches: Sequence[TokenBatch],
     on_logits: OnLogits,
     *,
+    groups: ProcessGroupCollection,
     device: torch.device,
     forward_only: bool,
 ) -> list[Any]:
@@ -33,27 +40,40 @@ def run_micro_batches(
     config = get_model_config(chunks[0])
     num_sequences, length = batches[0].shape
     config.variable_seq_lengths = any(batch.shape != batches[0].shape for batch in batches)
+    pp = groups.pp.size()
+    interleaved = len(chunks) > 1
+    run = [*batches, *_fillers(batches, pp)] if interleaved else list(batches)
     with torch.set_grad_enabled(not forward_only):
-        kept: list[Any] = get_forward_backward_func()(
-            forward_step_func=_forward_step(on_logits, device),
-            data_iterator=enumerate(batches),
+        kept: list[Any] = get_forward_backward_func(pp_size=pp, vp_size=len(chunks) if interleaved else None)(
+            forward_step_func=_forward_step(on_logits, groups, len(batches), device),
+            data_iterator=[enumerate(run) for _ in chunks],
             model=list(chunks),
-            num_microbatches=len(batches),
+            num_microbatches=len(run),
             seq_length=length,
             micro_batch_size=num_sequences,
             forward_only=forward_only,
+            p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=config) if pp > 1 else None,
+            pg_collection=groups,
         )
-    return kept
+    return kept[: len(batches)]
 
 
-def _forward_step(on_logits: OnLogits, device: torch.device) -> Callable[[Iterator[tuple[int, TokenBatch]], Any], Any]:
+def _fillers(batches: Sequence[TokenBatch], pp: int) -> list[TokenBatch]:
+    return [TokenBatch((), np.zeros_like(batches[-1].tokens_BS))] * (-len(batches) % pp)
+
+
+def _forward_step(
+    on_logits: OnLogits, groups: ProcessGroupCollection, num_batches: int, device: torch.device
+) -> Callable[[Iterator[tuple[int, TokenBatch]], Any], Any]:
     def forward_step(batches: Iterator[tuple[int, TokenBatch]], chunk: Any) -> Any:
         number, batch = next(batches)
         tokens_BS = torch.from_numpy(batch.tokens_BS).to(device)
-        output = chunk(input_ids=tokens_BS, position_ids=None, attention_mask=None)
+        output = chunk(input_ids=own_part(tokens_BS, groups.cp), position_ids=None, attention_mask=None)
 
-        def loss_of(logits_BSV: torch.Tensor) -> tuple[torch.Tensor, int, Any]:
-            loss, kept = on_logits(number, tokens_BS, logits_BSV)
+        def loss_of(logits_BQV: torch.Tensor) -> tuple[torch.Tensor, int, Any]:
+            if number >= num_batches:
+                return logits_BQV.sum() * 0.0, 0, None
+            loss, kept = on_logits(number, tokens_BS, logits_BQV)
             # The token count that Megatron would divide gradients by: ours are divided already.
             return loss, 0, kept
 

@@ -73,7 +73,9 @@ class Updater:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        return run_micro_batches(self._chunks, batches, on_logits, device=self._device, forward_only=False)
+        return run_micro_batches(
+            self._chunks, batches, on_logits, groups=self._groups, device=self._device, forward_only=False
+        )
 
     def _add_up(self, kept: Sequence[torch.Tensor]) -> tuple[float, ...]:
         sums = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)

@@ -151,7 +151,12 @@ def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) 
     with trainer(context, layout, settings) as actor:
         by_actor = actor.log_probs(sequences)
         built = build_model_chunks(
-            settings.model, Layout(**layout), padded_vocab=settings.padded_vocab, seed=settings.seed, device=CPU
+            settings.model,
+            Layout(**layout),
+            actor.ranks.groups,
+            padded_vocab=settings.padded_vocab,
+            seed=settings.seed,
+            device=CPU,
         )
         chunks = [chunk.eval().requires_grad_(False) for chunk in built]
         batches = replica_batches(
@@ -162,6 +167,7 @@ def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) 
             batches,
             vocab_size=settings.model.vocab_size,
             temperature=settings.temperature,
+            groups=actor.ranks.groups,
             device=CPU,
         )
         results = {f"actor/{index}": values for index, values in by_actor.items()}

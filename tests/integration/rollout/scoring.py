@@ -28,13 +28,20 @@ def generate_and_score(context: RankContext, *, tied: bool, temperature: float) 
     requests = [request_of(str(index), prompt=prompt, sampling=sampling) for index, prompt in enumerate(PROMPTS)]
     finished = run(engine_of(config), *requests)
     sequences = [(*prompt, *finished[str(index)].response.tokens) for index, prompt in enumerate(PROMPTS)]
-    with world(context, {}):
-        chunks = build_model_chunks(config, Layout(), padded_vocab=PADDED_VOCAB, seed=0, device=CPU)
+    with world(context, {}) as ranks:
+        chunks = build_model_chunks(config, Layout(), ranks.groups, padded_vocab=PADDED_VOCAB, seed=0, device=CPU)
         with torch.no_grad():
             for parameter in local_parameters(chunks, config, Layout(), padded_vocab=PADDED_VOCAB):
                 parameter.tensor.copy_(weights[parameter.shard.name])
         batches = replica_batches(sequences, BatchLimits(), num_replicas=1, replica=0)
-        rows = forward_log_probs(chunks, batches, vocab_size=config.vocab_size, temperature=temperature, device=CPU)
+        rows = forward_log_probs(
+            chunks,
+            batches,
+            vocab_size=config.vocab_size,
+            temperature=temperature,
+            groups=ranks.groups,
+            device=CPU,
+        )
     results: Results = {}
     for batch, log_probs_BS in zip(batches, rows, strict=True):
         for row, index in enumerate(batch.sequences):

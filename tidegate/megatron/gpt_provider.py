@@ -1,0 +1,177 @@
+"""The GPT of Megatron's as the elastic actor sees it: which meshes it fits, its parts' names, its initial weights.
+
+Order: `mesh`, the groups, `build`, then `initialise` or whatever else fills the weights. Invariants: the initial
+weights are the same logical tensors in every mesh, for each is drawn in fp32 from a generator of its own, seeded by
+(seed, name), then cut, then rounded to the model's dtype; padding rows of the vocabulary are 0; a chunk whose shapes
+are not those that the planner derives is refused with both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule
+
+from tidegate.elastic.gpt import EMBEDDING, OUTPUT, GptShape, gpt_parameters
+from tidegate.elastic.layout import Edge, Home, LayoutRefused, Mesh, even_chunks
+from tidegate.elastic.parameters import Parameter, Shard, Split, shard_of
+from tidegate.megatron.gpt_chunks import build_chunks
+from tidegate.model_config import ModelConfig
+from tidegate.types import Layout
+
+INIT_STD = 0.02
+"""Standard deviation of the initial weights, as in GPT-2 and Llama; projections back into the residual stream have it
+divided by sqrt(2 * num_layers), or its variance would grow with depth."""
+
+_LAYERS = "decoder.layers."
+_EXPERTS = "mlp.experts.local_experts."
+_RESIDUAL_SUFFIXES = ("linear_proj.weight", "linear_fc2.weight")
+
+Chunks = tuple[tuple[int, ...], ...]
+"""`chunks[v][stage]` layers, as in Mesh."""
+
+
+@dataclass(frozen=True)
+class GptProvider:
+    config: ModelConfig
+    padded_vocab: int
+    dtype: torch.dtype = torch.float32
+    uneven_stages: Mapping[tuple[int, int], Chunks] = field(default_factory=dict)
+    """By (pp, vpp), where stages are not to be equal."""
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self._parameters
+
+    def mesh(self, layout: Layout, ranks: tuple[int, ...]) -> Mesh:
+        stages = self.uneven_stages.get((layout.pp, layout.vpp))
+        chunks = stages or even_chunks(self.config.num_layers, pp=layout.pp, vpp=layout.vpp)
+        mesh = Mesh(layout, ranks, chunks)
+        if mesh.num_layers != self.config.num_layers:
+            raise LayoutRefused(
+                f"layout {layout}: the stages {chunks} hold {mesh.num_layers} layers, the model has "
+                f"{self.config.num_layers}; name each layer once"
+            )
+        if self.config.num_experts is None and layout.ep > 1:
+            raise LayoutRefused(f"layout {layout}: ep={layout.ep} and the model has no experts; legal ep: 1")
+        for parameter in self._parameters:
+            # All layers are alike: the first says what fits.
+            if parameter.place == 0 or isinstance(parameter.place, Edge):
+                _check_fit(parameter, layout)
+        return mesh
+
+    def build(
+        self, mesh: Mesh, me: int, groups: ProcessGroupCollection, *, device: torch.device
+    ) -> list[MegatronModule]:
+        chunks = build_chunks(
+            self.config, mesh, me, groups, padded_vocab=self.padded_vocab, dtype=self.dtype, device=device
+        )
+        return list(chunks)
+
+    def local_parameters(
+        self, chunks: Sequence[torch.nn.Module], mesh: Mesh, me: int
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        place = mesh.coordinates(mesh.ranks.index(me))
+        layers = {home: layer for layer, home in enumerate(mesh.homes())}
+        first_expert = place.ep * ((self.config.num_experts or 0) // mesh.layout.ep)
+        for number, chunk in enumerate(chunks):
+            for local_name, tensor in chunk.named_parameters():
+                name = local_name.removeprefix("module.")
+                if name.startswith(_LAYERS):
+                    index, suffix = name.removeprefix(_LAYERS).split(".", 1)
+                    layer = layers[Home(place.stage, number, int(index))]
+                    name = f"{_LAYERS}{layer}.{_with_global_expert(suffix, first_expert)}"
+                elif name == OUTPUT and self.config.tied_embeddings:
+                    name = EMBEDDING
+                self._check_shape(name, tensor, mesh.layout.tp, place.tp)
+                yield name, tensor
+
+    def initialise(self, chunks: Sequence[torch.nn.Module], mesh: Mesh, me: int, *, seed: int) -> None:
+        tp_rank = mesh.coordinates(mesh.ranks.index(me)).tp
+        for name, tensor in self.local_parameters(chunks, mesh, me):
+            parameter = self._by_name[name]
+            shard = shard_of(parameter.shape, parameter.cut, tp=mesh.layout.tp, tp_rank=tp_rank)
+            fill(tensor, self.initial_tensor(name, seed), shard)
+
+    def initial_tensor(self, name: str, seed: int) -> torch.Tensor:
+        """The logical tensor `name` at the start, in fp32 on the CPU: norms are 1, the rest normal."""
+        return initial_tensor(name, self._by_name[name].shape, num_layers=self.config.num_layers, seed=seed)
+
+    @cached_property
+    def _parameters(self) -> tuple[Parameter, ...]:
+        config = self.config
+        return gpt_parameters(
+            GptShape(
+                num_layers=config.num_layers,
+                hidden_size=config.hidden_size,
+                ffn_hidden_size=config.ffn_hidden_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                vocab_size=config.vocab_size,
+                padded_vocab_size=self.padded_vocab,
+                tied_embeddings=config.tied_embeddings,
+                num_experts=config.num_experts,
+                itemsize=self.dtype.itemsize,
+                sequence_parallel=config.num_experts is not None,
+            )
+        )
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self._parameters}
+
+    def _check_shape(self, name: str, tensor: torch.Tensor, tp: int, tp_rank: int) -> None:
+        parameter = self._by_name[name]
+        want = _local_shape(parameter, shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=tp_rank))
+        if want != tuple(tensor.shape):
+            raise ValueError(f"{name}: Megatron's shard is {tuple(tensor.shape)}, the planner's {want}; tp={tp}")
+
+
+def initial_tensor(name: str, shape: tuple[int, ...], *, num_layers: int, seed: int) -> torch.Tensor:
+    """In fp32 on the CPU: ones where there is one dim, else normal."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    std = INIT_STD / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_SUFFIXES) else INIT_STD
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def fill(local: torch.Tensor, logical: torch.Tensor, shard: Shard) -> None:
+    """Copy a shard's pieces of the logical tensor into the local one; padding becomes 0."""
+    with torch.no_grad():
+        local.zero_()
+        target, source = local.view(shard.rows, shard.width), logical.view(shard.rows, -1)
+        for piece in shard.pieces:
+            part = source[:, piece.logical : piece.logical + piece.size]
+            target[:, piece.local : piece.local + piece.size].copy_(part)
+
+
+def _check_fit(parameter: Parameter, layout: Layout) -> None:
+    try:
+        shard_of(parameter.shape, parameter.cut, tp=layout.tp, tp_rank=0)
+        if parameter.expert is not None:
+            parameter.expert.ep_rank(layout.ep)
+    except LayoutRefused as refusal:
+        raise LayoutRefused(f"layout {layout} does not fit {parameter.name}: {refusal}") from refusal
+
+
+def _local_shape(parameter: Parameter, shard: Shard) -> tuple[int, ...]:
+    if shard.rows * shard.width == math.prod(parameter.shape):
+        return parameter.shape
+    dim = parameter.cut.dim if isinstance(parameter.cut, Split) else 0
+    inner = parameter.shape[dim + 1 :]
+    return (*parameter.shape[:dim], shard.width // math.prod(inner), *inner)
+
+
+def _with_global_expert(suffix: str, first_expert: int) -> str:
+    if not suffix.startswith(_EXPERTS):
+        return suffix
+    index, rest = suffix.removeprefix(_EXPERTS).split(".", 1)
+    return f"{_EXPERTS}{first_expert + int(index)}.{rest}"
