@@ -42,6 +42,14 @@ def schedule(
     part: Part, *, ranks: Iterable[int], memory_bytes: int, hosts: Mapping[int, str] | None = None
 ) -> tuple[Batch, ...]:
     """A rank's batches. `ranks` are those of the source and the target; all but `part` is the same for all ranks."""
+    return batches((*part.sends, *part.receives), ranks=ranks, memory_bytes=memory_bytes, hosts=hosts)
+
+
+def batches(
+    copies: Iterable[RegionCopy], *, ranks: Iterable[int], memory_bytes: int, hosts: Mapping[int, str] | None = None
+) -> tuple[Batch, ...]:
+    """Of the copies that one process sends or receives, in its own name or in that of a rank that is gone: the order
+    is one of messages, whoever carries them."""
     places = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
     on = hosts or {}
 
@@ -50,8 +58,7 @@ def schedule(
         far = on.get(source, "") != on.get(target, "")
         return far, (places[target] - places[source]) % len(places), bucket.number, places[source]
 
-    buckets = sorted(_buckets((*part.sends, *part.receives), memory_bytes // 2), key=order)
-    return tuple(_batches(buckets, memory_bytes))
+    return tuple(_batched(sorted(_buckets(copies, memory_bytes // 2), key=order), memory_bytes))
 
 
 def _buckets(copies: Iterable[RegionCopy], size_bytes: int) -> Iterator[Bucket]:
@@ -113,7 +120,7 @@ def _below(copy: RegionCopy, rows: int) -> RegionCopy:
     )
 
 
-def _batches(buckets: Iterable[Bucket], memory_bytes: int) -> Iterator[Batch]:
+def _batched(buckets: Iterable[Bucket], memory_bytes: int) -> Iterator[Batch]:
     batch: list[Bucket] = []
     used_bytes = 0
     for bucket in buckets:

@@ -191,13 +191,46 @@ class ArenaReader:
 
     def array_at(self, place: Place) -> npt.NDArray[Any]:
         """A shared tensor's bits, as unsigned integers of its itemsize."""
-        size_bytes = place.num_elements * place.dtype.itemsize
-        found = self.bytes_at(place.path)[place.offset_bytes : place.offset_bytes + size_bytes]
-        return found.view(f"u{place.dtype.itemsize}")
+        return self._slice(place).view(f"u{place.dtype.itemsize}")
+
+    def tensor_at(self, place: Place) -> torch.Tensor:
+        """A shared tensor; who writes to it gets a segmentation fault."""
+        found = self._slice(place)
+        if place.num_elements == 0:
+            return torch.empty(0, dtype=place.dtype)
+        return torch.from_numpy(memory_at(found.ctypes.data, (found.size,), (1,), owner=found)).view(place.dtype)
 
     def forget(self, path: str) -> None:
         """Let go of a file, so that its memory can go once it has no name."""
         self._mapped.pop(path, None)
+
+    def _slice(self, place: Place) -> npt.NDArray[np.uint8]:
+        end_bytes = place.offset_bytes + place.num_elements * place.dtype.itemsize
+        found = self.bytes_at(place.path)
+        if not 0 <= place.offset_bytes <= end_bytes <= found.size:
+            raise ValueError(f"{place.path} has {found.size} bytes, and {place} is not in it")
+        return found[place.offset_bytes : end_bytes]
+
+
+def memory_at(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], *, owner: object
+) -> npt.NDArray[np.uint8]:
+    """Bytes at an address that `owner` keeps valid; nothing checks that they are there."""
+    return np.asarray(_Memory(address, shape, strides, owner))
+
+
+class _Memory:
+    """What numpy asks for, to see memory that it has not allocated; torch warns of every array that is read-only."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: object) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+        }
+        self._owner = owner
 
 
 def _mapped(path: str) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:

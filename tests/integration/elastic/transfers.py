@@ -1,0 +1,222 @@
+"""What the ranks of the tests of transports run: both ends are cut by the cutter, bits stand for values.
+
+Every element of every tensor has a bit pattern of its own (of those of 2 bytes, as many as there are); targets are
+filled with the pattern of padding before, so that whatever is written where it should not be is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.integration.elastic.worlds import join, open_store
+from tests.ranks import RankContext, Results
+from tests.unit.elastic import cutter
+from tidegate.elastic.by_host import ByHost
+from tidegate.elastic.gpt import GptShape, gpt_parameters
+from tidegate.elastic.holders import State
+from tidegate.elastic.layout import Mesh, even_chunks
+from tidegate.elastic.memory import ArenaReader, Place, SharedArena
+from tidegate.elastic.optimizers import DistributedOptimizer, StateKind
+from tidegate.elastic.peer_to_peer import PeerToPeer
+from tidegate.elastic.plan import Part
+from tidegate.elastic.planner import Planner
+from tidegate.elastic.shared_memory import SharedMemory
+from tidegate.elastic.transport import NO_STAND_INS, StandIns, TensorKey, Transport
+from tidegate.elastic.world import PeerLost, World
+from tidegate.types import Layout
+
+SHAPE = GptShape(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=192,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    vocab_size=2001,
+    padded_vocab_size=2016,
+    tied_embeddings=True,
+    qkv_bias=True,
+    itemsize=2,
+)
+PARAMETERS = gpt_parameters(SHAPE)
+_TYPES = {2: (torch.bfloat16, torch.int16), 4: (torch.float32, torch.int32)}
+
+Tensors = dict[TensorKey, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Switch:
+    source: State
+    target: State
+    hosts: Mapping[int, str]
+
+    @property
+    def ranks(self) -> set[int]:
+        return {*self.source.mesh.ranks, *self.target.mesh.ranks}
+
+    def part(self, rank: int) -> Part:
+        return Planner(PARAMETERS, self.source, self.target, hosts=self.hosts).part(rank)
+
+
+class Model:
+    """The whole model's bits, and those of a rank."""
+
+    def __init__(self) -> None:
+        self._whole = cutter.whole_tensors(PARAMETERS)
+
+    def of(self, state: State, rank: int) -> cutter.Tensors:
+        return cutter.world(state, PARAMETERS, self._whole).get(rank, {})
+
+
+def switch_of(ends: Any, hosts: Mapping[int, str]) -> Switch:
+    """Each end as (layout's sizes, ranks)."""
+    source, target = ends
+    return Switch(_state(*source), _state(*target), hosts)
+
+
+def _state(layout: dict[str, int], ranks: list[int]) -> State:
+    asked = Layout(**layout)
+    mesh = Mesh(asked, tuple(ranks), even_chunks(SHAPE.num_layers, pp=asked.pp, vpp=asked.vpp))
+    return State(mesh, DistributedOptimizer(cutter.shares(mesh, PARAMETERS, per_bucket=5)))
+
+
+def itemsize_of(kind: StateKind) -> int:
+    return SHAPE.itemsize if kind is StateKind.WEIGHT else 4
+
+
+def placed(arena: SharedArena, bits: cutter.Tensors, *, is_filled: bool) -> Tensors:
+    """Tensors of these sizes; of these bits, or of padding's."""
+    tensors: Tensors = {}
+    for key, values in bits.items():
+        dtype, integers = _TYPES[itemsize_of(key[1])]
+        tensors[key] = arena.empty(values.size, dtype)
+        wrapped = torch.from_numpy(values.astype(f"i{integers.itemsize}"))
+        tensors[key].view(integers).copy_(wrapped if is_filled else torch.full_like(wrapped, cutter.PADDING))
+    return tensors
+
+
+def assert_bits(tensors: Tensors, want: cutter.Tensors) -> None:
+    for key, values in want.items():
+        _, integers = _TYPES[itemsize_of(key[1])]
+        got = tensors[key].view(integers).numpy()
+        np.testing.assert_array_equal(got, values.astype(got.dtype), err_msg=str(key))
+
+
+def encoded(places: Mapping[TensorKey, Place]) -> bytes:
+    return "\n".join(
+        f"{name} {kind} {place.offset_bytes} {place.num_elements} {place.path}"
+        for (name, kind), place in places.items()
+    ).encode()
+
+
+def decoded(payload: bytes) -> dict[TensorKey, Place]:
+    places = {}
+    for line in payload.decode().splitlines():
+        name, kind, offset, size, path = line.split(" ", 4)
+        dtype, _ = _TYPES[itemsize_of(StateKind(kind))]
+        places[name, StateKind(kind)] = Place(path, int(offset), int(size), dtype)
+    return places
+
+
+class Host:
+    """This rank's arenas and transports in one world."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        self.everyone = world.membership.members
+        self.reader = ArenaReader()
+        self._num_arenas = 0
+
+    def arena(self) -> SharedArena:
+        self._num_arenas += 1
+        return SharedArena(self.folder / f"{self.world.me}-{self._num_arenas}")
+
+    def places(self, arena: SharedArena, tensors: Tensors) -> dict[int, dict[TensorKey, Place]]:
+        mine = {key: arena.place(tensor) for key, tensor in tensors.items()}
+        return {rank: decoded(places) for rank, places in self.world.gather(self.everyone, encoded(mine)).items()}
+
+    def transport(self, kind: str, switch: Switch, places: Mapping[int, Mapping[TensorKey, Place]]) -> Transport:
+        shared = SharedMemory(places, self.reader)
+        peers = PeerToPeer(
+            self.world.group(self.everyone),
+            self.everyone,
+            hosts=switch.hosts,
+            memory_bytes=1 << 14 if kind == "small batches" else 1 << 21,
+        )
+        if kind == "shared memory":
+            return shared
+        return ByHost(shared, peers, switch.hosts) if kind == "by host" else peers
+
+
+def every_switch(
+    context: RankContext, *, switches: list[Any], transports: list[str], hosts: list[str], folder: str
+) -> Results:
+    """Over each transport; counts what travelled to this rank with one."""
+    world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
+    host, model = Host(world, Path(folder)), Model()
+    travelled_bytes = 0
+    for ends in switches:
+        switch = switch_of(ends, dict(enumerate(hosts)))
+        held, want = model.of(switch.source, world.me), model.of(switch.target, world.me)
+        arena = host.arena()
+        sources = placed(arena, held, is_filled=True)
+        places = host.places(arena, sources)
+        part = switch.part(world.me) if world.me in switch.ranks else None
+        for kind in transports:
+            targets = placed(host.arena(), want, is_filled=False)
+            world.barrier(host.everyone)
+            if part is not None:
+                host.transport(kind, switch, places).run(part, sources, targets)
+            assert_bits(targets, want)
+            assert_bits(sources, held)
+        travelled_bytes += part.received_bytes if part is not None else 0
+    world.leave()
+    return {"travelled_bytes": np.array(travelled_bytes)}
+
+
+def a_rank_is_gone(context: RankContext, *, switch: Any, folder: str) -> Results:
+    """One rank more than the world has held a part of the source. Rank 0 has its tensors, in an arena that it left."""
+    world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
+    host, model, gone = Host(world, Path(folder)), Model(), context.world_size
+    resize = switch_of(switch, {rank: "near" if rank in (0, 1, gone) else "far" for rank in range(gone + 1)})
+    arena, left = host.arena(), host.arena()
+    sources = placed(arena, model.of(resize.source, world.me), is_filled=True)
+    lost = placed(left, model.of(resize.source, gone), is_filled=True)
+    places = host.places(arena, sources) | {gone: host.places(left, lost)[0]}
+    stand_ins: StandIns = {gone: (resize.part(gone), lost)} if world.me == 0 else NO_STAND_INS
+    peers = PeerToPeer(world.group(host.everyone), host.everyone, served_by={gone: 0}, memory_bytes=1 << 16)
+    by_host = ByHost(SharedMemory(places, host.reader), peers, resize.hosts)
+    want = model.of(resize.target, world.me)
+    carriers: tuple[Transport, ...] = (peers, by_host)
+    for carrier in carriers:
+        targets = placed(host.arena(), want, is_filled=False)
+        carrier.run(resize.part(world.me), sources, targets, stand_ins=stand_ins)
+        assert_bits(targets, want)
+    world.leave()
+    return {"sent_for_it": np.array(resize.part(gone).sent_bytes)}
+
+
+def a_sender_dies(context: RankContext, *, switch: Any, folder: str) -> Results:
+    """Rank 0 is killed before it sends anything; the others say how that ended for them."""
+    world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
+    host, model, resize = Host(world, Path(folder)), Model(), switch_of(switch, {})
+    sources = placed(host.arena(), model.of(resize.source, world.me), is_filled=True)
+    targets = placed(host.arena(), model.of(resize.target, world.me), is_filled=False)
+    world.barrier(host.everyone)
+    if world.me == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        PeerToPeer(world.group(host.everyone), host.everyone).run(resize.part(world.me), sources, targets)
+    except PeerLost:
+        assert_bits(sources, model.of(resize.source, world.me))
+        world.leave(abort=True)
+        return {"is_lost": np.array(True)}
+    return {"is_lost": np.array(False)}
