@@ -91,10 +91,11 @@ def train_batches(
     *,
     num_replicas: int,
     replica: int,
+    num_shards: int | None = None,
 ) -> list[TrainBatch]:
     """One replica's micro-batches of an update; `token_weights[i]` is the weight of each token of sample i."""
     sequences = [sample.tokens for sample in samples]
-    batches = replica_batches(sequences, limits, num_replicas=num_replicas, replica=replica)
+    batches = replica_batches(sequences, limits, num_replicas=num_replicas, replica=replica, num_shards=num_shards)
     return [_train_batch(samples, token_weights, batch) for batch in batches]
 
 

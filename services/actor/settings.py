@@ -31,3 +31,5 @@ class TrainerSettings:
     limits: BatchLimits
     grpo: GrpoSettings
     optimizer: OptimizerSettings
+    num_logical_shards: int | None = None
+    """A power of two that every dp divides: updates are bitwise the same for every dp and pp. None: they are faster."""

@@ -26,7 +26,8 @@ from tidegate.megatron.batching import TokenBatch, replica_batches
 from tidegate.megatron.log_probs import forward_log_probs, token_log_probs
 from tidegate.megatron.model import LocalParameter, build_model_chunks, local_parameters
 from tidegate.megatron.parallel import ParallelRanks
-from tidegate.megatron.updates import Update, Updater, data_parallel, distributed_optimizer
+from tidegate.megatron.reproducible import updater, wrapper
+from tidegate.megatron.updates import Update, data_parallel, distributed_optimizer
 
 _RNG = "rng/cpu"
 
@@ -58,10 +59,11 @@ class MegatronTrainer:
             device=device,
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.chunks = [data_parallel(chunk, groups) for chunk in model_chunks]
+        num_shards = settings.num_logical_shards
+        self.chunks = [data_parallel(chunk, groups, wrapper=wrapper(num_shards)) for chunk in model_chunks]
         optimizer = distributed_optimizer(self.chunks, _optimizer_config(settings.optimizer), groups)
         self._state = OptimizerState(optimizer)
-        self._updater = Updater(self.chunks, optimizer, groups, num_sums=len(SUMS))
+        self._updater = updater(self.chunks, optimizer, groups, num_sums=len(SUMS), num_logical_shards=num_shards)
 
     def train_minibatch(self, samples: Sequence[TrainSample], learning_rate: float) -> UpdateReport:
         """One GRPO update over a whole minibatch, which every rank is given in full."""
@@ -73,6 +75,7 @@ class MegatronTrainer:
             self.settings.limits,
             num_replicas=self.ranks.layout.dp,
             replica=self.ranks.dp,
+            num_shards=self.settings.num_logical_shards,
         )
 
         def on_logits(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -176,7 +179,11 @@ class MegatronTrainer:
 
     def _batches(self, sequences: Sequence[Sequence[int]]) -> list[TokenBatch]:
         return replica_batches(
-            sequences, self.settings.limits, num_replicas=self.ranks.layout.dp, replica=self.ranks.dp
+            sequences,
+            self.settings.limits,
+            num_replicas=self.ranks.layout.dp,
+            replica=self.ranks.dp,
+            num_shards=self.settings.num_logical_shards,
         )
 
     def _log_probs(

@@ -77,11 +77,23 @@ def pad(sequences: Sequence[Sequence[int]], batch: tuple[int, ...], limits: Batc
 
 
 def replica_batches(
-    sequences: Sequence[Sequence[int]], limits: BatchLimits, *, num_replicas: int, replica: int
+    sequences: Sequence[Sequence[int]],
+    limits: BatchLimits,
+    *,
+    num_replicas: int,
+    replica: int,
+    num_shards: int | None = None,
 ) -> list[TokenBatch]:
-    """`cut`, `deal` and `pad`: the micro-batches that one replica runs."""
+    """`cut`, `deal` and `pad`: the micro-batches that one replica runs.
+
+    They are dealt to `num_shards` logical shards, of which each replica runs equally many that follow one another, one
+    after the other; None: one a replica.
+    """
     batches = cut([len(tokens) for tokens in sequences], limits)
-    return [pad(sequences, batch, limits) for batch in deal(batches, num_replicas=num_replicas, replica=replica)]
+    num_own = (num_shards or num_replicas) // num_replicas
+    own = range(replica * num_own, (replica + 1) * num_own)
+    dealt = (deal(batches, num_replicas=num_replicas * num_own, replica=shard) for shard in own)
+    return [pad(sequences, batch, limits) for shard in dealt for batch in shard]
 
 
 def padded_length(length: int, limits: BatchLimits) -> int:

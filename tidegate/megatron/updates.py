@@ -10,7 +10,8 @@ all ranks of the mesh; ranks that stand by take no part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,18 @@ class Updater:
         self._groups = groups
         self._num_sums = num_sums
 
-    def update(self, batches: Sequence[TokenBatch], on_logits: OnLogits, learning_rate: float) -> Update:
-        """`on_logits` keeps a tensor of sums over this rank's own tokens, whose first is the loss."""
+    def update(
+        self,
+        batches: Sequence[TokenBatch],
+        on_logits: OnLogits,
+        learning_rate: float,
+        *,
+        applying: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Update:
+        """`on_logits` keeps sums over a micro-batch, the loss first; all cp and tp ranks of the last stage the same.
+
+        What changes weights and optimizer state happens within `applying()`.
+        """
         kept = self._forward_backward(batches, on_logits)
         sums = self._add_up(kept)
         self._optimizer.prepare_grads()
@@ -66,7 +77,8 @@ class Updater:
             return Update(sums, norm, committed=False)
         clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._optimizer.config.clip_grad, norm)
         assign_learning_rate(self._optimizer.param_groups, learning_rate)
-        self._optimizer.step_with_ready_grads()
+        with applying():
+            self._optimizer.step_with_ready_grads()
         return Update(sums, norm, committed=True)
 
     def _forward_backward(self, batches: Sequence[TokenBatch], on_logits: OnLogits) -> list[torch.Tensor]:
@@ -90,10 +102,10 @@ class Updater:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank adds what it kept: one tp rank of the last stage for each part of the tokens."""
+        """Whether this rank adds what it kept: one of the last stage's for each replica."""
         last_stage: bool = self._groups.pp.rank() == self._groups.pp.size() - 1
-        first_of_tp: bool = self._groups.tp.rank() == 0
-        return last_stage and first_of_tp
+        first: bool = self._groups.tp.rank() == 0 and self._groups.cp.rank() == 0
+        return last_stage and first
 
     @property
     def _device(self) -> torch.device:

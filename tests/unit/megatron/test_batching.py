@@ -55,6 +55,17 @@ def test_a_replica_that_is_short_runs_a_filler_without_sequences() -> None:
     assert np.array_equal(batches[1].tokens_BS, np.zeros((1, 4)))
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_each_replica_runs_its_logical_shards_one_after_the_other_whatever_their_number(num_replicas: int) -> None:
+    limits = BatchLimits(max_sequences=1)
+    run = [
+        batch.sequences
+        for replica in range(num_replicas)
+        for batch in replica_batches([[1, 2]] * 6, limits, num_replicas=num_replicas, replica=replica, num_shards=4)
+    ]
+    assert run == [(0,), (4,), (1,), (5,), (2,), (), (3,), ()]
+
+
 def test_no_sequences_are_no_micro_batches_on_any_replica() -> None:
     assert replica_batches([], BatchLimits(), num_replicas=2, replica=1) == []
 

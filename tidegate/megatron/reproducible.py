@@ -1,0 +1,250 @@
+"""Updates whose bits are the same for every number of replicas and pipeline stages.
+
+A minibatch is cut into micro-batches without regard to the layout, and these are dealt to logical shards, a power of
+two that the number of replicas divides; a replica runs its shards one after the other. Order: each shard's gradients
+are added up in micro-batch order, the shards' by a fixed binary tree, first a replica's own and then over replicas, and
+tied embeddings' two gradients last of all, for with several stages two ranks have them. What the losses kept goes
+through the same tree; the norm's squares are added up as integers. Invariants: parameters, moments, loss and norm are
+bitwise functions of the start and the samples for any dp, pp and vpp at one tp and cp; what cannot be held to that is
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.reduction import RunningTree, own_sum, sum_of_squares, tree_sum
+from tidegate.megatron.schedule import OnLogits
+from tidegate.megatron.updates import Updater
+
+
+def check_data_parallel(dp: int, num_logical_shards: int) -> None:
+    """ValueError where the replicas cannot run equally many of the logical shards."""
+    if num_logical_shards < 1 or num_logical_shards & (num_logical_shards - 1):
+        raise ValueError(
+            f"num_logical_shards={num_logical_shards} is no power of two, and the tree that adds them up has no fixed "
+            "shape: set it to one that every dp of the job divides, such as 8"
+        )
+    if num_logical_shards % dp:
+        legal = ", ".join(str(1 << power) for power in range(num_logical_shards.bit_length()))
+        raise ValueError(
+            f"dp={dp} cannot be reproducible: it does not divide num_logical_shards={num_logical_shards}; legal dp: "
+            f"{legal}"
+        )
+
+
+def check_model(config: TransformerConfig) -> None:
+    """ValueError where the bits of a micro-batch's gradients depend on more than the micro-batch and the weights."""
+    for name, value, want, reason in (
+        ("num_moe_experts", config.num_moe_experts, None, "which tokens meet in an expert's product depends on ep"),
+        ("hidden_dropout", config.hidden_dropout, 0.0, "each layout draws other masks"),
+        ("attention_dropout", config.attention_dropout, 0.0, "each layout draws other masks"),
+        ("gradient_accumulation_fusion", config.gradient_accumulation_fusion, False, "it adds up past the tree"),
+        ("torch's threads", torch.get_num_threads(), 1, "the order within a product depends on them"),
+    ):
+        if value != want:
+            raise ValueError(
+                f"{name}={value} cannot be reproducible, for {reason}: set it to {want}, or leave reproducible mode"
+            )
+
+
+class _ShardedGradient:
+    """A gradient that others add micro-batches' to, one after the other; it is moved aside as a shard is complete."""
+
+    def __init__(self, num_shards: int, batches_a_shard: int) -> None:
+        self._num_shards = num_shards
+        self._batches_a_shard = batches_a_shard
+        self._num_added = 0
+        self._tree = RunningTree()
+
+    def before_added(self, gradient: torch.Tensor) -> None:
+        shard, place = divmod(self._num_added, self._batches_a_shard)
+        # Fillers that a schedule runs after the last shard add nothing to it.
+        if place == 0 and 0 < shard < self._num_shards:
+            self._tree.add(gradient.clone())
+            gradient.zero_()
+        self._num_added += 1
+
+    def finish(self, gradient: torch.Tensor) -> None:
+        """Make the gradient, that of the last shard, the sum of all."""
+        if self._num_added < self._num_shards * self._batches_a_shard:
+            raise AssertionError(f"{self._num_added} gradients of {self._num_shards} x {self._batches_a_shard} came")
+        self._tree.finish(gradient)
+
+
+class OrderedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # Megatron is untyped
+    """Megatron's DDP whose gradients are added up by the tree over logical shards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._gradients: dict[torch.nn.Parameter, _ShardedGradient] = {}
+        for parameter in self.params_with_grad:
+            # It runs before the hook by which DDP adds the micro-batch's gradient to main_grad.
+            parameter.register_post_accumulate_grad_hook(self._before_added)
+        self._output_use = _OutputUse.of(self.module)
+
+    def start(self, *, num_shards: int, batches_a_shard: int) -> None:
+        """The next micro-batches are those of this replica's shards, in order; the gradients are zero."""
+        for parameter in self.params_with_grad:
+            self._gradients[parameter] = _ShardedGradient(num_shards, batches_a_shard)
+        if self._output_use:
+            self._output_use.start(_ShardedGradient(num_shards, batches_a_shard))
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """This rank's range of each bucket becomes the sum over replicas; what is outside of it has no meaning."""
+        for parameter, gradient in self._gradients.items():
+            gradient.finish(_main_grad(parameter))
+        for bucket in (bucket for buffer in self.buffers for bucket in buffer.buckets):
+            sizes = [bucket.grad_data.numel() // self.dp_cp_group.size()] * self.dp_cp_group.size()
+            own = torch.split(bucket.grad_data, sizes)[self.dp_cp_group.rank()]
+            own.copy_(self._own_sum(bucket.grad_data, sizes))
+            if self._output_use and self._output_use.weight in bucket.params:
+                self._add_output_gradient(bucket, sizes)
+
+    def _add_output_gradient(self, bucket: Any, sizes: Sequence[int]) -> None:
+        """The output's gradient of a tied weight, added to the embedding's after both have been added up."""
+        assert self._output_use is not None
+        weight = self._output_use.weight
+        first, end = bucket.param_to_index[weight]
+        ranges = [
+            (max(first, stop - size), min(end, stop)) for size, stop in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        held = [max(stop - start, 0) for start, stop in ranges]
+        rank = self.dp_cp_group.rank()
+        own = torch.split(_main_grad(weight).view(-1), held)[rank]
+        own.add_(self._own_sum(self._output_use.finish().view(-1), held))
+
+    def _own_sum(self, flat: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        num_context_ranks = self.dp_cp_group.size() // self.dp_group.size()
+        return own_sum(flat, sizes, self.dp_cp_group, num_context_ranks=num_context_ranks)
+
+    def _before_added(self, parameter: torch.nn.Parameter) -> None:
+        self._gradients[parameter].before_added(_main_grad(parameter))
+
+
+class _OutputUse:
+    """The output layer's use of a tied weight on a rank that has the embedding too, with a gradient of its own.
+
+    The output layer is given an alias of the weight, in the same memory, that neither DDP nor the optimizer knows.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.weight = weight
+        self._alias = weight.detach().requires_grad_()
+        self._alias.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # torch's is untyped
+        self._total = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+        self._gradient: _ShardedGradient | None = None
+
+    @classmethod
+    def of(cls, chunk: torch.nn.Module) -> _OutputUse | None:
+        """None where the weight is not tied, or where the two uses are two parameters of two ranks already."""
+        model = get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights", return_model_obj=True)
+        if not (model.share_embeddings_and_output_weights and model.pre_process and model.post_process):
+            return None
+        use = cls(model.shared_embedding_or_output_weight())
+        model.output_layer.register_forward_pre_hook(use._hand_over, with_kwargs=True)
+        return use
+
+    def start(self, gradient: _ShardedGradient) -> None:
+        self._gradient = gradient
+        self._total.zero_()
+        # The weight's memory may have been replaced since.
+        self._alias.data = self.weight.data
+
+    def finish(self) -> torch.Tensor:
+        assert self._gradient is not None
+        self._gradient.finish(self._total)
+        return self._total
+
+    def _hand_over(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"weight": self._alias} if torch.is_grad_enabled() else kwargs
+
+    def _add(self, alias: torch.Tensor) -> None:
+        assert self._gradient is not None
+        self._gradient.before_added(self._total)
+        assert alias.grad is not None
+        self._total.add_(alias.grad)
+        alias.grad = None
+
+
+class ReproducibleUpdater(Updater):
+    """Makes updates of chunks that are wrapped in OrderedDataParallel; the micro-batches are those of
+    `replica_batches(..., num_shards=num_logical_shards)`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: Any,
+        groups: ProcessGroupCollection,
+        *,
+        num_sums: int,
+        num_logical_shards: int,
+    ) -> None:
+        check_data_parallel(groups.dp.size(), num_logical_shards)
+        check_model(get_model_config(chunks[0]))
+        super().__init__(chunks, optimizer, groups, num_sums=num_sums)
+        self._ordered: list[OrderedDataParallel] = [chunk for chunk in chunks if isinstance(chunk, OrderedDataParallel)]
+        if len(self._ordered) != len(chunks):
+            raise ValueError("chunks of plain DDP have no logical shards: wrap them in OrderedDataParallel")
+        self._num_logical_shards = num_logical_shards
+        self._num_own_shards = num_logical_shards // groups.dp.size()
+
+    def _forward_backward(self, batches: Sequence[TokenBatch], on_logits: OnLogits) -> list[torch.Tensor]:
+        if len(batches) % self._num_own_shards:
+            raise ValueError(
+                f"{len(batches)} micro-batches are not equally many for each of this replica's {self._num_own_shards} "
+                "logical shards: deal them with num_shards"
+            )
+        for chunk in self._ordered:
+            chunk.start(num_shards=self._num_own_shards, batches_a_shard=len(batches) // self._num_own_shards)
+        return super()._forward_backward(batches, on_logits)
+
+    def _add_up(self, kept: Sequence[torch.Tensor]) -> tuple[float, ...]:
+        # Each shard's sums have a row of their own, to which all ranks but one add zeros.
+        sums = torch.zeros((self._num_logical_shards, self._num_sums), dtype=torch.float64, device=self._device)
+        if self._speaks and kept:
+            own = torch.split(sums, self._num_own_shards)[self._groups.dp.rank()]
+            for number, part in enumerate(kept):
+                own[number * self._num_own_shards // len(kept)] += part
+        dist.all_reduce(sums, group=self._groups.intra_dist_opt)
+        return tuple(tree_sum(list(sums)).tolist())
+
+    def _gradient_norm(self) -> float:
+        chained = self._optimizer.chained_optimizers
+        gradients = (gradient for part in chained for gradient in part.get_grads_for_grad_norm())
+        return math.sqrt(sum_of_squares(gradients, self._groups.intra_dist_opt, device=self._device))
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    gradient: torch.Tensor = getattr(parameter, "main_grad")  # noqa: B009 - DDP sets it on parameters
+    return gradient
+
+
+def updater(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: Any,
+    groups: ProcessGroupCollection,
+    *,
+    num_sums: int,
+    num_logical_shards: int | None,
+) -> Updater:
+    """The reproducible one where there are logical shards; the chunks are wrapped in `wrapper(num_logical_shards)`."""
+    if num_logical_shards is None:
+        return Updater(chunks, optimizer, groups, num_sums=num_sums)
+    return ReproducibleUpdater(chunks, optimizer, groups, num_sums=num_sums, num_logical_shards=num_logical_shards)
+
+
+def wrapper(num_logical_shards: int | None) -> type[DistributedDataParallel]:
+    """The DDP for `data_parallel`."""
+    return DistributedDataParallel if num_logical_shards is None else OrderedDataParallel
