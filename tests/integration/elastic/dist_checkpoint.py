@@ -1,0 +1,177 @@
+"""Megatron's own way from one layout to another, as the oracle of ours: dist_checkpointing, fully reshardable.
+
+`save` is called by all ranks of torch's WORLD, `load` likewise, by each with its `Trained`, or with None where it has
+no part of that layout. `held_state` is what a rank has, by logical name; `logical_state` puts the ranks' answers
+together, in the test's process. Nothing here knows of our plans, transports or arenas.
+Invariants: every element of a logical tensor is found at some rank, and replicas and tied copies agree bit for bit;
+padding is left out; after `load` each parameter has a step count of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from tests.ranks import Results
+from tidegate.elastic import compat
+from tidegate.elastic.layout import Mesh
+from tidegate.elastic.optimizers import StateKind
+from tidegate.elastic.parameters import Parameter, shard_of
+
+State = dict[tuple[str, StateKind], npt.NDArray[Any]]
+
+_FULLY_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_MOMENTS = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One rank's part of a layout."""
+
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: Any
+    groups: ProcessGroupCollection
+
+    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        metadata = _FULLY_RESHARDABLE | {"dp_cp_group": self.groups.dp_cp}
+        with _data_parallel_rank(self.groups.dp_cp.rank()):
+            models = {
+                f"model{number}": chunk.module.sharded_state_dict(metadata=dict(metadata))
+                for number, chunk in enumerate(self.chunks)
+            }
+        optimizer = self.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+        return {**models, "optimizer": optimizer}
+
+
+@contextmanager
+def _data_parallel_rank(rank: int) -> Iterator[None]:
+    """language_module.py:506 reads it from parallel_state, for tied embeddings, whatever groups it is given."""
+    before = parallel_state._MPU_DATA_PARALLEL_RANK
+    parallel_state._MPU_DATA_PARALLEL_RANK = rank
+    try:
+        yield
+    finally:
+        parallel_state._MPU_DATA_PARALLEL_RANK = before
+
+
+def save(source: Trained | None, folder: Path) -> None:
+    """Collective over WORLD; the folder is there and empty. ValueError where WORLD's first rank has no part."""
+    if source is None and dist.get_rank() == 0:
+        raise ValueError("rank 0 of WORLD holds nothing, and dist_checkpointing has it write what all share: use it")
+    state = {} if source is None else source.sharded_state(is_loading=False)
+    dist_checkpointing.save(state, str(folder))
+
+
+def load(target: Trained | None, folder: Path) -> None:
+    """Collective over WORLD; the target's weights and optimizer state are then those that were saved."""
+    if target is not None:
+        _have_state(target.optimizer)
+    state = {} if target is None else target.sharded_state(is_loading=True)
+    loaded = dist_checkpointing.load(state, str(folder))
+    if target is None:
+        return
+    for number, chunk in enumerate(target.chunks):
+        chunk.module.load_state_dict(loaded[f"model{number}"])
+    links = getattr(target.optimizer, "chained_optimizers", [target.optimizer])
+    states = [loaded["optimizer"]] if len(links) == 1 else [loaded["optimizer"][number] for number in range(len(links))]
+    for link, saved in zip(links, states, strict=True):
+        _load_link(link, saved)
+
+
+def held_state(target: Trained, named: Iterable[tuple[str, torch.nn.Parameter]]) -> Results:
+    """This rank's tensors as `KIND/NAME`, flat and in fp32; NaN where the optimizer's range does not reach."""
+    found: Results = {}
+    for name, weights in named:
+        found[f"{StateKind.WEIGHT}/{name}"] = weights.detach().float().reshape(-1).numpy().copy()
+        for kind, local in _optimizer_state(target.optimizer, weights).items():
+            found[f"{kind}/{name}"] = local
+    return found
+
+
+def logical_state(results: Sequence[Results], parameters: Iterable[Parameter], mesh: Mesh) -> State:
+    """The unsharded tensors from what each rank's `held_state` returned; AssertionError on a hole or a disagreement."""
+    whole: State = {}
+    by_name = {parameter.name: parameter for parameter in parameters}
+    for index, rank in enumerate(mesh.ranks):
+        tp_rank = mesh.coordinates(index).tp
+        for key, local in results[rank].items():
+            kind, _, name = key.partition("/")
+            if kind in set(StateKind):
+                _put(whole, by_name[name], StateKind(kind), local, tp=mesh.layout.tp, tp_rank=tp_rank)
+    missing = by_name.keys() - {name for name, _ in whole}
+    holes = [key for key, tensor in whole.items() if np.isnan(tensor).any()]
+    assert not missing, f"no rank holds {sorted(missing)}"
+    assert not holes, f"no rank holds all of {holes}"
+    return whole
+
+
+def _put(
+    whole: State, parameter: Parameter, kind: StateKind, local: npt.NDArray[Any], *, tp: int, tp_rank: int
+) -> None:
+    key = (parameter.name, kind)
+    if kind is StateKind.STEP:
+        assert np.array_equal(whole.setdefault(key, local), local), f"{key}: ranks count {whole[key]} and {local} steps"
+        return
+    shard = shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=tp_rank)
+    target = whole.setdefault(key, np.full(parameter.shape, np.nan, dtype=local.dtype)).reshape(shard.rows, -1)
+    for piece in shard.pieces:
+        part = local.reshape(shard.rows, shard.width)[:, piece.local : piece.local + piece.size]
+        place = target[:, piece.logical : piece.logical + piece.size]
+        differs = ~np.isnan(place) & ~np.isnan(part) & (place != part)
+        assert not differs.any(), f"{key}: {differs.sum()} elements are not the same on all ranks that hold them"
+        np.copyto(place, part, where=~np.isnan(part))
+
+
+def _optimizer_state(optimizer: Any, weights: torch.nn.Parameter) -> Mapping[StateKind, npt.NDArray[Any]]:
+    """Empty where this rank's optimizer holds no part of the parameter."""
+    for link in compat.links(optimizer):
+        if weights not in link.model_param_group_index_map:
+            continue
+        group, order = link.model_param_group_index_map[weights]
+        main = link.optimizer.param_groups[group]["params"][order]
+        held = link._get_model_param_range_map(weights)["param"]
+        state = link.optimizer.state[main]
+        tensors = {StateKind.MAIN_PARAM: main, **{kind: state[kind.value] for kind in _MOMENTS}}
+        found = {}
+        for kind, tensor in tensors.items():
+            found[kind] = np.full(weights.numel(), np.nan, dtype=np.float32)
+            found[kind][held.start : held.end] = tensor.detach().numpy()
+        return {**found, StateKind.STEP: state["step"].detach().numpy().copy()}
+    return {}
+
+
+def _have_state(optimizer: Any) -> None:
+    """torch's Adam makes its state at its first step; the load wants it before, and the same step everywhere."""
+    for link in compat.links(optimizer):
+        for group in link.optimizer.param_groups:
+            for main in group["params"]:
+                state = link.optimizer.state[main]
+                for kind in _MOMENTS:
+                    state.setdefault(kind.value, torch.zeros_like(main))
+                state.setdefault("step", torch.zeros((), dtype=torch.float32)).zero_()
+
+
+def _load_link(link: Any, saved: dict[str, Any]) -> None:
+    """What `load_state_dict` does, without its ways with torch's Adam.
+
+    It gives all parameters one shared step tensor, which then counts once a parameter (distrib_optimizer.py:1028), and
+    fails on state whose step is a tensor (:1223).
+    """
+    del saved["param_state_sharding_type"]
+    param_state = saved.pop("param_state")
+    link.load_state_dict(saved)
+    steps = {main: state.pop("step") for main, state in link.optimizer.state.items()}
+    link.load_parameter_state_from_fully_reshardable(param_state)
+    for main, step in steps.items():
+        link.optimizer.state[main]["step"] = step.detach().clone()
