@@ -12,6 +12,7 @@ TP2_PP2 = {"tp": 2, "pp": 2, "dp": 1, "cp": 1, "ep": 1}
 DP4_EP2 = {"tp": 1, "pp": 1, "dp": 4, "cp": 1, "ep": 2}
 TP2_CP2 = {"tp": 2, "pp": 1, "dp": 1, "cp": 2, "ep": 1}
 DP3 = {"tp": 1, "pp": 1, "dp": 3, "cp": 1, "ep": 1}
+MESHES = [(TP2_PP2, [3, 1, 0, 2]), (DP3, [1, 2, 3]), (TP2_CP2, [0, 3, 1, 2]), (DP4_EP2, [2, 1, 3, 0])]
 
 
 @pytest.mark.parametrize(("victim", "num_elements"), [(2, 4), (1, 4_000_000)])
@@ -82,26 +83,26 @@ def test_groups_over_permuted_ranks_are_the_same_with_the_ranks_in_their_places(
 
 
 def test_groups_dropped_from_a_full_cache_are_made_again_by_all_their_members(ranks: RankServer) -> None:
-    arguments = {"layouts": [TP2_PP2, DP3, TP2_CP2, DP4_EP2], "ranks": [3, 1, 0, 2], "num_turns": 9, "max_groups": 5}
+    arguments = {"meshes": MESHES, "num_turns": 9}
 
-    found = ranks.run(WORLDS + "meshes_in_turns", 4, arguments)
+    roomy = ranks.run(WORLDS + "meshes_in_turns", 4, arguments | {"max_groups": 64})
+    full = ranks.run(WORLDS + "meshes_in_turns", 4, arguments | {"max_groups": 2})
 
-    for of_rank in found:
-        assert of_rank["used"][8].tolist() <= of_rank["used"][4].tolist()
+    for of_rank, want_more in zip(full, roomy, strict=True):
+        assert np.all(of_rank["used"][-1] < want_more["used"][-1])
 
 
 def test_groups_from_the_cache_take_under_20_ms(ranks: RankServer) -> None:
-    arguments = {"layouts": [TP2_PP2, DP4_EP2], "ranks": [3, 1, 0, 2], "num_turns": 12, "max_groups": 64}
+    arguments = {"meshes": MESHES, "num_turns": 12, "max_groups": 64}
 
     found = ranks.run(WORLDS + "meshes_in_turns", 4, arguments)
 
-    assert float(np.median([of_rank["seconds"][2:] for of_rank in found])) < 0.020
+    assert float(np.median([of_rank["seconds"][len(MESHES) :] for of_rank in found])) < 0.020
 
 
 @pytest.mark.long
 def test_200_turns_of_a_bounded_cache_leave_no_descriptor_and_no_thread(ranks: RankServer) -> None:
-    layouts = [TP2_PP2, DP3, TP2_CP2, DP4_EP2]
-    arguments = {"layouts": layouts, "ranks": [3, 1, 0, 2], "num_turns": 200, "max_groups": 5}
+    arguments = {"meshes": MESHES, "num_turns": 200, "max_groups": 2}
 
     found = ranks.run(WORLDS + "meshes_in_turns", 4, arguments, timeout_s=200.0)
 

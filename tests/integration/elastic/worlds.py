@@ -178,7 +178,7 @@ def megatron_ranks(context: RankContext, *, layout: dict[str, int], ranks: list[
 
 
 def meshes_in_turns(
-    context: RankContext, *, layouts: list[dict[str, int]], ranks: list[int], num_turns: int, max_groups: int
+    context: RankContext, *, meshes: list[tuple[dict[str, int], list[int]]], num_turns: int, max_groups: int
 ) -> Results:
     """Of each turn the seconds for its groups, descriptors and threads; sums over each turn's groups are checked."""
     store = open_store(context)
@@ -186,7 +186,7 @@ def meshes_in_turns(
     world = join(context, store, epoch=1, members=everyone, max_groups=max_groups)
     seconds, used = [], []
     for turn in range(num_turns):
-        mesh = mesh_of(layouts[turn % len(layouts)], ranks[: Layout(**layouts[turn % len(layouts)]).num_ranks])
+        mesh = mesh_of(*meshes[turn % len(meshes)])
         roles = groups_of(mesh)
         world.barrier(everyone)
         began = time.perf_counter()
