@@ -1,0 +1,109 @@
+"""What stands in an elastic optimizer's way in megatron-core 0.19.2 and torch, on any device, and the way round it.
+
+- Megatron makes optimizers with a gather of pickled objects over WORLD, in which standby members would have to take
+  part: `gathering_within` gives it the ranks that it is for, and sends JSON.
+- Where Adam's step count lives depends on whose Adam Megatron found: a tensor a parameter in torch's, made at the first
+  step only, a number a parameter group in FusedAdam of Transformer Engine and Apex: `keeps_step_tensors`,
+  `reset_group_steps`.
+- An optimizer may be a chain, and one of its links a stub that has nothing to train: `links`.
+Invariants: nothing is patched but inside `gathering_within`, and there only one module's own name `torch`, not torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
+
+from tidegate.elastic.world import peers_needed
+
+
+@contextmanager
+def gathering_within(group: dist.ProcessGroup, *, device: torch.device) -> Iterator[None]:
+    """Megatron optimizers made in this context gather over `group` alone; all of its ranks make theirs together.
+
+    Raises PeerLost when one does not. Not for several threads.
+    """
+    megatron_optimizer.torch = _Torch(group, device)
+    try:
+        with peers_needed("gathering the parameter groups"):
+            yield
+    finally:
+        megatron_optimizer.torch = torch
+
+
+def links(optimizer: Any) -> Iterator[Any]:
+    """The optimizers of a chain that have something to train, an optimizer that is no chain being one of one link."""
+    for link in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not link.is_stub_optimizer:
+            yield link
+
+
+def class_names(optimizer: Any) -> Iterator[str]:
+    """As `require_supported` takes them: the links' classes, and what they wrap where that is Megatron's own."""
+    for link in links(optimizer):
+        yield type(link).__name__
+        if type(link.optimizer).__module__.startswith("megatron."):
+            yield type(link.optimizer).__name__
+
+
+def keeps_step_tensors(adam: torch.optim.Optimizer) -> bool:
+    """Whether each parameter has a step count of its own among its state."""
+    return isinstance(adam, torch.optim.Adam)
+
+
+def reset_group_steps(adam: torch.optim.Optimizer) -> None:
+    """Where the groups count the steps, let them begin again."""
+    for group in adam.param_groups:
+        if "step" in group:
+            group["step"] = 0
+
+
+class _Distributed:
+    """torch.distributed, with a group in WORLD's place for what Megatron's making of an optimizer asks."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_world_size(self) -> int:
+        """optimizer/__init__.py:363."""
+        return self._group.size()
+
+    def all_gather_object(self, gathered: list[Any], own: Any) -> None:
+        """optimizer/__init__.py:364: keys of parameter groups, tuples of pairs of names and numbers."""
+        gathered[:] = [_as_keys(json.loads(payload)) for payload in self._gather(json.dumps(own).encode())]
+
+    def _gather(self, payload: bytes) -> Iterator[bytes]:
+        count = self._group.size()
+        sizes = torch.empty(count, dtype=torch.int64, device=self._device)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(payload)], device=self._device), group=self._group)
+        width = int(sizes.max())
+        sent = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8).to(self._device)
+        received = torch.empty(count * width, dtype=torch.uint8, device=self._device)
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+        rows = received.view(count, width).cpu().numpy()
+        return (row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True))
+
+
+class _Torch:
+    """torch, with that `distributed`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.distributed = _Distributed(group, device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _as_keys(decoded: list[Any]) -> list[tuple[tuple[tuple[str, Any], ...] | None, bool]]:
+    """Lists as the tuples that they were before they were JSON."""
+    return [(override and tuple((name, value) for name, value in override), expert) for override, expert in decoded]
