@@ -1,0 +1,68 @@
+"""The weighted sum of a tensor's bits: the same for every cut, another for every change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tidegate.elastic.regions import Block
+from tidegate.elastic.sums import BLOCK, CHUNK, WeightedSums
+
+ROWS, COLS = 3, 2 * BLOCK + 17
+WHOLE = Block(0, 0, ROWS, COLS, 0, COLS)
+
+
+@pytest.fixture(scope="module")
+def sums() -> WeightedSums:
+    return WeightedSums()
+
+
+def values() -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (ROWS * COLS,), dtype=torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+def test_every_cut_adds_up_to_the_whole(sums: WeightedSums, dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 100, (ROWS * COLS,)).to(dtype)
+    want = sums.of(tensor, [WHOLE])
+    for at in (1, 16, BLOCK - 1, BLOCK, BLOCK + 1, COLS - 1):
+        by_column = [Block(0, 0, ROWS, at, 0, COLS), Block(0, at, ROWS, COLS - at, at, COLS)]
+        assert sum(sums.of(tensor, [block]) for block in by_column) % 2**64 == want
+        by_row = [Block(0, 0, 1, COLS, 0, COLS), Block(1, 0, ROWS - 1, COLS, COLS, COLS)]
+        assert sums.of(tensor, by_row) == want
+
+
+def test_a_shard_with_padding_counts_as_its_logical_elements(sums: WeightedSums) -> None:
+    tensor = values()
+    matrix = tensor.view(ROWS, COLS)
+    shard = torch.cat([matrix[1:, 5:1000], torch.full((ROWS - 1, 24), 7.0)], dim=1).reshape(-1)
+    want = sums.of(tensor, [Block(1, 5, ROWS - 1, 995, COLS + 5, COLS)])
+    assert sums.of(shard, [Block(1, 5, ROWS - 1, 995, 0, 995 + 24)]) == want
+
+
+def test_more_elements_than_one_chunk_are_summed_alike(sums: WeightedSums) -> None:
+    size = CHUNK + 3 * BLOCK + 5
+    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    pieces = [Block(0, start, 1, min(1 << 20, size - start), start, size) for start in range(0, size, 1 << 20)]
+    assert sums.of(tensor, [Block(0, 0, 1, size, 0, size)]) == sums.of(tensor, pieces)
+
+
+def test_every_flipped_bit_shows(sums: WeightedSums) -> None:
+    tensor = values()
+    want = sums.of(tensor, [WHOLE])
+    bits = tensor.view(torch.int32)
+    for at in (0, BLOCK, ROWS * COLS - 1):
+        for bit in range(32):
+            bits[at] ^= -(2**31) if bit == 31 else 1 << bit
+            assert sums.of(tensor, [WHOLE]) != want
+            bits[at] ^= -(2**31) if bit == 31 else 1 << bit
+    assert sums.of(tensor, [WHOLE]) == want
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (3, BLOCK + 3), (5, COLS + 5), (7, 2 * COLS + BLOCK)])
+def test_two_elements_that_changed_places_show(sums: WeightedSums, first: int, second: int) -> None:
+    tensor = torch.ones(ROWS * COLS)
+    tensor[first], tensor[second] = 2.0, 3.0
+    want = sums.of(tensor, [WHOLE])
+    tensor[first], tensor[second] = 3.0, 2.0
+    assert sums.of(tensor, [WHOLE]) != want
