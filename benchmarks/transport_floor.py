@@ -1,0 +1,107 @@
+"""The least time that a transport could take for a reshard's traffic, measured on the ranks that reshard.
+
+Every rank moves as many bytes as its part has, all ranks at once, each piece in one contiguous stretch and into memory
+that was just taken: nothing is cut, packed, merged or scheduled. The slowest rank's seconds are the floor; the busiest
+rank's bytes over them are the rate. The arenas are of the kind that the reshard itself uses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tidegate.elastic.memory import Arena, ArenaReader, SharedArena
+from tidegate.elastic.plan import Part
+
+_MESSAGE_BYTES = 64 << 20
+"""gloo sends larger messages no faster, and it holds a message's pages while it does."""
+Barrier = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank moves."""
+
+    local_bytes: int
+    sent_bytes: Mapping[int, int]
+    received_bytes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, part: Part) -> Traffic:
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for copy in part.sends:
+            sent[copy.target_rank] += copy.size_bytes
+        for copy in part.receives:
+            received[copy.source_rank] += copy.size_bytes
+        return cls(sum(copy.size_bytes for copy in part.local), sent, received)
+
+    @property
+    def arriving_bytes(self) -> int:
+        return self.local_bytes + sum(self.received_bytes.values())
+
+
+def shared_memory_seconds(traffic: Traffic, *, source: SharedArena, target: Arena, barrier: Barrier) -> float:
+    """This rank's seconds; both arenas are new, the source is filled here and read as another rank's would be."""
+    size_bytes = max(traffic.arriving_bytes, 1)
+    filled = source.empty(size_bytes, torch.uint8).fill_(1)
+    read = ArenaReader().tensor_at(source.place(filled))
+    into = _fresh(target, size_bytes)
+    barrier()
+    begin = time.perf_counter()
+    np.copyto(into.numpy(), read.numpy())
+    return time.perf_counter() - begin
+
+
+def peer_to_peer_seconds(
+    traffic: Traffic,
+    *,
+    group: dist.ProcessGroup,
+    members: Sequence[int],
+    source: Arena,
+    target: Arena,
+    barrier: Barrier,
+) -> float:
+    """This rank's seconds; both arenas are new. Every member calls it with its own traffic."""
+    sent_bytes = sum(traffic.sent_bytes.values())
+    filled = source.empty(max(traffic.local_bytes, sent_bytes, 1), torch.uint8).fill_(1)
+    into = _fresh(target, max(traffic.arriving_bytes, 1))
+    peers = {member: index for index, member in enumerate(members)}
+    operations = [
+        dist.P2POp(dist.irecv, piece, group=group, group_peer=peers[rank])
+        for rank, piece in _pieces(into[traffic.local_bytes :], traffic.received_bytes)
+    ] + [
+        dist.P2POp(dist.isend, piece, group=group, group_peer=peers[rank])
+        for rank, piece in _pieces(filled, traffic.sent_bytes)
+    ]
+    barrier()
+    begin = time.perf_counter()
+    into[: traffic.local_bytes].copy_(filled[: traffic.local_bytes])
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    if into.is_cuda:
+        torch.cuda.synchronize(into.device)
+    return time.perf_counter() - begin
+
+
+def _fresh(arena: Arena, size_bytes: int) -> torch.Tensor:
+    """As a skeleton's memory is when a transfer begins."""
+    tensor = arena.empty(size_bytes, torch.uint8)
+    arena.release()
+    arena.materialise()
+    return tensor
+
+
+def _pieces(memory: torch.Tensor, sizes: Mapping[int, int]) -> list[tuple[int, torch.Tensor]]:
+    start, pieces = 0, []
+    for rank in sorted(sizes):
+        region = memory[start : start + sizes[rank]]
+        pieces += [(rank, piece) for piece in torch.split(region, _MESSAGE_BYTES)]
+        start += sizes[rank]
+    return pieces
