@@ -142,6 +142,10 @@ class ActorSection(_Section):
     """Training. The learning rate is constant after `lr_warm_up_samples` trained samples."""
 
     layout: LayoutSection = LayoutSection()
+    standby: str = ""
+    """GPUs that it may get while it works, besides those it is placed on; written as the placement is."""
+    standby_memory_mib: Positive = 2048
+    """Of the process that stands by on a slot for the actor; one that takes more is ended, and its slot starts cold."""
     learning_rate: PositiveFloat
     lr_warm_up_samples: Count = 0
     weight_decay: NonNegativeFloat = 0.0
@@ -230,6 +234,11 @@ class JobConfig(_Section):
         """The role's GPUs in rank order."""
         text = getattr(self.cluster.component_placement, role.value)
         return tuple(self.cluster.gpus()[index] for index in gpu_indices(text))
+
+    def standby(self) -> tuple[GpuId, ...]:
+        """GPUs that the actor may get besides those it is placed on."""
+        text = self.actor.standby
+        return tuple(self.cluster.gpus()[index] for index in gpu_indices(text)) if text else ()
 
     def layout(self, role: Role) -> Layout:
         """The role's layout; the rollout's is one engine a GPU."""

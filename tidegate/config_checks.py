@@ -69,6 +69,21 @@ def placement_faults(config: JobConfig) -> list[str]:
             holder.setdefault(index, str(role))
         if role is not Role.ROLLOUT and (fault := _layout_fault(config, role, len(indices))):
             faults.append(fault)
+    return faults + _standby_faults(config, holder)
+
+
+def _standby_faults(config: JobConfig, holder: dict[int, str]) -> list[str]:
+    text, num_gpus = config.actor.standby, len(config.cluster.gpus())
+    try:
+        indices = gpu_indices(text) if text else []
+    except ValueError as error:
+        return [f"actor.standby: {error}"]
+    faults = [f"actor.standby names a GPU twice: {text}"] if len(set(indices)) < len(indices) else []
+    for index in sorted(set(indices)):
+        if index >= num_gpus:
+            faults.append(f"actor.standby names GPU {index}, the cluster has {num_gpus} (0-{num_gpus - 1})")
+        elif index in holder:
+            faults.append(f"actor.standby names GPU {index}, which {holder[index]} has already: list each GPU once")
     return faults
 
 
@@ -139,5 +154,5 @@ def config_warnings(config: JobConfig) -> tuple[str, ...]:
 
 def _unused_gpus(config: JobConfig) -> list[str]:
     """Each as its index, as the placement counts, and its name."""
-    used = {gpu for role in Role for gpu in config.placement(role)}
+    used = {gpu for role in Role for gpu in config.placement(role)} | set(config.standby())
     return [f"{index} ({gpu})" for index, gpu in enumerate(config.cluster.gpus()) if gpu not in used]

@@ -35,6 +35,8 @@ EventBody = (
     | events_pb2.JobResumeRequested
     | events_pb2.GateReported
     | events_pb2.CommandAnswered
+    | events_pb2.ResizeRequested
+    | events_pb2.ResizeFailed
 )
 
 

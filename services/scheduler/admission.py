@@ -29,6 +29,7 @@ _OF_ONE_INCARNATION = (
 )
 _OF_THE_LEAD = (
     ev.LayoutCommitted,
+    ev.ResizeFailed,
     ev.WeightsPublished,
     ev.WeightsLoaded,
     ev.IterationReported,

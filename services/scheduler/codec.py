@@ -45,6 +45,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         uses_reference=algorithm.kl_coefficient > 0,
         max_actor_restarts=runtime.max_actor_restarts,
         command_deadline_ms=round(runtime.command_deadline_s * 1000),
+        standby=config.standby(),
     )
 
 
@@ -144,6 +145,11 @@ def _submitted(body: events_pb2.JobSubmitted) -> ev.JobSubmitted:
     return ev.JobSubmitted(spec=spec, config_json=body.config_json, resume=body.resume)
 
 
+def _resize_requested(body: events_pb2.ResizeRequested) -> ev.ResizeRequested:
+    require(body, "layout", "gpus")
+    return ev.ResizeRequested(Placed(tuple(GpuId(gpu) for gpu in body.gpus), decode_layout(body.layout)))
+
+
 def _gate_reported(body: events_pb2.GateReported) -> ev.GateReported:
     gates = []
     for gate in body.gpus:
@@ -179,6 +185,8 @@ _BODIES: dict[type, Callable[[Any], ev.Body]] = {
     events_pb2.JobCancelRequested: lambda body: ev.JobCancelRequested(body.reason),
     events_pb2.JobResumeRequested: lambda body: ev.JobResumeRequested(),
     events_pb2.GateReported: _gate_reported,
+    events_pb2.ResizeRequested: _resize_requested,
+    events_pb2.ResizeFailed: lambda body: ev.ResizeFailed(body.message),
     events_pb2.CommandAnswered: lambda body: ev.CommandAnswered(body.command_id, body.accepted, body.message),
 }
 

@@ -41,7 +41,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class ScaleUp:
-    """`grants` come; `members` are all GPUs of the component afterwards, in rank order. An empty checkpoint: anew."""
+    """`grants` come; `members` are all GPUs of the component afterwards, in rank order. An empty checkpoint: anew.
+
+    An actor that has members besides keeps its state and works on with all of them.
+    """
 
     header: Header
     grants: tuple[Grant, ...]
@@ -63,6 +66,17 @@ class ScaleDown:
     grants: tuple[Grant, ...]
     members: tuple[Grant, ...]
     layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """To an actor that works: `leaving` go and `coming` come, or the same GPUs change their layout or order."""
+
+    header: Header
+    leaving: tuple[Grant, ...]
+    coming: tuple[Grant, ...]
+    members: tuple[Grant, ...]
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +197,14 @@ class FinishJob:
     message: str
 
 
-LeadCommand = ScaleUp | ScaleDown | LoadWeights | OpenIteration | CloseIteration
+LeadCommand = ScaleUp | ScaleDown | Migrate | LoadWeights | OpenIteration | CloseIteration
 StoreCommand = PlanTransition | AdvanceMove | CommitPart | CloseTransition | MarkLost | Reclaim
 Command = LeadCommand | StoreCommand | AskGate | Await | StopJob | FinishJob
 
 
 def command_id(command: Command) -> CommandId:
     match command:
-        case ScaleUp() | ScaleDown() | LoadWeights() | OpenIteration() | CloseIteration():
+        case ScaleUp() | ScaleDown() | Migrate() | LoadWeights() | OpenIteration() | CloseIteration():
             return command.header.id
         case _:
             return command.id

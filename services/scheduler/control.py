@@ -1,7 +1,7 @@
 """The Control API: what a person asks of a live job. Reads the last state written; asks by events.
 
-Invariants: nothing here changes the state directly: a cancel, a replayed or a dropped dead letter becomes an event like
-any other; a job that is not this scheduler's is refused by name.
+Invariants: nothing here changes the state directly: a cancel, a resize, a replayed or a dropped dead letter becomes an
+event like any other; a job that is not this scheduler's is refused by name.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from services.scheduler.state import ClusterState, Component, Summary
-from services.scheduler.values import total
-from tidegate.codec import encode_grants, encode_layout, encode_role, encode_token
+from services.scheduler import resizes
+from services.scheduler.state import ClusterState, Component, Phase, Summary
+from services.scheduler.values import Placed, total
+from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
+from tidegate.events import EventBody
 from tidegate.ports.bus import DeadLetters, EventLog
 from tidegate.ports.store import OwnershipMap
 from tidegate.runtime.announcer import Announcer
-from tidegate.types import JobId, Role
+from tidegate.types import GpuId, JobId, Role
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2, types_pb2
 
 _LOG_LOOKS_PER_S = 4
@@ -29,6 +31,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 class UnknownJob(ValueError):
     """Not this scheduler's job, or nothing of that name in it."""
+
+
+class ResizeRefused(ValueError):
+    """The actor cannot be what was asked for, or not now."""
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
@@ -112,6 +118,22 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         await self._tell(request.job, events_pb2.JobCancelRequested(reason=request.reason))
         return control_pb2.CancelJobResponse()
 
+    async def ResizeActor(
+        self, request: control_pb2.ResizeActorRequest, context: Context
+    ) -> control_pb2.ResizeActorResponse:
+        require(request, "layout")
+        state, layout = self._own(request.job), decode_layout(request.layout)
+        if state.spec is None or state.phase is not Phase.RUNNING:
+            raise ResizeRefused(f"job {request.job} is {state.phase}: an actor is resized while its job is running")
+        if (open_resize := state.resize()) is not None:
+            raise ResizeRefused(f"{open_resize.id} is under way ({open_resize.reason}): ask again when it has ended")
+        gpus = tuple(GpuId(gpu) for gpu in request.gpus)
+        placed = Placed(gpus, layout) if gpus else resizes.target(state, layout)
+        if (fault := resizes.fault(state.spec, placed)) is not None:
+            raise ResizeRefused(fault)
+        await self._tell(request.job, events_pb2.ResizeRequested(layout=encode_layout(placed.layout), gpus=placed.gpus))
+        return control_pb2.ResizeActorResponse(layout=encode_layout(placed.layout), gpus=placed.gpus)
+
     async def ListDeadLetters(
         self, request: control_pb2.ListDeadLettersRequest, context: Context
     ) -> control_pb2.ListDeadLettersResponse:
@@ -144,7 +166,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if not await self._dead_letters.list(self._job):
             await self._tell(job, events_pb2.JobResumeRequested())
 
-    async def _tell(self, job: str, body: events_pb2.JobCancelRequested | events_pb2.JobResumeRequested) -> None:
+    async def _tell(self, job: str, body: EventBody) -> None:
         state = self._own(job)
         await self._announcer.tell(body, incarnation=state.incarnation)
 

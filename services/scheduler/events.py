@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.scheduler.values import Fate, JobSpec, Snapshot
+from services.scheduler.values import Fate, JobSpec, Placed, Snapshot
 from tidegate.ownership import GpuRecord, Transition
 from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token
 
@@ -141,6 +141,20 @@ class JobResumeRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeRequested:
+    """A person wants the actor there, while it works."""
+
+    placed: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeFailed:
+    """The actor stays as it was; the event's transition comes to nothing."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class GateState:
     gpu: GpuId
     highest_token: Token
@@ -188,6 +202,8 @@ Body = (
     | JobSubmitted
     | JobCancelRequested
     | JobResumeRequested
+    | ResizeRequested
+    | ResizeFailed
     | GateReported
     | CommandAnswered
     | OwnershipObserved

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import events as ev
-from services.scheduler import iterations, membership, ownership_view
+from services.scheduler import iterations, membership, ownership_view, resizes
 from services.scheduler.admission import Refused, admit, refusal
 from services.scheduler.expectations import answered
 from services.scheduler.losses import OVER, all_down, next_incarnation, stop
@@ -90,6 +90,10 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
             return ownership_view.released(state, event, body)
         case ev.LayoutCommitted():
             return ownership_view.committed(state, event, body)
+        case ev.ResizeRequested():
+            return resizes.requested(state, body)
+        case ev.ResizeFailed():
+            return resizes.failed(state, event)
         case ev.GateReported():
             return ownership_view.gate_reported(state, event, body)
         case ev.OwnershipObserved():
@@ -138,6 +142,8 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         submission=submission,
         components=all_down(again),
         reference=None,
+        asked=None,
+        moved=None,
         num_restarts=0,
         expectations={},
     )

@@ -183,7 +183,7 @@ def _kind(command: cmd.Command) -> Kind:
             return Kind.OPEN
         case cmd.CloseIteration():
             return Kind.CLOSE
-        case cmd.ScaleUp() | cmd.ScaleDown() | cmd.LoadWeights():
+        case cmd.ScaleUp() | cmd.ScaleDown() | cmd.Migrate() | cmd.LoadWeights():
             return Kind.LEAD
         case cmd.AskGate():
             return Kind.GATE

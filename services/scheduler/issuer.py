@@ -53,7 +53,7 @@ class Issuer:
     async def issue(self, command: cmd.Command, state: ClusterState) -> None:
         """Start what the command asks for; store operations are done when it returns."""
         match command:
-            case cmd.ScaleUp() | cmd.ScaleDown() | cmd.LoadWeights() | cmd.OpenIteration() | cmd.CloseIteration():
+            case _ if isinstance(command, cmd.LeadCommand):
                 self._begin(self._to_lead(command, state))
             case cmd.AskGate():
                 self._begin(self._to_gate(command, state))

@@ -8,32 +8,25 @@ A transition past its deadline goes no further: a start is closed and counts as 
 A component that lost GPUs: the store counts them as lost, the node's gate is asked, a worker that still holds one is
 stopped through the component's lead, and a GPU that nobody holds is reclaimed; then a new start takes it again.
 A world (actor, inference) that lost one rank goes this way with all its GPUs; the rollout with the lost ones alone.
+An actor that changes while it works is `resizing`'s.
 """
 
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
-from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
-from services.scheduler.ownership_view import transition_id
 from services.scheduler.policy import Proposal
-from services.scheduler.state import ClusterState, Phase, node_of_instance
+from services.scheduler.resizes import is_free, moving
+from services.scheduler.resizing import planned_resize, resized
+from services.scheduler.state import ClusterState, Phase
+from services.scheduler.stepping import advance, close, commit, described, nodes_of, plan
 from services.scheduler.values import Placed, Snapshot
 from services.scheduler.wanted import Wanted, header, waiting
-from tidegate.ownership import GpuRecord, GpuState, Move, MoveState, Part, PartState, Transition
-from tidegate.transitions import earned_outcome
-from tidegate.types import CommandId, Grant, Layout, NodeId, Role, instance_id, node_of
+from tidegate.ownership import GpuState, Move, MoveState, Part, PartState, Transition
+from tidegate.types import CommandId, Grant, Role, instance_id, node_of
 
 MAX_FAILED_STARTS = 4
 """Starts of a component that may fail in a row; with the pauses between them 42 s, twice the default lease. Fewer, and
 an instance that is dead but still has its lease ends the job."""
-
-TRANSITION_DEADLINES = MAX_ISSUES + 1
-"""Command deadlines that a transition has. A lead that hangs ends the job one earlier, with the words of what it was
-asked; this ends what goes on for longer: leads that keep changing, a step that the store keeps refusing."""
-
-MIN_TRANSITION_MS = 180_000
-"""However short the command deadline: a lead that never answers is given up after two minutes, and what a scheduler
-that died had asked of the store is asked again after seconds."""
 
 START_PAUSE_MS = 2_000
 START_PAUSE_GROWTH = 4
@@ -45,7 +38,7 @@ def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted
     for role in Role:
         transition = state.transition_of(role)
         if transition is not None:
-            wanted += _continued(state, role, transition, now_ms)
+            wanted += _continued(state, role, transition, proposal, now_ms)
         wanted += _recovered(state, role, now_ms)
     plans = [plan for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
     begun = False
@@ -58,11 +51,13 @@ def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted
     return wanted
 
 
-def _continued(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+def _continued(state: ClusterState, role: Role, transition: Transition, proposal: Proposal, now_ms: int) -> Wanted:
     if _is_hopeless(state, role, transition):
-        return _close(transition)
+        return close(transition)
+    if transition == state.resize():
+        return resized(state, transition, proposal.placement[role], now_ms)
     if transition.part(role).state is PartState.COMMITTED:
-        return _close(transition)
+        return close(transition)
     if transition.part(role).new_layout is None:
         return _stopped(state, role, transition, now_ms)
     return _started(state, role, transition, now_ms)
@@ -74,26 +69,9 @@ def _is_hopeless(state: ClusterState, role: Role, transition: Transition) -> boo
     return lost or transition.id in state.components[role].broken or (starts and state.phase is Phase.STOPPING)
 
 
-def _close(transition: Transition) -> Wanted:
-    """As it is: not released stays, released is free, handed out is lost until its gate says that nobody holds it."""
-    outcome = earned_outcome(transition)
-    command = cmd.CloseTransition(CommandId(f"{transition.id}/close"), transition.id, outcome)
-    return Wanted((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
-
-
-def _advance(transition: Transition, move: Move, to_state: MoveState) -> cmd.AdvanceMove:
-    key = CommandId(f"{transition.id}/{to_state}/{move.gpu}")
-    return cmd.AdvanceMove(key, transition.id, move.gpu, move.state, to_state)
-
-
-def _commit(transition: Transition, role: Role, layout: Layout | None) -> Wanted:
-    command = cmd.CommitPart(CommandId(f"{transition.id}/commit/{role}"), transition.id, role, layout)
-    return Wanted((command,), (f"commits the {role}'s layout {layout or 'none'}",))
-
-
 def _started(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
     steps = tuple(
-        _advance(transition, move, MoveState.ACQUIRING) for move in transition.moves if move.state is MoveState.PLANNED
+        advance(transition, move, MoveState.ACQUIRING) for move in transition.moves if move.state is MoveState.PLANNED
     )
     is_overdue = now_ms >= transition.deadline_unix_ms
     if steps and not is_overdue:
@@ -101,9 +79,9 @@ def _started(state: ClusterState, role: Role, transition: Transition, now_ms: in
     component, layout = state.components[role], transition.part(role).new_layout
     coming = tuple(Grant(move.gpu, move.token) for move in transition.moves)
     if layout is None or (component.is_up and set(coming) <= set(component.grants)):
-        return _commit(transition, role, layout)
+        return commit(transition, role, layout)
     if is_overdue:
-        return _close(transition)
+        return close(transition)
     lead = state.lead_of(role)
     if lead is None:
         return waiting(state, role, "lead", what=f"a lead of the {role}")
@@ -131,8 +109,8 @@ def _to_load(state: ClusterState, role: Role) -> tuple[Snapshot | None, Snapshot
 
 
 def _in_rank_order(state: ClusterState, role: Role, grants: tuple[Grant, ...]) -> tuple[Grant, ...]:
-    order = state.spec.placement[role].gpus if state.spec else ()
-    rank = {gpu: index for index, gpu in enumerate(order)}
+    home = state.home(role)
+    rank = {gpu: index for index, gpu in enumerate(home.gpus if home else ())}
     return tuple(sorted(grants, key=lambda grant: (rank.get(grant.gpu, len(rank)), grant)))
 
 
@@ -143,13 +121,13 @@ def _stopped(state: ClusterState, role: Role, transition: Transition, now_ms: in
         left = f"{len(planned) + len(draining)} of {len(transition.moves)} GPUs still draining"
         return Wanted(failure=f"{transition.id} was not done by its deadline, {left}")
     if planned:
-        steps = tuple(_advance(transition, move, MoveState.DRAINING) for move in planned)
+        steps = tuple(advance(transition, move, MoveState.DRAINING) for move in planned)
         return Wanted(steps, (f"drains {len(steps)} GPUs of the {role}",))
     if not draining:
-        return _commit(transition, role, None)
+        return commit(transition, role, None)
     component = state.components[role]
     free = [move for move in draining if Grant(move.gpu, move.token) in state.released]
-    steps = tuple(_advance(transition, move, MoveState.RELEASED) for move in free)
+    steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
     working = tuple(grant for move in draining if (grant := Grant(move.gpu, move.token)) in component.grants)
     wanted = Wanted(steps, (f"releases {len(free)} of the {role}'s {len(draining)} draining GPUs",))
     if not working:
@@ -178,12 +156,18 @@ def _recovered(state: ClusterState, role: Role, now_ms: int) -> Wanted:
             wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
         elif grant not in state.released:
             wanted += _asked_gate(state, role, grant)
-            if grant in state.held:
+            if grant in state.held and not _is_leaving(state, grant):
                 wanted += _cleared(state, role, grant, now_ms)
         elif record.state is GpuState.LOST and record.transition is None:
             reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
             wanted += Wanted((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
     return wanted
+
+
+def _is_leaving(state: ClusterState, grant: Grant) -> bool:
+    """By a resize that is under way: its lead has the worker stand down."""
+    transition = state.resize()
+    return transition is not None and grant in moving(state, transition)[0]
 
 
 def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Wanted:
@@ -220,7 +204,11 @@ def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -
     if state.phase is Phase.STOPPING:
         return _planned_stop(state, role, now_ms)
     placed = proposal.placement.get(role)
-    return None if placed is None else _planned_start(state, role, placed, now_ms)
+    if placed is None:
+        return None
+    if role is Role.ACTOR and state.components[role].is_up:
+        return planned_resize(state, placed, now_ms)
+    return _planned_start(state, role, placed, now_ms)
 
 
 def _planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
@@ -232,7 +220,7 @@ def _planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None
         for grant in component.grants
     )
     part = Part(role=role, old_layout=component.layout, new_layout=None)
-    return _plan(state, moves, part, reason=f"stop the {role}: the job ends {state.outcome}", now_ms=now_ms)
+    return plan(state, moves, part, reason=f"stop the {role}: the job ends {state.outcome}", now_ms=now_ms)
 
 
 def _planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) -> Wanted | None:
@@ -248,11 +236,11 @@ def _planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int)
     unknown = [gpu for gpu in missing if gpu not in state.gpus]
     if unknown:
         return Wanted((), (f"{len(unknown)} GPUs of the {role} are not registered in the store yet",))
-    free = [gpu for gpu in missing if _is_free(state.gpus[gpu])]
+    free = [gpu for gpu in missing if is_free(state.gpus[gpu])]
     if not free or (len(free) < len(missing) and not component.is_up):
-        busy = ", ".join(_described(state.gpus[gpu]) for gpu in missing if gpu not in free)
+        busy = ", ".join(described(state.gpus[gpu]) for gpu in missing if gpu not in free)
         return Wanted((), (f"{len(free)} of {len(missing)} GPUs of the {role} are free ({busy})",))
-    absent = sorted({node_of(gpu) for gpu in free} - _nodes_of(state, role))
+    absent = sorted({node_of(gpu) for gpu in free} - nodes_of(state, role))
     if state.lead_of(role) is None or absent:
         instances = ", ".join(instance_id(role, node) for node in absent)
         what = f"{instances} to join" if absent else f"a lead of the {role}"
@@ -263,7 +251,7 @@ def _planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int)
         Move(gpu=gpu, source=None, target=state.owner(role), planned_token=state.gpus[gpu].token) for gpu in free
     )
     part = Part(role=role, old_layout=component.layout, new_layout=placed.layout)
-    return _plan(state, moves, part, reason=f"start the {role} on {len(free)} GPUs", now_ms=now_ms)
+    return plan(state, moves, part, reason=f"start the {role} on {len(free)} GPUs", now_ms=now_ms)
 
 
 def _pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
@@ -278,31 +266,3 @@ def _pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
     wait_ms = START_PAUSE_MS * START_PAUSE_GROWTH ** (num_failed - 1)
     note = f"the {role} failed to start {num_failed} times and pauses {wait_ms / 1000:g} s"
     return Wanted((cmd.Await(CommandId(key), f"the {role} to be started again", wait_ms),), (note,))
-
-
-def _is_free(record: GpuRecord) -> bool:
-    return record.state is GpuState.FREE and record.transition is None
-
-
-def _described(record: GpuRecord) -> str:
-    owner = f" of {record.owner}" if record.owner else ""
-    return f"{record.gpu} {record.state}{owner}"
-
-
-def _nodes_of(state: ClusterState, role: Role) -> set[NodeId]:
-    return {node_of_instance(name) for name in state.living(role=role)}
-
-
-def _plan(state: ClusterState, moves: tuple[Move, ...], part: Part, *, reason: str, now_ms: int) -> Wanted:
-    transition = Transition(
-        id=transition_id(state),
-        job=state.job,
-        incarnation=state.incarnation,
-        moves=moves,
-        parts=(part,),
-        planned_version=state.version,
-        deadline_unix_ms=now_ms + max(MIN_TRANSITION_MS, TRANSITION_DEADLINES * command_deadline_ms(state)),
-        reason=reason,
-    )
-    command = cmd.PlanTransition(CommandId(f"{transition.id}/plan"), transition)
-    return Wanted((command,), (f"plans {transition.id}: {reason}",))

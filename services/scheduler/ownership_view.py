@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import events as ev
+from services.scheduler import resizes
 from services.scheduler.accounts import supersede
 from services.scheduler.admission import Refused
 from services.scheduler.losses import OVER, lose, shrunk, with_component
@@ -61,9 +62,12 @@ def transition_id(state: ClusterState) -> TransitionId:
 
 
 def _closed(state: ClusterState, transition: Transition) -> ClusterState:
-    """An unfinished start counts against its component."""
+    """An unfinished start counts against its component; a resize is over, whatever came of it."""
     for part in transition.parts:
         component = state.components[part.role]
+        if part.role is Role.ACTOR and part.old_layout is not None and part.new_layout is not None:
+            state = replace(state, asked=None)
+            continue
         if part.new_layout is not None and transition.outcome is not Outcome.COMMITTED:
             component = replace(component, num_failed_starts=component.num_failed_starts + 1)
             state = with_component(state, part.role, component)
@@ -94,10 +98,13 @@ def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> Clu
     transition = state.transition_of(role)
     leaving = {move.gpu for move in transition.moves if move.source == state.owner(role)} if transition else set()
     asked = tuple(grant for grant in free if grant.gpu in leaving)
-    state = with_component(
-        state, role, shrunk(component, tuple(grant for grant in component.grants if grant not in asked))
-    )
-    state = lose(state, role, free, why=f"{event.source} gave up {', '.join(grant.gpu for grant in free)} unasked")
+    if transition is None or transition != state.resize():
+        # A resize takes its GPUs out of the component with the layout that does without them.
+        state = with_component(
+            state, role, shrunk(component, tuple(grant for grant in component.grants if grant not in asked))
+        )
+    gone = [grant for grant in free if grant not in asked]
+    state = lose(state, role, gone, why=f"{event.source} gave up {', '.join(grant.gpu for grant in gone)} unasked")
     return _with_released(state, free)
 
 
@@ -137,6 +144,8 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
         return Refused("of a transition that is broken")
     if body.layout != transition.part(role).new_layout:
         return Refused("of another layout than planned")
+    if transition == state.resize():
+        return resizes.switched(state, transition, body)
     coming = {Grant(move.gpu, move.token) for move in transition.moves if move.target == state.owner(role)}
     if not coming or not coming <= set(body.grants):
         return Refused("without the GPUs that were to come")

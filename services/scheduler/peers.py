@@ -57,6 +57,8 @@ class Peers:
                 return (await stub.ScaleUp(request, timeout=timeout_s)).result
             case commands_pb2.ScaleDownRequest():
                 return (await stub.ScaleDown(request, timeout=timeout_s)).result
+            case commands_pb2.MigrateRequest():
+                return (await stub.Migrate(request, timeout=timeout_s)).result
             case commands_pb2.LoadWeightsRequest():
                 return (await stub.LoadWeights(request, timeout=timeout_s)).result
             case commands_pb2.OpenIterationRequest():

@@ -13,6 +13,7 @@ from tidegate.v1 import commands_pb2, types_pb2
 Request: TypeAlias = (
     commands_pb2.ScaleUpRequest
     | commands_pb2.ScaleDownRequest
+    | commands_pb2.MigrateRequest
     | commands_pb2.LoadWeightsRequest
     | commands_pb2.OpenIterationRequest
     | commands_pb2.CloseIterationRequest
@@ -41,6 +42,16 @@ def encode_command(command: cmd.LeadCommand, *, config_json: str) -> Request:
                 members=encode_grants(command.members),
                 layout=encode_layout(command.layout or Layout()),
             )
+        case cmd.Migrate():
+            request = commands_pb2.MigrateRequest(
+                header=header,
+                to=encode_grants(command.coming),
+                members=encode_grants(command.members),
+                layout=encode_layout(command.layout),
+            )
+            # `from` is a word of Python.
+            getattr(request, "from").extend(encode_grants(command.leaving))
+            return request
         case cmd.LoadWeights():
             return commands_pb2.LoadWeightsRequest(
                 header=header, weights=_snapshot(command.weights), reference=_snapshot(command.reference)

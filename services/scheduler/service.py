@@ -183,11 +183,11 @@ class SchedulerService:
         """What the store says of the job's GPUs and transitions, folded like an event when it is news."""
         if state.spec is None:
             return state
-        placed = {gpu for component in state.spec.placement.values() for gpu in component.gpus}
-        await self._ports.store.register(tuple(sorted(placed - set(state.gpus))))
+        slots = state.spec.gpus
+        await self._ports.store.register(tuple(gpu for gpu in slots if gpu not in state.gpus))
         gpus = await self._ports.store.gpus()
         observed = ev.OwnershipObserved(
-            gpus=tuple(gpus[gpu] for gpu in sorted(placed)),
+            gpus=tuple(gpus[gpu] for gpu in slots),
             transitions=await self._ports.store.transitions(self._job),
         )
         return evolve(state, ev.Event(job=self._job, source="scheduler", boot=0, sequence=0, body=observed))

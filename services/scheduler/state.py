@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from services.scheduler.values import Fate, IterationPlan, JobSpec, Snapshot, total
+from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed, Snapshot, total
 from tidegate.ownership import GpuRecord, GpuState, Owner, Transition
 from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, TransitionId
 
@@ -64,7 +64,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """`layout` is None while the component is down; `broken` names transitions that cannot succeed any more."""
+    """`layout` is None while the component is down; `broken` names transitions that cannot succeed any more, `switched`
+    the resize whose layout is in force by the lead's word."""
 
     lead: Lead | None = None
     grants: tuple[Grant, ...] = ()
@@ -73,6 +74,7 @@ class Component:
     has_reference: bool = False
     broken: tuple[TransitionId, ...] = ()
     num_failed_starts: int = 0
+    switched: TransitionId | None = None
 
     @property
     def is_up(self) -> bool:
@@ -208,6 +210,10 @@ class ClusterState:
     transitions: Mapping[TransitionId, Transition] = field(default_factory=dict)
     num_transitions: int = 0
     components: Mapping[Role, Component] = field(default_factory=lambda: {role: Component() for role in Role})
+    asked: Placed | None = None
+    """Where a person wants the actor, while it is not there yet."""
+    moved: Placed | None = None
+    """Where the actor was moved to; None while it is where the config places it."""
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
     released: tuple[Grant, ...] = ()
     held: tuple[Grant, ...] = ()
@@ -241,14 +247,20 @@ class ClusterState:
     def needs_reference(self, role: Role) -> bool:
         return role is Role.INFERENCE and self.spec is not None and self.spec.uses_reference
 
+    def home(self, role: Role) -> Placed | None:
+        """Where it starts; None before the job is submitted."""
+        if role is Role.ACTOR and self.moved is not None:
+            return self.moved
+        return self.spec.placement[role] if self.spec else None
+
     def owner(self, role: Role) -> Owner:
         return Owner(self.job, role)
 
     def records_of(self, role: Role) -> tuple[GpuRecord, ...]:
         """Its GPUs in the store, owned and lost, by id. A lost one whose last owner the store does not know is the
-        role's that it is placed for: that one needs it, and asks its gate."""
+        role's whose slot it is: that one needs it, and asks its gate."""
         owner = self.owner(role)
-        placed = self.spec.placement[role].gpus if self.spec else ()
+        placed = self.spec.slots(role) if self.spec else ()
         return tuple(
             record
             for _, record in sorted(self.gpus.items())
@@ -262,6 +274,14 @@ class ClusterState:
             if any(part.role is role for part in transition.parts):
                 return transition
         return None
+
+    def resize(self) -> Transition | None:
+        """The open transition of an actor that is to change while it works."""
+        transition = self.transition_of(Role.ACTOR)
+        if transition is None:
+            return None
+        part = transition.part(Role.ACTOR)
+        return transition if part.old_layout is not None and part.new_layout is not None else None
 
     def suspects(self, role: Role) -> tuple[Grant, ...]:
         """Grants that the store still counts as the role's and nobody is known to work under: gates are asked.

@@ -76,6 +76,17 @@ class JobSpec:
     uses_reference: bool
     max_actor_restarts: int
     command_deadline_ms: int
+    standby: tuple[GpuId, ...] = ()
+    """GPUs that the actor may get besides those it is placed on."""
+
+    def slots(self, role: Role) -> tuple[GpuId, ...]:
+        """All GPUs that it may ever have."""
+        return self.placement[role].gpus + (self.standby if role is Role.ACTOR else ())
+
+    @property
+    def gpus(self) -> tuple[GpuId, ...]:
+        """Of all components, by id."""
+        return tuple(sorted({gpu for role in Role for gpu in self.slots(role)}))
 
     def plan(self, *, iteration: int, version: int) -> IterationPlan:
         return IterationPlan(

@@ -1,5 +1,5 @@
 """Whole jobs under whatever may happen: deaths at every step, iterations that fail, leases that lapse, leads that move,
-words that come too late, events late, twice and out of order, lost commands.
+words that come too late, an actor that is resized at any moment, events late, twice and out of order, lost commands.
 
 `Drive` checks the invariants after every single step, and the fake cluster asserts that no GPU is taken back from a
 living worker.
@@ -17,14 +17,17 @@ from services.scheduler.evolve import evolve
 from services.scheduler.expectations import issued
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
-from services.scheduler.values import total
+from services.scheduler.values import Placed, total
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, spec
-from tidegate.types import Role, instance_id
+from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
+from tidegate.ownership import Outcome
+from tidegate.types import Layout, Role, instance_id
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NUM_ITERATIONS = 2
 MAX_BLOWS = 5
+MAX_STEPS_ON = 40
+"""An undisturbed job takes about twice as many."""
 
 ordinary = st.tuples(st.sampled_from(["deliver"] * 6 + ["repeat", "lose commands", "work"]), st.integers(0, 7))
 blow = st.tuples(
@@ -42,17 +45,39 @@ blow = st.tuples(
     ),
     st.integers(0, 40),
 )
+SLOTS = (gpu("n0", 0), gpu("n1", 0), gpu("n0", 3), gpu("n1", 4))
+PLACES = (
+    Placed(SLOTS, Layout(tp=2, dp=2)),
+    Placed(SLOTS[1:2], Layout()),
+    Placed(SLOTS[2:], Layout(pp=2)),
+    Placed(SLOTS[:2], Layout(tp=2)),
+    Placed(SLOTS[1::-1], Layout(dp=2)),
+    Placed((SLOTS[3], SLOTS[0], SLOTS[1]), Layout(dp=3)),
+)
+resize = st.tuples(st.sampled_from(["resize"] * 4 + ["fail resize"]), st.integers(0, len(PLACES) - 1))
+MAX_RESIZES = 4
+on = st.tuples(st.just("run on"), st.integers(0, MAX_STEPS_ON))
 recovery = st.tuples(st.sampled_from(["restart", "renew"]), st.just(0))
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
-    """What happens, in order: mostly events, with up to `MAX_BLOWS` blows among them."""
+def schedules(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """Events, lost commands and resizes: nobody dies."""
     steps = draw(st.lists(ordinary, max_size=90))
+    for _ in range(draw(st.integers(0, MAX_RESIZES))):
+        where = draw(st.integers(0, len(steps)))
+        steps[where:where] = [draw(on), draw(resize)]
+    return steps
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """What happens, in order: mostly events, with resizes and up to `MAX_BLOWS` blows among them."""
+    steps = draw(schedules())
     for _ in range(draw(st.integers(0, MAX_BLOWS))):
         where = draw(st.integers(0, len(steps)))
-        steps.insert(where, draw(blow))
-        steps.insert(draw(st.integers(where, len(steps))), draw(recovery))
+        steps[where:where] = [draw(on), draw(blow)]
+        steps.insert(draw(st.integers(where + 2, len(steps))), draw(recovery))
     return steps
 
 
@@ -67,6 +92,10 @@ def happen(drive: Drive, what: str, number: int) -> None:
     match what:
         case "deliver":
             drive.step(number)
+        case "run on":
+            # Else few examples come as far as an open iteration.
+            for _ in range(number):
+                drive.step()
         case "repeat" if told := repeatable(drive):
             drive.deliver(told[-1 - number % len(told)])
         case "lose commands":
@@ -88,6 +117,10 @@ def happen(drive: Drive, what: str, number: int) -> None:
         case "fail late" | "fail late, fatally":
             name = sorted(cluster.instances)[number % len(cluster.instances)]
             cluster.fail_late(name, fatal=what == "fail late, fatally")
+        case "resize":
+            cluster.say_as("control", ev.ResizeRequested(PLACES[number]))
+        case "fail resize":
+            cluster.num_failing_resizes = 1
         case "restart":
             cluster.restart_dead()
         case "renew":
@@ -97,7 +130,8 @@ def happen(drive: Drive, what: str, number: int) -> None:
 
 
 def finished(steps: list[tuple[str, int]]) -> Drive:
-    drive = booted(FakeCluster(spec(num_iterations=NUM_ITERATIONS, max_actor_restarts=3 * MAX_BLOWS)))
+    job = spec(num_iterations=NUM_ITERATIONS, max_actor_restarts=3 * MAX_BLOWS, standby=SLOTS[2:])
+    drive = booted(FakeCluster(job))
     for what, number in steps:
         happen(drive, what, number)
     drive.run()
@@ -128,6 +162,20 @@ def test_in_the_final_lineage_every_iteration_is_there_once_and_no_sample_is_los
             summary.generated.ids_digest,
         )
     assert all(summary.trained.num_samples for summary in lineage)
+
+
+@SLOW
+@given(schedules())
+def test_resizes_alone_cost_no_incarnation_no_sample_and_no_failed_start(steps: list[tuple[str, int]]) -> None:
+    drive = finished(steps)
+
+    assert drive.state.incarnation == 1
+    assert [summary.is_superseded for summary in drive.state.summaries] == [False] * NUM_ITERATIONS
+    assert not any(component.num_failed_starts for component in drive.state.components.values())
+    done = [record for record in drive.cluster.records.values() if record.reason.startswith("the actor from")]
+    starts = {record.reason for record in drive.cluster.records.values() if record.reason.startswith("start the actor")}
+    assert len(starts) == 1
+    assert all(record.outcome in (Outcome.COMMITTED, Outcome.ABORTED, Outcome.PARTIAL) for record in done)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

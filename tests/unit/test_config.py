@@ -57,6 +57,14 @@ def test_a_placement_is_counted_over_the_nodes_in_order() -> None:
     assert config.layout(Role.ROLLOUT) == Layout(dp=2)
 
 
+def test_the_actor_may_get_gpus_besides_those_it_is_placed_on() -> None:
+    raw = _with("cluster.nodes", {"n0": 3, "n1": 4})
+    raw["actor"]["standby"] = "5-6"
+    config = parse_config(raw)
+    assert config.standby() == ("n1/2", "n1/3")
+    assert not [warning for warning in config.warnings() if "to no component" in warning]
+
+
 def test_json_and_back_is_the_same_config() -> None:
     config = parse_config(VALID)
     assert JobConfig.from_json(config.to_json()) == config
@@ -100,6 +108,14 @@ WRONG = {
     "a GPU beyond the cluster gives the range": (
         _with("cluster.component_placement.inference", "6"),
         r"names GPU 6, the cluster has 5 \(0-4\)",
+    ),
+    "a GPU that the actor may get is of no other component": (
+        _with("actor.standby", "1,4"),
+        r"standby names GPU 1, which actor has already: .*\n.*standby names GPU 4, which inference has already",
+    ),
+    "a GPU that the actor may get beyond the cluster": (
+        _with("actor.standby", "5"),
+        r"actor.standby names GPU 5, the cluster has 5 \(0-4\)",
     ),
     "a placement that is no list": (
         _with("cluster.component_placement.inference", "all"),

@@ -120,7 +120,7 @@ Global___CommandResult: _TypeAlias = CommandResult  # noqa: Y015
 
 @_typing.final
 class ScaleUpRequest(_message.Message):
-    """Acquire these GPUs and bring the component into this layout."""
+    """Acquire these GPUs and bring the component into this layout. An actor that has others besides is resharded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -195,7 +195,7 @@ Global___ScaleUpResponse: _TypeAlias = ScaleUpResponse  # noqa: Y015
 
 @_typing.final
 class ScaleDownRequest(_message.Message):
-    """Release these GPUs."""
+    """Release these GPUs. An actor that keeps others is resharded to them first."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -249,24 +249,38 @@ Global___ScaleDownResponse: _TypeAlias = ScaleDownResponse  # noqa: Y015
 
 @_typing.final
 class MigrateRequest(_message.Message):
+    """Actor: bring it into this layout on these members while it works. `from` leaves and `to` comes; both are empty where
+    the same GPUs change their layout or their order.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
     FROM_FIELD_NUMBER: _builtins.int
     TO_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___CommandHeader: ...
     @_builtins.property
     def to(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]:
+        """All GPUs that the component has afterwards, in rank order."""
+
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout: ...
     def __init__(
         self,
         *,
         header: Global___CommandHeader | None = ...,
         to: _abc.Iterable[_types_pb2.Grant] | None = ...,
+        members: _abc.Iterable[_types_pb2.Grant] | None = ...,
+        layout: _types_pb2.Layout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "header", b"header", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "header", b"header", "layout", b"layout", "members", b"members", "to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,6 +74,11 @@ class ControlStub:
                 request_serializer=tidegate_dot_v1_dot_control__pb2.DropDeadLetterRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_control__pb2.DropDeadLetterResponse.FromString,
                 _registered_method=True)
+        self.ResizeActor = channel.unary_unary(
+                '/tidegate.v1.Control/ResizeActor',
+                request_serializer=tidegate_dot_v1_dot_control__pb2.ResizeActorRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_control__pb2.ResizeActorResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -127,6 +132,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResizeActor(self, request, context):
+        """Moves the working actor to other GPUs, to more, to fewer, or into another layout on the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +181,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.DropDeadLetter,
                     request_deserializer=tidegate_dot_v1_dot_control__pb2.DropDeadLetterRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_control__pb2.DropDeadLetterResponse.SerializeToString,
+            ),
+            'ResizeActor': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResizeActor,
+                    request_deserializer=tidegate_dot_v1_dot_control__pb2.ResizeActorRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_control__pb2.ResizeActorResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -387,6 +404,33 @@ class Control:
             '/tidegate.v1.Control/DropDeadLetter',
             tidegate_dot_v1_dot_control__pb2.DropDeadLetterRequest.SerializeToString,
             tidegate_dot_v1_dot_control__pb2.DropDeadLetterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResizeActor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Control/ResizeActor',
+            tidegate_dot_v1_dot_control__pb2.ResizeActorRequest.SerializeToString,
+            tidegate_dot_v1_dot_control__pb2.ResizeActorResponse.FromString,
             options,
             channel_credentials,
             insecure,

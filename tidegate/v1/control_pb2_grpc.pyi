@@ -39,6 +39,8 @@ class ControlStub:
     ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListDeadLettersRequest, _control_pb2.ListDeadLettersResponse]
     ReplayDeadLetter: _grpc.UnaryUnaryMultiCallable[_control_pb2.ReplayDeadLetterRequest, _control_pb2.ReplayDeadLetterResponse]
     DropDeadLetter: _grpc.UnaryUnaryMultiCallable[_control_pb2.DropDeadLetterRequest, _control_pb2.DropDeadLetterResponse]
+    ResizeActor: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResizeActorRequest, _control_pb2.ResizeActorResponse]
+    """Moves the working actor to other GPUs, to more, to fewer, or into another layout on the same."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -51,6 +53,8 @@ class ControlAsyncStub(ControlStub):
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListDeadLettersRequest, _control_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
     ReplayDeadLetter: _aio.UnaryUnaryMultiCallable[_control_pb2.ReplayDeadLetterRequest, _control_pb2.ReplayDeadLetterResponse]  # type: ignore[assignment]
     DropDeadLetter: _aio.UnaryUnaryMultiCallable[_control_pb2.DropDeadLetterRequest, _control_pb2.DropDeadLetterResponse]  # type: ignore[assignment]
+    ResizeActor: _aio.UnaryUnaryMultiCallable[_control_pb2.ResizeActorRequest, _control_pb2.ResizeActorResponse]  # type: ignore[assignment]
+    """Moves the working actor to other GPUs, to more, to fewer, or into another layout on the same."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -108,5 +112,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DropDeadLetterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DropDeadLetterResponse, _abc.Awaitable[_control_pb2.DropDeadLetterResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ResizeActor(
+        self,
+        request: _control_pb2.ResizeActorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ResizeActorResponse, _abc.Awaitable[_control_pb2.ResizeActorResponse]]:
+        """Moves the working actor to other GPUs, to more, to fewer, or into another layout on the same."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

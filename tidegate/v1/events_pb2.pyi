@@ -54,6 +54,8 @@ class Event(_message.Message):
     JOB_RESUME_REQUESTED_FIELD_NUMBER: _builtins.int
     GATE_REPORTED_FIELD_NUMBER: _builtins.int
     COMMAND_ANSWERED_FIELD_NUMBER: _builtins.int
+    RESIZE_REQUESTED_FIELD_NUMBER: _builtins.int
+    RESIZE_FAILED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Derived: "<source>/<boot>/<sequence>"; a repeat has the same id and is dropped by the stream."""
     job: _builtins.str
@@ -111,6 +113,10 @@ class Event(_message.Message):
     def gate_reported(self) -> Global___GateReported: ...
     @_builtins.property
     def command_answered(self) -> Global___CommandAnswered: ...
+    @_builtins.property
+    def resize_requested(self) -> Global___ResizeRequested: ...
+    @_builtins.property
+    def resize_failed(self) -> Global___ResizeFailed: ...
     def __init__(
         self,
         *,
@@ -144,12 +150,14 @@ class Event(_message.Message):
         job_resume_requested: Global___JobResumeRequested | None = ...,
         gate_reported: Global___GateReported | None = ...,
         command_answered: Global___CommandAnswered | None = ...,
+        resize_requested: Global___ResizeRequested | None = ...,
+        resize_failed: Global___ResizeFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "role", b"role", "sequence", b"sequence", "source", b"source", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "role", b"role", "sequence", b"sequence", "source", b"source", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered", "resize_requested", "resize_failed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -292,22 +300,28 @@ class LayoutCommitted(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
     NEXT_ITERATION_FIELD_NUMBER: _builtins.int
+    RESHARD_FIELD_NUMBER: _builtins.int
     next_iteration: _builtins.int
-    """Actor only: the iteration to open next (from the checkpoint on a resume)."""
+    """Actor only: the iteration to open next (from the checkpoint on a resume); a reshard leaves it out."""
     @_builtins.property
     def layout(self) -> _types_pb2.Layout: ...
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]: ...
+    @_builtins.property
+    def reshard(self) -> _types_pb2.ReshardReport:
+        """Of an actor that was resharded while it worked."""
+
     def __init__(
         self,
         *,
         layout: _types_pb2.Layout | None = ...,
         grants: _abc.Iterable[_types_pb2.Grant] | None = ...,
         next_iteration: _builtins.int = ...,
+        reshard: _types_pb2.ReshardReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "reshard", b"reshard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "layout", b"layout", "next_iteration", b"next_iteration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "layout", b"layout", "next_iteration", b"next_iteration", "reshard", b"reshard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,3 +751,50 @@ class CommandAnswered(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommandAnswered: _TypeAlias = CommandAnswered  # noqa: Y015
+
+@_typing.final
+class ResizeRequested(_message.Message):
+    """A person asks for the actor on these GPUs, in rank order, in this layout, while it works."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout: ...
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        layout: _types_pb2.Layout | None = ...,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResizeRequested: _TypeAlias = ResizeRequested  # noqa: Y015
+
+@_typing.final
+class ResizeFailed(_message.Message):
+    """The actor stays as it was: why the transition that the event belongs to came to nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResizeFailed: _TypeAlias = ResizeFailed  # noqa: Y015

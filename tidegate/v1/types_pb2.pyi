@@ -299,3 +299,74 @@ class Fate(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fate: _TypeAlias = Fate  # noqa: Y015
+
+@_typing.final
+class ReshardReport(_message.Message):
+    """What a reshard did and what it cost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    MINIMUM_BYTES_FIELD_NUMBER: _builtins.int
+    LOCAL_BYTES_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    NUM_UPDATES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    moved_bytes: _builtins.int
+    """Bytes that went to a rank that did not hold them, and how many that had to be."""
+    minimum_bytes: _builtins.int
+    local_bytes: _builtins.int
+    """Bytes copied within a rank."""
+    certificate: _builtins.str
+    """Checksum of the logical state, the same before and after; empty where it is not taken."""
+    num_updates: _builtins.int
+    """Optimizer updates that the state had seen."""
+    @_builtins.property
+    def source(self) -> Global___Layout: ...
+    @_builtins.property
+    def target(self) -> Global___Layout: ...
+    @_builtins.property
+    def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Wall-clock seconds by part (plan, groups, allocation, transfer, ...); of the slowest member."""
+
+    def __init__(
+        self,
+        *,
+        source: Global___Layout | None = ...,
+        target: Global___Layout | None = ...,
+        moved_bytes: _builtins.int = ...,
+        minimum_bytes: _builtins.int = ...,
+        local_bytes: _builtins.int = ...,
+        certificate: _builtins.str = ...,
+        num_updates: _builtins.int = ...,
+        seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "local_bytes", b"local_bytes", "minimum_bytes", b"minimum_bytes", "moved_bytes", b"moved_bytes", "num_updates", b"num_updates", "seconds", b"seconds", "source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReshardReport: _TypeAlias = ReshardReport  # noqa: Y015

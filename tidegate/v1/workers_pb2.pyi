@@ -34,6 +34,10 @@ class WorkerCall(_message.Message):
     TRAIN_FIELD_NUMBER: _builtins.int
     PUBLISH_FIELD_NUMBER: _builtins.int
     SAVE_FIELD_NUMBER: _builtins.int
+    JOIN_WORLD_FIELD_NUMBER: _builtins.int
+    PREPARE_RESHARD_FIELD_NUMBER: _builtins.int
+    COMMIT_RESHARD_FIELD_NUMBER: _builtins.int
+    ABORT_RESHARD_FIELD_NUMBER: _builtins.int
     START_ENGINE_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
@@ -41,6 +45,7 @@ class WorkerCall(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     LOAD_SHARDS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    STAND_DOWN_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Unique among the calls to this worker; replies carry it."""
     gpu: _builtins.str
@@ -57,6 +62,14 @@ class WorkerCall(_message.Message):
     @_builtins.property
     def save(self) -> Global___Save: ...
     @_builtins.property
+    def join_world(self) -> Global___JoinWorld: ...
+    @_builtins.property
+    def prepare_reshard(self) -> Global___PrepareReshard: ...
+    @_builtins.property
+    def commit_reshard(self) -> Global___CommitReshard: ...
+    @_builtins.property
+    def abort_reshard(self) -> Global___AbortReshard: ...
+    @_builtins.property
     def start_engine(self) -> Global___StartEngine: ...
     @_builtins.property
     def generate(self) -> Global___Generate: ...
@@ -70,6 +83,8 @@ class WorkerCall(_message.Message):
     def load_shards(self) -> Global___LoadShards: ...
     @_builtins.property
     def stop(self) -> Global___Stop: ...
+    @_builtins.property
+    def stand_down(self) -> Global___StandDown: ...
     def __init__(
         self,
         *,
@@ -81,6 +96,10 @@ class WorkerCall(_message.Message):
         train: Global___Train | None = ...,
         publish: Global___Publish | None = ...,
         save: Global___Save | None = ...,
+        join_world: Global___JoinWorld | None = ...,
+        prepare_reshard: Global___PrepareReshard | None = ...,
+        commit_reshard: Global___CommitReshard | None = ...,
+        abort_reshard: Global___AbortReshard | None = ...,
         start_engine: Global___StartEngine | None = ...,
         generate: Global___Generate | None = ...,
         abort: Global___Abort | None = ...,
@@ -88,12 +107,13 @@ class WorkerCall(_message.Message):
         score: Global___Score | None = ...,
         load_shards: Global___LoadShards | None = ...,
         stop: Global___Stop | None = ...,
+        stand_down: Global___StandDown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "generate", b"generate", "load_shards", b"load_shards", "publish", b"publish", "save", b"save", "score", b"score", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "commit_reshard", b"commit_reshard", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "call_id", b"call_id", "generate", b"generate", "gpu", b"gpu", "load_shards", b"load_shards", "publish", b"publish", "save", b"save", "score", b"score", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "publish", "save", "start_engine", "generate", "abort", "start_scorer", "score", "load_shards", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "start_engine", "generate", "abort", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -111,6 +131,7 @@ class WorkerReply(_message.Message):
     UPDATE_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
@@ -130,6 +151,8 @@ class WorkerReply(_message.Message):
     def published(self) -> Global___PublishedShard: ...
     @_builtins.property
     def saved(self) -> Global___SavedShard: ...
+    @_builtins.property
+    def prepared(self) -> _types_pb2.ReshardReport: ...
     @_builtins.property
     def generated(self) -> Global___Generated: ...
     @_builtins.property
@@ -153,17 +176,18 @@ class WorkerReply(_message.Message):
         update: Global___UpdateReport | None = ...,
         published: Global___PublishedShard | None = ...,
         saved: Global___SavedShard | None = ...,
+        prepared: _types_pb2.ReshardReport | None = ...,
         generated: Global___Generated | None = ...,
         scored: Global___Scored | None = ...,
         loaded: Global___LoadedWeights | None = ...,
         warm_up: Global___WarmUpProgress | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "generated", b"generated", "loaded", b"loaded", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "generated", b"generated", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "loaded", b"loaded", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "generated", "scored", "loaded", "warm_up"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "generated", "scored", "loaded", "warm_up"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -230,6 +254,42 @@ class Rendezvous(_message.Message):
 Global___Rendezvous: _TypeAlias = Rendezvous  # noqa: Y015
 
 @_typing.final
+class JoinWorld(_message.Message):
+    """Enter a membership epoch of the actor: a torch world of all its workers, those that stand by too. A worker of an
+    earlier epoch leaves that one first and keeps its state.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    config_json: _builtins.str
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that processes keep for life; a torch rank is a place in this list, and Rendezvous.rank is the receiver's."""
+
+    @_builtins.property
+    def rendezvous(self) -> Global___Rendezvous: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+        rendezvous: Global___Rendezvous | None = ...,
+        config_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rendezvous", b"rendezvous"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "epoch", b"epoch", "members", b"members", "rendezvous", b"rendezvous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinWorld: _TypeAlias = JoinWorld  # noqa: Y015
+
+@_typing.final
 class StartActor(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,6 +297,7 @@ class StartActor(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     config_json: _builtins.str
     checkpoint_dir: _builtins.str
     """Folder of the checkpoint to resume from; empty starts anew."""
@@ -244,6 +305,10 @@ class StartActor(_message.Message):
     def rendezvous(self) -> Global___Rendezvous: ...
     @_builtins.property
     def layout(self) -> _types_pb2.Layout: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The members that train, in rank order; empty in a world that holds no others."""
+
     def __init__(
         self,
         *,
@@ -251,14 +316,112 @@ class StartActor(_message.Message):
         layout: _types_pb2.Layout | None = ...,
         config_json: _builtins.str = ...,
         checkpoint_dir: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "rendezvous", b"rendezvous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "config_json", b"config_json", "layout", b"layout", "rendezvous", b"rendezvous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "config_json", b"config_json", "layout", b"layout", "ranks", b"ranks", "rendezvous", b"rendezvous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartActor: _TypeAlias = StartActor  # noqa: Y015
+
+@_typing.final
+class PrepareReshard(_message.Message):
+    """First phase of a reshard, for every member of the world: make the new layout beside the old one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Never used before."""
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Members that train afterwards, in rank order."""
+
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Members of the old layout that died."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        layout: _types_pb2.Layout | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        lost: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "layout", b"layout", "lost", b"lost", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareReshard: _TypeAlias = PrepareReshard  # noqa: Y015
+
+@_typing.final
+class CommitReshard(_message.Message):
+    """Switch to what was prepared; what was done already is done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitReshard: _TypeAlias = CommitReshard  # noqa: Y015
+
+@_typing.final
+class AbortReshard(_message.Message):
+    """Give up what was prepared, if it was; the old layout goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortReshard: _TypeAlias = AbortReshard  # noqa: Y015
+
+@_typing.final
+class StandDown(_message.Message):
+    """Give the slot's GPU back and stand by, holding no state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandDown: _TypeAlias = StandDown  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):

@@ -24,7 +24,20 @@ from tidegate.ownership import (
     Transition,
     VersionConflict,
 )
-from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, gpu_id, instance_id, node_of
+from tidegate.types import (
+    GpuId,
+    Grant,
+    InstanceId,
+    JobId,
+    Layout,
+    NodeId,
+    Role,
+    Token,
+    TransitionId,
+    gpu_id,
+    instance_id,
+    node_of,
+)
 
 JOB = JobId("tide")
 NODES = (NodeId("n0"), NodeId("n1"))
@@ -36,7 +49,12 @@ def gpu(node: str, index: int) -> GpuId:
 
 
 def spec(
-    *, num_iterations: int = 2, uses_reference: bool = True, max_actor_restarts: int = 3, deadline_ms: int = 1000
+    *,
+    num_iterations: int = 2,
+    uses_reference: bool = True,
+    max_actor_restarts: int = 3,
+    deadline_ms: int = 1000,
+    standby: tuple[GpuId, ...] = (),
 ) -> JobSpec:
     return JobSpec(
         placement={
@@ -52,6 +70,7 @@ def spec(
         uses_reference=uses_reference,
         max_actor_restarts=max_actor_restarts,
         command_deadline_ms=deadline_ms,
+        standby=standby,
     )
 
 
@@ -70,6 +89,18 @@ class FakeGate:
 
 
 @dataclass
+class FakeResize:
+    """An actor's change while it works: taken, then committed in the store, then switched to."""
+
+    transition: TransitionId
+    coming: tuple[Grant, ...]
+    leaving: tuple[Grant, ...]
+    members: tuple[Grant, ...]
+    layout: Layout
+    is_committed: bool = False
+
+
+@dataclass
 class FakeLead:
     """One lead's memory: gone with it. `members` are the grants that its component has.
 
@@ -84,10 +115,11 @@ class FakeLead:
     broken_off: IterationPlan | None = None
     incarnation: int = 0
     has_reported: bool = False
+    resize: FakeResize | None = None
 
     def meet(self, incarnation: int) -> None:
         if incarnation > self.incarnation:
-            self.incarnation, self.plan, self.broken_off = incarnation, None, None
+            self.incarnation, self.plan, self.broken_off, self.resize = incarnation, None, None, None
 
     def open(self, plan: IterationPlan) -> None:
         self.plan, self.broken_off, self.has_reported = plan, None, False
@@ -96,13 +128,14 @@ class FakeLead:
 @dataclass
 class FakeCluster:
     """`num_lost` samples of each iteration are lost on the way; without a supervisor what is dead stays dead; the leads
-    of what is `hung` take commands and never do them."""
+    of what is `hung` take commands and never do them; the next `num_failing_resizes` cannot be prepared."""
 
     job_spec: JobSpec
     checkpoint_every: int = 1
     num_lost: int = 0
     has_supervisor: bool = True
     hung: set[Role] = field(default_factory=set)
+    num_failing_resizes: int = 0
     gpus: dict[GpuId, GpuRecord] = field(default_factory=dict)
     records: dict[str, Transition] = field(default_factory=dict)
     gates: dict[GpuId, FakeGate] = field(default_factory=dict)
@@ -117,10 +150,9 @@ class FakeCluster:
     saved_version: int = 0
 
     def __post_init__(self) -> None:
-        for placed in self.job_spec.placement.values():
-            for each in placed.gpus:
-                self.gpus[each] = GpuRecord(each, GpuState.FREE, None, Token(0, 0))
-                self.gates[each] = FakeGate()
+        for each in self.job_spec.gpus:
+            self.gpus[each] = GpuRecord(each, GpuState.FREE, None, Token(0, 0))
+            self.gates[each] = FakeGate()
         self.leads = dict.fromkeys(Role)
         self.epochs = dict.fromkeys(Role, 0)
 
@@ -196,7 +228,7 @@ class FakeCluster:
             return
         instance.is_alive = False
         node = NodeId(name.partition("@")[2])
-        for slot in self.job_spec.placement[role].gpus:
+        for slot in self.job_spec.slots(role):
             if node_of(slot) == node:
                 self.gates[slot].is_held = False
         if tells:
@@ -361,6 +393,12 @@ class FakeCluster:
         header = command.header
         lead.meet(header.incarnation)
         match command:
+            case cmd.ScaleUp() if header.role is Role.ACTOR and command.members != command.grants:
+                self._take_resize(command, lead)
+            case cmd.ScaleDown() if header.transition_id and command.members:
+                self._take_resize(command, lead)
+            case cmd.Migrate():
+                self._take_resize(command, lead)
             case cmd.ScaleUp():
                 self._scale_up(command, lead)
             case cmd.ScaleDown():
@@ -381,6 +419,66 @@ class FakeCluster:
                 if header.role is Role.ACTOR and plan is not None and plan.iteration == command.iteration:
                     self._save(lead, plan)
                     self._publish(lead, lead.incarnation, plan.version + 1)
+
+    def _take_resize(self, command: cmd.ScaleUp | cmd.ScaleDown | cmd.Migrate, lead: FakeLead) -> None:
+        leaving = command.leaving if isinstance(command, cmd.Migrate) else ()
+        coming = command.coming if isinstance(command, cmd.Migrate) else ()
+        if isinstance(command, cmd.ScaleUp):
+            coming = command.grants
+        elif isinstance(command, cmd.ScaleDown):
+            leaving = command.grants
+        assert command.layout is not None, "an actor is resized to a layout"
+        transition = TransitionId(command.header.transition_id)
+        lead.resize = FakeResize(transition, coming, leaving, command.members, command.layout)
+
+    def _go_on_resizing(self, lead: FakeLead, resize: FakeResize) -> None:
+        """The commit in the store, which decides, or the switch after it."""
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": resize.transition}
+        if not resize.is_committed:
+            fault = self._fault_in_preparing(lead, resize)
+            if fault is None:
+                resize.is_committed = True
+                return
+            lead.resize = None
+            self._let_go(resize.coming)
+            self.say(lead.instance, ev.ResizeFailed(fault), grants=lead.members, **said)
+            return
+        lead.resize = None
+        if not all(self._is_at_work(grant) for grant in resize.members):
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a member died as it switched", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            return
+        lead.members = resize.members
+        self.say(lead.instance, ev.LayoutCommitted(resize.layout, resize.members, 0), grants=resize.members, **said)
+        if resize.leaving:
+            self._let_go(resize.leaving)
+            self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+
+    def _fault_in_preparing(self, lead: FakeLead, resize: FakeResize) -> str | None:
+        if self.num_failing_resizes:
+            self.num_failing_resizes -= 1
+            return "it could not be prepared"
+        for grant in resize.coming:
+            gate, name = self.gates[grant.gpu], instance_id(Role.ACTOR, node_of(grant.gpu))
+            if not self.instances[name].is_alive or gate.is_held or gate.highest >= grant.token:
+                return f"{grant.gpu} does not come"
+            self.gates[grant.gpu] = FakeGate(grant.token, is_held=True)
+        if not all(self._is_at_work(grant) for grant in lead.members):
+            return "a member is dead"
+        try:
+            self._keep(transitions.commit(self.records[resize.transition], self.gpus, Role.ACTOR, resize.layout))
+        except (GpuBusy, IllegalStep, StaleToken, VersionConflict) as refused:
+            return str(refused)
+        return None
+
+    def _is_at_work(self, grant: Grant) -> bool:
+        gate = self.gates[grant.gpu]
+        return gate.is_held and gate.highest == grant.token
+
+    def _let_go(self, grants: Sequence[Grant]) -> None:
+        for grant in grants:
+            if self.gates[grant.gpu].highest == grant.token:
+                self.gates[grant.gpu].is_held = False
 
     def _scale_up(self, command: cmd.ScaleUp, lead: FakeLead) -> None:
         header = command.header
@@ -417,7 +515,12 @@ class FakeCluster:
     # Work
 
     def work(self) -> bool:
-        """Leads that took the iteration do their part; False when there is nothing to do."""
+        """Leads that took the iteration do their part, the actor's a step of its resize first; False when there is
+        nothing to do."""
+        actor = self.leads[Role.ACTOR]
+        if actor is not None and actor.resize is not None and self.instances[actor.instance].is_alive:
+            self._go_on_resizing(actor, actor.resize)
+            return True
         leads = {role: lead for role, lead in self.leads.items() if lead is not None and self._can_work(role, lead)}
         plans = {(lead.incarnation, lead.plan) for lead in leads.values()}
         if len(leads) < len(Role) or len(plans) != 1 or None in {lead.plan for lead in leads.values()}:
@@ -428,7 +531,7 @@ class FakeCluster:
         return bool(todo)
 
     def _can_work(self, role: Role, lead: FakeLead) -> bool:
-        works = [self.gates[each.gpu].is_held and self.gates[each.gpu].highest == each.token for each in lead.members]
+        works = [self._is_at_work(each) for each in lead.members]
         return any(works) if role is Role.ROLLOUT else all(works) and bool(works)
 
     def _report(self, role: Role, lead: FakeLead) -> None:

@@ -12,13 +12,13 @@ from services.scheduler import events as ev
 from services.scheduler.codec import decode_state, encode_state, event_of, job_spec
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState
-from services.scheduler.values import Fate
+from services.scheduler.values import Fate, Placed
 from tests.unit.scheduler.drive import booted
 from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, gpu, spec
 from tidegate.codec import WireError
 from tidegate.config import JobConfig, parse_config
 from tidegate.events import EventSource
-from tidegate.types import Grant, InstanceId, Layout, NodeId, Role, Token
+from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token
 from tidegate.v1 import events_pb2, types_pb2
 
 CONFIG: dict[str, Any] = {
@@ -163,6 +163,11 @@ BODIES: dict[str, tuple[Any, ev.Body]] = {
     ),
     "cancelled": (events_pb2.JobCancelRequested(reason="r"), ev.JobCancelRequested("r")),
     "resumed": (events_pb2.JobResumeRequested(), ev.JobResumeRequested()),
+    "a resize is asked": (
+        events_pb2.ResizeRequested(layout=types_pb2.Layout(tp=2), gpus=["n0/1", "n0/0"]),
+        ev.ResizeRequested(Placed((GpuId("n0/1"), GpuId("n0/0")), Layout(tp=2))),
+    ),
+    "a resize failed": (events_pb2.ResizeFailed(message="no memory"), ev.ResizeFailed("no memory")),
     "gate reported": (
         events_pb2.GateReported(
             node="n0", gpus=[events_pb2.GateState(gpu="n0/1", highest_token=GRANT.token, held=True)]

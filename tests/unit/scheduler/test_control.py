@@ -8,6 +8,7 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
 from tests.watched_samples import generated_group
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
+from tidegate.codec import decode_layout, encode_layout
 from tidegate.ports.bus import Stage
 from tidegate.ports.rpc import PeerRefused
 from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token
@@ -144,6 +146,7 @@ async def test_before_any_state_was_written_the_job_is_submitted(tmp_path: Path)
         ("ListDeadLetters", control_pb2.ListDeadLettersRequest),
         ("DropDeadLetter", control_pb2.DropDeadLetterRequest),
         ("ReplayDeadLetter", control_pb2.ReplayDeadLetterRequest),
+        ("ResizeActor", partial(control_pb2.ResizeActorRequest, layout=encode_layout(Layout()))),
     ],
 )
 async def test_another_job_is_refused_by_name_and_nothing_is_told(
@@ -153,6 +156,47 @@ async def test_another_job_is_refused_by_name_and_nothing_is_told(
         with pytest.raises(PeerRefused, match="job 'another' is not here; this scheduler runs 'bench'") as refused:
             await getattr(of.stub, method)(request_type(job="another"))
         assert (refused.value.status, refused.value.error) == ("INVALID_ARGUMENT", "UnknownJob")
+        assert await of.bodies() == []
+
+
+def resizable(of: Controlled) -> ClusterState:
+    """An actor on n0/0 and n0/1 that runs."""
+    grants = tuple(Grant(GpuId(f"n0/{index}"), Token(1, 1)) for index in range(2))
+    actor = replace(LED, grants=grants, layout=Layout(dp=2))
+    return replace(STATE, spec=job_spec(of.cluster.config), components={**STATE.components, Role.ACTOR: actor})
+
+
+async def test_a_resize_becomes_an_event_and_is_told_with_its_gpus(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        of.state = resizable(of)
+        request = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(Layout(tp=2)))
+        answer = await of.stub.ResizeActor(request)
+        assert list(answer.gpus) == ["n0/0", "n0/1"]
+        events = [event async for _, event in of.cluster.bus.events.read(JOB)]
+        (asked,) = [event.resize_requested for event in events if event.WhichOneof("body") == "resize_requested"]
+        assert (decode_layout(asked.layout), list(asked.gpus)) == (Layout(tp=2), ["n0/0", "n0/1"])
+        assert of.state.asked is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "phase", "want"),
+    [
+        (Layout(dp=3), ["n0/0", "n0/1"], Phase.RUNNING, "= 1 \\* 1 \\* 3 \\* 1 = 3 ranks on 2 GPUs"),
+        (Layout(dp=3), [], Phase.RUNNING, "3 ranks on 2 GPUs; name 3 of n0/0, n0/1"),
+        (Layout(dp=2), ["n0/0", "n0/2"], Phase.RUNNING, "n0/2: no slot of the actor, whose slots are n0/0, n0/1"),
+        (Layout(tp=2), [], Phase.PAUSED, "bench is paused: an actor is resized while its job is running"),
+    ],
+    ids=["ranks and GPUs differ", "not that many slots", "another's GPU", "a job that does not run"],
+)
+async def test_a_resize_that_cannot_be_is_refused_with_the_numbers(
+    tmp_path: Path, layout: Layout, gpus: list[str], phase: Phase, want: str
+) -> None:
+    async with controlled(tmp_path) as of:
+        of.state = replace(resizable(of), phase=phase)
+        request = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(layout), gpus=gpus)
+        with pytest.raises(PeerRefused, match=want) as refused:
+            await of.stub.ResizeActor(request)
+        assert refused.value.error == "ResizeRefused"
         assert await of.bodies() == []
 
 

@@ -43,6 +43,7 @@ REFERENCE, REFERENCE_MESSAGE = as_published(0)
     [
         cmd.ScaleUp(HEADER, (FIRST,), (FIRST, SECOND), Layout(dp=2), None, None, ""),
         cmd.ScaleDown(HEADER, (FIRST,), (), None),
+        cmd.Migrate(HEADER, (FIRST,), (), (SECOND,), Layout()),
         cmd.LoadWeights(HEADER, WEIGHTS, None),
         cmd.OpenIteration(HEADER, IterationPlan(1, 1, 4, 4, 2, 2, 7)),
         cmd.CloseIteration(HEADER, 1, last=False),
@@ -73,6 +74,14 @@ def test_before_the_first_publish_a_scale_up_names_no_weights() -> None:
     request = encode_command(command, config_json="{}")
     assert isinstance(request, commands_pb2.ScaleUpRequest)
     assert (request.HasField("weights"), request.HasField("reference")) == (False, False)
+
+
+def test_a_migrate_carries_who_goes_who_comes_and_who_is_there_then() -> None:
+    request = encode_command(cmd.Migrate(HEADER, (FIRST,), (SECOND,), (SECOND,), Layout()), config_json="{}")
+    assert isinstance(request, commands_pb2.MigrateRequest)
+    assert decode_grants(getattr(request, "from")) == (FIRST,)
+    assert (decode_grants(request.to), decode_grants(request.members)) == ((SECOND,), (SECOND,))
+    assert decode_layout(request.layout) == Layout()
 
 
 def test_a_scale_down_carries_who_goes_and_who_stays() -> None:

@@ -1,0 +1,211 @@
+"""The actor's resizes: what is asked of whom, what a death or a refusal at each moment leads to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.resizes import fault, target
+from services.scheduler.state import ClusterState, Phase
+from services.scheduler.values import Placed
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
+from tidegate.ownership import GpuState, Outcome
+from tidegate.types import GpuId, Layout, Role
+
+FIRST, SECOND = gpu("n0", 0), gpu("n1", 0)
+SPARE, OTHER_SPARE = gpu("n0", 3), gpu("n1", 4)
+LARGER = Placed((FIRST, SECOND, SPARE, OTHER_SPARE), Layout(tp=2, dp=2))
+SMALLER = Placed((SECOND,), Layout())
+ELSEWHERE = Placed((OTHER_SPARE, SECOND), Layout(dp=2))
+OTHERWISE = Placed((FIRST, SECOND), Layout(tp=2))
+TURNED = Placed((SECOND, FIRST), Layout(dp=2))
+
+
+def running(**fields: Any) -> Drive:
+    """A job whose first iteration is open and untouched, with what was said delivered."""
+    cluster = FakeCluster(spec(standby=(SPARE, OTHER_SPARE), **fields))
+    drive = booted(cluster)
+    drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
+    while cluster.outbox:
+        drive.deliver(cluster.outbox.pop(0))
+    return drive
+
+
+def ask(drive: Drive, placed: Placed) -> None:
+    drive.cluster.say_as("control", ev.ResizeRequested(placed))
+    drive.deliver(drive.cluster.outbox.pop())
+
+
+def is_over(state: ClusterState) -> bool:
+    return state.asked is None and state.resize() is None
+
+
+def gpus_of(state: ClusterState) -> tuple[GpuId, ...]:
+    return tuple(grant.gpu for grant in state.components[Role.ACTOR].grants)
+
+
+@pytest.mark.parametrize(
+    ("placed", "kind"),
+    [
+        (LARGER, cmd.ScaleUp),
+        (SMALLER, cmd.ScaleDown),
+        (ELSEWHERE, cmd.Migrate),
+        (OTHERWISE, cmd.Migrate),
+        (TURNED, cmd.Migrate),
+    ],
+    ids=["grow", "shrink", "move", "another layout", "another order"],
+)
+def test_the_actor_changes_within_an_open_iteration(placed: Placed, kind: type[cmd.LeadCommand]) -> None:
+    drive = running()
+    iteration, sent = drive.state.iteration, len(drive.cluster.log)
+
+    ask(drive, placed)
+    state = drive.run_until(is_over)
+
+    assert (gpus_of(state), state.components[Role.ACTOR].layout) == (placed.gpus, placed.layout)
+    assert (state.incarnation, state.iteration) == (1, iteration)
+    leads = [command for command in drive.cluster.log[sent:] if isinstance(command, cmd.LeadCommand)]
+    assert [type(command) for command in leads] == [kind], "rollout and inference are asked nothing"
+    assert [record.outcome for record in drive.cluster.records.values()][-1] is Outcome.COMMITTED
+    owned = {slot for slot, record in drive.cluster.gpus.items() if record.owner == state.owner(Role.ACTOR)}
+    assert owned == set(placed.gpus)
+    assert {slot for slot in drive.cluster.job_spec.slots(Role.ACTOR) if drive.cluster.gates[slot].is_held} == owned
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_what_comes_has_a_new_token_and_what_stays_keeps_its_own() -> None:
+    drive = running()
+    before = {grant.gpu: grant.token for grant in drive.state.components[Role.ACTOR].grants}
+
+    ask(drive, ELSEWHERE)
+    drive.run_until(is_over)
+
+    after = {grant.gpu: grant.token for grant in drive.state.components[Role.ACTOR].grants}
+    assert after[SECOND] == before[SECOND]
+    assert drive.cluster.gpus[OTHER_SPARE].token == after[OTHER_SPARE]
+    assert drive.cluster.gpus[FIRST].state is GpuState.FREE
+
+
+def test_a_resize_that_cannot_be_prepared_leaves_the_actor_as_it_was_and_is_not_asked_again() -> None:
+    drive = running()
+    was = drive.state.components[Role.ACTOR]
+    drive.cluster.num_failing_resizes = 1
+
+    ask(drive, LARGER)
+    state = drive.run_until(is_over)
+
+    assert state.components[Role.ACTOR] == was
+    assert state.incarnation == 1
+    drive.run_until(lambda state: not state.suspects(Role.ACTOR))
+    assert drive.cluster.gpus[SPARE].state is GpuState.FREE
+    assert drive.run().phase is Phase.FINISHED
+    assert sum(record.reason.startswith("the actor from") for record in drive.cluster.records.values()) == 1
+
+
+def test_a_worker_that_dies_as_it_comes_costs_the_resize_and_not_the_actor() -> None:
+    drive = running()
+    ask(drive, LARGER)
+    transition = drive.state.resize()
+    assert transition is not None
+    coming = [record for record in drive.cluster.gpus.values() if record.gpu == SPARE]
+    drive.cluster.gates[SPARE].highest, drive.cluster.gates[SPARE].is_held = coming[0].token, True
+
+    drive.cluster.kill_worker(SPARE)
+    drive.run_until(is_over)
+
+    assert (drive.state.incarnation, gpus_of(drive.state)) == (1, (FIRST, SECOND))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_rank_that_dies_before_the_commit_ends_the_resize_and_restarts_the_actor_where_it_was() -> None:
+    drive = running()
+    ask(drive, LARGER)
+
+    drive.cluster.kill_worker(FIRST)
+    drive.run_until(is_over)
+
+    assert drive.run().phase is Phase.FINISHED
+    assert (drive.state.incarnation, drive.state.moved) == (2, None)
+
+
+def test_a_rank_that_dies_after_the_switch_restarts_the_actor_in_its_new_layout() -> None:
+    drive = running()
+    ask(drive, LARGER)
+    drive.run_until(is_over)
+
+    drive.cluster.kill_worker(SPARE)
+    drive.run_until(lambda state: state.incarnation == 2 and state.components[Role.ACTOR].is_up)
+
+    assert (gpus_of(drive.state), drive.state.components[Role.ACTOR].layout) == (LARGER.gpus, LARGER.layout)
+
+
+def test_a_lead_without_effect_costs_the_resize_at_its_deadline_and_not_the_job() -> None:
+    drive = running()
+    drive.cluster.hung.add(Role.ACTOR)
+    ask(drive, LARGER)
+    assert drive.state.resize() is not None
+
+    drive.cluster.hung.clear()
+    drive.now_ms += 2 * drive.cluster.job_spec.command_deadline_ms
+    drive.decide()
+
+    assert is_over(drive.state)
+    assert (drive.state.incarnation, gpus_of(drive.state)) == (1, (FIRST, SECOND))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_the_lead_of_a_closed_resize_cannot_commit_it() -> None:
+    drive = running()
+    ask(drive, LARGER)
+    drive.now_ms += 2 * drive.cluster.job_spec.command_deadline_ms
+    drive.decide()
+    assert is_over(drive.state)
+
+    assert drive.cluster.work(), "the lead comes to its commit only now"
+    drive.run_until(lambda state: not state.suspects(Role.ACTOR))
+
+    assert gpus_of(drive.state) == (FIRST, SECOND)
+    assert not drive.cluster.gates[SPARE].is_held
+    assert drive.run().phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("placed", "want"),
+    [
+        (Placed((FIRST, gpu("n0", 1)), Layout(dp=2)), "no slot of the actor"),
+        (Placed((FIRST, FIRST), Layout(dp=2)), "named twice"),
+        (Placed((FIRST,), Layout(tp=2, dp=3)), "= 2 * 1 * 3 * 1 = 6 ranks on 1 GPUs"),
+    ],
+    ids=["another's GPU", "a GPU twice", "ranks and GPUs differ"],
+)
+def test_what_the_actor_can_never_be_is_refused_by_name(placed: Placed, want: str) -> None:
+    drive = running()
+    assert want in (fault(drive.cluster.job_spec, placed) or "")
+
+    ask(drive, placed)
+
+    assert is_over(drive.state)
+    assert drive.state.ignored["asks for what the actor cannot be"] == 1
+
+
+def test_only_one_resize_is_under_way() -> None:
+    drive = running()
+    ask(drive, LARGER)
+    ask(drive, SMALLER)
+    drive.run_until(is_over)
+
+    assert gpus_of(drive.state) == LARGER.gpus
+    assert drive.state.ignored["another resize is under way"] == 1
+
+
+def test_a_layout_without_gpus_takes_the_first_free_slots_or_leaves_the_last() -> None:
+    state = running().state
+    assert target(state, Layout(dp=3)).gpus == (FIRST, SECOND, SPARE)
+    assert target(state, Layout()).gpus == (FIRST,)
+    lost = replace(state.gpus[SPARE], state=GpuState.LOST)
+    assert target(replace(state, gpus={**state.gpus, SPARE: lost}), Layout(dp=3)).gpus == (FIRST, SECOND, OTHER_SPARE)
