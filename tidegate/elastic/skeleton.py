@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tidegate.elastic import compat, param_groups
@@ -27,7 +27,8 @@ from tidegate.elastic.optimizers import FlatRange, StateKind, require_supported
 from tidegate.elastic.placing import place_buffers, place_frozen, place_optimizer_state
 from tidegate.elastic.provider import ModelProvider
 from tidegate.elastic.transport import TensorKey
-from tidegate.megatron.updates import data_parallel
+from tidegate.elastic.world import peers_needed
+from tidegate.megatron.updates import data_parallel, distributed_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ class Skeleton:
         self.mesh = mesh
         self.groups = groups
         self._arena = arena
-        modules = provider.build(mesh, me, groups, device=device)
+        with peers_needed("building the model"):
+            modules = provider.build(mesh, me, groups, device=device)
         self._parameters = dict(provider.local_parameters(modules, mesh, me))
         self.chunks = [data_parallel(module, groups, wrapper=wrapper) for module in modules]
         for chunk in self.chunks:
@@ -75,12 +77,8 @@ class Skeleton:
         place_frozen(self._parameters.values(), arena)
         parameter_bytes = arena.num_bytes
         with compat.gathering_within(groups.intra_dist_opt, device=device):
-            self.optimizer: Any = get_megatron_optimizer(
-                optimizer_config,
-                self.chunks,
-                config_overrides=None if config_overrides is None else dict(config_overrides),
-                use_gloo_process_groups=False,
-                pg_collection=groups,
+            self.optimizer: Any = distributed_optimizer(
+                self.chunks, optimizer_config, groups, config_overrides=config_overrides
             )
         require_supported(compat.class_names(self.optimizer))
         param_groups.mark(self.optimizer)

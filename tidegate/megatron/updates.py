@@ -128,10 +128,20 @@ def data_parallel(
 
 
 def distributed_optimizer(
-    chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, groups: ProcessGroupCollection
+    chunks: Sequence[DistributedDataParallel],
+    config: OptimizerConfig,
+    groups: ProcessGroupCollection,
+    *,
+    config_overrides: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """Megatron's chain of DistributedOptimizers, one for dense parameters and one for experts' where there are any."""
-    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+    """Megatron's chain of DistributedOptimizers, one for dense parameters and one for experts' where there are any.
+
+    `config_overrides`: parameter groups as `get_megatron_optimizer` takes them; None: Megatron's usual ones.
+    """
+    overrides = None if config_overrides is None else dict(config_overrides)
+    return get_megatron_optimizer(
+        config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False, pg_collection=groups
+    )
 
 
 def _finalize_without_division(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:

@@ -45,7 +45,7 @@ def test_a_rank_holds_exactly_what_the_planner_says_and_members_outside_the_mesh
 @pytest.mark.parametrize(
     ("layout", "model_of", "shared"),
     [
-        ({"dp": 2}, {"bf16": True}, True),
+        ({"dp": 2}, {"bf16": True, "frozen": True}, True),
         ({"pp": 2}, {"tied": True}, False),
         pytest.param({"dp": 2, "ep": 2}, {"experts": True}, True, marks=pytest.mark.long),
         pytest.param({"pp": 2, "vpp": 2, "dp": 2}, {"tied": True, "bf16": True}, True, marks=pytest.mark.long),
