@@ -22,9 +22,7 @@ from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Edge, Mesh, even_chunks
 from tidegate.elastic.optimizers import DistributedOptimizer, FlatRange
 from tidegate.elastic.parameters import Parameter, shard_of
-from tidegate.elastic.plan import Part
 from tidegate.elastic.planner import Planner
-from tidegate.elastic.regions import overlaps_of
 from tidegate.types import Layout
 
 RANKS_PER_HOST = 8
@@ -134,17 +132,6 @@ def deal_out(order: list[Parameter], ranks: tuple[int, ...], tp: int, ranges: di
             ranges[ranks[index]][parameter.name] = FlatRange(low - start, high - start)
 
 
-def minimum_bytes(part: Part) -> int:
-    """What the rank wants and did not hold."""
-    held = {(holding.name, holding.kind): holding.blocks for holding in part.held}
-    missing = 0
-    for want in part.wanted:
-        wanted = sum(block.num_elements for block in want.blocks)
-        kept = overlaps_of(held.get((want.name, want.kind), ()), want.blocks)
-        missing += (wanted - sum(box.rows * box.cols for box in kept)) * want.itemsize
-    return missing
-
-
 def main() -> int:
     options = arguments("Plan one rank's part of a reshard.")
     num_runs, num_ranks = (3, 2) if options.quick else (7, 4)
@@ -163,7 +150,7 @@ def main() -> int:
                 part = Planner(parameters, source, target, hosts=hosts).part(rank)
                 took.append(time.perf_counter() - began)
             received += part.received_bytes
-            minimum += minimum_bytes(part)
+            minimum += part.minimum_bytes
             times = spread(took)
             seconds[switch.figure] = max(seconds.get(switch.figure, 0.0), times["median"])
             cases.append(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.regions import Block, first_clash
+from tidegate.elastic.regions import Block, first_clash, overlaps_of
 
 
 class PlanInvalid(ValueError):
@@ -115,6 +115,21 @@ class Part:
     @property
     def sent_bytes(self) -> int:
         return sum(copy.size_bytes for copy in self.sends)
+
+    @property
+    def local_bytes(self) -> int:
+        return sum(copy.size_bytes for copy in self.local)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """What the rank wants and did not hold, counted from what it holds and not from the copies."""
+        held = {(holding.name, holding.kind): holding.blocks for holding in self.held}
+        missing = 0
+        for want in self.wanted:
+            wanted = sum(block.num_elements for block in want.blocks)
+            kept = overlaps_of(held.get((want.name, want.kind), ()), want.blocks)
+            missing += (wanted - sum(box.rows * box.cols for box in kept)) * want.itemsize
+        return missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.elastic.memory import memory_at
 from tidegate.elastic.regions import Block
 
 BLOCK = 4096
@@ -57,8 +58,12 @@ class WeightedSums:
 def _on_host(
     bits: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    region = bits.as_strided(shape, strides, bits.storage_offset() + offset).cpu().numpy()
-    return region.view(f"u{bits.itemsize}")
+    region = bits.as_strided(shape, strides, bits.storage_offset() + offset)
+    # By its address, since `Tensor.numpy` forbids the storage to be resized from then on; the last stride is 1.
+    host = region if region.device.type == "cpu" else region.cpu()
+    byte_strides = (*(stride * bits.itemsize for stride in host.stride()[:-1]), 1)
+    seen = memory_at(host.data_ptr(), (*shape[:-1], shape[-1] * bits.itemsize), byte_strides, owner=host)
+    return seen.view(f"u{bits.itemsize}")
 
 
 def _spans(col: int, cols: int) -> Iterator[tuple[int, int, int, int]]:

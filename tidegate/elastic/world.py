@@ -2,7 +2,7 @@
 
 A membership is an epoch's number and the ids of its members; torch's rank is the index among them. Every key in the
 store begins with the epoch, so that an epoch never meets what an older one left; numbers are never used twice.
-Groups are cached by (backend, ordered tuple of members); a role whose tuple equals another's shares its group, whatever
+Groups are cached by their ordered tuple of members (a world has one backend); a role whose tuple equals another's shares its group, whatever
 layout asks. Only members make a group, which waits for all of them: `prepare` therefore makes them in one order that
 all ranks share, by which some group can always be completed, and must be called by every member of the epoch, those in
 no group too, in one sequence. From that sequence alone each rank derives which groups are dropped.
@@ -28,7 +28,7 @@ from tidegate.elastic.connections import listening, shut
 from tidegate.elastic.rendezvous import use_interface
 
 MAX_GROUPS = 64
-"""Of one rank. A gloo group of n ranks holds n + 3 descriptors and 3 threads of each; the usual limit is 1,024."""
+"""Of one rank. With gloo, one of n members costs each of them n + 3 descriptors and 3 threads; the usual limit is 1,024."""
 
 
 class PeerLost(RuntimeError):
@@ -149,15 +149,7 @@ class World:
         """Each member's payload, by member."""
         group = self.group(members)
         with peers_needed(f"gathering from members {members}"):
-            mine = torch.tensor([len(payload)], device=self.device)
-            sizes = torch.empty(len(members), dtype=torch.int64, device=self.device)
-            dist.all_gather_into_tensor(sizes, mine, group=group)
-            width = max(int(sizes.max()), 1)
-            sent = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
-            received = torch.empty(len(members) * width, dtype=torch.uint8, device=self.device)
-            dist.all_gather_into_tensor(received, sent, group=group)
-            rows = received.view(len(members), width).cpu().numpy()
-        return {member: rows[at, : int(sizes[at])].tobytes() for at, member in enumerate(members)}
+            return dict(zip(members, gather_bytes(group, payload, device=self.device), strict=True))
 
     def barrier(self, members: tuple[int, ...]) -> None:
         group = self.group(members)
@@ -249,3 +241,16 @@ class World:
     def _disconnect(self, members: tuple[int, ...]) -> None:
         # Whoever holds a gloo group keeps it alive, and gloo has no abort; a peer must not wait for that.
         shut(self._addresses.pop(members))
+
+
+def gather_bytes(group: dist.ProcessGroup, payload: bytes, *, device: torch.device) -> list[bytes]:
+    """Each rank's payload, in the group's order."""
+    mine = torch.tensor([len(payload)], device=device)
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, mine, group=group)
+    width = max(int(sizes.max()), 1)
+    sent = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8).to(device)
+    received = torch.empty(group.size() * width, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(received, sent, group=group)
+    rows = received.view(group.size(), width).cpu().numpy()
+    return [rows[rank, : int(size)].tobytes() for rank, size in enumerate(sizes)]

@@ -1,0 +1,195 @@
+"""What the ranks of the tests of elastic trainers run, and the logical state as numpy arrays, put together by them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from tests.integration.elastic.worlds import CPU, TIMEOUT_S, open_store
+from tests.ranks import RankContext, Results
+from tidegate.elastic.adam import optimizer_form
+from tidegate.elastic.holders import State
+from tidegate.elastic.minibatch import NextTokens
+from tidegate.elastic.optimizers import DistributedOptimizer, StateKind
+from tidegate.elastic.parameters import Parameter, Split
+from tidegate.elastic.planner import Planner
+from tidegate.elastic.report import PARTS
+from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.trainer import ElasticTrainer
+from tidegate.elastic.world import Membership, World
+from tidegate.megatron.batching import BatchLimits
+from tidegate.megatron.gpt_provider import GptProvider
+from tidegate.model_config import ModelConfig
+from tidegate.types import Layout
+
+VOCAB = 61
+PADDED_VOCAB = 64
+LEARNING_RATE = 1e-3
+SEED = 5
+
+Logical = dict[str, npt.NDArray[Any]]
+"""By `NAME/KIND`: the unsharded tensor's bits."""
+
+
+def provider(*, experts: bool = False, bf16: bool = False, tied: bool = True) -> GptProvider:
+    config = ModelConfig(
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        vocab_size=VOCAB,
+        max_seq_len=64,
+        tied_embeddings=tied,
+        num_experts=4 if experts else None,
+    )
+    return GptProvider(config, PADDED_VOCAB, dtype=torch.bfloat16 if bf16 else torch.float32)
+
+
+def adam(*, bf16: bool = False) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
+    )
+
+
+def minibatch(update: int, *, num_sequences: int = 16) -> NextTokens:
+    """The tokens of one update: the same whatever the layout."""
+    draw = np.random.default_rng((SEED, update))
+    sequences = [draw.integers(0, VOCAB, size=int(draw.integers(9, 17))).tolist() for _ in range(num_sequences)]
+    return NextTokens(sequences, VOCAB, limits=BatchLimits(max_sequences=1, pad_multiple=16))
+
+
+@contextmanager
+def started(
+    context: RankContext, layout: Layout, ranks: Sequence[int] | None = None, *, shared: bool = True, **model: bool
+) -> Iterator[ElasticTrainer]:
+    """A trainer over all ranks of the context, in its first layout."""
+    store = open_store(context)
+    members = tuple(range(context.world_size))
+    world = World.join(Membership(1, members), me=context.rank, store=store, device=CPU, timeout_s=TIMEOUT_S)
+    folder = None
+    if shared:
+        said = world.gather(members, tempfile.mkdtemp(dir="/dev/shm").encode() if context.rank == 0 else b"")
+        folder = Path(said[0].decode())
+    settings = ElasticSettings(seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S)
+    trainer = ElasticTrainer(provider(**model), adam(bf16=model.get("bf16", False)), world=world, settings=settings)
+    try:
+        trainer.start(layout, ranks=ranks)
+        yield trainer
+        trainer.close()
+        world.leave()
+    finally:
+        if folder is not None and context.rank == 0:
+            shutil.rmtree(folder)
+
+
+def logical_state(trainer: ElasticTrainer) -> Logical:
+    """On every member, from all ranks' tensors as they lie there; replicas must agree bit for bit."""
+    held, parameters = trainer.held, provider_parameters(trainer)
+    assert held is not None
+    ranges = {rank: entry.ranges for rank, entry in held.announcements.items()}
+    end = State(held.mesh, DistributedOptimizer(ranges, *optimizer_form(trainer.optimizer_config)))
+    planner = Planner(list(parameters.values()), end, end)
+    own = b""
+    if held.state is not None:
+        tensors = held.state.skeleton.tensors()
+        holdings = planner.part(trainer.world.me).held
+        own = b"".join(tensors[h.name, h.kind].clone().view(torch.uint8).numpy().tobytes() for h in holdings)
+    gathered = trainer.world.gather(trainer.world.membership.members, own)
+    found: Logical = {}
+    known: dict[str, npt.NDArray[np.bool_]] = {}
+    for rank in held.mesh.ranks:
+        offset = 0
+        for holding in planner.part(rank).held:
+            flat = np.frombuffer(gathered[rank], f"u{holding.itemsize}", holding.num_elements, offset)
+            offset += flat.nbytes
+            parameter, key = parameters[holding.name], f"{holding.name}/{holding.kind}"
+            shape = _matrix(parameter) if holding.kind is not StateKind.STEP else (1, 1)
+            matrix = found.setdefault(key, np.zeros(shape, flat.dtype))
+            seen = known.setdefault(key, np.zeros(shape, np.bool_))
+            for block in holding.blocks:
+                box = np.s_[block.row : block.row + block.rows, block.col : block.col + block.cols]
+                strides = (block.stride * flat.itemsize, flat.itemsize)
+                value = np.lib.stride_tricks.as_strided(flat[block.offset :], (block.rows, block.cols), strides)
+                assert np.array_equal(matrix[box][seen[box]], value[seen[box]]), f"{key} differs on rank {rank}"
+                matrix[box] = value
+                seen[box] = True
+    assert all(seen.all() for seen in known.values())
+    return found
+
+
+def provider_parameters(trainer: ElasticTrainer) -> dict[str, Parameter]:
+    return {parameter.name: parameter for parameter in trainer.provider.parameters()}
+
+
+def _matrix(parameter: Parameter) -> tuple[int, int]:
+    dim = parameter.cut.dim if isinstance(parameter.cut, Split) else 0
+    rows = prod(parameter.shape[:dim])
+    return rows, prod(parameter.shape) // rows
+
+
+def same(left: Logical, right: Logical) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[key], right[key]) for key in left)
+
+
+def circuit(num_nodes: int) -> list[int]:
+    """A closed walk that takes every ordered pair of different nodes once, after Hierholzer; it begins at 0."""
+    ahead = {node: [other for other in range(num_nodes) if other != node] for node in range(num_nodes)}
+    path, walk = [0], []
+    while path:
+        if ahead[path[-1]]:
+            path.append(ahead[path[-1]].pop())
+        else:
+            walk.append(path.pop())
+    return walk[::-1]
+
+
+def walks(context: RankContext, *, places: list[dict[str, Any]], updates_between: int = 1, **options: bool) -> Results:
+    """Trains through all the places; for each update its loss and gradient norm, for each switch what it moved."""
+    updates: list[tuple[float, float]] = []
+    moved, minimum, kept, seconds = [], [], [], []
+
+    def train(trainer: ElasticTrainer) -> None:
+        for _ in range(updates_between):
+            update = trainer.train_minibatch(minibatch(len(updates)), LEARNING_RATE)
+            updates.append((update.sums[0], update.grad_norm) if update else (np.nan, np.nan))
+
+    first, *others = places
+    with started(context, Layout(**first["layout"]), first.get("ranks"), **options) as trainer:
+        train(trainer)
+        for place in others:
+            before = logical_state(trainer)
+            report = trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
+            kept.append(same(before, logical_state(trainer)))
+            moved.append(report.moved_bytes)
+            minimum.append(report.minimum_bytes)
+            seconds.append([report.seconds[part] for part in PARTS])
+            train(trainer)
+        progress = trainer.progress.num_updates
+        final = logical_state(trainer)
+    figures = {
+        "updates": np.array(updates),
+        "moved": np.array(moved),
+        "minimum": np.array(minimum),
+        "kept": np.array(kept),
+        "seconds": np.array(seconds),
+        "num_updates": np.array(progress),
+    }
+    return figures | {f"final/{key}": value for key, value in final.items()}

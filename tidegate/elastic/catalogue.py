@@ -1,0 +1,83 @@
+"""What each member of a mesh announces of its tensors: which ranges of the optimizer it owns, and where they lie.
+
+A planner needs the ranges of all ranks of both ends, and a reader of shared memory the places; both are announced once
+for each mesh and epoch. Invariants: an entry is whole or absent; what is decoded is what was encoded, and nothing that
+came over a wire is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from pydantic import TypeAdapter
+
+from tidegate.elastic.memory import Place
+from tidegate.elastic.optimizers import FlatRange, StateKind
+from tidegate.elastic.transport import TensorKey
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One member's tensors in one mesh."""
+
+    host: str
+    ranges: Mapping[str, FlatRange]
+    places: Mapping[TensorKey, Place] = field(default_factory=dict)
+    """In shared memory; none where tensors are sent."""
+    stamp: Place | None = None
+    """Where the member writes which update its tensors are of."""
+
+
+_WiredPlace = tuple[str, int, int, str]
+_Wired = tuple[str, dict[str, FlatRange], list[tuple[str, StateKind, _WiredPlace]], _WiredPlace | None]
+_ONE = TypeAdapter(_Wired)
+_MESH = TypeAdapter(dict[int, _Wired])
+
+
+def encode_all(announcements: Mapping[int, Announcement]) -> bytes:
+    """Of all ranks of a mesh."""
+    return _MESH.dump_json({rank: _wired(entry) for rank, entry in announcements.items()})
+
+
+def decode_all(payload: bytes) -> dict[int, Announcement]:
+    """Inverse of `encode_all`; raises as `decode` does."""
+    return {rank: _read(wired) for rank, wired in _MESH.validate_json(payload).items()}
+
+
+def encode(announcement: Announcement) -> bytes:
+    return _ONE.dump_json(_wired(announcement))
+
+
+def decode(payload: bytes) -> Announcement:
+    """Inverse of `encode`; raises pydantic's ValidationError, or ValueError, on anything else."""
+    return _read(_ONE.validate_json(payload))
+
+
+def _wired(entry: Announcement) -> _Wired:
+    places = [(name, kind, _wired_place(place)) for (name, kind), place in entry.places.items()]
+    return entry.host, dict(entry.ranges), places, None if entry.stamp is None else _wired_place(entry.stamp)
+
+
+def _read(wired: _Wired) -> Announcement:
+    host, ranges, places, stamp = wired
+    return Announcement(
+        host,
+        ranges,
+        {(name, kind): _read_place(place) for name, kind, place in places},
+        None if stamp is None else _read_place(stamp),
+    )
+
+
+def _wired_place(place: Place) -> _WiredPlace:
+    return place.path, place.offset_bytes, place.num_elements, str(place.dtype)
+
+
+def _read_place(wired: _WiredPlace) -> Place:
+    path, offset_bytes, num_elements, dtype = wired
+    if dtype not in _DTYPES:
+        raise ValueError(f"a tensor in {path} is announced as {dtype}; known: {', '.join(_DTYPES)}")
+    return Place(path, offset_bytes, num_elements, _DTYPES[dtype])

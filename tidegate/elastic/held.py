@@ -1,0 +1,88 @@
+"""Where a job's state is: in a mesh of an epoch, on ranks that have announced their tensors, some of them dead perhaps.
+
+Invariant: all members of an epoch agree on it; it changes only at a reshard's commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from pydantic import TypeAdapter
+
+from tidegate.elastic import catalogue
+from tidegate.elastic.catalogue import Announcement
+from tidegate.elastic.layout import Mesh
+from tidegate.elastic.memory import Arena, SharedArena
+from tidegate.elastic.skeleton import Skeleton
+from tidegate.elastic.stamp import Stamp
+from tidegate.elastic.transport import TensorKey
+from tidegate.elastic.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One member's tensors in one mesh, and where they lie."""
+
+    skeleton: Skeleton
+    arena: Arena
+    stamp: Stamp
+
+    def announcement(self, host: str) -> Announcement:
+        """With the tensors' places, where other processes of the host can read them."""
+        if not isinstance(self.arena, SharedArena):
+            return Announcement(host, self.skeleton.ranges())
+        places = {key: self.arena.place(tensor) for key, tensor in self.skeleton.tensors().items()}
+        return Announcement(host, self.skeleton.ranges(), places, self.arena.place(self.stamp.counts))
+
+    def discard(self) -> None:
+        """Give the memory back for good, and the file's name."""
+        self.skeleton.release()
+        if isinstance(self.arena, SharedArena):
+            self.arena.unlink()
+            self.arena.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where the job's state is: in which mesh, of which epoch, and what its ranks announced of their tensors."""
+
+    epoch: int
+    mesh: Mesh
+    announcements: Mapping[int, Announcement]
+    state: RankState | None
+    """This member's own; None where it is not in the mesh."""
+
+    def tensors(self) -> Mapping[TensorKey, torch.Tensor]:
+        """This member's; none where it is not in the mesh."""
+        return {} if self.state is None else self.state.skeleton.tensors()
+
+    def hosts(self) -> dict[int, str]:
+        """By rank, the dead ones' too."""
+        return {rank: entry.host for rank, entry in self.announcements.items()}
+
+    def release(self) -> None:
+        """Give this member's memory back; the tensors stay, to be used again."""
+        if self.state is not None:
+            self.state.skeleton.release()
+
+    def discard(self) -> None:
+        """Give this member's memory back for good."""
+        if self.state is not None:
+            self.state.discard()
+
+
+_WIRED = TypeAdapter(tuple[int, Mesh, str])
+
+
+def shared(world: World, held: Held | None) -> Held | None:
+    """What the members of a new epoch know of the state, for those that have just joined; None: there is none yet."""
+    payload = b""
+    if held is not None:
+        payload = _WIRED.dump_json((held.epoch, held.mesh, catalogue.encode_all(held.announcements).decode()))
+    known = [said for said in world.gather(world.membership.members, payload).values() if said]
+    if held is not None or not known:
+        return held
+    epoch, mesh, announcements = _WIRED.validate_json(known[0])
+    return Held(epoch, mesh, catalogue.decode_all(announcements.encode()), None)

@@ -1,0 +1,96 @@
+"""What one update trains on: whole, the same for every member, and cut by each rank for its own place.
+
+Invariants: the cut into micro-batches does not depend on the layout, only which replica runs which does; losses are
+weighted by the whole minibatch's denominators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from tidegate.elastic.layout import Mesh
+from tidegate.megatron.batching import BatchLimits, TokenBatch, replica_batches
+from tidegate.megatron.log_probs import token_log_probs
+from tidegate.megatron.schedule import OnLogits
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands when it cuts a minibatch."""
+
+    mesh: Mesh
+    me: int
+    groups: ProcessGroupCollection
+    device: torch.device
+
+    @property
+    def num_replicas(self) -> int:
+        return self.mesh.layout.dp
+
+    @property
+    def replica(self) -> int:
+        return self.mesh.coordinates(self.mesh.ranks.index(self.me)).dp
+
+
+class Minibatch(Protocol):
+    @property
+    def num_samples(self) -> int:
+        """Trained on, once the update is committed."""
+
+    @property
+    def num_sums(self) -> int:
+        """Length of what the loss keeps of each micro-batch."""
+
+    def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
+        """The rank's micro-batches, and the loss of each, whose first sum is the loss itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """The mean negative log-likelihood of each token after a sequence's first that its mask names; None: of all."""
+
+    sequences: Sequence[Sequence[int]]
+    vocab_size: int
+    loss_masks: Sequence[Sequence[bool]] | None = None
+    limits: BatchLimits = field(default_factory=BatchLimits)
+
+    def __post_init__(self) -> None:
+        if self.num_tokens == 0:
+            raise ValueError(f"{len(self.sequences)} sequences have no token to learn after their first: set some mask")
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def num_sums(self) -> int:
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Learned."""
+        return sum(sum(self._mask(index)[1:]) for index in range(len(self.sequences)))
+
+    def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
+        batches = replica_batches(self.sequences, self.limits, num_replicas=place.num_replicas, replica=place.replica)
+
+        def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            weight_BS = torch.zeros(tokens_BS.shape, device=place.device)
+            for row, index in enumerate(batches[number].sequences):
+                mask = torch.tensor(self._mask(index), dtype=torch.float32)
+                weight_BS[row, : len(mask)] = mask / self.num_tokens
+            log_probs_BS = token_log_probs(
+                logits_BQV, tokens_BS, vocab_size=self.vocab_size, temperature=1.0, groups=place.groups
+            )
+            loss = -(log_probs_BS * weight_BS).sum()
+            return loss, loss.detach().reshape(1)
+
+        return batches, on_logits
+
+    def _mask(self, index: int) -> Sequence[bool]:
+        return self.loss_masks[index] if self.loss_masks is not None else (True,) * len(self.sequences[index])

@@ -1,0 +1,226 @@
+"""A Megatron trainer that changes its layout between two updates: the library's face.
+
+Every process of a membership epoch has one and calls it alike; a process that the layout does not need stands by.
+Order of a reshard: `prepare` builds, fills and checks the new layout beside the old one; the members vote; at the
+decision `commit` switches, or `abort` gives the new one back. `reshard` is all of it, decided in the epoch's store.
+Invariants: until the decision nothing of the old layout is written, so that any failure leaves it as it was; the old
+tensors stay until every member has switched; parameters, optimizer state, progress, learning rate and random numbers
+go on as if the job had always been in its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron.core.optimizer import OptimizerConfig
+
+from tidegate.elastic import held as holding
+from tidegate.elastic import param_groups
+from tidegate.elastic.decision import StoreDecision
+from tidegate.elastic.epoch_cache import EpochCache
+from tidegate.elastic.held import Held, RankState
+from tidegate.elastic.layout import LayoutRefused, Mesh
+from tidegate.elastic.memory import ArenaReader
+from tidegate.elastic.minibatch import Minibatch, RankPlace
+from tidegate.elastic.preparing import At, Prepared, Preparing, nowhere
+from tidegate.elastic.provider import ModelProvider
+from tidegate.elastic.report import ReshardReport, Stopwatch
+from tidegate.elastic.rng import seed_update
+from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.state import Progress
+from tidegate.elastic.world import World
+from tidegate.megatron.updates import Update, Updater
+from tidegate.types import Layout
+
+
+class ReshardAborted(RuntimeError):
+    """The layout is as it was; the message says whose failure it was."""
+
+
+class NotInLayout(RuntimeError):
+    """This member stands by: it holds no part of the model."""
+
+
+class NotStarted(RuntimeError):
+    """There is no state yet."""
+
+
+class ElasticTrainer:
+    """See the module. `layouts` are built ahead, over the first members that they need; others when first asked for."""
+
+    def __init__(
+        self,
+        model_provider: ModelProvider,
+        optimizer_config: OptimizerConfig,
+        *,
+        world: World,
+        layouts: Iterable[Layout] = (),
+        settings: ElasticSettings | None = None,
+        at: At = nowhere,
+    ) -> None:
+        self.provider = model_provider
+        self.optimizer_config = optimizer_config
+        self._settings = settings or ElasticSettings()
+        self._at = at
+        self._cache = EpochCache(model_provider, optimizer_config, world, self._settings)
+        self._held: Held | None = holding.shared(world, None)
+        self._progress = Progress()
+        self._num_reshards = 0
+        self._reader = ArenaReader()
+        for layout in layouts:
+            self._cache.introduce(self._mesh(layout, None), beside=None, watch=Stopwatch())
+
+    @property
+    def world(self) -> World:
+        return self._cache.world
+
+    @property
+    def held(self) -> Held | None:
+        """Where the job's state is; None before `start`."""
+        return self._held
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The layout and its ranks."""
+        return None if self._held is None else self._held.mesh
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
+    def state(self) -> RankState:
+        """This member's tensors. Raises NotInLayout."""
+        if self._held is None or self._held.state is None:
+            raise NotInLayout(f"member {self.world.me} stands by: the layout is on {self.mesh and self.mesh.ranks}")
+        return self._held.state
+
+    def start(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> None:
+        """Take the initial weights, in this layout on these members (the first ones). Raises LayoutRefused."""
+        mesh = self._mesh(layout, ranks)
+        held = self._cache.introduce(mesh, beside=None, watch=Stopwatch())
+        if held.state is not None:
+            skeleton = held.state.skeleton
+            skeleton.materialise()
+            self.provider.initialise(skeleton.chunks, mesh, self.world.me, seed=self._settings.seed)
+            skeleton.start_anew()
+            held.state.stamp.set(0)
+        self._held = held
+
+    def train_minibatch(self, minibatch: Minibatch, learning_rate: float) -> Update | None:
+        """One update over a whole minibatch, which every member is given alike; None on a member that stands by.
+
+        A PeerLost before the update is applied leaves the state of the update before.
+        """
+        if self._held is None or self._held.state is None:
+            return None
+        state = self._held.state
+        skeleton = state.skeleton
+        place = RankPlace(skeleton.mesh, self.world.me, skeleton.groups, self.world.device)
+        batches, on_logits = minibatch.of_rank(place)
+        seed_update(self._settings.seed, self._progress.num_updates, skeleton.mesh, self.world.me)
+        updater = Updater(skeleton.chunks, skeleton.optimizer, skeleton.groups, num_sums=minibatch.num_sums)
+        update = updater.update(batches, on_logits, learning_rate, applying=state.stamp.applying)
+        if update.committed:
+            progress = self._progress
+            self._progress = replace(
+                progress,
+                num_updates=progress.num_updates + 1,
+                num_samples=progress.num_samples + minibatch.num_samples,
+            )
+        return update
+
+    def reshard(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> ReshardReport:
+        """Go on in this layout on these members; called by all members of the epoch alike.
+
+        Raises LayoutRefused before anything moves; ReshardAborted, with the old layout as it was; PeerLost when a
+        member died: `rejoin` the next epoch, in the layout that `mesh` says.
+        """
+        mesh = self._mesh(layout, ranks)
+        self._num_reshards += 1
+        name = str(self._num_reshards)
+        decision = StoreDecision(
+            self.world.store,
+            name,
+            me=self.world.me,
+            participants=self.world.membership.members,
+            timeout_s=self._settings.timeout_s,
+        )
+        try:
+            prepared = self.prepare(mesh, name=name)
+        except Exception as error:
+            decision.vote(f"{type(error).__name__}: {error}")
+            raise
+        with prepared.watch.part("vote"):
+            decision.vote()
+            self._at("voted")
+            outcome = decision.outcome()
+        self._at("decided")
+        if not outcome.committed:
+            self.abort(prepared)
+            raise ReshardAborted(f"no reshard from {prepared.source.mesh.layout} to {layout}: {outcome.reason}")
+        return self.commit(prepared)
+
+    def prepare(self, mesh: Mesh, *, name: str) -> Prepared:
+        """The first phase, of the reshard of this name. Whatever it raises, it has given back what it took."""
+        if self._held is None:
+            raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
+        preparing = Preparing(self._cache, self._settings, self._reader, self._at)
+        return preparing.run(name, self._held, mesh, self._progress)
+
+    def commit(self, prepared: Prepared) -> ReshardReport:
+        """The second phase: train in the new layout from here on, and give the old one's memory back.
+
+        Raises PeerLost, in the new layout, when a member does not switch: `rejoin` the next epoch.
+        """
+        with prepared.watch.part("switch"):
+            self._held, self._progress = prepared.target, prepared.progress
+            if prepared.target.state is not None:
+                param_groups.assign(prepared.target.state.skeleton.optimizer, prepared.groups)
+            self._at("switched")
+            try:
+                self.world.barrier(self.world.membership.members)
+                self._at("all_switched")
+            finally:
+                self._retire(prepared.source)
+            self._at("released")
+        return prepared.report()
+
+    def abort(self, prepared: Prepared) -> None:
+        """Stay in the old layout."""
+        prepared.target.release()
+
+    def rejoin(self, world: World) -> None:
+        """Go on in another epoch, after a death or for new members; called by its members alike.
+
+        The state stays where it is: the next `reshard` brings it into the new epoch. A member that knows of none takes
+        over what the others know.
+        """
+        held = self._held
+        self._cache.discard(but=None if held is None else held.state)
+        self._cache = EpochCache(self.provider, self.optimizer_config, world, self._settings)
+        self._held = holding.shared(world, held)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._cache.discard(but=None if self._held is None else self._held.state)
+        if self._held is not None:
+            self._held.discard()
+        self._held = None
+
+    def _retire(self, source: Held) -> None:
+        if source.epoch == self.world.membership.epoch:
+            source.release()
+        else:
+            source.discard()
+
+    def _mesh(self, layout: Layout, ranks: Iterable[int] | None) -> Mesh:
+        members = self.world.membership.members
+        chosen = members[: layout.num_ranks] if ranks is None else tuple(ranks)
+        if strangers := [rank for rank in chosen if rank not in members]:
+            raise LayoutRefused(
+                f"layout {layout} on ranks {chosen}: {strangers} are no members of epoch "
+                f"{self.world.membership.epoch}, which has {members}"
+            )
+        return self.provider.mesh(layout, chosen)
