@@ -2,10 +2,10 @@
 
 A membership is an epoch's number and the ids of its members; torch's rank is the index among them. Every key in the
 store begins with the epoch, so that an epoch never meets what an older one left; numbers are never used twice.
-Groups are cached by their ordered tuple of members (a world has one backend); a role whose tuple equals another's shares its group, whatever
-layout asks. Only members make a group, which waits for all of them: `prepare` therefore makes them in one order that
-all ranks share, by which some group can always be completed, and must be called by every member of the epoch, those in
-no group too, in one sequence. From that sequence alone each rank derives which groups are dropped.
+Groups are cached by their ordered tuple of members (a world has one backend); a role whose tuple equals another's shares
+its group, whatever layout asks. Only members make a group, which waits for all of them: `prepare` therefore makes them
+in one order that all ranks share, by which some group can always be completed, and must be called by every member of
+the epoch, those in no group too, in one sequence. From that sequence alone each rank derives which groups are dropped.
 Invariants: a member id has one place; no group of the list just prepared is dropped; after `leave` this process has no
 open connection of the epoch, whoever still holds a group of it, and may join the next. Not safe for several threads.
 """
@@ -28,7 +28,7 @@ from tidegate.elastic.connections import listening, shut
 from tidegate.elastic.rendezvous import use_interface
 
 MAX_GROUPS = 64
-"""Of one rank. With gloo, one of n members costs each of them n + 3 descriptors and 3 threads; the usual limit is 1,024."""
+"""Of one rank. With gloo, one of n members costs each n + 3 descriptors and 3 threads; the usual limit is 1,024."""
 
 
 class PeerLost(RuntimeError):
