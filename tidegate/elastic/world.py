@@ -2,7 +2,7 @@
 
 A membership is an epoch's number and the ids of its members; torch's rank is the index among them. Every key in the
 store begins with the epoch, so that an epoch never meets what an older one left; numbers are never used twice.
-Groups are cached by their ordered tuple of members (a world has one backend); a role whose tuple equals another's shares
+Groups are cached by their ordered tuple of members (one backend a world); a role whose tuple equals another's shares
 its group, whatever layout asks. Only members make a group, which waits for all of them: `prepare` therefore makes them
 in one order that all ranks share, by which some group can always be completed, and must be called by every member of
 the epoch, those in no group too, in one sequence. From that sequence alone each rank derives which groups are dropped.
