@@ -136,14 +136,14 @@ class OrderedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # Meg
 class _OutputUse:
     """The output layer's use of a tied weight on a rank that has the embedding too, with a gradient of its own.
 
-    The output layer is given an alias of the weight, in the same memory, that neither DDP nor the optimizer knows.
+    During an update the output layer is given an alias of the weight, in the same memory, that neither DDP nor the
+    optimizer knows. It lives no longer: the weight's memory may go and be replaced between updates.
     """
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.weight = weight
-        self._alias = weight.detach().requires_grad_()
-        self._alias.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # torch's is untyped
-        self._total = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+        self._alias: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
         self._gradient: _ShardedGradient | None = None
 
     @classmethod
@@ -157,25 +157,29 @@ class _OutputUse:
         return use
 
     def start(self, gradient: _ShardedGradient) -> None:
-        self._gradient = gradient
-        self._total.zero_()
-        # The weight's memory may have been replaced since.
-        self._alias.data = self.weight.data
+        total = torch.zeros_like(self.weight, dtype=torch.float32, requires_grad=False)
+        alias = self.weight.detach().requires_grad_()
+
+        def add(alias: torch.Tensor) -> None:
+            assert alias.grad is not None
+            gradient.before_added(total)
+            total.add_(alias.grad)
+            alias.grad = None
+
+        alias.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]  # torch's is untyped
+        self._gradient, self._total, self._alias = gradient, total, alias
 
     def finish(self) -> torch.Tensor:
+        """The gradient; the alias is gone."""
         assert self._gradient is not None
-        self._gradient.finish(self._total)
-        return self._total
+        assert self._total is not None
+        total = self._total
+        self._gradient.finish(total)
+        self._gradient = self._total = self._alias = None
+        return total
 
     def _hand_over(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | {"weight": self._alias} if torch.is_grad_enabled() else kwargs
-
-    def _add(self, alias: torch.Tensor) -> None:
-        assert self._gradient is not None
-        self._gradient.before_added(self._total)
-        assert alias.grad is not None
-        self._total.add_(alias.grad)
-        alias.grad = None
+        return args, kwargs if self._alias is None else kwargs | {"weight": self._alias}
 
 
 class ReproducibleUpdater(Updater):

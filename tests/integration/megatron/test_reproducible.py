@@ -1,0 +1,135 @@
+"""Runs in reproducible mode have the same bits for every number of replicas and stages, or are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks import RankServer, Results
+
+RUNS = "tests.integration.megatron.reproducible_runs"
+NUM_SHARDS = 4
+REPORTED = ("sums", "grad_norm")
+
+Run = Callable[..., Results]
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankServer) -> Run:
+    """Every number of a run by name: the logical state, and what all ranks report alike. A run is made once."""
+    made: dict[str, Results] = {}
+
+    def run_once(layout: dict[str, int], **arguments: Any) -> Results:
+        call = {"layout": layout, "num_updates": 3, "num_logical_shards": NUM_SHARDS, **arguments}
+        if repr(call) not in made:
+            num_ranks = math.prod(size for axis, size in layout.items() if axis != "vpp")
+            found = ranks.run(f"{RUNS}:updates", num_ranks, call)
+            # Where weights are cut, ranks hold other elements under the same name: their numbers alone are compared.
+            cut = layout.get("tp", 1) > 1
+            made[repr(call)] = whole([{name: rank[name] for name in REPORTED} for rank in found] if cut else found)
+        return made[repr(call)]
+
+    return run_once
+
+
+def whole(ranks: list[Results]) -> Results:
+    """What the ranks hold, put together; AssertionError where two that hold the same element differ, and on a hole."""
+    together: Results = {}
+    for name in sorted({name for rank in ranks for name in rank}):
+        parts = [rank[name] for rank in ranks if name in rank]
+        value = parts[0].copy()
+        for part in parts[1:]:
+            both = ~np.isnan(value) & ~np.isnan(part)
+            np.testing.assert_array_equal(value[both], part[both], err_msg=name)
+            value = np.where(np.isnan(value), part, value)
+        assert not np.isnan(value).any(), f"no rank holds all of {name}"
+        together[name] = value
+    return together
+
+
+def different(got: Results, want: Results) -> list[str]:
+    assert got.keys() == want.keys()
+    return [name for name in want if got[name].tobytes() != want[name].tobytes()]
+
+
+def assert_close(got: Results, want: Results) -> None:
+    """Losses, whose terms are about 1, and norms, within a ten-thousandth."""
+    for name in REPORTED:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+SAME_BITS = {
+    "dp4": ({"dp": 4}, {}),
+    "pp2 vpp2": ({"pp": 2, "vpp": 2}, {}),
+    "tied dp2": ({"dp": 2}, {"tied": True}),
+    "tied pp2 dp2": ({"pp": 2, "dp": 2}, {"tied": True}),
+    "tied pp4": ({"pp": 4}, {"tied": True}),
+    "tied, in bf16, pp2 vpp2 dp2": ({"pp": 2, "vpp": 2, "dp": 2}, {"tied": True, "bf16": True}),
+}
+
+
+@pytest.mark.parametrize(("layout", "arguments"), SAME_BITS.values(), ids=SAME_BITS)
+def test_a_run_has_the_bits_of_one_rank_s(run: Run, layout: dict[str, int], arguments: dict[str, Any]) -> None:
+    want, got = run({}, **arguments), run(layout, **arguments)
+    assert np.all(want["grad_norm"] > 0.05), "gradients are to be clipped by the norm"
+    assert different(got, want) == []
+
+
+def test_without_the_mode_the_bits_tell_layouts_apart(run: Run) -> None:
+    one, two = (run(layout, num_logical_shards=None) for layout in ({}, {"dp": 2}))
+    assert "grad_norm" in different(one, two)
+    assert_close(two, one)
+
+
+def test_the_mode_computes_what_the_plain_one_does(run: Run) -> None:
+    assert_close(run({}), run({}, num_logical_shards=None))
+
+
+def test_more_replicas_have_the_same_bits_at_one_tp_too(run: Run) -> None:
+    assert different(run({"tp": 2, "dp": 2}, tied=True), run({"tp": 2}, tied=True)) == []
+
+
+REFUSED = {
+    "a number of shards that is no power of two": (
+        {"num_logical_shards": 3},
+        "num_logical_shards=3 is no power of two",
+    ),
+    "replicas that the shards do not divide by": (
+        {"layout": {"dp": 2}, "num_logical_shards": 1},
+        "dp=2 cannot be reproducible: it does not divide num_logical_shards=1; legal dp: 1",
+    ),
+    "experts": ({"experts": True}, "num_moe_experts=4 cannot be reproducible"),
+    "dropout": ({"dropout": 0.1}, "hidden_dropout=0.1 cannot be reproducible"),
+    "threads": ({"threads": 2}, "torch's threads=2 cannot be reproducible"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "want"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_held_to_it_is_refused(ranks: RankServer, arguments: dict[str, Any], want: str) -> None:
+    call = {"layout": {}, "num_updates": 1, "num_logical_shards": NUM_SHARDS, **arguments}
+    with pytest.raises(RuntimeError, match=want):
+        ranks.run(f"{RUNS}:updates", call["layout"].get("dp", 1), call)
+
+
+FIFTY = ({"dp": 2}, {"dp": 4}, {"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "dp": 2}, {"pp": 4, "dp": 2})
+
+
+@pytest.mark.long
+def test_fifty_updates_have_the_same_bits(run: Run) -> None:
+    want = run({}, tied=True, num_updates=50, rate=1e-3)
+    for layout in FIFTY:
+        assert different(run(layout, tied=True, num_updates=50, rate=1e-3), want) == [], layout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"cp": 2}, {"tp": 2, "pp": 2, "cp": 2}], ids=["tp2", "cp2", "tp2 pp2 cp2"]
+)
+def test_fifty_updates_at_another_tp_or_cp_stay_within_a_ten_thousandth(run: Run, layout: dict[str, int]) -> None:
+    want = run({}, tied=True, num_updates=50, rate=1e-3)
+    got = run(layout, tied=True, num_updates=50, rate=1e-3)
+    assert_close(got, want)
