@@ -41,3 +41,10 @@ def test_a_shape_that_no_model_has_is_refused_with_the_numbers(field: str, value
 def test_the_fused_projection_holds_every_query_key_and_value_row() -> None:
     assert SMALL.num_queries_per_group == 3
     assert SMALL.qkv_size == (6 + 2 + 2) * 16
+
+
+@pytest.mark.parametrize("experts", [(4, None), (None, 2), (4, 0), (4, 5)])
+def test_experts_are_named_with_how_many_a_token_goes_to(experts: tuple[int | None, int | None]) -> None:
+    with pytest.raises(ValueError, match=r"a token goes to 1 up to num_experts experts; a dense model sets neither"):
+        replace(SMALL, num_experts=experts[0], experts_per_token=experts[1])
+    assert replace(SMALL, num_experts=4, experts_per_token=4).num_experts == 4

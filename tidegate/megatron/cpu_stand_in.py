@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 _FACTORIES = ("zeros", "ones", "tensor")
-"""pipeline_parallel/schedules.py:749, 1121, 2292; optimizer/clip_grads.py:96-112, 180; transformer/utils.py:39."""
+"""pipeline_parallel/schedules.py:749, 1121, 2292; optimizer/clip_grads.py:96-112, 180; transformer/utils.py:39; pinned
+memory, which only CUDA has: models/common/embeddings/rope_utils.py:62."""
 
 _TYPE_NAMES = {"torch.FloatTensor": "torch.cuda.FloatTensor", "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor"}
 """optimizer/distrib_optimizer.py:401, 466, 758; optimizer/clip_grads.py:174: the type names they compare with."""
@@ -80,6 +81,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def made_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return made_on_cpu

@@ -110,6 +110,10 @@ def transformer_config(
         cross_entropy_loss_fusion=False,
         persist_layer_norm=False,
         batch_p2p_sync=False,
+        # In one batch of both directions two stages of several chunks would take activations for gradients: between the
+        # same two ranks messages are told apart by their order alone (pipeline_parallel/p2p_communication.py:16).
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
         **_expert_settings(config, layout.tp, layout.ep),
     )
 
