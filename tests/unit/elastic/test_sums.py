@@ -47,16 +47,16 @@ def test_more_elements_than_one_chunk_are_summed_alike(sums: WeightedSums) -> No
     assert sums.of(tensor, [Block(0, 0, 1, size, 0, size)]) == sums.of(tensor, pieces)
 
 
-def test_every_flipped_bit_shows(sums: WeightedSums) -> None:
-    tensor = values()
-    want = sums.of(tensor, [WHOLE])
-    bits = tensor.view(torch.int32)
+def test_every_flipped_bit_shows_to_the_highest_of_the_largest_element(sums: WeightedSums) -> None:
+    bits = torch.randint(-(2**63), 2**63 - 1, (ROWS * COLS,))
+    want = sums.of(bits, [WHOLE])
     for at in (0, BLOCK, ROWS * COLS - 1):
-        for bit in range(32):
-            bits[at] ^= -(2**31) if bit == 31 else 1 << bit
-            assert sums.of(tensor, [WHOLE]) != want
-            bits[at] ^= -(2**31) if bit == 31 else 1 << bit
-    assert sums.of(tensor, [WHOLE]) == want
+        for bit in range(64):
+            mask = torch.tensor(1).bitwise_left_shift(bit)
+            bits[at] ^= mask
+            assert sums.of(bits, [WHOLE]) != want
+            bits[at] ^= mask
+    assert sums.of(bits, [WHOLE]) == want
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (3, BLOCK + 3), (5, COLS + 5), (7, 2 * COLS + BLOCK)])
