@@ -37,7 +37,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One micro-batch. `sequences` are indices into what was cut, one a row; a filler has none and one row of zeros."""
+    """One micro-batch. `sequences` are indices into what was cut, one a row; rows after them are zeros, as a filler's."""
 
     sequences: tuple[int, ...]
     tokens_BS: npt.NDArray[np.int64]
@@ -83,21 +83,37 @@ def replica_batches(
     num_replicas: int,
     replica: int,
     num_shards: int | None = None,
+    alike: bool = False,
 ) -> list[TokenBatch]:
     """`cut`, `deal` and `pad`: the micro-batches that one replica runs.
 
     They are dealt to `num_shards` logical shards, of which each replica runs equally many that follow one another, one
-    after the other; None: one a replica.
+    after the other; None: one a replica. `alike` gives the n-th micro-batch of every replica one shape, with rows and
+    positions of zeros: ranks that share experts out exchange tokens by equal parts.
     """
     batches = cut([len(tokens) for tokens in sequences], limits)
     num_own = (num_shards or num_replicas) // num_replicas
-    own = range(replica * num_own, (replica + 1) * num_own)
-    dealt = (deal(batches, num_replicas=num_replicas * num_own, replica=shard) for shard in own)
-    return [pad(sequences, batch, limits) for shard in dealt for batch in shard]
+
+    def run_by(replica: int) -> list[TokenBatch]:
+        shards = range(replica * num_own, (replica + 1) * num_own)
+        dealt = (deal(batches, num_replicas=num_replicas * num_own, replica=shard) for shard in shards)
+        return [pad(sequences, batch, limits) for shard in dealt for batch in shard]
+
+    own = run_by(replica)
+    if not alike:
+        return own
+    together = zip(*(run_by(other) for other in range(num_replicas)), strict=True)
+    return [_widened(batch, [other.shape for other in same]) for batch, same in zip(own, together, strict=True)]
 
 
 def padded_length(length: int, limits: BatchLimits) -> int:
     return math.ceil(length / limits.pad_multiple) * limits.pad_multiple
+
+
+def _widened(batch: TokenBatch, shapes: Sequence[tuple[int, int]]) -> TokenBatch:
+    tokens_BS = np.zeros(np.max(shapes, axis=0), dtype=np.int64)
+    tokens_BS[: batch.shape[0], : batch.shape[1]] = batch.tokens_BS
+    return TokenBatch(batch.sequences, tokens_BS)
 
 
 def _fits(num_sequences: int, length: int, limits: BatchLimits) -> bool:

@@ -109,7 +109,7 @@ def _one_backward(provider: GptProvider, mesh: Mesh, me: int, groups: ProcessGro
     for name, parameter in provider.local_parameters(wrapped, mesh, me):
         end = "" if f"param/{name}" not in results else "/tied"
         results[f"param/{name}{end}"] = parameter.detach().float().numpy().copy()
-        main_grad: torch.Tensor = getattr(parameter, "main_grad")
+        main_grad: torch.Tensor = getattr(parameter, "main_grad")  # noqa: B009 - Megatron sets it
         results[f"grad/{name}{end}"] = main_grad.numpy().copy()
     return results
 

@@ -66,6 +66,23 @@ def test_each_replica_runs_its_logical_shards_one_after_the_other_whatever_their
     assert run == [(0,), (4,), (1,), (5,), (2,), (), (3,), ()]
 
 
+def test_replicas_that_share_experts_out_run_micro_batches_of_one_shape() -> None:
+    limits = BatchLimits(max_tokens=12, pad_multiple=4)
+    sequences = [[7] * length for length in (9, 5, 5, 4, 3, 2, 2)]
+    plain, alike = (
+        [replica_batches(sequences, limits, num_replicas=2, replica=r, alike=alike) for r in range(2)]
+        for alike in (False, True)
+    )
+    assert [batch.shape for batch in plain[0]] != [batch.shape for batch in plain[1]]
+    for replica in range(2):
+        assert [batch.shape for batch in alike[replica]] == [batch.shape for batch in alike[0]]
+        for before, after in zip(plain[replica], alike[replica], strict=True):
+            rows, length = before.shape
+            assert after.sequences == before.sequences
+            assert np.array_equal(after.tokens_BS[:rows, :length], before.tokens_BS)
+            assert after.tokens_BS.sum() == before.tokens_BS.sum()
+
+
 def test_no_sequences_are_no_micro_batches_on_any_replica() -> None:
     assert replica_batches([], BatchLimits(), num_replicas=2, replica=1) == []
 
