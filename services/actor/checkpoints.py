@@ -19,7 +19,7 @@ from services.actor.ledger import LedgerError, SampleLedger
 from tidegate.checksums import WrittenFile, file_checksum
 from tidegate.types import Layout
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 
@@ -115,6 +115,14 @@ class CheckpointStore:
         files = tuple(WrittenFile(**file) for file in raw["files"])
         _check_files(folder, files)
         return Checkpoint(raw["next_iteration"], raw["version"], Layout(**raw["layout"]), ledger, files)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """The checksums of a complete checkpoint's files, by name. Raises CheckpointError."""
+    try:
+        return {file["file"]: file["checksum"] for file in json.loads((folder / _MANIFEST).read_text())["files"]}
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"checkpoint {folder} has no readable manifest ({error})") from error
 
 
 def _check_files(folder: Path, files: tuple[WrittenFile, ...]) -> None:

@@ -285,7 +285,7 @@ class ActorLead(Lead):
         folder = await asyncio.to_thread(self._checkpoints.begin)
         call = wire.WorkerCall(save=wire.Save(folder=str(folder)))
         replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
-        files = tuple(WrittenFile(r.saved.file, r.saved.size_bytes, r.saved.checksum) for r in replies)
+        files = tuple(WrittenFile(r.saved.file, r.saved.size_bytes, r.saved.checksum) for r in replies if r.saved.file)
         checkpoint = Checkpoint(next_iteration, version, self._layout, self._ledger, files)
         await asyncio.to_thread(self._checkpoints.commit, checkpoint)
         await self.tell(

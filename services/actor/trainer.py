@@ -7,29 +7,39 @@ Adam's step count is a tensor of its own for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from pydantic import TypeAdapter
 
 from services.actor.grpo import SUMS, check_samples, token_weights, update_metrics
 from services.actor.grpo_loss import grpo_loss
 from services.actor.microbatch import Demonstration, TrainSample, train_batches
-from services.actor.optimizer_state import OptimizerState
 from services.actor.settings import OptimizerSettings, TrainerSettings
+from tidegate.checksums import WrittenFile
+from tidegate.elastic.adam import optimizer_form
+from tidegate.elastic.files import StateFiles, write_rank
+from tidegate.elastic.holders import State
+from tidegate.elastic.memory import OwnArena
+from tidegate.elastic.optimizers import DistributedOptimizer, FlatRange, RangesByRank
+from tidegate.elastic.skeleton import Skeleton
+from tidegate.elastic.world import gather_bytes
 from tidegate.megatron.batching import TokenBatch, replica_batches
+from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.log_probs import forward_log_probs, token_log_probs
-from tidegate.megatron.model import LocalParameter, build_model_chunks, local_parameters
 from tidegate.megatron.parallel import ParallelRanks
 from tidegate.megatron.reproducible import updater, wrapper
-from tidegate.megatron.updates import Update, data_parallel, distributed_optimizer
+from tidegate.megatron.updates import Update
 
-_RNG = "rng/cpu"
+_RANGES = TypeAdapter(dict[str, FlatRange])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +60,27 @@ class MegatronTrainer:
         self.settings = settings
         self.ranks = ranks
         self.device = device
-        model_chunks = build_model_chunks(
-            settings.model,
-            ranks.layout,
-            ranks.groups,
-            padded_vocab=settings.padded_vocab,
-            seed=settings.seed,
-            device=device,
-        )
+        self.provider = GptProvider(settings.model, settings.padded_vocab)
+        self.mesh = self.provider.mesh(ranks.layout, tuple(range(ranks.layout.num_ranks)))
+        self.me = dist.get_rank()
+        self._optimizer_config = _optimizer_config(settings.optimizer)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         num_shards = settings.num_logical_shards
-        self.chunks = [data_parallel(chunk, groups, wrapper=wrapper(num_shards)) for chunk in model_chunks]
-        optimizer = distributed_optimizer(self.chunks, _optimizer_config(settings.optimizer), groups)
-        self._state = OptimizerState(optimizer)
-        self._updater = updater(self.chunks, optimizer, groups, num_sums=len(SUMS), num_logical_shards=num_shards)
+        self.skeleton = Skeleton(
+            self.provider,
+            self.mesh,
+            self.me,
+            groups,
+            self._optimizer_config,
+            device=device,
+            arena=OwnArena(device),
+            wrapper=wrapper(num_shards),
+        )
+        self.provider.initialise(self.skeleton.chunks, self.mesh, self.me, seed=settings.seed)
+        self.skeleton.start_anew()
+        self._updater = updater(
+            self.skeleton.chunks, self.skeleton.optimizer, groups, num_sums=len(SUMS), num_logical_shards=num_shards
+        )
 
     def train_minibatch(self, samples: Sequence[TrainSample], learning_rate: float) -> UpdateReport:
         """One GRPO update over a whole minibatch, which every rank is given in full."""
@@ -108,13 +125,13 @@ class MegatronTrainer:
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments: those of one objective say nothing of the next."""
-        self._state.start_anew()
+        self.skeleton.reset_moments()
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, npt.NDArray[np.float32]]:
         """Log-probabilities of this replica's sequences by their index, on the last stage; {} on other stages."""
         batches = self._batches(sequences)
         rows = forward_log_probs(
-            self.chunks,
+            self.skeleton.chunks,
             batches,
             vocab_size=self.settings.model.vocab_size,
             temperature=self.settings.temperature,
@@ -127,55 +144,38 @@ class MegatronTrainer:
             for row, index in enumerate(batch.sequences)
         }
 
-    def parameters(self) -> Iterator[LocalParameter]:
-        """This rank's parameters under their logical names."""
-        return local_parameters(
-            self.chunks, self.settings.model, self.ranks.layout, padded_vocab=self.settings.padded_vocab
+    def publish(self, folder: Path, file: str) -> WrittenFile | None:
+        """Write this rank's share of the weights; None when it has none."""
+        return self._write(folder, file, State(self.mesh))
+
+    def save(self, folder: Path, file: str) -> WrittenFile | None:
+        """Write this rank's share of all that any layout needs to go on: weights, Adam's moments and steps.
+
+        Nothing is drawn in training, so that no random state is needed.
+        """
+        return self._write(folder, file, State(self.mesh, self._optimizer({self.me: self.skeleton.ranges()})))
+
+    def load(self, files: StateFiles) -> None:
+        """Go on from what `save` wrote in any layout. Raises as `StateFiles.read` does."""
+        ranges = _RANGES.dump_json(self.skeleton.ranges())
+        world = dist.group.WORLD
+        assert world is not None
+        gathered = gather_bytes(world, ranges, device=self.device)
+        state = State(self.mesh, self._optimizer({rank: _RANGES.validate_json(of) for rank, of in enumerate(gathered)}))
+        files.read(parameters=self.provider.parameters(), state=state, me=self.me, targets=self.skeleton.tensors())
+
+    def _write(self, folder: Path, file: str, state: State) -> WrittenFile | None:
+        return write_rank(
+            folder,
+            file,
+            parameters=self.provider.parameters(),
+            state=state,
+            me=self.me,
+            tensors=self.skeleton.tensors(),
         )
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The last update's reduced and clipped gradients by logical name.
-
-        The DistributedOptimizer leaves each replica a range of each: what other replicas hold is NaN here.
-        """
-        return self._state.gradients(self._named_tensors())
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of all this rank needs to go on in the same layout: parameters, Adam's moments and steps, RNG state.
-
-        Parameters are fp32 and are their own main parameters.
-        """
-        return {name: tensor.clone() for name, tensor in self._own_state().items()} | {_RNG: torch.get_rng_state()}
-
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors`; ValueError, with nothing loaded, when the tensors are of another layout."""
-        own = self._own_state()
-        if difference := sorted((own.keys() | {_RNG}) ^ tensors.keys()):
-            raise ValueError(
-                f"checkpoint does not fit this rank of layout {self.ranks.layout}: it has {len(tensors)} tensors, "
-                f"{len(own) + 1} are expected, {len(difference)} differ, first {difference[0]!r}; "
-                "resume in its own layout"
-            )
-        for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape:
-                raise ValueError(
-                    f"checkpoint does not fit this rank of layout {self.ranks.layout}: {name!r} has shape "
-                    f"{tuple(tensors[name].shape)}, {tuple(tensor.shape)} is expected; resume in its own layout"
-                )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
-        torch.set_rng_state(tensors[_RNG].cpu())
-
-    def _own_state(self) -> dict[str, torch.Tensor]:
-        named = self._named_tensors()
-        return {f"param/{name}": tensor.detach() for name, tensor in named.items()} | self._state.tensors(named)
-
-    def _named_tensors(self) -> dict[str, torch.nn.Parameter]:
-        return {
-            f"{parameter.shard.name}{'/tied' if parameter.tied_copy else ''}": parameter.tensor
-            for parameter in self.parameters()
-        }
+    def _optimizer(self, ranges: RangesByRank) -> DistributedOptimizer:
+        return DistributedOptimizer(ranges, *optimizer_form(self._optimizer_config))
 
     def _batches(self, sequences: Sequence[Sequence[int]]) -> list[TokenBatch]:
         return replica_batches(

@@ -6,22 +6,21 @@ is refused changed nothing; what a rank publishes or saves has its name only whe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from safetensors.torch import load_file, save_file
 
+from services.actor.checkpoints import CheckpointError, files_of
 from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings
 from services.actor.trainer import MegatronTrainer
-from tidegate.checksums import file_checksum
 from tidegate.config import JobConfig
+from tidegate.elastic.files import FileCorrupt, StateFiles
+from tidegate.elastic.saved import SavedStateRefused
 from tidegate.job import Job, load_job
 from tidegate.megatron.batching import BatchLimits
-from tidegate.megatron.snapshot import write_shards
 from tidegate.megatron.worker_rank import join_world, slot_device
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.v1 import workers_pb2 as wire
@@ -64,7 +63,11 @@ class TrainerWorker:
         trainer = MegatronTrainer(_settings(job), ranks, device=device)
         self._rank = start.rendezvous.rank
         if start.checkpoint_dir:
-            trainer.load_state_tensors(load_file(Path(start.checkpoint_dir) / rank_file(self._rank)))
+            folder = Path(start.checkpoint_dir)
+            try:
+                trainer.load(StateFiles(folder, files_of(folder)))
+            except (CheckpointError, FileCorrupt, SavedStateRefused) as error:
+                raise CallRefused(f"checkpoint {folder}: {error}") from error
         self._job, self._trainer = job, trainer
         return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))
 
@@ -101,17 +104,11 @@ class TrainerWorker:
         )
 
     def _publish(self, call: wire.WorkerCall) -> Answer:
-        """The first replica writes; of what all its tensor-parallel ranks hold whole, the first of them."""
+        """Every rank writes its share: of replicas one has each weight."""
         _, trainer = self._started()
-        ranks = trainer.ranks
-        shards = [
-            (parameter.shard, parameter.tensor)
-            for parameter in trainer.parameters()
-            if not parameter.tied_copy and (ranks.tp == 0 or not parameter.shard.replicated)
-        ]
-        if ranks.dp != 0 or not shards:
+        written = trainer.publish(Path(call.publish.folder), rank_file(self._rank))
+        if written is None:
             return Answer(call.call_id, wire.PublishedShard())
-        written = write_shards(Path(call.publish.folder), rank_file(self._rank), shards)
         return Answer(
             call.call_id,
             wire.PublishedShard(file=written.file, size_bytes=written.size_bytes, checksum=written.checksum),
@@ -119,11 +116,10 @@ class TrainerWorker:
 
     def _save(self, call: wire.WorkerCall) -> Answer:
         _, trainer = self._started()
-        path = Path(call.save.folder) / rank_file(self._rank)
-        save_file(trainer.state_tensors(), path)
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-        saved = wire.SavedShard(file=path.name, size_bytes=path.stat().st_size, checksum=file_checksum(path))
+        written = trainer.save(Path(call.save.folder), rank_file(self._rank))
+        if written is None:
+            return Answer(call.call_id, wire.SavedShard())
+        saved = wire.SavedShard(file=written.file, size_bytes=written.size_bytes, checksum=written.checksum)
         return Answer(call.call_id, saved)
 
     def _started(self) -> tuple[Job, MegatronTrainer]:

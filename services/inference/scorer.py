@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
+from tidegate.elastic.files import StateFiles
+from tidegate.elastic.holders import State
+from tidegate.elastic.layout import Mesh
+from tidegate.elastic.optimizers import StateKind
 from tidegate.megatron.batching import BatchLimits, TokenBatch, cut, deal, pad
+from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.log_probs import forward_log_probs
-from tidegate.megatron.model import build_model_chunks, local_parameters
 from tidegate.megatron.parallel import ParallelRanks
-from tidegate.megatron.snapshot import SnapshotReader
 from tidegate.model_config import ModelConfig
 
 LogProbs = dict[tuple[int, int], npt.NDArray[np.float32]]
@@ -48,19 +52,24 @@ class MegatronScorer:
     settings: ScorerSettings
     ranks: ParallelRanks
     device: torch.device
+    _provider: GptProvider = field(init=False)
+    _mesh: Mesh = field(init=False)
     _policy: _Policy | None = field(default=None, init=False)
     _reference: _Policy | None = field(default=None, init=False)
 
-    def load(self, reader: SnapshotReader, *, version: int, reference: bool) -> None:
-        """Take a version's weights, as the policy or as the reference."""
+    def __post_init__(self) -> None:
+        self._provider = GptProvider(self.settings.model, self.settings.padded_vocab)
+        self._mesh = self._provider.mesh(self.ranks.layout, tuple(range(self.ranks.layout.num_ranks)))
+
+    def load(self, files: StateFiles, *, version: int, reference: bool) -> None:
+        """Take a version's weights, as the policy or as the reference. Raises as `StateFiles.read` does."""
         held = self._reference if reference else self._policy
-        chunks = held.chunks if held else self._build()
-        parameters = local_parameters(
-            chunks, self.settings.model, self.ranks.layout, padded_vocab=self.settings.padded_vocab
-        )
-        with torch.no_grad():
-            for parameter in parameters:
-                reader.read_into(parameter.shard, parameter.tensor)
+        chunks, me = held.chunks if held else self._build(), dist.get_rank()
+        targets = {
+            (name, StateKind.WEIGHT): tensor.detach().view(-1)
+            for name, tensor in self._provider.local_parameters(chunks, self._mesh, me)
+        }
+        files.read(parameters=self._provider.parameters(), state=State(self._mesh), me=me, targets=targets)
         loaded = _Policy(chunks, version)
         if reference:
             self._reference = loaded
@@ -88,14 +97,9 @@ class MegatronScorer:
         return self._log_probs(self._reference, groups, "reference")
 
     def _build(self) -> Sequence[torch.nn.Module]:
-        chunks = build_model_chunks(
-            self.settings.model,
-            self.ranks.layout,
-            self.ranks.groups,
-            padded_vocab=self.settings.padded_vocab,
-            seed=0,
-            device=self.device,
-        )
+        chunks = self._provider.build(self._mesh, dist.get_rank(), self.ranks.groups, device=self.device)
+        # For the vocabulary's padding, which no snapshot has.
+        self._provider.initialise(chunks, self._mesh, dist.get_rank(), seed=0)
         # Not frozen: weights that take no gradient go another way through Megatron, with other bits than the actor's
         # (seen in tp2 for a batch of one sequence). Nothing here computes gradients.
         return [chunk.eval() for chunk in chunks]

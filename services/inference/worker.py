@@ -13,9 +13,9 @@ import psutil
 
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
 from tidegate.config import JobConfig
+from tidegate.elastic.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
 from tidegate.megatron.batching import BatchLimits
-from tidegate.megatron.snapshot import SnapshotCorrupt, SnapshotReader
 from tidegate.megatron.worker_rank import join_world, slot_device
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.v1 import samples_pb2
@@ -57,13 +57,13 @@ class ScorerWorker:
         return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))
 
     def _load(self, call: wire.WorkerCall) -> Answer:
-        shards = call.load_shards
+        scorer, shards = self._started(), call.load_shards
         try:
-            reader = SnapshotReader(Path(shards.folder), dict(zip(shards.files, shards.checksums, strict=True)))
-        except SnapshotCorrupt as error:
+            files = StateFiles(Path(shards.folder), dict(zip(shards.files, shards.checksums, strict=True)))
+            scorer.load(files, version=shards.version, reference=shards.reference)
+        except FileCorrupt as error:
             raise CallRefused(str(error)) from error
-        self._started().load(reader, version=shards.version, reference=shards.reference)
-        return Answer(call.call_id, wire.LoadedWeights(version=shards.version, checksum=reader.checksum))
+        return Answer(call.call_id, wire.LoadedWeights(version=shards.version, checksum=files.checksum))
 
     def _score(self, call: wire.WorkerCall) -> Answer:
         scorer = self._started()

@@ -23,8 +23,9 @@ from services.rollout.engine import (
 )
 from tidegate.codec import decode_sample_id, encode_sample_id
 from tidegate.config import JobConfig
+from tidegate.elastic.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job
-from tidegate.megatron.snapshot import SnapshotCorrupt, SnapshotReader
+from tidegate.megatron.family import model_parameters
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.types import SampleId
 from tidegate.v1 import samples_pb2
@@ -79,14 +80,15 @@ class EngineWorker:
         return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail="embedded"))
 
     def _load(self, call: wire.WorkerCall) -> Answer:
-        _, engine = self._started()
+        job, engine = self._started()
         shards = call.load_shards
+        parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
         try:
-            reader = SnapshotReader(Path(shards.folder), dict(zip(shards.files, shards.checksums, strict=True)))
-        except SnapshotCorrupt as error:
+            files = StateFiles(Path(shards.folder), dict(zip(shards.files, shards.checksums, strict=True)))
+            engine.update_weights(shards.version, files.read_whole(parameters))
+        except FileCorrupt as error:
             raise CallRefused(str(error)) from error
-        engine.update_weights(shards.version, ((name, reader.read_whole(name)) for name in reader.names()))
-        return Answer(call.call_id, wire.LoadedWeights(version=shards.version, checksum=reader.checksum))
+        return Answer(call.call_id, wire.LoadedWeights(version=shards.version, checksum=files.checksum))
 
     def _submit(self, call: wire.WorkerCall) -> None:
         job, engine = self._started()

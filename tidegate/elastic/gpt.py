@@ -18,6 +18,11 @@ OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 
 
+def layer_name(layer: int, suffix: str) -> str:
+    """Of a layer's parameter, by the layer's global number."""
+    return f"decoder.layers.{layer}.{suffix}"
+
+
 @dataclass(frozen=True, slots=True)
 class GptShape:
     num_layers: int
@@ -51,7 +56,7 @@ def gpt_parameters(shape: GptShape) -> tuple[Parameter, ...]:
 
 
 def _layer(shape: GptShape, layer: int) -> Iterator[Parameter]:
-    prefix, hidden, size = f"decoder.layers.{layer}.", shape.hidden_size, shape.itemsize
+    prefix, hidden, size = layer_name(layer, ""), shape.hidden_size, shape.itemsize
     qkv_rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     qkv = GroupedQkv(shape.num_kv_heads)
     yield _norm(prefix + "input_layernorm.weight", hidden, layer, shape)

@@ -1,6 +1,6 @@
-"""What a layout must divide in the Llama-like family, and the size of the padded vocabulary. Pure.
+"""The Llama-like family: its logical parameters, what a layout must divide, the size of the padded vocabulary. Pure.
 
-Invariants: `check_layout` accepts exactly the layouts that `model.build_model_chunks` can build; the padded vocabulary
+Invariants: `check_layout` accepts exactly the layouts that the actor's trainer can build; the padded vocabulary
 is a function of the job's layouts together, so that it never changes within a job.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from tidegate.elastic.gpt import GptShape, gpt_parameters
+from tidegate.elastic.parameters import Parameter
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 
@@ -17,6 +19,26 @@ def padded_vocab_size(config: ModelConfig, tp_sizes: Iterable[int]) -> int:
     """The vocabulary rounded up so that every tp of the job divides it: the same for all layouts of a job."""
     multiple = math.lcm(*tp_sizes)
     return math.ceil(config.vocab_size / multiple) * multiple
+
+
+def model_parameters(config: ModelConfig, *, padded_vocab: int, itemsize: int = 4) -> tuple[Parameter, ...]:
+    """The logical parameters, of `itemsize` bytes an element, in order from input to output."""
+    return gpt_parameters(
+        GptShape(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            padded_vocab_size=padded_vocab,
+            tied_embeddings=config.tied_embeddings,
+            num_experts=config.num_experts,
+            itemsize=itemsize,
+            sequence_parallel=config.num_experts is not None,
+        )
+    )
 
 
 def check_layout(config: ModelConfig, layout: Layout, *, padded_vocab: int) -> None:

@@ -18,9 +18,10 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 
-from tidegate.elastic.gpt import EMBEDDING, OUTPUT, GptShape, gpt_parameters
+from tidegate.elastic.gpt import EMBEDDING, OUTPUT
 from tidegate.elastic.layout import Edge, Home, LayoutRefused, Mesh, even_chunks
 from tidegate.elastic.parameters import Parameter, Shard, Split, shard_of
+from tidegate.megatron.family import model_parameters
 from tidegate.megatron.gpt_chunks import build_chunks
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
@@ -104,23 +105,7 @@ class GptProvider:
 
     @cached_property
     def _parameters(self) -> tuple[Parameter, ...]:
-        config = self.config
-        return gpt_parameters(
-            GptShape(
-                num_layers=config.num_layers,
-                hidden_size=config.hidden_size,
-                ffn_hidden_size=config.ffn_hidden_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                vocab_size=config.vocab_size,
-                padded_vocab_size=self.padded_vocab,
-                tied_embeddings=config.tied_embeddings,
-                num_experts=config.num_experts,
-                itemsize=self.dtype.itemsize,
-                sequence_parallel=config.num_experts is not None,
-            )
-        )
+        return model_parameters(self.config, padded_vocab=self.padded_vocab, itemsize=self.dtype.itemsize)
 
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:

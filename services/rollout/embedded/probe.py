@@ -15,7 +15,7 @@ from services.rollout.embedded.attention import BLOCK_TOKENS, KvCache
 from services.rollout.embedded.decoder import Decoder, RowCounts
 from services.rollout.embedded.rows import Segment
 from services.rollout.embedded.weights import DecoderWeights, load_weights
-from tidegate.megatron.shards import logical_shapes
+from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 
 CANDIDATE_ROWS = (4, 8, 16, 32, 64, 128, 256)
@@ -32,8 +32,8 @@ def probe_row_counts(config: ModelConfig) -> RowCounts:
         one_layer,
         version=0,
         tensors=[
-            (name, torch.randn(shape, generator=generator) * shape[-1] ** -0.5)
-            for name, shape in logical_shapes(one_layer).items()
+            (parameter.name, torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+            for parameter in model_parameters(one_layer, padded_vocab=config.vocab_size)
         ],
     )
     num_tokens = min(config.max_seq_len, 2 * BLOCK_TOKENS)

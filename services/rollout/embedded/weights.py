@@ -15,7 +15,8 @@ from types import MappingProxyType
 import torch
 
 from services.rollout.engine import WeightsRefused
-from tidegate.megatron.shards import EMBEDDING, FINAL_NORM, OUTPUT, layer_name, logical_shapes
+from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
+from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 
 MOST_NAMES_SHOWN = 4
@@ -45,7 +46,7 @@ class DecoderWeights:
 
 def load_weights(config: ModelConfig, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> DecoderWeights:
     """Copy a full set of tensors; WeightsRefused names what is missing, unknown, repeated or of a wrong shape."""
-    want = logical_shapes(config)
+    want = {p.name: p.shape for p in model_parameters(config, padded_vocab=config.vocab_size)}
     named: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         if name not in want:

@@ -10,11 +10,9 @@ import torch.distributed as dist
 from services.actor.trainer import MegatronTrainer
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
 from tests.integration.megatron import recorded
-from tests.integration.megatron.jobs import CPU, world
+from tests.integration.megatron.jobs import CPU, state_files, world
 from tests.ranks import RankContext, Results
-from tidegate.checksums import file_checksum
 from tidegate.megatron.parallel import ParallelRanks
-from tidegate.megatron.snapshot import SnapshotReader, write_shards
 
 RATE = 0.05
 """Of the one update between the reference and the policy: enough for their log-probabilities to differ plainly."""
@@ -41,8 +39,8 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
         results |= _by_actor(actor, "actor-1")
         _publish(actor, Path(folder) / "1")
         scorer = _scorer(ranks)
-        scorer.load(_reader(Path(folder) / "0"), version=0, reference=True)
-        scorer.load(_reader(Path(folder) / "1"), version=1, reference=False)
+        scorer.load(state_files(Path(folder) / "0"), version=0, reference=True)
+        scorer.load(state_files(Path(folder) / "1"), version=1, reference=False)
         for number, group in enumerate(groups()):
             alone = scorer.policy_log_probs([group])
             results |= _named("alone", {(number, sample): values for (_, sample), values in alone.items()})
@@ -61,12 +59,12 @@ def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) 
         except ValueError as error:
             refusal = str(error)
         results: Results = {"refusal": np.array(refusal), "had_reference": np.array(scorer.has_reference)}
-        scorer.load(_reader(Path(folder) / "0"), version=0, reference=True)
-        scorer.load(_reader(Path(folder) / "1"), version=1, reference=False)
+        scorer.load(state_files(Path(folder) / "0"), version=0, reference=True)
+        scorer.load(state_files(Path(folder) / "1"), version=1, reference=False)
         results |= _named("policy", scorer.policy_log_probs(groups()))
-        scorer.load(_reader(Path(folder) / "0"), version=2, reference=False)
+        scorer.load(state_files(Path(folder) / "0"), version=2, reference=False)
         results |= _named("policy-again", scorer.policy_log_probs(groups()))
-        scorer.load(_reader(Path(folder) / "1"), version=3, reference=False)
+        scorer.load(state_files(Path(folder) / "1"), version=3, reference=False)
         results |= _named("reference", scorer.reference_log_probs(groups()))
         return results | {"version": np.array(scorer.version)}
 
@@ -95,20 +93,8 @@ def _by_actor(actor: MegatronTrainer, what: str) -> Results:
 
 
 def _publish(actor: MegatronTrainer, folder: Path) -> None:
-    """As the actor's worker does: the first replica, what is replicated by its first tp rank."""
-    ranks = actor.ranks
-    shards = [
-        (parameter.shard, parameter.tensor)
-        for parameter in actor.parameters()
-        if not parameter.tied_copy and (ranks.tp == 0 or not parameter.shard.replicated)
-    ]
-    if ranks.dp == 0:
-        write_shards(folder, f"rank{dist.get_rank()}", shards)
+    actor.publish(folder, f"rank{dist.get_rank()}")
     dist.barrier()
-
-
-def _reader(folder: Path) -> SnapshotReader:
-    return SnapshotReader(folder, {path.name: file_checksum(path) for path in sorted(folder.iterdir())})
 
 
 def _named(what: str, log_probs: LogProbs) -> Results:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,14 @@ from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
+from tidegate.checksums import file_checksum
+from tidegate.elastic.files import StateFiles
+from tidegate.elastic.holders import Holders, Slot, State
+from tidegate.elastic.parameters import shard_of
 from tidegate.elastic.rendezvous import listening_socket
 from tidegate.megatron import cpu_stand_in
 from tidegate.megatron.batching import replica_batches
 from tidegate.megatron.log_probs import forward_log_probs
-from tidegate.megatron.model import build_model_chunks
 from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel
 from tidegate.types import Layout
 
@@ -56,15 +60,19 @@ def one_update(
     settings = recorded.trainer_settings(tied=tied, grpo=recorded.grpo_settings(**grpo), clip_grad=recorded.NO_CLIPPING)
     with trainer(context, layout, settings) as actor:
         results: Results = {}
-        for parameter in actor.parameters():
-            shard, name = parameter.shard, parameter.shard.name
-            results[f"param/{name}"] = parameter.tensor.detach().numpy().copy()
-            results[f"dim/{name}"] = np.array(shard.dim)
-            results[f"shape/{name}"] = np.array(shard.logical_shape)
-            results[f"pieces/{name}"] = np.array([(p.local, p.logical, p.size) for p in shard.pieces]).reshape(-1, 3)
+        by_name = {parameter.name: parameter for parameter in actor.provider.parameters()}
+        held = Holders(State(actor.mesh))
+        for name, tensor in local_parameters(actor):
+            (holding,) = held.holdings(by_name[name], Slot.WEIGHT, actor.me)
+            results[f"param/{name}"] = tensor.detach().numpy().copy()
+            results[f"shape/{name}"] = np.array(by_name[name].shape)
+            results[f"rows/{name}"] = np.array(shard_of(by_name[name].shape, by_name[name].cut, tp=1, tp_rank=0).rows)
+            results[f"blocks/{name}"] = np.array(holding.blocks).reshape(-1, 6)
         report = actor.train_minibatch(recorded.recorded_samples(), rate)
-        for name, gradient in actor.gradients().items():
-            results[f"grad/{name}"] = gradient.numpy()
+        for name, gradient in actor.skeleton.gradients().items():
+            whole = np.full(results[f"param/{name}"].shape, np.nan, np.float32)
+            whole.reshape(-1)[slice(*actor.skeleton.ranges()[name])] = gradient.numpy()
+            results[f"grad/{name}"] = whole
         results["committed"] = np.array(report.committed)
         results["loss"], results["grad_norm"] = np.array(report.loss), np.array(report.grad_norm)
         return results | {f"metric/{name}": np.array(value) for name, value in report.metrics.items()}
@@ -76,7 +84,7 @@ def updates(
     """Losses and norms of a run over recorded minibatches, and the final state."""
     with trainer(context, layout, recorded.trainer_settings(tied=tied, seed=seed)) as actor:
         reports = [actor.train_minibatch(recorded.recorded_samples(seed=update), 1e-3) for update in range(num_updates)]
-        results = {f"state/{name}": tensor.numpy() for name, tensor in actor.state_tensors().items()}
+        results = {f"state/{name}": tensor.numpy() for name, tensor in copies(actor).items()}
         results["loss"] = np.array([report.loss for report in reports])
         results["absolute_terms"] = np.array([report.metrics["absolute_terms"] for report in reports])
         return results | {"grad_norm": np.array([report.grad_norm for report in reports])}
@@ -88,9 +96,9 @@ def poisoned_update(context: RankContext, *, layout: dict[str, int], advantage: 
     poisoned = [dataclasses.replace(samples[0], advantage=advantage), *samples[1:]]
     with trainer(context, layout, recorded.trainer_settings()) as actor:
         actor.train_minibatch(samples, 1e-3)
-        before = actor.state_tensors()
+        before = copies(actor)
         report = actor.train_minibatch(poisoned, 1e-3)
-        after = actor.state_tensors()
+        after = copies(actor)
         next_report = actor.train_minibatch(samples, 1e-3)
     return {
         "committed": np.array(report.committed),
@@ -102,45 +110,35 @@ def poisoned_update(context: RankContext, *, layout: dict[str, int], advantage: 
     }
 
 
-def resumed_updates(context: RankContext, *, layout: dict[str, int]) -> Results:
-    """Four updates in a row, against two, a checkpoint loaded into another trainer, and two more."""
-    minibatches = [recorded.recorded_samples(seed=update) for update in range(4)]
-    with world(context, layout) as ranks:
-        straight = MegatronTrainer(recorded.trainer_settings(tied=True), ranks, device=CPU)
-        for minibatch in minibatches[:2]:
-            straight.train_minibatch(minibatch, 1e-3)
-        saved = straight.state_tensors()
-        for minibatch in minibatches[2:]:
-            straight.train_minibatch(minibatch, 1e-3)
-        resumed = MegatronTrainer(recorded.trainer_settings(tied=True, seed=1), ranks, device=CPU)
-        resumed.load_state_tensors(saved)
-        for minibatch in minibatches[2:]:
-            resumed.train_minibatch(minibatch, 1e-3)
-        want, got = straight.state_tensors(), resumed.state_tensors()
-    steps = [float(tensor) for name, tensor in got.items() if name.startswith("step/")]
-    return {
-        "equal": np.array(want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)),
-        "steps": np.array(steps),
-        "changed": np.array(any(not torch.equal(saved[name], got[name]) for name in saved)),
-    }
+def checkpointed(
+    context: RankContext, *, layout: dict[str, int], first: int, last: int, folder: str, source: str = ""
+) -> Results:
+    """Updates `first` to `last`, from `source` where it is given, which is then saved again; and a save at the end."""
+    settings = recorded.trainer_settings(tied=True, seed=1 if source else 0)
+    with trainer(context, layout, settings) as actor:
+        if source:
+            actor.load(state_files(Path(source)))
+            actor.save(Path(folder) / "loaded", str(actor.me))
+        minibatches = [recorded.recorded_samples(seed=update) for update in range(first, last)]
+        reports = [actor.train_minibatch(minibatch, 1e-3) for minibatch in minibatches]
+        actor.save(Path(folder) / "trained", str(actor.me))
+        return {
+            "loss": np.array([report.loss for report in reports]),
+            "absolute_terms": np.array([report.metrics["absolute_terms"] for report in reports]),
+        }
 
 
-def mismatched_checkpoint(context: RankContext) -> Results:
-    """What loading says of a checkpoint that misses a tensor, and of one with another shape."""
-    with trainer(context, {}, recorded.trainer_settings()) as actor:
-        saved = actor.state_tensors()
-        name = next(iter(saved))
-        missing = {key: tensor for key, tensor in saved.items() if key != name}
-        reshaped = saved | {name: saved[name][:-1]}
-        return {"missing": _refusal(actor, missing), "reshaped": _refusal(actor, reshaped)}
+def state_files(folder: Path) -> StateFiles:
+    return StateFiles(folder, {path.name: file_checksum(path) for path in sorted(folder.iterdir())})
 
 
-def _refusal(actor: MegatronTrainer, tensors: dict[str, torch.Tensor]) -> Any:
-    try:
-        actor.load_state_tensors(tensors)
-    except ValueError as error:
-        return np.array(str(error))
-    return np.array("loaded")
+def copies(actor: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """Of all that this rank holds, as KIND/NAME."""
+    return {f"{kind}/{name}": tensor.clone() for (name, kind), tensor in actor.skeleton.tensors().items()}
+
+
+def local_parameters(actor: MegatronTrainer) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return actor.provider.local_parameters(actor.skeleton.chunks, actor.mesh, actor.me)
 
 
 def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) -> Results:
@@ -150,14 +148,8 @@ def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) 
     sequences = [sample.tokens for sample in samples]
     with trainer(context, layout, settings) as actor:
         by_actor = actor.log_probs(sequences)
-        built = build_model_chunks(
-            settings.model,
-            Layout(**layout),
-            actor.ranks.groups,
-            padded_vocab=settings.padded_vocab,
-            seed=settings.seed,
-            device=CPU,
-        )
+        built = actor.provider.build(actor.mesh, actor.me, actor.ranks.groups, device=CPU)
+        actor.provider.initialise(built, actor.mesh, actor.me, seed=settings.seed)
         chunks = [chunk.eval().requires_grad_(False) for chunk in built]
         batches = replica_batches(
             sequences, settings.limits, num_replicas=actor.ranks.layout.dp, replica=actor.ranks.dp
@@ -174,8 +166,8 @@ def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) 
         for batch, log_probs_BS in zip(batches, rows, strict=bool(rows)):
             for row, index in enumerate(batch.sequences):
                 results[f"inference/{index}"] = log_probs_BS[row, : len(sequences[index])]
-        for parameter in actor.parameters():
-            results[f"param/{parameter.shard.name}"] = parameter.tensor.detach().numpy().copy()
+        for name, tensor in local_parameters(actor):
+            results[f"param/{name}"] = tensor.detach().numpy().copy()
         if layout:
             return results
         own = [_scored_by(sample, by_actor[index]) for index, sample in enumerate(samples)]

@@ -8,21 +8,26 @@ import torch
 from tests.ranks import Results
 
 
-def logical_tensors(results: list[Results], kind: str, *, tied_copies: bool = False) -> dict[str, torch.Tensor]:
-    """`kind` is the prefix of the arrays; what one rank has as NaN another must have; AssertionError on a hole."""
+def logical_tensors(results: list[Results], kind: str) -> dict[str, torch.Tensor]:
+    """`kind` is the prefix of the arrays; what one rank has as NaN another must have, and what two have is the same.
+
+    AssertionError on a hole or a disagreement.
+    """
     whole: Results = {}
     for rank in results:
         for key, local in rank.items():
-            label = key.removeprefix(f"{kind}/")
-            name = label.removesuffix("/tied")
-            if label == key or (name != label) != tied_copies:
+            name = key.removeprefix(f"{kind}/")
+            if name == key:
                 continue
             target = whole.setdefault(name, np.full(rank[f"shape/{name}"], np.nan, dtype=local.dtype))
-            dim = int(rank[f"dim/{name}"])
-            for start, logical, size in rank[f"pieces/{name}"]:
-                part = np.take(local, range(start, start + size), axis=dim)
-                place = (slice(None),) * dim + (slice(logical, logical + size),)
-                target[place] = np.where(np.isnan(part), target[place], part)
+            matrix = target.reshape(int(rank[f"rows/{name}"]), -1)
+            for row, col, rows, cols, offset, stride in rank[f"blocks/{name}"]:
+                place = matrix[row : row + rows, col : col + cols]
+                strides = (stride * local.itemsize, local.itemsize)
+                part = np.lib.stride_tricks.as_strided(local.reshape(-1)[offset:], (rows, cols), strides)
+                held = ~np.isnan(place) & ~np.isnan(part)
+                assert np.array_equal(place[held], part[held]), f"{name}: two ranks hold different values"
+                np.copyto(place, part, where=~np.isnan(part))
     holes = [name for name, tensor in whole.items() if np.isnan(tensor).any()]
     assert not holes, f"no rank holds all of {holes}"
     return {name: torch.from_numpy(tensor) for name, tensor in whole.items()}

@@ -56,7 +56,7 @@ def test_another_seed_starts_from_other_weights(ranks: RankServer) -> None:
     first, second = (
         ranks.run(f"{JOBS}:updates", 1, {"layout": {}, "num_updates": 0, "seed": seed})[0] for seed in (0, 1)
     )
-    name = "state/param/decoder.layers.0.mlp.linear_fc1.weight"
+    name = "state/weight/decoder.layers.0.mlp.linear_fc1.weight"
     assert not np.array_equal(first[name], second[name])
 
 

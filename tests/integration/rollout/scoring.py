@@ -12,8 +12,8 @@ from tests.integration.megatron.jobs import CPU, world
 from tests.ranks import RankContext, Results
 from tests.unit.rollout.tiny_models import TINY, engine_of, random_weights, request_of, run
 from tidegate.megatron.batching import BatchLimits, replica_batches
+from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.log_probs import forward_log_probs
-from tidegate.megatron.model import build_model_chunks, local_parameters
 from tidegate.types import Layout
 
 PADDED_VOCAB = 64
@@ -29,10 +29,12 @@ def generate_and_score(context: RankContext, *, tied: bool, temperature: float) 
     finished = run(engine_of(config), *requests)
     sequences = [(*prompt, *finished[str(index)].response.tokens) for index, prompt in enumerate(PROMPTS)]
     with world(context, {}) as ranks:
-        chunks = build_model_chunks(config, Layout(), ranks.groups, padded_vocab=PADDED_VOCAB, seed=0, device=CPU)
+        provider = GptProvider(config, PADDED_VOCAB)
+        mesh = provider.mesh(Layout(), (0,))
+        chunks = provider.build(mesh, 0, ranks.groups, device=CPU)
         with torch.no_grad():
-            for parameter in local_parameters(chunks, config, Layout(), padded_vocab=PADDED_VOCAB):
-                parameter.tensor.copy_(weights[parameter.shard.name])
+            for name, parameter in provider.local_parameters(chunks, mesh, 0):
+                parameter.copy_(weights[name])
         batches = replica_batches(sequences, BatchLimits(), num_replicas=1, replica=0)
         rows = forward_log_probs(
             chunks,

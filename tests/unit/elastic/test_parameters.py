@@ -16,26 +16,13 @@ from tidegate.elastic.parameters import (
     Expert,
     GroupedQkv,
     Parameter,
-    Piece,
     Shard,
     Split,
     Vocabulary,
     Whole,
     shard_of,
 )
-from tidegate.megatron import shards
-from tidegate.model_config import ModelConfig
 
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=8,
-    ffn_hidden_size=12,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=2,
-    vocab_size=13,
-    max_seq_len=16,
-)
 SHAPE = GptShape(
     num_layers=2,
     hidden_size=8,
@@ -79,21 +66,6 @@ def test_a_shard_is_what_megatron_cuts(name: str, tp: int) -> None:
     whole = np.arange(np.prod(shape)).reshape(shape)
     for tp_rank, got in enumerate(gathered(shape, cut, tp)):
         np.testing.assert_array_equal(got, cutter.cut(parameter, whole, tp, tp_rank).reshape(-1))
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_family_that_is_trained_has_the_same_parameters_and_shards(tp: int, tied: bool) -> None:
-    config = replace(CONFIG, tied_embeddings=tied)
-    parameters = gpt_parameters(replace(SHAPE, tied_embeddings=tied))
-    assert {p.name: p.shape for p in parameters} == shards.logical_shapes(config)
-    for parameter in parameters:
-        for tp_rank in range(tp):
-            want = shards.shard_of(config, parameter.name, tp=tp, tp_rank=tp_rank, padded_vocab=16)
-            got = shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=tp_rank)
-            inner = int(np.prod(parameter.shape[want.dim + 1 :]))
-            assert got.num_elements == np.prod(want.local_shape)
-            assert got.pieces == tuple(Piece(p.local * inner, p.logical * inner, p.size * inner) for p in want.pieces)
 
 
 def test_only_an_experts_own_rank_has_it() -> None:

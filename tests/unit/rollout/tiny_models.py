@@ -15,7 +15,8 @@ from services.rollout.engine import (
     Response,
     SamplingParams,
 )
-from tidegate.megatron.shards import EMBEDDING, OUTPUT, logical_shapes
+from tidegate.elastic.gpt import EMBEDDING, OUTPUT
+from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 
 TINY = ModelConfig(
@@ -35,7 +36,8 @@ def random_weights(config: ModelConfig, *, seed: int = 0, padding_rows: int = 3)
     """A full set, norms around 1; the padding rows would win every draw if anything read them."""
     generator = torch.Generator().manual_seed(seed)
     tensors = []
-    for name, shape in logical_shapes(config).items():
+    for parameter in model_parameters(config, padded_vocab=config.vocab_size):
+        name, shape = parameter.name, parameter.shape
         tensor = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.1)
         if len(shape) == 1:
             tensor += 1
