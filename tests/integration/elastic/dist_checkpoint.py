@@ -9,6 +9,7 @@ padding is left out; after `load` each parameter has a step count of its own.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -69,6 +71,8 @@ def save(source: Trained | None, folder: Path) -> None:
     """Collective over WORLD; the folder is there and empty. ValueError where WORLD's first rank has no part."""
     if source is None and dist.get_rank() == 0:
         raise ValueError("rank 0 of WORLD holds nothing, and dist_checkpointing has it write what all share: use it")
+    # A save that is not asynchronous would still start a manager process, which outlives a rank that is killed.
+    filesystem_async._results_queue = queue.Queue()
     state = {} if source is None else source.sharded_state(is_loading=False)
     dist_checkpointing.save(state, str(folder))
 
@@ -76,7 +80,7 @@ def save(source: Trained | None, folder: Path) -> None:
 def load(target: Trained | None, folder: Path) -> None:
     """Collective over WORLD; the target's weights and optimizer state are then those that were saved."""
     if target is not None:
-        _have_state(target.optimizer)
+        have_state(target.optimizer)
     state = {} if target is None else target.sharded_state(is_loading=True)
     loaded = dist_checkpointing.load(state, str(folder))
     if target is None:
@@ -94,7 +98,10 @@ def held_state(target: Trained, named: Iterable[tuple[str, torch.nn.Parameter]])
     found: Results = {}
     for name, weights in named:
         found[f"{StateKind.WEIGHT}/{name}"] = weights.detach().float().reshape(-1).numpy().copy()
-        for kind, local in _optimizer_state(target.optimizer, weights).items():
+        held, tensors = optimizer_tensors(target.optimizer, weights)
+        for kind, tensor in tensors.items():
+            local = np.full(1 if kind is StateKind.STEP else weights.numel(), np.nan, dtype=np.float32)
+            local[slice(None) if kind is StateKind.STEP else held] = tensor.detach().numpy()
             found[f"{kind}/{name}"] = local
     return found
 
@@ -133,32 +140,27 @@ def _put(
         np.copyto(place, part, where=~np.isnan(part))
 
 
-def _optimizer_state(optimizer: Any, weights: torch.nn.Parameter) -> Mapping[StateKind, npt.NDArray[Any]]:
-    """Empty where this rank's optimizer holds no part of the parameter."""
+def optimizer_tensors(optimizer: Any, weights: torch.nn.Parameter) -> tuple[slice, Mapping[StateKind, torch.Tensor]]:
+    """The elements of a parameter of which this rank keeps state, and the state, step included; maybe none."""
     for link in compat.links(optimizer):
-        if weights not in link.model_param_group_index_map:
-            continue
-        group, order = link.model_param_group_index_map[weights]
-        main = link.optimizer.param_groups[group]["params"][order]
-        held = link._get_model_param_range_map(weights)["param"]
-        state = link.optimizer.state[main]
-        tensors = {StateKind.MAIN_PARAM: main, **{kind: state[kind.value] for kind in _MOMENTS}}
-        found = {}
-        for kind, tensor in tensors.items():
-            found[kind] = np.full(weights.numel(), np.nan, dtype=np.float32)
-            found[kind][held.start : held.end] = tensor.detach().numpy()
-        return {**found, StateKind.STEP: state["step"].detach().numpy().copy()}
-    return {}
+        if weights in link.model_param_group_index_map:
+            group, order = link.model_param_group_index_map[weights]
+            main = link.optimizer.param_groups[group]["params"][order]
+            held = link._get_model_param_range_map(weights)["param"]
+            state = link.optimizer.state[main]
+            kinds = (*_MOMENTS, StateKind.STEP)
+            return slice(held.start, held.end), {StateKind.MAIN_PARAM: main, **{kind: state[kind] for kind in kinds}}
+    return slice(0, 0), {}
 
 
-def _have_state(optimizer: Any) -> None:
+def have_state(optimizer: Any) -> None:
     """torch's Adam makes its state at its first step; the load wants it before, and the same step everywhere."""
     for link in compat.links(optimizer):
         for group in link.optimizer.param_groups:
             for main in group["params"]:
                 state = link.optimizer.state[main]
                 for kind in _MOMENTS:
-                    state.setdefault(kind.value, torch.zeros_like(main))
+                    state.setdefault(str(kind), torch.zeros_like(main))
                 state.setdefault("step", torch.zeros((), dtype=torch.float32)).zero_()
 
 

@@ -33,7 +33,7 @@ def test_what_is_loaded_in_one_layout_is_what_was_saved_in_another(
     assert loaded.keys() == want.keys()
     for key, tensor in want.items():
         np.testing.assert_array_equal(loaded[key], tensor, err_msg=str(key))
-    assert {float(tensor) for (_, kind), tensor in loaded.items() if kind is StateKind.STEP} == {7.0}
+    assert {float(tensor.item()) for (_, kind), tensor in loaded.items() if kind is StateKind.STEP} == {7.0}
 
 
 def _logical(found: Any, label: str, layout: Any, dtype: str) -> Any:
