@@ -132,6 +132,8 @@ class Preparing:
         self._at("planned")
         try:
             with watch.part("allocation"):
+                if source.state is not None:
+                    source.state.skeleton.release_gradients()
                 if target.state is not None:
                     target.state.skeleton.materialise()
             self._at("allocated")

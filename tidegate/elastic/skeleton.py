@@ -2,7 +2,7 @@
 
 Order: refusals, the provider's chunks, DDP around each, their parameters into the arena, the optimizer, its state into
 the arena. Then any number of times: weights and state are filled in (copied from elsewhere, or the provider's first
-weights and `start_anew`), training, `release`, `materialise`.
+weights and `start_anew`), `materialise_gradients`, training, `release`, `materialise`.
 Invariants: `tensors()` are exactly what the planner says that this rank holds, and they are all there is: once they are
 filled in, training goes on; the tensors and all views of them that Megatron keeps stay the same objects over a release;
 contents are undefined after the making and after `materialise`, and gradients stay so until an update zeroes them.
@@ -133,18 +133,26 @@ class Skeleton:
 
     def release(self) -> None:
         """Give all memory back; again is no harm."""
+        self.release_gradients()
+        self._arena.release()
+
+    def materialise(self) -> None:
+        """Take the memory of weights and state again; raises ArenaFull and is then still released."""
+        self._arena.materialise()
+
+    def release_gradients(self) -> None:
+        """Give the memory of gradients back, which are of no use between two updates."""
         # Adam's own gradients are views of the buffers in fp32, else copies, which would stay.
         self.optimizer.zero_grad()
-        self._arena.release()
         for buffer in self._gradient_buffers:
             buffer.untyped_storage().resize_(0)
 
-    def materialise(self) -> None:
-        """Take the memory again; raises ArenaFull and is then still released. Without a release, nothing."""
-        self._arena.materialise()
+    def materialise_gradients(self) -> None:
+        """Take the memory of gradients, which an update needs; where it is there, nothing. Raises ArenaFull."""
         try:
             for buffer in self._gradient_buffers:
-                buffer.untyped_storage().resize_(buffer.nbytes)
+                if buffer.untyped_storage().nbytes() != buffer.nbytes:
+                    buffer.untyped_storage().resize_(buffer.nbytes)
         except RuntimeError as error:  # torch's allocators raise nothing more exact on every device
-            self.release()
+            self.release_gradients()
             raise ArenaFull(f"no memory for {self.num_bytes.gradients} bytes of gradients: {error}") from error

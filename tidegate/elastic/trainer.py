@@ -117,6 +117,7 @@ class ElasticTrainer:
             return None
         state = self._held.state
         skeleton = state.skeleton
+        skeleton.materialise_gradients()
         place = RankPlace(skeleton.mesh, self.world.me, skeleton.groups, self.world.device)
         batches, on_logits = minibatch.of_rank(place)
         seed_update(self._settings.seed, self._progress.num_updates, skeleton.mesh, self.world.me)
@@ -185,6 +186,8 @@ class ElasticTrainer:
             finally:
                 self._retire(prepared.source)
             self._at("released")
+            if prepared.target.state is not None:
+                prepared.target.state.skeleton.materialise_gradients()
         return prepared.report()
 
     def abort(self, prepared: Prepared) -> None:

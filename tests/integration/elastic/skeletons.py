@@ -201,12 +201,14 @@ def released_and_filled(
         first.release()
         released_bytes = _bytes_held(first, arena)
         first.materialise()
+        first.materialise_gradients()
         materialised_bytes = _bytes_held(first, arena)
         fill(first, middle)
         again = [train(first, seed=update % 2) for update in range(2, 4)]
         second, second_arena = build(2)
         second.release()
         second.materialise()
+        second.materialise_gradients()
         fill(second, middle)
         elsewhere = [train(second, seed=update % 2) for update in range(2, 4)]
         results = {
