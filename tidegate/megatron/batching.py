@@ -37,7 +37,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One micro-batch. `sequences` are indices into what was cut, one a row; rows after them are zeros, as a filler's."""
+    """One micro-batch. `sequences` are indices into what was cut, one a row; rows after them are zeros."""
 
     sequences: tuple[int, ...]
     tokens_BS: npt.NDArray[np.int64]
