@@ -79,10 +79,17 @@ def one_update(
 
 
 def updates(
-    context: RankContext, *, layout: dict[str, int], num_updates: int, tied: bool = False, seed: int = 0
+    context: RankContext,
+    *,
+    layout: dict[str, int],
+    num_updates: int,
+    tied: bool = False,
+    seed: int = 0,
+    num_logical_shards: int | None = None,
 ) -> Results:
     """Losses and norms of a run over recorded minibatches, and the final state."""
-    with trainer(context, layout, recorded.trainer_settings(tied=tied, seed=seed)) as actor:
+    settings = recorded.trainer_settings(tied=tied, seed=seed)
+    with trainer(context, layout, dataclasses.replace(settings, num_logical_shards=num_logical_shards)) as actor:
         reports = [actor.train_minibatch(recorded.recorded_samples(seed=update), 1e-3) for update in range(num_updates)]
         results = {f"state/{name}": tensor.numpy() for name, tensor in copies(actor).items()}
         results["loss"] = np.array([report.loss for report in reports])

@@ -11,6 +11,7 @@ import pytest
 
 from tests.ranks import RankServer, Results
 
+JOBS = "tests.integration.megatron.jobs"
 RUNS = "tests.integration.megatron.reproducible_runs"
 NUM_SHARDS = 4
 REPORTED = ("sums", "grad_norm")
@@ -77,6 +78,14 @@ def test_a_run_has_the_bits_of_one_rank_s(run: Run, layout: dict[str, int], argu
     want, got = run({}, **arguments), run(layout, **arguments)
     assert np.all(want["grad_norm"] > 0.05), "gradients are to be clipped by the norm"
     assert different(got, want) == []
+
+
+def test_the_actor_s_trainer_has_the_bits_of_one_rank_s(ranks: RankServer) -> None:
+    call = {"num_updates": 3, "tied": True, "num_logical_shards": NUM_SHARDS}
+    (want,) = ranks.run(f"{JOBS}:updates", 1, {"layout": {}, **call})
+    for got in ranks.run(f"{JOBS}:updates", 4, {"layout": {"pp": 2, "dp": 2}, **call}):
+        for name in ("loss", "grad_norm", "absolute_terms"):
+            assert got[name].tobytes() == want[name].tobytes(), name
 
 
 def test_without_the_mode_the_bits_tell_layouts_apart(run: Run) -> None:
