@@ -31,6 +31,7 @@ from tidegate.elastic.skeleton import Skeleton
 from tidegate.elastic.stamp import NUM_COUNTS, Stamp
 from tidegate.elastic.world import World
 from tidegate.megatron.groups import groups_of, megatron_groups
+from tidegate.megatron.reproducible import wrapper
 
 
 class EpochCache:
@@ -100,6 +101,7 @@ class EpochCache:
                 self._optimizer_config,
                 device=self.world.device,
                 arena=arena,
+                wrapper=wrapper(self._settings.num_logical_shards),
             )
             state = RankState(skeleton, arena, Stamp(arena.empty(NUM_COUNTS, torch.int64)))
             payload = catalogue.encode(state.announcement(self.hosts[self.world.me]))

@@ -27,6 +27,12 @@ class RankPlace:
     me: int
     groups: ProcessGroupCollection
     device: torch.device
+    num_logical_shards: int | None
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas exchange tokens, so that their micro-batches must have one shape."""
+        return self.mesh.layout.ep > 1
 
     @property
     def num_replicas(self) -> int:
@@ -77,7 +83,14 @@ class NextTokens:
         return sum(sum(self._mask(index)[1:]) for index in range(len(self.sequences)))
 
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
-        batches = replica_batches(self.sequences, self.limits, num_replicas=place.num_replicas, replica=place.replica)
+        batches = replica_batches(
+            self.sequences,
+            self.limits,
+            num_replicas=place.num_replicas,
+            replica=place.replica,
+            num_shards=place.num_logical_shards,
+            alike=place.shares_experts,
+        )
 
         def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
             weight_BS = torch.zeros(tokens_BS.shape, device=place.device)

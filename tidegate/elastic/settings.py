@@ -19,6 +19,8 @@ class ElasticSettings:
     certificate: Level = Level.FULL
     staging_bytes: int = 64 << 20
     """Of staging memory for what is sent, a rank."""
+    num_logical_shards: int | None = None
+    """Of reproducible updates, see `tidegate.megatron.reproducible`; None: the usual ones."""
     timeout_s: float = 60.0
     """How long members wait for each other's votes."""
 

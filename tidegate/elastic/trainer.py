@@ -30,7 +30,8 @@ from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state import Progress
 from tidegate.elastic.world import World
-from tidegate.megatron.updates import Update, Updater
+from tidegate.megatron.reproducible import updater
+from tidegate.megatron.updates import Update
 from tidegate.types import Layout
 
 
@@ -118,11 +119,19 @@ class ElasticTrainer:
         state = self._held.state
         skeleton = state.skeleton
         skeleton.materialise_gradients()
-        place = RankPlace(skeleton.mesh, self.world.me, skeleton.groups, self.world.device)
+        place = RankPlace(
+            skeleton.mesh, self.world.me, skeleton.groups, self.world.device, self._settings.num_logical_shards
+        )
         batches, on_logits = minibatch.of_rank(place)
         seed_update(self._settings.seed, self._progress.num_updates, skeleton.mesh, self.world.me)
-        updater = Updater(skeleton.chunks, skeleton.optimizer, skeleton.groups, num_sums=minibatch.num_sums)
-        update = updater.update(batches, on_logits, learning_rate, applying=state.stamp.applying)
+        updates = updater(
+            skeleton.chunks,
+            skeleton.optimizer,
+            skeleton.groups,
+            num_sums=minibatch.num_sums,
+            num_logical_shards=self._settings.num_logical_shards,
+        )
+        update = updates.update(batches, on_logits, learning_rate, applying=state.stamp.applying)
         if update.committed:
             progress = self._progress
             self._progress = replace(

@@ -78,7 +78,13 @@ def minibatch(update: int, *, num_sequences: int = 16) -> NextTokens:
 
 @contextmanager
 def started(
-    context: RankContext, layout: Layout, ranks: Sequence[int] | None = None, *, shared: bool = True, **model: bool
+    context: RankContext,
+    layout: Layout,
+    ranks: Sequence[int] | None = None,
+    *,
+    shared: bool = True,
+    shards: int | None = None,
+    **model: bool,
 ) -> Iterator[ElasticTrainer]:
     """A trainer over all ranks of the context, in its first layout."""
     store = open_store(context)
@@ -88,7 +94,7 @@ def started(
     if shared:
         said = world.gather(members, tempfile.mkdtemp(dir="/dev/shm").encode() if context.rank == 0 else b"")
         folder = Path(said[0].decode())
-    settings = ElasticSettings(seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S)
+    settings = ElasticSettings(seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S, num_logical_shards=shards)
     trainer = ElasticTrainer(provider(**model), adam(bf16=model.get("bf16", False)), world=world, settings=settings)
     try:
         trainer.start(layout, ranks=ranks)
@@ -161,7 +167,7 @@ def circuit(num_nodes: int) -> list[int]:
     return walk[::-1]
 
 
-def walks(context: RankContext, *, places: list[dict[str, Any]], updates_between: int = 1, **options: bool) -> Results:
+def walks(context: RankContext, *, places: list[dict[str, Any]], updates_between: int = 1, **options: Any) -> Results:
     """Trains through all the places; for each update its loss and gradient norm, for each switch what it moved."""
     updates: list[tuple[float, float]] = []
     moved, minimum, kept, seconds = [], [], [], []
