@@ -24,7 +24,7 @@ from tidegate.ports.bus import BusLimits, SampleStream
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.crew import Crew, InstancePort, WorkerGone, WorkerUnreachable
 from tidegate.runtime.lead import Lead, LeadTools
-from tidegate.types import Grant, JobId, NodeId, Role, Token, instance_id
+from tidegate.types import NO_TOKEN, Grant, JobId, NodeId, Role, Token, instance_id
 from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -121,7 +121,9 @@ class FakeInstance(Generic[W]):
     async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
         for grant in grants:
             running = self._slots.get(grant.gpu)
-            if running is None or running.grant != grant:
+            if running is not None and running.grant.stands_by and not grant.stands_by:
+                running.grant = grant
+            elif running is None or running.grant != grant:
                 self.started.append(grant)
                 self._slots[grant.gpu] = _Slot(grant, self._make_worker(grant))
 
@@ -131,6 +133,14 @@ class FakeInstance(Generic[W]):
             if grant.gpu in self._slots:
                 self.kill(grant.gpu)
         return 0
+
+    async def stand_down(self, job: JobId, grants: Sequence[Grant]) -> None:
+        self._answer()
+        for grant in grants:
+            slot = self._slots.get(grant.gpu)
+            if slot is None or slot.grant != grant:
+                raise WorkerGone(f"no worker of {grant.gpu} under token {grant.token}")
+            slot.grant = Grant(grant.gpu, NO_TOKEN)
 
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
         self._answer()

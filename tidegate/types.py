@@ -49,12 +49,21 @@ class Token:
         return f"{self.term}.{self.counter}"
 
 
+NO_TOKEN = Token(0, 0)
+"""Smaller than any that a store grants."""
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Grant:
     """A GPU and the token under which its holder may use it."""
 
     gpu: GpuId
     token: Token
+
+    @property
+    def stands_by(self) -> bool:
+        """It names a process on the GPU's slot that may not use the GPU."""
+        return self.token == NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)

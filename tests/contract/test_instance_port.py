@@ -20,7 +20,7 @@ from tidegate.runtime.crew import InstancePort, WorkerGone, WorkerRefused
 from tidegate.runtime.fork_client import ForkServerLauncher
 from tidegate.runtime.instance import LocalInstance
 from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
-from tidegate.types import Grant, Token
+from tidegate.types import NO_TOKEN, Grant, Token
 from tidegate.v1 import instance_pb2, instance_pb2_grpc
 from tidegate.v1 import workers_pb2 as wire
 
@@ -89,6 +89,57 @@ async def test_a_repeated_start_and_a_repeated_stop_change_nothing(port: Port, n
     await port.start_workers(JOB, "t3", [grant(counter=2)])
     await port.stop_workers(JOB, "t2", [grant()])
     assert await port.workers(JOB) == (grant(counter=2),)
+
+
+STANDING_BY = Grant(grant().gpu, NO_TOKEN)
+
+
+async def test_a_worker_that_stands_by_takes_a_gpu_and_gives_it_back_as_the_same_process(
+    port: Port, node: Node
+) -> None:
+    await port.start_workers(JOB, "t1", [STANDING_BY])
+    assert (await port.workers(JOB), node.gate.report()) == ((STANDING_BY,), [])
+    (first,) = await replies(port, STANDING_BY, about("pid"))
+    for counter in (1, 2):
+        held = grant(counter=counter)
+        await port.start_workers(JOB, f"t{counter}", [held])
+        assert (await port.workers(JOB), node.gate.is_held(held.gpu)) == ((held,), True)
+        with pytest.raises(WorkerGone, match=rf"runs under 1\.{counter}"):
+            await replies(port, STANDING_BY, about("pid"))
+        (reply,) = await replies(port, held, about("pid"))
+        assert reply.started.detail == first.started.detail
+        await port.stand_down(JOB, [held])
+        assert (await port.workers(JOB), node.gate.is_held(held.gpu)) == ((STANDING_BY,), False)
+    await port.stop_workers(JOB, "t3", [STANDING_BY])
+    assert (await port.workers(JOB), node.deaths.empty()) == ((), True)
+
+
+async def test_a_worker_that_was_started_with_a_gpu_may_stand_by(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    await port.stand_down(JOB, [grant()])
+    elsewhere = node.gate.acquire(grant(counter=2))
+    with pytest.raises(GateClosed, match=r"held by token 1\.2"):
+        await port.start_workers(JOB, "t2", [grant(counter=3)])
+    assert await port.workers(JOB) == (STANDING_BY,)
+    elsewhere.close()
+
+
+async def test_the_death_of_a_worker_that_took_a_gpu_frees_it(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [STANDING_BY])
+    await port.start_workers(JOB, "t1", [grant()])
+    (reply,) = await replies(port, grant(), about("pid"))
+    os.kill(int(reply.started.detail), signal.SIGKILL)
+    assert await node.deaths.get() == (grant(), -signal.SIGKILL)
+    assert not node.gate.is_held(grant().gpu)
+
+
+async def test_a_start_that_is_refused_leaves_who_stood_by_as_it_was(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [STANDING_BY])
+    held = node.gate.acquire(grant("n0/1", counter=5))
+    with pytest.raises(GateClosed, match="n0/1"):
+        await port.start_workers(JOB, "t2", [grant(), grant("n0/1", counter=9)])
+    assert (await port.workers(JOB), node.gate.is_held(grant().gpu)) == ((STANDING_BY,), False)
+    held.close()
 
 
 async def test_a_start_that_is_refused_leaves_none_of_its_workers(port: Port, node: Node) -> None:

@@ -19,6 +19,7 @@ from tidegate.gate import Gate
 from tidegate.runtime.channel import AsyncChannel, ChannelClosed
 from tidegate.runtime.fork_client import ForkServerLauncher
 from tidegate.runtime.launch import LaunchRefused, WorkerFds, WorkerLauncher, WorkerProcess, WorkerSpec
+from tidegate.runtime.local_worker import hand_over
 from tidegate.runtime.subprocess_launcher import SubprocessLauncher
 from tidegate.v1 import workers_pb2 as wire
 
@@ -85,12 +86,12 @@ async def test_a_worker_has_its_own_descriptors_and_no_others(launcher: WorkerLa
         started(launcher, spec("echo", tmp_path / "log")) as (_, channel),
     ):
         kinds = ast.literal_eval(await asked(channel, "fds"))
-    # The channel (twice, once for the watcher) and the store's listener; standard input and the hold; the log twice.
+    # Standard input; the log twice; the channel (twice, once for the watcher), the holds and the store's listener.
     assert [kind for kind in kinds if not kind.startswith("/proc")] == [
         "/dev/null",
-        "/dev/null",
         str(tmp_path / "log"),
         str(tmp_path / "log"),
+        "socket",
         "socket",
         "socket",
         "socket",
@@ -147,13 +148,15 @@ async def test_closing_the_launcher_kills_its_workers(launcher: WorkerLauncher, 
 
 async def test_a_gpu_is_held_for_exactly_as_long_as_the_worker_lives(launcher: WorkerLauncher, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
-    hold = gate.acquire(grant())
     ours, theirs = socket.socketpair()
+    given, holds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        fds = WorkerFds(theirs.fileno(), hold.fileno(), listener.fileno())
+        fds = WorkerFds(theirs.fileno(), holds.fileno(), listener.fileno())
         worker = await launcher.launch(spec("echo", tmp_path / "log"), fds)
-    hold.close()
     theirs.close()
+    holds.close()
+    hand_over(gate.acquire(grant()), given)
+    given.close()
     assert gate.is_held(grant().gpu)
     worker.kill()
     await worker.wait()

@@ -33,7 +33,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
-    """Call the entry; the exit status. The hold's descriptor stays open for as long as this process lives."""
+    """Call the entry; the exit status. The holds' socket stays open for as long as this process lives."""
     clock = SlotClock(time.monotonic_ns)
     status = 1
     try:
@@ -45,7 +45,11 @@ def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
         channel_socket = socket.socket(fileno=fds.channel)
         die_with_service(channel_socket)
         channel = WorkerChannel(
-            channel_socket, grant=spec.grant, clock=clock, store_listener=socket.socket(fileno=fds.store_listener)
+            channel_socket,
+            grant=spec.grant,
+            clock=clock,
+            store_listener=socket.socket(fileno=fds.store_listener),
+            holds=socket.socket(fileno=fds.holds),
         )
         resolve(spec.entry)(channel)
         status = 0

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from tidegate.checksums import combined_checksum
-from tidegate.types import Grant, JobId, NodeId, node_of
+from tidegate.types import NO_TOKEN, Grant, JobId, NodeId, node_of
 from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -54,8 +54,12 @@ class InstancePort(Protocol):
         """Returns when their gates are free: the bytes of device memory still held. Those not there are stopped."""
         ...
 
+    async def stand_down(self, job: JobId, grants: Sequence[Grant]) -> None:
+        """They give their GPUs back and stand by; returns when their gates are free."""
+        ...
+
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
-        """Those alive."""
+        """Those alive, those that stand by among them."""
         ...
 
     def call(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> AsyncIterator[wire.WorkerReply]:
@@ -88,11 +92,17 @@ class Crew:
         self._ports: dict[NodeId, InstancePort] = {}
         self._endpoints: dict[NodeId, str] = {}
         self._members: dict[str, Grant] = {}
+        self._standbys: dict[str, Grant] = {}
 
     @property
     def members(self) -> tuple[Grant, ...]:
-        """Workers that are up, as far as known."""
+        """Workers that are up, as far as known; in the order of their start, or as last arranged."""
         return tuple(self._members.values())
+
+    @property
+    def standbys(self) -> tuple[Grant, ...]:
+        """Workers that stand by, as far as known."""
+        return tuple(self._standbys.values())
 
     def meet(self, addresses: Iterable[commands_pb2.InstanceAddress]) -> None:
         """Learn where the component's instances answer."""
@@ -112,15 +122,30 @@ class Crew:
             *(port.workers(self._job) for port in self._ports.values()), return_exceptions=True
         )
         answers = dict(zip(self._ports, found, strict=True))
-        self._members = {
-            grant.gpu: grant for grants in answers.values() if not isinstance(grants, BaseException) for grant in grants
-        }
+        alive = [grant for grants in answers.values() if not isinstance(grants, BaseException) for grant in grants]
+        self._members = {grant.gpu: grant for grant in alive if not grant.stands_by}
+        self._standbys = {grant.gpu: grant for grant in alive if grant.stands_by}
         return tuple(node for node, grants in answers.items() if isinstance(grants, BaseException))
 
     async def start(self, grants: Sequence[Grant], *, transition: str) -> None:
-        """Bring these workers up; they are members then."""
+        """Bring these workers up; they are members then, or stand by where their grants have no token. Where one stands
+        by, it is that one that comes up."""
         await self._by_node(grants, lambda port, part: port.start_workers(self._job, transition, part))
-        self._members |= {grant.gpu: grant for grant in grants}
+        for grant in grants:
+            self.forget(grant)
+            (self._standbys if grant.stands_by else self._members)[grant.gpu] = grant
+
+    async def stand_down(self, grants: Sequence[Grant]) -> None:
+        """These members give their GPUs back and stand by."""
+        await self._by_node(grants, lambda port, part: port.stand_down(self._job, part))
+        for grant in grants:
+            self.forget(grant)
+            self._standbys[grant.gpu] = Grant(grant.gpu, NO_TOKEN)
+
+    def arrange(self, members: Sequence[Grant]) -> None:
+        """Put the members into this order, which names each of them."""
+        assert set(members) == set(self.members), f"{members} are not {self.members}"
+        self._members = {grant.gpu: grant for grant in members}
 
     async def stop(self, grants: Sequence[Grant], *, transition: str) -> int:
         """End these workers; the bytes of device memory that stayed held."""
@@ -132,6 +157,7 @@ class Crew:
     def forget(self, grant: Grant) -> None:
         """It is no member any more."""
         self._members.pop(grant.gpu, None)
+        self._standbys.pop(grant.gpu, None)
 
     async def rendezvous(self, members: Sequence[Grant], *, timeout_s: float) -> list[wire.Rendezvous]:
         """One a member, in rank order; the first one's node serves the store."""
@@ -149,7 +175,7 @@ class Crew:
                 async for reply in self._port(grant).call(grant, call, timeout_s=timeout_s):
                     yield reply
         except WorkerGone:
-            if self._members.get(grant.gpu) == grant:
+            if grant in (self._members.get(grant.gpu), self._standbys.get(grant.gpu)):
                 self.forget(grant)
             raise
 

@@ -58,6 +58,11 @@ class LocalInstance:
         await self._workers.stop(grants)
         return 0
 
+    async def stand_down(self, job: JobId, grants: Sequence[Grant]) -> None:
+        """They give their GPUs back and stand by; returns when their gates are free."""
+        self._check_job(job)
+        await self._workers.stand_down(grants)
+
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
         """Those alive."""
         self._check_job(job)
@@ -116,6 +121,12 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         grants = decode_grants(request.grants)
         held = await self._instance.stop_workers(JobId(request.job), request.transition_id, grants)
         return instance_pb2.StopWorkersResponse(released=request.grants, held_bytes=held)
+
+    async def StandDown(
+        self, request: instance_pb2.StandDownRequest, context: Context
+    ) -> instance_pb2.StandDownResponse:
+        await self._instance.stand_down(JobId(request.job), decode_grants(request.grants))
+        return instance_pb2.StandDownResponse()
 
     async def DescribeWorkers(
         self, request: instance_pb2.DescribeWorkersRequest, context: Context

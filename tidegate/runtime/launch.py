@@ -76,14 +76,15 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFds:
-    """Descriptors for a worker: its end of the channel, its GPU's hold, a listening socket for a torch store."""
+    """Descriptors for a worker: its end of the channel, the socket in whose queue its GPU's lock lies, a listening
+    socket for a torch store."""
 
     channel: int
-    hold: int
+    holds: int
     store_listener: int
 
     def in_order(self) -> tuple[int, int, int]:
-        return (self.channel, self.hold, self.store_listener)
+        return (self.channel, self.holds, self.store_listener)
 
 
 class WorkerProcess:

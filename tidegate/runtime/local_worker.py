@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+from tidegate.gate import GateHold
 from tidegate.runtime.channel import AsyncChannel, ChannelClosed
 from tidegate.runtime.crew import WorkerGone, WorkerRefused
 from tidegate.runtime.launch import WorkerProcess
 from tidegate.runtime.worker import READY_CALL_ID
-from tidegate.types import Grant
+from tidegate.types import NO_TOKEN, Grant
 from tidegate.v1 import workers_pb2 as wire
 
 OnSpans = Callable[[Grant, Sequence[wire.Span]], None]
@@ -31,8 +32,12 @@ _DRAIN_S = 1.0
 class LocalWorker:
     """A started process. `attach` it to its channel first."""
 
-    def __init__(self, grant: Grant, process: WorkerProcess, *, log_path: Path, on_spans: OnSpans) -> None:
+    def __init__(
+        self, grant: Grant, process: WorkerProcess, *, log_path: Path, on_spans: OnSpans, holds: socket.socket
+    ) -> None:
+        """`holds` is the service's end of the socket in whose queue the worker's lock lies."""
         self.grant = grant
+        self._holds = holds
         self.process = process
         self.ends_quietly = True
         """Its end is nobody's news: it is not ready yet, or it was told to stop."""
@@ -82,6 +87,19 @@ class LocalWorker:
                     return
         finally:
             del self._open[call_id]
+
+    def take_gpu(self, hold: GateHold) -> None:
+        """Hand the passed gate over: the GPU is this worker's."""
+        hand_over(hold, self._holds)
+        self.grant = hold.grant
+
+    async def stand_down(self, *, timeout_s: float) -> None:
+        """Its gate is free, and it lives. Raises WorkerRefused, WorkerGone or TimeoutError."""
+        call = wire.WorkerCall(stand_down=wire.StandDown())
+        async with aclosing(self.call(call, timeout_s=timeout_s)) as replies:
+            async for _ in replies:
+                pass
+        self.grant = Grant(self.grant.gpu, NO_TOKEN)
 
     async def stop(self, *, timeout_s: float) -> None:
         """Ask it to leave, kill it when it has not by then; returns once it is dead."""
@@ -138,6 +156,7 @@ class LocalWorker:
         await asyncio.wait({reading}, timeout=_DRAIN_S)
         reading.cancel()
         self._channel.close()
+        self._holds.close()
         # Nobody could tell the status only if the fork server is dead, and then the kernel killed its workers.
         self._exit_status = -signal.SIGKILL if status is None else status
         for replies in self._open.values():
@@ -163,3 +182,10 @@ class LocalWorker:
     def _late(self, call: wire.WorkerCall, timeout_s: float) -> TimeoutError:
         kind = call.WhichOneof("body")
         return TimeoutError(f"the worker of {self.grant.gpu} did not answer {kind} within {timeout_s:g} s")
+
+
+def hand_over(hold: GateHold, holds: socket.socket) -> None:
+    """Put the lock into the queue of the worker's socket: from now on it lasts as long as that, or until it is taken
+    out and closed there."""
+    socket.send_fds(holds, [b"h"], [hold.fileno()])
+    hold.close()

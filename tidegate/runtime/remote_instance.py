@@ -38,6 +38,7 @@ _NAMED_ERRORS: dict[str, type[Exception]] = {
         ValueError,
         WireError,
         WorkerGone,
+        WorkerRefused,
         WorkerUnreachable,
     )
 }
@@ -61,6 +62,12 @@ class RemoteInstance:
         request = instance_pb2.StopWorkersRequest(job=job, transition_id=transition, grants=encode_grants(grants))
         with _errors_as_named():
             return (await self._stub.StopWorkers(request, timeout=self._timeout_s)).held_bytes
+
+    async def stand_down(self, job: JobId, grants: Sequence[Grant]) -> None:
+        """They give their GPUs back and stand by; returns when their gates are free."""
+        request = instance_pb2.StandDownRequest(job=job, grants=encode_grants(grants))
+        with _errors_as_named():
+            await self._stub.StandDown(request, timeout=self._timeout_s)
 
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
         """Those alive."""

@@ -68,11 +68,11 @@ class SubprocessLauncher:
 
 def main(arguments: Sequence[str]) -> int:
     text, *numbers = arguments
-    channel, hold, store_listener, parent_pid = map(int, numbers)
+    channel, holds, store_listener, parent_pid = map(int, numbers)
     die_with_parent(parent_pid)
-    for fd in (channel, hold, store_listener):
+    for fd in (channel, holds, store_listener):
         os.set_inheritable(fd, False)
-    return run_worker_process(WorkerSpec.parse(text), WorkerFds(channel, hold, store_listener))
+    return run_worker_process(WorkerSpec.parse(text), WorkerFds(channel, holds, store_listener))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ takes one call at a time; between calls a handler that steps (an engine) is step
 that it left open from there. What an exception means:
 - `CallRefused`: the call was wrong and changed nothing; the worker goes on;
 - anything else: this process's state is unknown, the reply is `fatal` and the worker ends with status 1.
+A worker that stands by is one like any other: it has passed no gate, or gave its GPU back.
 Invariants: each call is answered by exactly one reply with `last`; every reply carries all spans up to it; a worker
 whose service is gone ends itself, in the middle of a call too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -99,17 +101,40 @@ class WorkerChannel:
     """A worker's calls and replies, and what else its service gave it. One thread uses it."""
 
     def __init__(
-        self, sock: socket.socket, *, grant: Grant, clock: SlotClock, store_listener: socket.socket | None = None
+        self,
+        sock: socket.socket,
+        *,
+        grant: Grant,
+        clock: SlotClock,
+        store_listener: socket.socket | None = None,
+        holds: socket.socket | None = None,
     ) -> None:
-        """`store_listener` is bound and listening, for the torch store of a world that this worker leads."""
+        """`store_listener` is bound and listening, for the torch store of a world that this worker leads; `grant` is
+        the one that it was started under. In the queue of `holds` lie the locks of what it holds, as long as it lives
+        or until it gives them back."""
         self.grant = grant
         self.clock = clock
         self.store_listener = store_listener
+        self._holds = holds
+        if holds is not None:
+            holds.setblocking(False)
         self._channel = BlockingChannel(sock, wire.WorkerCall)
 
     def next_call(self, timeout_s: float | None) -> wire.WorkerCall | None:
         """The next call; None when none came within `timeout_s` (None waits for ever, 0 only looks)."""
         return self._channel.receive(timeout_s)
+
+    def stand_down(self) -> None:
+        """Give the GPU back: its gate is free."""
+        if self._holds is None:
+            raise CallRefused("this worker was started without a way to give its GPU back; stop it instead")
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                _, locks, _, _ = socket.recv_fds(self._holds, 1, 1)
+                for lock in locks:
+                    os.close(lock)
+                if not locks:
+                    return
 
     def ready(self) -> None:
         """Tell the service that calls may come."""
@@ -163,6 +188,9 @@ def run_worker(
         elif call.WhichOneof("body") == "stop":
             channel.reply(call)
             return
+        elif call.WhichOneof("body") == "stand_down":
+            channel.stand_down()
+            channel.reply(call)
         else:
             _serve(channel, handler, call, ends_open=stepper is None)
 

@@ -1,7 +1,8 @@
 """All workers of one service instance on its node: started through the gate, called, watched, ended.
 
 Invariants:
-- a worker has passed the gate with its grant, and the GPU is held for exactly as long as it lives;
+- a worker has passed the gate with its grant, and the GPU is held for exactly as long as it lives or until it stands
+  down; one that stands by, under no token, holds none;
 - one worker a GPU; a call or a stop reaches the worker of exactly its token, never that of a later owner;
 - starting what runs and stopping what does not is done already;
 - a death that nobody asked for is told to `on_death` once, after the worker's calls have failed;
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,7 +29,7 @@ from tidegate.codec import encode_token
 from tidegate.gate import Gate, GateClosed
 from tidegate.runtime.crew import WorkerGone
 from tidegate.runtime.launch import WorkerFds, WorkerLauncher, WorkerSpec
-from tidegate.runtime.local_worker import LocalWorker
+from tidegate.runtime.local_worker import LocalWorker, hand_over
 from tidegate.types import GpuId, Grant
 from tidegate.v1 import workers_pb2 as wire
 
@@ -50,6 +52,15 @@ class WorkerHome:
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     stop_timeout_s: float = 10.0
+
+
+class _Outcome(Enum):
+    """What a start came to."""
+
+    RAN = auto()
+    STARTED = auto()
+    TOOK_GPU = auto()
+    """A worker stood by."""
 
 
 class LocalWorkers:
@@ -75,13 +86,21 @@ class LocalWorkers:
 
     async def start(self, grants: Sequence[Grant]) -> None:
         """All ready for calls. Raises StaleToken, GateClosed, LaunchRefused, LauncherGone, WorkerGone or TimeoutError,
-        with none of them left that this call started."""
+        with each of them again as it was before."""
         outcomes = await asyncio.gather(*(self._start(grant) for grant in grants), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
-            started = [grant for grant, outcome in zip(grants, outcomes, strict=True) if outcome is True]
-            await self.stop(started)
+            for grant, outcome in zip(grants, outcomes, strict=True):
+                if outcome is _Outcome.STARTED:
+                    await self.stop([grant])
+                elif outcome is _Outcome.TOOK_GPU:
+                    await self.stand_down([grant])
             raise failures[0]
+
+    async def stand_down(self, grants: Sequence[Grant]) -> None:
+        """They give their GPUs back and stand by; returns when the gates are free. Raises WorkerGone, WorkerRefused,
+        TimeoutError or GateClosed."""
+        await asyncio.gather(*(self._stand_down(grant) for grant in grants))
 
     async def stop(self, grants: Sequence[Grant]) -> None:
         """Returns when none of these grants has a worker and their GPUs are free; GateClosed when one is not."""
@@ -121,12 +140,14 @@ class LocalWorkers:
             )
         return worker
 
-    async def _start(self, grant: Grant) -> bool:
-        """Whether it was started now; False when it ran already."""
+    async def _start(self, grant: Grant) -> _Outcome:
         async with self._locks[grant.gpu]:
             running = self._workers.get(grant.gpu)
             if running is not None and running.is_alive and running.grant == grant:
-                return False
+                return _Outcome.RAN
+            if running is not None and running.is_alive and running.grant.stands_by:
+                running.take_gpu(self._gate.acquire(grant))
+                return _Outcome.TOOK_GPU
             worker = await self._launch(grant)
             try:
                 await worker.until_ready(timeout_s=self._home.start_timeout_s)
@@ -135,26 +156,29 @@ class LocalWorkers:
                 worker.process.kill()
                 await worker.until_dead()
                 raise
-            return True
+            return _Outcome.STARTED
 
     async def _launch(self, grant: Grant) -> LocalWorker:
-        hold = self._gate.acquire(grant)
+        holds, its_holds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours, theirs = socket.socketpair()
         listener = socket.create_server((_STORE_HOST, 0))
         log_path = self._home.log_dir / f"worker-{quote(grant.gpu, safe='').replace('%2F', '-')}.log"
         spec = WorkerSpec(entry=self._home.entry, grant=grant, log_path=log_path, env=self._home.env)
         try:
-            fds = WorkerFds(theirs.fileno(), hold.fileno(), listener.fileno())
+            if not grant.stands_by:
+                hand_over(self._gate.acquire(grant), holds)
+            fds = WorkerFds(theirs.fileno(), its_holds.fileno(), listener.fileno())
             process = await self._launcher.launch(spec, fds)
         except BaseException:
             ours.close()
+            holds.close()
             raise
         finally:
-            hold.close()
+            its_holds.close()
             theirs.close()
             host, port = listener.getsockname()[:2]
             listener.close()
-        worker = LocalWorker(grant, process, log_path=log_path, on_spans=self._write_spans)
+        worker = LocalWorker(grant, process, log_path=log_path, on_spans=self._write_spans, holds=holds)
         await worker.attach(ours)
         self._workers[grant.gpu] = worker
         self._stores[grant.gpu] = (host, port)
@@ -177,14 +201,22 @@ class LocalWorkers:
             if worker is None or worker.grant != grant:
                 return
             await worker.stop(timeout_s=self._home.stop_timeout_s)
-            is_free = await asyncio.to_thread(
-                self._gate.wait_until_free, grant.gpu, timeout_s=self._home.stop_timeout_s
+            if not grant.stands_by:
+                await self._until_free(worker, "died")
+
+    async def _stand_down(self, grant: Grant) -> None:
+        async with self._locks[grant.gpu]:
+            worker = self._worker(grant)
+            await worker.stand_down(timeout_s=self._home.stop_timeout_s)
+            await self._until_free(worker, "stood down")
+
+    async def _until_free(self, worker: LocalWorker, done: str) -> None:
+        gpu, timeout_s = worker.grant.gpu, self._home.stop_timeout_s
+        if not await asyncio.to_thread(self._gate.wait_until_free, gpu, timeout_s=timeout_s):
+            raise GateClosed(
+                f"{gpu} is still held {timeout_s:g} s after its worker {worker.process.pid} {done}: a process that it "
+                "started keeps the descriptor; end that one"
             )
-            if not is_free:
-                raise GateClosed(
-                    f"{grant.gpu} is still held {self._home.stop_timeout_s:g} s after its worker "
-                    f"{worker.process.pid} died: a process that it started keeps the descriptor; end that one"
-                )
 
     def _write_spans(self, grant: Grant, spans: Sequence[wire.Span]) -> None:
         lines = [

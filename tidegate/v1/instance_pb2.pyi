@@ -117,6 +117,44 @@ class StopWorkersResponse(_message.Message):
 Global___StopWorkersResponse: _TypeAlias = StopWorkersResponse  # noqa: Y015
 
 @_typing.final
+class StandDownRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    GRANTS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    @_builtins.property
+    def grants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        grants: _abc.Iterable[_types_pb2.Grant] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandDownRequest: _TypeAlias = StandDownRequest  # noqa: Y015
+
+@_typing.final
+class StandDownResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandDownResponse: _TypeAlias = StandDownResponse  # noqa: Y015
+
+@_typing.final
 class DescribeWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,6 +44,11 @@ class InstanceStub:
                 request_serializer=tidegate_dot_v1_dot_instance__pb2.StopWorkersRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_instance__pb2.StopWorkersResponse.FromString,
                 _registered_method=True)
+        self.StandDown = channel.unary_unary(
+                '/tidegate.v1.Instance/StandDown',
+                request_serializer=tidegate_dot_v1_dot_instance__pb2.StandDownRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_instance__pb2.StandDownResponse.FromString,
+                _registered_method=True)
         self.DescribeWorkers = channel.unary_unary(
                 '/tidegate.v1.Instance/DescribeWorkers',
                 request_serializer=tidegate_dot_v1_dot_instance__pb2.DescribeWorkersRequest.SerializeToString,
@@ -80,7 +85,8 @@ class InstanceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def StartWorkers(self, request, context):
-        """Passes the gate and starts a worker process a grant; each answers when it is ready for calls.
+        """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
+        by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +94,13 @@ class InstanceServicer:
 
     def StopWorkers(self, request, context):
         """Ends the workers of these grants and answers when their gates are free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StandDown(self, request, context):
+        """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +158,11 @@ def add_InstanceServicer_to_server(servicer, server):
                     servicer.StopWorkers,
                     request_deserializer=tidegate_dot_v1_dot_instance__pb2.StopWorkersRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_instance__pb2.StopWorkersResponse.SerializeToString,
+            ),
+            'StandDown': grpc.unary_unary_rpc_method_handler(
+                    servicer.StandDown,
+                    request_deserializer=tidegate_dot_v1_dot_instance__pb2.StandDownRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_instance__pb2.StandDownResponse.SerializeToString,
             ),
             'DescribeWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeWorkers,
@@ -231,6 +249,33 @@ class Instance:
             '/tidegate.v1.Instance/StopWorkers',
             tidegate_dot_v1_dot_instance__pb2.StopWorkersRequest.SerializeToString,
             tidegate_dot_v1_dot_instance__pb2.StopWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StandDown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Instance/StandDown',
+            tidegate_dot_v1_dot_instance__pb2.StandDownRequest.SerializeToString,
+            tidegate_dot_v1_dot_instance__pb2.StandDownResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,9 +32,13 @@ class InstanceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InstanceAsyncStub: ...
     StartWorkers: _grpc.UnaryUnaryMultiCallable[_instance_pb2.StartWorkersRequest, _instance_pb2.StartWorkersResponse]
-    """Passes the gate and starts a worker process a grant; each answers when it is ready for calls."""
+    """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
+    by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
+    """
     StopWorkers: _grpc.UnaryUnaryMultiCallable[_instance_pb2.StopWorkersRequest, _instance_pb2.StopWorkersResponse]
     """Ends the workers of these grants and answers when their gates are free."""
+    StandDown: _grpc.UnaryUnaryMultiCallable[_instance_pb2.StandDownRequest, _instance_pb2.StandDownResponse]
+    """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free."""
     DescribeWorkers: _grpc.UnaryUnaryMultiCallable[_instance_pb2.DescribeWorkersRequest, _instance_pb2.DescribeWorkersResponse]
     Call: _grpc.UnaryStreamMultiCallable[_instance_pb2.CallRequest, _instance_pb2.CallResponse]
     """One call to one worker; its replies stream."""
@@ -50,9 +54,13 @@ class InstanceStub:
 class InstanceAsyncStub(InstanceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartWorkers: _aio.UnaryUnaryMultiCallable[_instance_pb2.StartWorkersRequest, _instance_pb2.StartWorkersResponse]  # type: ignore[assignment]
-    """Passes the gate and starts a worker process a grant; each answers when it is ready for calls."""
+    """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
+    by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
+    """
     StopWorkers: _aio.UnaryUnaryMultiCallable[_instance_pb2.StopWorkersRequest, _instance_pb2.StopWorkersResponse]  # type: ignore[assignment]
     """Ends the workers of these grants and answers when their gates are free."""
+    StandDown: _aio.UnaryUnaryMultiCallable[_instance_pb2.StandDownRequest, _instance_pb2.StandDownResponse]  # type: ignore[assignment]
+    """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free."""
     DescribeWorkers: _aio.UnaryUnaryMultiCallable[_instance_pb2.DescribeWorkersRequest, _instance_pb2.DescribeWorkersResponse]  # type: ignore[assignment]
     Call: _aio.UnaryStreamMultiCallable[_instance_pb2.CallRequest, _instance_pb2.CallResponse]  # type: ignore[assignment]
     """One call to one worker; its replies stream."""
@@ -71,7 +79,9 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.StartWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.StartWorkersResponse, _abc.Awaitable[_instance_pb2.StartWorkersResponse]]:
-        """Passes the gate and starts a worker process a grant; each answers when it is ready for calls."""
+        """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
+        by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
+        """
 
     @_abc_1.abstractmethod
     def StopWorkers(
@@ -80,6 +90,14 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.StopWorkersResponse, _abc.Awaitable[_instance_pb2.StopWorkersResponse]]:
         """Ends the workers of these grants and answers when their gates are free."""
+
+    @_abc_1.abstractmethod
+    def StandDown(
+        self,
+        request: _instance_pb2.StandDownRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.StandDownResponse, _abc.Awaitable[_instance_pb2.StandDownResponse]]:
+        """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free."""
 
     @_abc_1.abstractmethod
     def DescribeWorkers(

@@ -335,7 +335,6 @@ class PrepareReshard(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
-    LOST_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Never used before."""
     @_builtins.property
@@ -344,21 +343,16 @@ class PrepareReshard(_message.Message):
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Members that train afterwards, in rank order."""
 
-    @_builtins.property
-    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Members of the old layout that died."""
-
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         layout: _types_pb2.Layout | None = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
-        lost: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "layout", b"layout", "lost", b"lost", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "layout", b"layout", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,7 +402,7 @@ Global___AbortReshard: _TypeAlias = AbortReshard  # noqa: Y015
 
 @_typing.final
 class StandDown(_message.Message):
-    """Give the slot's GPU back and stand by, holding no state."""
+    """Give the slot's GPU back and stand by; what its memory held was given up before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

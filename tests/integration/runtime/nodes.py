@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
@@ -48,13 +47,12 @@ def worker_fds() -> Iterator[tuple[socket.socket, WorkerFds]]:
     """The service's end of a channel, and the descriptors to start its worker with; closed here afterwards."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
-    hold = os.open(os.devnull, os.O_RDWR)
+    given, holds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        yield ours, WorkerFds(theirs.fileno(), hold, listener.fileno())
+        yield ours, WorkerFds(theirs.fileno(), holds.fileno(), listener.fileno())
     finally:
-        theirs.close()
-        listener.close()
-        os.close(hold)
+        for sock in (theirs, listener, given, holds):
+            sock.close()
 
 
 class Node:
