@@ -30,7 +30,7 @@ from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state import Progress
 from tidegate.elastic.world import World
-from tidegate.megatron.reproducible import updater
+from tidegate.megatron.reproducible import check_data_parallel, updater
 from tidegate.megatron.updates import Update
 from tidegate.types import Layout
 
@@ -70,7 +70,7 @@ class ElasticTrainer:
         self._num_reshards = 0
         self._reader = ArenaReader()
         for layout in layouts:
-            self._cache.introduce(self._mesh(layout, None), beside=None, watch=Stopwatch())
+            self._cache.introduce(self.mesh_of(layout, None), beside=None, watch=Stopwatch())
 
     @property
     def world(self) -> World:
@@ -99,7 +99,7 @@ class ElasticTrainer:
 
     def start(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> None:
         """Take the initial weights, in this layout on these members (the first ones). Raises LayoutRefused."""
-        mesh = self._mesh(layout, ranks)
+        mesh = self.mesh_of(layout, ranks)
         held = self._cache.introduce(mesh, beside=None, watch=Stopwatch())
         if held.state is not None:
             skeleton = held.state.skeleton
@@ -147,7 +147,7 @@ class ElasticTrainer:
         Raises LayoutRefused before anything moves; ReshardAborted, with the old layout as it was; PeerLost when a
         member died: `rejoin` the next epoch, in the layout that `mesh` says.
         """
-        mesh = self._mesh(layout, ranks)
+        mesh = self.mesh_of(layout, ranks)
         self._num_reshards += 1
         name = str(self._num_reshards)
         decision = StoreDecision(
@@ -227,7 +227,8 @@ class ElasticTrainer:
         else:
             source.discard()
 
-    def _mesh(self, layout: Layout, ranks: Iterable[int] | None) -> Mesh:
+    def mesh_of(self, layout: Layout, ranks: Iterable[int] | None = None) -> Mesh:
+        """The layout on these members, by default the first of the epoch. Raises LayoutRefused."""
         members = self.world.membership.members
         chosen = members[: layout.num_ranks] if ranks is None else tuple(ranks)
         if strangers := [rank for rank in chosen if rank not in members]:
@@ -235,4 +236,9 @@ class ElasticTrainer:
                 f"layout {layout} on ranks {chosen}: {strangers} are no members of epoch "
                 f"{self.world.membership.epoch}, which has {members}"
             )
+        if (num_shards := self._settings.num_logical_shards) is not None:
+            try:
+                check_data_parallel(layout.dp, num_shards)
+            except ValueError as error:
+                raise LayoutRefused(f"layout {layout}: {error}") from error
         return self.provider.mesh(layout, chosen)
