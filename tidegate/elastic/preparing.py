@@ -3,7 +3,8 @@
 Order: all members agree on what is asked and on the state it starts from; groups and tensors of the new layout, from
 the epoch's cache or made and announced; each target rank plans its part alone, takes fresh memory and fetches its
 regions; both ends are summed and compared. Invariants: nothing of the old layout is written; on a failure what was
-taken for the new one is given back; all members call it alike, those without a part too, for they may be asked next.
+taken for the new one is given back; all members call it alike, those without a part too, for they may be asked next;
+memory that one lacks, or a transfer that fails it, fails all at the end of that step, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ POINTS = (
 
 def nowhere(point: str) -> None:
     """Where nobody waits for a point."""
+
+
+class ReshardAborted(RuntimeError):
+    """The layout is as it was; the message says whose failure it was."""
 
 
 class MembersDisagree(RuntimeError):
@@ -131,17 +136,11 @@ class Preparing:
             part = self._cache.part(source, target)
         self._at("planned")
         try:
-            with watch.part("allocation"):
-                if source.state is not None:
-                    source.state.skeleton.release_gradients()
-                if target.state is not None:
-                    target.state.skeleton.materialise()
-            self._at("allocated")
-            with watch.part("transfer"):
-                self._transfer(part, source, target)
-            self._at("transferred")
+            self._of_all("allocation", lambda: self._allocate(source, target))
+            said = self._of_all("certificate", lambda: self._fill(part, source, target))
             with watch.part("certificate"):
-                certificate = self._certify(part, source, target)
+                sums = {member: RankSums.decode(payload) for member, payload in said.items() if payload}
+                certificate = certify(self._settings.certificate, sums, source.mesh, target.mesh)
             self._at("certified")
         except BaseException:
             target.release()
@@ -194,10 +193,46 @@ class Preparing:
                 found[rank] = None
         return found
 
-    def _transfer(self, part: Part | None, source: Held, target: Held) -> None:
+    def _of_all(self, waiting: str, step: Callable[[], bytes]) -> dict[int, bytes]:
+        """What the step gave each member; where it fails one, that one raises its error, the others ReshardAborted.
+
+        `waiting`: the report's part that the wait for the others counts to."""
+        failure, payload = None, b""
+        try:
+            payload = b"+" + step()
+        except Exception as error:  # noqa: BLE001 - raised again, once the others know
+            failure, payload = error, f"-{type(error).__name__}: {error}".encode()
+        world = self._cache.world
+        with self._watch.part(waiting):
+            said = world.gather(world.membership.members, payload)
+        if failure is not None:
+            raise failure
+        failures = {member: words[1:].decode() for member, words in said.items() if words.startswith(b"-")}
+        if failures:
+            raise ReshardAborted(f"the layout stays as it was: by members, what failed them: {failures}")
+        return {member: words[1:] for member, words in said.items()}
+
+    def _allocate(self, source: Held, target: Held) -> bytes:
+        with self._watch.part("allocation"):
+            if source.state is not None:
+                source.state.skeleton.release_gradients()
+            if target.state is not None:
+                target.state.skeleton.materialise()
+        self._at("allocated")
+        return b""
+
+    def _fill(self, part: Part | None, source: Held, target: Held) -> bytes:
+        """This member's sums, of what it has sent and what it has received."""
         self._at("transferring")
-        if part is not None:
-            self._transport(source).run(part, source.tensors(), target.tensors())
+        with self._watch.part("transfer"):
+            if part is not None:
+                self._transport(source).run(part, source.tensors(), target.tensors())
+        self._at("transferred")
+        with self._watch.part("certificate"):
+            tensors = source.tensors(), target.tensors()
+            sums = b"" if part is None else sum_part(self._settings.certificate, part, *tensors).encode()
+        self._at("summed")
+        return sums
 
     def _transport(self, source: Held) -> Transport:
         """By way of shared memory where the source's ranks have announced where their tensors lie."""
@@ -209,12 +244,3 @@ class Preparing:
             return sent
         shared = SharedMemory(places, self._reader)
         return shared if len(set(hosts.values())) == 1 else ByHost(shared, sent, hosts)
-
-    def _certify(self, part: Part | None, source: Held, target: Held) -> Certificate:
-        """All members have all sums, and find the same."""
-        level, world = self._settings.certificate, self._cache.world
-        own = b"" if part is None else sum_part(level, part, source.tensors(), target.tensors()).encode()
-        self._at("summed")
-        found = world.gather(world.membership.members, own)
-        sums = {member: RankSums.decode(payload) for member, payload in found.items() if payload}
-        return certify(level, sums, source.mesh, target.mesh)

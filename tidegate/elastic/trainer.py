@@ -23,7 +23,7 @@ from tidegate.elastic.held import Held, RankState
 from tidegate.elastic.layout import LayoutRefused, Mesh
 from tidegate.elastic.memory import ArenaReader
 from tidegate.elastic.minibatch import Minibatch, RankPlace
-from tidegate.elastic.preparing import At, Prepared, Preparing, nowhere
+from tidegate.elastic.preparing import At, Prepared, Preparing, ReshardAborted, nowhere
 from tidegate.elastic.provider import ModelProvider
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.rng import seed_update
@@ -33,10 +33,6 @@ from tidegate.elastic.world import World
 from tidegate.megatron.reproducible import check_data_parallel, updater
 from tidegate.megatron.updates import Update
 from tidegate.types import Layout
-
-
-class ReshardAborted(RuntimeError):
-    """The layout is as it was; the message says whose failure it was."""
 
 
 class NotInLayout(RuntimeError):
