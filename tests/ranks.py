@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import select
 import signal
@@ -114,6 +115,8 @@ def _serve() -> None:
     from tidegate.megatron import cpu_stand_in
 
     torch.set_num_threads(1)
+    # It warns of what no test can change, at every model it builds.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     cpu_stand_in.install()
     importlib.import_module("services.actor.trainer")
     for line in sys.stdin:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule, TransformerLayer
 
-from tests.integration.elastic.worlds import CPU, TIMEOUT_S, open_store
+from tests.integration.elastic.worlds import TIMEOUT_S, join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.adam import optimizer_form
 from tidegate.elastic.holders import State
+from tidegate.elastic.layout import Mesh
 from tidegate.elastic.minibatch import NextTokens
 from tidegate.elastic.optimizers import DistributedOptimizer, StateKind
 from tidegate.elastic.parameters import Parameter, Split
 from tidegate.elastic.planner import Planner
+from tidegate.elastic.preparing import At, nowhere
 from tidegate.elastic.report import PARTS
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer
-from tidegate.elastic.world import Membership, World
+from tidegate.elastic.world import MAX_GROUPS
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.model_config import ModelConfig
@@ -36,12 +41,30 @@ VOCAB = 61
 PADDED_VOCAB = 64
 LEARNING_RATE = 1e-3
 SEED = 5
+DROPOUT = 0.2
 
 Logical = dict[str, npt.NDArray[Any]]
 """By `NAME/KIND`: the unsharded tensor's bits."""
 
 
-def provider(*, experts: bool = False, bf16: bool = False, tied: bool = True) -> GptProvider:
+@dataclass(frozen=True)
+class DroppingOut(GptProvider):
+    """With what Megatron drops between its layers, which no job of ours configures."""
+
+    def build(
+        self, mesh: Mesh, me: int, groups: ProcessGroupCollection, *, device: torch.device
+    ) -> list[MegatronModule]:
+        chunks = super().build(mesh, me, groups, device=device)
+        for chunk in chunks:
+            for layer in chunk.modules():
+                if isinstance(layer, TransformerLayer):
+                    layer.hidden_dropout = DROPOUT
+        return chunks
+
+
+def provider(
+    *, experts: bool = False, bf16: bool = False, tied: bool = True, dropping_out: bool = False
+) -> GptProvider:
     config = ModelConfig(
         num_layers=4,
         hidden_size=32,
@@ -53,8 +76,10 @@ def provider(*, experts: bool = False, bf16: bool = False, tied: bool = True) ->
         max_seq_len=64,
         tied_embeddings=tied,
         num_experts=4 if experts else None,
+        experts_per_token=2 if experts else None,
     )
-    return GptProvider(config, PADDED_VOCAB, dtype=torch.bfloat16 if bf16 else torch.float32)
+    model = DroppingOut if dropping_out else GptProvider
+    return model(config, PADDED_VOCAB, dtype=torch.bfloat16 if bf16 else torch.float32)
 
 
 def adam(*, bf16: bool = False) -> OptimizerConfig:
@@ -84,18 +109,21 @@ def started(
     *,
     shared: bool = True,
     shards: int | None = None,
+    at: At = nowhere,
+    max_groups: int = MAX_GROUPS,
     **model: bool,
 ) -> Iterator[ElasticTrainer]:
     """A trainer over all ranks of the context, in its first layout."""
     store = open_store(context)
     members = tuple(range(context.world_size))
-    world = World.join(Membership(1, members), me=context.rank, store=store, device=CPU, timeout_s=TIMEOUT_S)
+    world = join(context, store, epoch=1, members=members, max_groups=max_groups)
     folder = None
     if shared:
         said = world.gather(members, tempfile.mkdtemp(dir="/dev/shm").encode() if context.rank == 0 else b"")
         folder = Path(said[0].decode())
     settings = ElasticSettings(seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S, num_logical_shards=shards)
-    trainer = ElasticTrainer(provider(**model), adam(bf16=model.get("bf16", False)), world=world, settings=settings)
+    optimizer_config = adam(bf16=model.get("bf16", False))
+    trainer = ElasticTrainer(provider(**model), optimizer_config, world=world, settings=settings, at=at)
     try:
         trainer.start(layout, ranks=ranks)
         yield trainer
@@ -168,34 +196,44 @@ def circuit(num_nodes: int) -> list[int]:
 
 
 def walks(context: RankContext, *, places: list[dict[str, Any]], updates_between: int = 1, **options: Any) -> Results:
-    """Trains through all the places; for each update its loss and gradient norm, for each switch what it moved."""
-    updates: list[tuple[float, float]] = []
-    moved, minimum, kept, seconds = [], [], [], []
+    """Trains through all the places, `updates` in each; what each update came to, and of each switch what it moved.
 
-    def train(trainer: ElasticTrainer) -> None:
-        for _ in range(updates_between):
+    `kept`: whether the logical state that the ranks put together was the same before and after."""
+    updates: list[tuple[float, float]] = []
+    moved, kept, seconds, certificates = [], [], [], []
+
+    def train(trainer: ElasticTrainer, num_updates: int) -> None:
+        for _ in range(num_updates):
             update = trainer.train_minibatch(minibatch(len(updates)), LEARNING_RATE)
             updates.append((update.sums[0], update.grad_norm) if update else (np.nan, np.nan))
 
     first, *others = places
     with started(context, Layout(**first["layout"]), first.get("ranks"), **options) as trainer:
-        train(trainer)
+        train(trainer, first.get("updates", updates_between))
         for place in others:
             before = logical_state(trainer)
             report = trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
             kept.append(same(before, logical_state(trainer)))
-            moved.append(report.moved_bytes)
-            minimum.append(report.minimum_bytes)
+            moved.append((report.moved_bytes, report.minimum_bytes))
+            certificates.append(report.certificate)
             seconds.append([report.seconds[part] for part in PARTS])
-            train(trainer)
-        progress = trainer.progress.num_updates
+            train(trainer, place.get("updates", updates_between))
+        progress = trainer.progress
         final = logical_state(trainer)
     figures = {
         "updates": np.array(updates),
         "moved": np.array(moved),
-        "minimum": np.array(minimum),
         "kept": np.array(kept),
+        "certificates": np.array(certificates),
         "seconds": np.array(seconds),
-        "num_updates": np.array(progress),
+        "progress": np.array([progress.num_updates, progress.num_samples]),
     }
     return figures | {f"final/{key}": value for key, value in final.items()}
+
+
+def updates_of(found: Sequence[Results]) -> npt.NDArray[Any]:
+    """Loss and gradient norm of each update, on which all that took part agree."""
+    each = np.stack([of_rank["updates"] for of_rank in found])
+    said: npt.NDArray[Any] = np.nanmax(each, axis=0)
+    assert np.array_equal(said, np.nanmin(each, axis=0)), "the ranks of a layout do not say the same"
+    return said
