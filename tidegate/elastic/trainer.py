@@ -10,10 +10,11 @@ go on as if the job had always been in its layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megatron.core.optimizer import OptimizerConfig
+from pydantic import JsonValue
 
 from tidegate.elastic import held as holding
 from tidegate.elastic import param_groups
@@ -85,6 +86,15 @@ class ElasticTrainer:
     @property
     def progress(self) -> Progress:
         return self._progress
+
+    @property
+    def cursor(self) -> Mapping[str, JsonValue]:
+        """The caller's place in its data, to be set alike on all members of the layout between two updates."""
+        return self._progress.cursor
+
+    @cursor.setter
+    def cursor(self, cursor: Mapping[str, JsonValue]) -> None:
+        self._progress = replace(self._progress, cursor=dict(cursor))
 
     @property
     def state(self) -> RankState:
