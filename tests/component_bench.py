@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.memory_bus import MemoryBus
+from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.checksums import combined_checksum
 from tidegate.codec import encode_grants, encode_layout
 from tidegate.config import JobConfig, parse_config
@@ -200,6 +202,8 @@ class Bench(Generic[L, W]):
     samples: SampleStream
     instances: dict[NodeId, FakeInstance[W]]
     make: Callable[[LeadTools], L]
+    server: MemoryServer
+    store: CellStore
     leads: list[L] = field(default_factory=list)
     numbers: Any = field(default_factory=lambda: itertools.count(1))
 
@@ -214,7 +218,8 @@ class Bench(Generic[L, W]):
         source = EventSource(instance_id(self.role, NODES[0]), role=self.role, boot=boot, now_ns=lambda: 0)
         announcer = Announcer(self.bus.events, source, JOB)
         job = load_job(self.config)
-        self.leads.append(self.make(LeadTools(NODES[0], job, self.folder, crew, self.samples, announcer)))
+        tools = LeadTools(NODES[0], job, self.folder, crew, self.samples, announcer, self.store)
+        self.leads.append(self.make(tools))
         return self.leads[-1]
 
     def header(self, *, incarnation: int = 1, transition: str = "") -> commands_pb2.CommandHeader:
@@ -312,9 +317,13 @@ async def bench(
     instances = {
         node: FakeInstance(node, config, lambda grant: make_worker(job, grant, changes))
         for node in NODES
-        if any(gpu.startswith(f"{node}/") for gpu in config.placement(role))
+        if any(gpu.startswith(f"{node}/") for gpu in (*config.placement(role), *config.standby()))
     }
-    opened = Bench(config, role, bus, clock, changes, wrap(bus.samples, changes), instances, make)
+    server = MemoryServer()
+    server.adopt(1)
+    store = CellStore(MemoryCells(server))
+    await store.attach()
+    opened = Bench(config, role, bus, clock, changes, wrap(bus.samples, changes), instances, make, server, store)
     opened.folder.root.mkdir(parents=True)
     try:
         yield opened

@@ -1,5 +1,6 @@
 """The actor's lead: forms minibatches of complete groups, has them trained, keeps the ledger, publishes the weights.
 
+A resize takes place between two updates, saves or publishes; groups that wait for their minibatch stay held.
 Order around an update: the optimizer's commit on all ranks, the ledger, the journal, then events and acknowledgements.
 Order at an iteration's end: the report, the scheduler's word that the accounts add up, the checkpoint, the new version:
 a checkpoint holds only iterations whose accounts added up. Invariants: a sample enters the lineage once; a group of
@@ -18,14 +19,17 @@ from dataclasses import dataclass, field
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.grpo import group_advantages, iteration_metrics
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
+from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
+from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
 from services.actor.snapshots import SnapshotShelf
 from tidegate.checksums import WrittenFile
-from tidegate.codec import decode_grants, decode_sample_id, encode_layout, fate_of, finite_only
+from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout, fate_of, finite_only
 from tidegate.learning_rate import learning_rate
 from tidegate.ports.bus import SampleDelivery, Stage
+from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s
-from tidegate.types import Layout, SampleId
+from tidegate.types import Grant, Layout, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -57,32 +61,114 @@ class _Training:
 class ActorLead(Lead):
     """See the module."""
 
+    can_migrate = True
+
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
+        config = self.job.config
+        self._world = ActorWorld(
+            self.crew,
+            (*config.placement(Role.ACTOR), *config.standby()),
+            config_json=config.to_json(),
+            timeout_s=config.runtime.collective_timeout_s,
+            standby_bytes=config.actor.standby_memory_mib << 20,
+        )
+        self._resizing = Resizing(tools, self._world)
+        self._resizes: set[asyncio.Task[None]] = set()
+        """One at work; one whose transition was closed meanwhile may wait for the ranks before it."""
+        self._at_ranks = asyncio.Lock()
+        """Held by whoever has the ranks do something together."""
         self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
         self._shelf = SnapshotShelf(tools)
         self._ledger = SampleLedger(incarnation=0)
         self._layout = Layout()
         self._num_skipped = 0
 
+    async def aclose(self) -> None:
+        await self._end_resizes()
+        await super().aclose()
+
+    async def supersede(self) -> None:
+        await self._end_resizes()
+
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
+        resize = resize_of(request)
+        if resize is not None:
+            self._begin_resize(resize)
+        else:
+            await self._start(request)
+
+    async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
+        resize = resize_of(request)
+        if resize is not None:
+            self._begin_resize(resize)
+            return
+        await self._end_resizes()
+        await super().scale_down(request)
+
+    async def migrate(self, request: commands_pb2.MigrateRequest) -> None:
+        resize = resize_of(request)
+        assert resize is not None, "a Migrate of an actor is a resize"
+        self._begin_resize(resize)
+
+    def _begin_resize(self, resize: Resize) -> None:
+        """Other commands are taken meanwhile: an update may take long, and the component's end shall not wait."""
+        task = asyncio.create_task(self._resize(resize), name=f"resize {resize.transition}")
+        self._resizes.add(task)
+        task.add_done_callback(self._resizes.discard)
+
+    async def _end_resizes(self) -> None:
+        for task in list(self._resizes):
+            await end_task(task)
+
+    async def _resize(self, resize: Resize) -> None:
+        try:
+            async with self._at_ranks:
+                report, released = await self._resizing.run(resize, self._layout)
+                self._layout = resize.layout
+        except ResizeAborted as aborted:
+            await self.tell(events_pb2.ResizeFailed(message=str(aborted)), transition=resize.transition)
+        except Exception as error:  # noqa: BLE001 - the edge: whatever it was, the ranks hold no state that goes on
+            await self.fail(f"resize {resize.transition}", error)
+            return
+        else:
+            await self._tell_resized(resize, report, released)
+        await self._world.stand_by()
+
+    async def _tell_resized(self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant]) -> None:
+        transition = resize.transition
+        if resize.coming:
+            acquired = events_pb2.GpusAcquired(grants=encode_grants(resize.coming))
+            await self.tell(acquired, transition=transition, grants=resize.coming)
+        committed = events_pb2.LayoutCommitted(
+            layout=encode_layout(resize.layout), grants=encode_grants(resize.members), reshard=report
+        )
+        await self.tell(committed, transition=transition, grants=resize.members)
+        if released:
+            gone = events_pb2.GpusReleased(grants=encode_grants(released))
+            await self.tell(gone, transition=transition, grants=released)
+
+    async def _start(self, request: commands_pb2.ScaleUpRequest) -> None:
         checkpoint = None
         if request.checkpoint:
             checkpoint = await asyncio.to_thread(self._checkpoints.load, request.checkpoint)
         members = decode_grants(request.members)
-        await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
-        seats = await self.crew.rendezvous(members, timeout_s=self.job.config.runtime.collective_timeout_s)
+        await self._world.begin(self.incarnation)
+        await self._world.start(members, transition=request.header.transition_id)
+        await self._world.stand_by()
+        standby_bytes = await self._world.join()
         self._layout = layout_of(request)
         start = wire.StartActor(
             layout=encode_layout(self._layout),
             config_json=request.config_json,
             checkpoint_dir=str(self._checkpoints.path(request.checkpoint)) if checkpoint else "",
+            ranks=self._world.ids(members),
         )
-        calls = {}
-        for grant, seat in zip(members, seats, strict=True):
-            calls[grant] = wire.WorkerCall(start_actor=start)
-            calls[grant].start_actor.rendezvous.CopyFrom(seat)
-        await self.crew.ask_all(calls)
+        await self.crew.ask_all(dict.fromkeys(members, wire.WorkerCall(start_actor=start)))
+        self._resizing.began()
+        if self.crew.standbys:
+            num_standbys, num_slots = len(self.crew.standbys), len(self.job.config.standby())
+            await self.tell_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)
         self._num_skipped = 0
         self._ledger = checkpoint.ledger.resumed(self.incarnation) if checkpoint else SampleLedger(self.incarnation)
         await self.announce_layout(request, next_iteration=checkpoint.next_iteration if checkpoint else 0)
@@ -90,7 +176,8 @@ class ActorLead(Lead):
 
     async def _publish_first(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
-            await self._warm_up()
+            async with self._at_ranks:
+                await self._warm_up()
         await self._publish(checkpoint.version if checkpoint else 0)
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
@@ -151,7 +238,8 @@ class ActorLead(Lead):
             for delivery in await consumer.fetch(training.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):
                 await self._take_in(delivery, training)
             while (prompts := training.assembly.take()) is not None:
-                await self._train(prompts, training)
+                async with self._at_ranks:
+                    await self._train(prompts, training)
 
     async def _take_in(self, delivery: SampleDelivery, training: _Training) -> None:
         group = delivery.group
@@ -284,9 +372,11 @@ class ActorLead(Lead):
             return
         folder = await asyncio.to_thread(self._checkpoints.begin)
         call = wire.WorkerCall(save=wire.Save(folder=str(folder)))
-        replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
+        async with self._at_ranks:
+            layout = self._layout
+            replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
         files = tuple(WrittenFile(r.saved.file, r.saved.size_bytes, r.saved.checksum) for r in replies if r.saved.file)
-        checkpoint = Checkpoint(next_iteration, version, self._layout, self._ledger, files)
+        checkpoint = Checkpoint(next_iteration, version, layout, self._ledger, files)
         await asyncio.to_thread(self._checkpoints.commit, checkpoint)
         await self.tell(
             events_pb2.CheckpointSaved(
@@ -301,7 +391,8 @@ class ActorLead(Lead):
         await self.tools.samples.purge(self.tools.job_id, incarnation=self.incarnation, iteration=next_iteration)
 
     async def _publish(self, version: int) -> None:
-        snapshot = await self._shelf.publish(version, incarnation=self.incarnation)
+        async with self._at_ranks:
+            snapshot = await self._shelf.publish(version, incarnation=self.incarnation)
         reference = await self._shelf.reference(snapshot)
         await self.tell(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
 

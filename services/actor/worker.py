@@ -36,10 +36,13 @@ class TrainerWorker:
         self._channel = channel
         self._job: Job | None = None
         self._trainer: MegatronTrainer | None = None
+        self._world = wire.JoinWorld()
         self._rank = 0
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         match call.WhichOneof("body"):
+            case "join_world":
+                yield self._join(call)
             case "start_actor":
                 yield self._start(call)
             case "warm_up":
@@ -53,15 +56,21 @@ class TrainerWorker:
             case other:
                 raise CallRefused(f"an actor worker does not do {other!r}; send it to the component that does")
 
+    def _join(self, call: wire.WorkerCall) -> Answer:
+        self._world.CopyFrom(call.join_world)
+        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss))
+
     def _start(self, call: wire.WorkerCall) -> Answer:
         if self._trainer is not None:
             raise CallRefused("the trainer is started already")
-        start = call.start_actor
+        start, world = call.start_actor, self._world
+        if list(start.ranks) != list(world.members):
+            raise CallRefused(f"members {list(start.ranks)} are to train in a world of members {list(world.members)}")
         job = load_job(JobConfig.from_json(start.config_json))
         device = slot_device(job, self._channel)
-        ranks = join_world(start.rendezvous, start.layout, self._channel, device=device, seed=job.config.seed)
+        ranks = join_world(world.rendezvous, start.layout, self._channel, device=device, seed=job.config.seed)
         trainer = MegatronTrainer(_settings(job), ranks, device=device)
-        self._rank = start.rendezvous.rank
+        self._rank = world.rendezvous.rank
         if start.checkpoint_dir:
             folder = Path(start.checkpoint_dir)
             try:

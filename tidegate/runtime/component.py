@@ -59,7 +59,8 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         return commands_pb2.CloseIterationResponse(result=await self._taken(request))
 
     async def Migrate(self, request: commands_pb2.MigrateRequest, context: Context) -> commands_pb2.MigrateResponse:
-        raise NotSupported("Migrate is in the schema only; this version moves no running requests")
+        require(request, "members", "layout")
+        return commands_pb2.MigrateResponse(result=await self._taken(request))
 
     async def Suspend(self, request: commands_pb2.SuspendRequest, context: Context) -> commands_pb2.SuspendResponse:
         raise NotSupported("Suspend is in the schema only; this version runs one job on its GPUs")

@@ -127,6 +127,18 @@ class Crew:
         self._standbys = {grant.gpu: grant for grant in alive if grant.stands_by}
         return tuple(node for node, grants in answers.items() if isinstance(grants, BaseException))
 
+    async def forget_dead(self) -> None:
+        """Those that their instances have no more are no members; of a node that gives no answer nobody knows."""
+        found = await asyncio.gather(
+            *(port.workers(self._job) for port in self._ports.values()), return_exceptions=True
+        )
+        for node, grants in zip(self._ports, found, strict=True):
+            if isinstance(grants, BaseException):
+                continue
+            for grant in (*self.members, *self.standbys):
+                if node_of(grant.gpu) == node and grant not in grants:
+                    self.forget(grant)
+
     async def start(self, grants: Sequence[Grant], *, transition: str) -> None:
         """Bring these workers up; they are members then, or stand by where their grants have no token. Where one stands
         by, it is that one that comes up."""

@@ -21,6 +21,7 @@ from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_l
 from tidegate.events import EventBody
 from tidegate.job import Job, JobFolder
 from tidegate.ports.bus import SampleStream, Stage
+from tidegate.ports.store import Transitions
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerUnreachable
@@ -30,6 +31,7 @@ from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 Command: TypeAlias = (
     commands_pb2.ScaleUpRequest
     | commands_pb2.ScaleDownRequest
+    | commands_pb2.MigrateRequest
     | commands_pb2.LoadWeightsRequest
     | commands_pb2.OpenIterationRequest
     | commands_pb2.CloseIterationRequest
@@ -61,6 +63,7 @@ class LeadTools:
     crew: Crew
     samples: SampleStream
     announcer: Announcer
+    transitions: Transitions
 
     @property
     def job_id(self) -> JobId:
@@ -69,6 +72,9 @@ class LeadTools:
 
 class Lead(ABC):
     """The lead of one component for as long as its epoch lasts."""
+
+    can_migrate = False
+    """Whether the component moves to other GPUs while it works."""
 
     def __init__(self, tools: LeadTools) -> None:
         self.tools = tools
@@ -93,8 +99,10 @@ class Lead(ABC):
         self._has_ended = False
 
     def check(self, command: Command) -> None:
-        """CommandRefused when the command is of an older incarnation."""
+        """CommandRefused when the command is of an older incarnation, or what the component never does."""
         header = command.header
+        if isinstance(command, commands_pb2.MigrateRequest) and not self.can_migrate:
+            raise CommandRefused(f"command {header.id}: only an actor moves while it works; start and stop the others")
         if header.incarnation < self.incarnation:
             raise CommandRefused(
                 f"command {header.id} is of incarnation {header.incarnation}, the component is at {self.incarnation}"
@@ -177,6 +185,21 @@ class Lead(ABC):
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         """Do the component's part of an iteration and tell `IterationReported`; cancelled when it is superseded."""
 
+    async def migrate(self, request: commands_pb2.MigrateRequest) -> None:
+        """Bring a component that `can_migrate` to other GPUs, or into another layout, while it works."""
+        raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
+
+    async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
+        """Stop the workers on these GPUs and tell `GpusReleased`."""
+        grants = decode_grants(request.grants)
+        transition = request.header.transition_id
+        held = await self.crew.stop(grants, transition=transition)
+        released = events_pb2.GpusReleased(grants=encode_grants(grants), held_bytes=held)
+        await self.tell(released, transition=transition, grants=grants)
+        if request.members:
+            layout = encode_layout(decode_layout(request.layout))
+            await self.tell(events_pb2.LayoutCommitted(layout=layout, grants=request.members), transition=transition)
+
     async def supersede(self) -> None:  # noqa: B027 - the default is to have nothing to end
         """A newer incarnation, or a new lead, begins: end what workers still do for what was before."""
 
@@ -230,7 +253,9 @@ class Lead(ABC):
                 await self._stop_started(command)
                 await self.scale_up(command)
             case commands_pb2.ScaleDownRequest():
-                await self._scale_down(command)
+                await self.scale_down(command)
+            case commands_pb2.MigrateRequest():
+                await self.migrate(command)
             case commands_pb2.LoadWeightsRequest():
                 await self.load_weights(command)
                 if self._broken_off is not None:
@@ -272,21 +297,11 @@ class Lead(ABC):
         while True:
             await asyncio.sleep(_STOP_AGAIN_S)
             try:
-                return await self._scale_down(request)
+                return await self.scale_down(request)
             except WorkerUnreachable:
                 continue
             except Exception as error:  # noqa: BLE001 - the edge: whatever a command's work raised is told as Failed
                 return await self.fail(what, error)
-
-    async def _scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
-        grants = decode_grants(request.grants)
-        transition = request.header.transition_id
-        held = await self.crew.stop(grants, transition=transition)
-        released = events_pb2.GpusReleased(grants=encode_grants(grants), held_bytes=held)
-        await self.tell(released, transition=transition, grants=grants)
-        if request.members:
-            layout = encode_layout(decode_layout(request.layout))
-            await self.tell(events_pb2.LayoutCommitted(layout=layout, grants=request.members), transition=transition)
 
     async def _open(self, plan: types_pb2.IterationPlan) -> None:
         if self._preparation is not None:

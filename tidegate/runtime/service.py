@@ -163,7 +163,7 @@ class _Instance:
                     call_timeout_s=times.command_deadline_s,
                     work_timeout_s=times.work_timeout_s,
                 )
-                tools = LeadTools(self._arguments.node, job, self._folder, crew, bus.samples, announcer)
+                tools = LeadTools(self._arguments.node, job, self._folder, crew, bus.samples, announcer, store)
                 return self._make_lead(tools)
 
             seat = Seat(self._job_id, self._role, self._name, boot, server.endpoint)

@@ -22,6 +22,7 @@ class SlotState(StrEnum):
     LOADING_WEIGHTS = "loading_weights"
     PUBLISHING = "publishing"
     SAVING = "saving"
+    SWITCHING = "switching"
 
 
 def waiting_for(what: str) -> str:

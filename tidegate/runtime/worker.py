@@ -49,6 +49,7 @@ _FIELD_OF_BODY = {
     if field.message_type is not None
 }
 _STATE_OF_CALL = {
+    "join_world": SlotState.STARTING,
     "start_actor": SlotState.STARTING,
     "start_engine": SlotState.STARTING,
     "start_scorer": SlotState.STARTING,
@@ -56,6 +57,9 @@ _STATE_OF_CALL = {
     "train": SlotState.TRAINING,
     "publish": SlotState.PUBLISHING,
     "save": SlotState.SAVING,
+    "prepare_reshard": SlotState.SWITCHING,
+    "commit_reshard": SlotState.SWITCHING,
+    "abort_reshard": SlotState.SWITCHING,
     "generate": SlotState.GENERATING,
     "abort": SlotState.GENERATING,
     "score": SlotState.COMPUTING_LOG_PROBS,

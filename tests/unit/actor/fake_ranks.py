@@ -1,27 +1,49 @@
-"""Ranks of a trainer whose weights are the list of updates that made them, so that a test can read what was trained."""
+"""Ranks of a trainer whose weights are the list of updates that made them, so that a test can read what was trained.
+
+They are resharded as the real ones are: what is prepared lies beside what is in force, until the one is committed or
+the other goes on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.component_bench import Changes, replied
 from tidegate.checksums import file_checksum
-from tidegate.codec import decode_sample_id
+from tidegate.codec import decode_layout, decode_sample_id
 from tidegate.job import Job
-from tidegate.types import Grant, SampleId
+from tidegate.runtime.crew import WorkerRefused
+from tidegate.types import Grant, Layout, SampleId
+from tidegate.v1 import types_pb2 as wire_types
 from tidegate.v1 import workers_pb2 as wire
 
 PLENTY = 1_000_000
 
 
+@dataclass(slots=True)
+class State:
+    """What one set of ranks trains: the weights are those of the first, who speaks for all."""
+
+    layout: Layout
+    ranks: tuple[int, ...]
+    weights: list[str]
+
+
 class FakeRank:
     """One rank; the first writes the snapshots. Of its updates, as many as `num_nonfinite` says come to nothing."""
 
-    def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore) -> None:
+    def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore, ranks: Ranks) -> None:
         self.grant = grant
+        self.worlds: list[wire.JoinWorld] = []
+        self.resharded: list[str] = []
+        self.prepared: State | None = None
+        self.refuses = ""
+        """The kind of call that it refuses."""
+        self._ranks = ranks
         self.started: list[wire.StartActor] = []
         self.trained: list[wire.Train] = []
         self.weights: list[str] = []
@@ -35,7 +57,15 @@ class FakeRank:
         self._rank = rank
 
     async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
-        match call.WhichOneof("body"):
+        kind = call.WhichOneof("body") or ""
+        if kind == self.refuses:
+            raise WorkerRefused(f"{self.grant.gpu} does no {kind}")
+        match kind:
+            case "join_world":
+                self.worlds.append(call.join_world)
+                yield replied(call, wire.Started(memory_bytes=self._ranks.memory_bytes))
+            case "prepare_reshard" | "commit_reshard" | "abort_reshard":
+                yield self._reshard(call, kind)
             case "start_actor":
                 yield self._start(call)
             case "warm_up":
@@ -60,10 +90,34 @@ class FakeRank:
 
     def _start(self, call: wire.WorkerCall) -> wire.WorkerReply:
         self.started.append(call.start_actor)
-        self._rank = call.start_actor.rendezvous.rank
+        self._rank = list(call.start_actor.ranks).index(self.member)
         if call.start_actor.checkpoint_dir:
             self.weights = json.loads((Path(call.start_actor.checkpoint_dir) / f"rank{self._rank}").read_text())
         return replied(call, wire.Started())
+
+    @property
+    def member(self) -> int:
+        world = self.worlds[-1]
+        return world.members[world.rendezvous.rank]
+
+    def _reshard(self, call: wire.WorkerCall, kind: str) -> wire.WorkerReply:
+        self.resharded.append(kind)
+        self._changes.tell()
+        match kind:
+            case "prepare_reshard":
+                asked = call.prepare_reshard
+                assert set(asked.ranks) <= set(self.worlds[-1].members), "who is to train is no member of the epoch"
+                source = self._ranks.trained()
+                self.prepared = State(decode_layout(asked.layout), tuple(asked.ranks), list(source.weights))
+                report = wire_types.ReshardReport(certificate=str(len(source.weights)), moved_bytes=7)
+                report.seconds["transfer"] = 0.5
+                return replied(call, report)
+            case "commit_reshard":
+                assert self.prepared is not None, "nothing is prepared"
+                ranks, self.weights = self.prepared.ranks, self.prepared.weights
+                self._rank = ranks.index(self.member) if self.member in ranks else PLENTY
+        self.prepared = None
+        return replied(call)
 
     def _train(self, call: wire.WorkerCall) -> wire.WorkerReply:
         self.trained.append(call.train)
@@ -92,6 +146,8 @@ class FakeRank:
 class Ranks:
     """All that started, the newest of each GPU. `permits` are those of every rank's updates."""
 
+    memory_bytes = 1 << 20
+
     def __init__(self, *, num_permits: int = PLENTY) -> None:
         self.of: dict[str, FakeRank] = {}
         self.permits: dict[str, asyncio.Semaphore] = {}
@@ -99,8 +155,12 @@ class Ranks:
 
     def make(self, job: Job, grant: Grant, changes: Changes) -> FakeRank:
         self.permits[grant.gpu] = asyncio.Semaphore(self._num_permits)
-        self.of[grant.gpu] = FakeRank(grant, changes, self.permits[grant.gpu])
+        self.of[grant.gpu] = FakeRank(grant, changes, self.permits[grant.gpu], self)
         return self.of[grant.gpu]
+
+    def trained(self) -> FakeRank:
+        """Any of those that hold the newest weights."""
+        return max(self.of.values(), key=lambda rank: len(rank.weights))
 
     def fail_next(self, count: int) -> None:
         for rank in self.of.values():

@@ -450,11 +450,12 @@ async def test_every_rank_is_started_at_its_seat_of_one_world(tmp_path: Path) ->
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up())
         await of.bench.told("layout_committed")
-        starts = [rank.started[0] for rank in (of.ranks.of[FIRST], of.ranks.of[SECOND])]
-        assert [start.rendezvous.rank for start in starts] == [0, 1]
-        assert {(start.rendezvous.world_size, start.layout.dp, start.checkpoint_dir) for start in starts} == {
-            (2, 2, "")
-        }
+        ranks = of.ranks.of[FIRST], of.ranks.of[SECOND]
+        worlds = [rank.worlds[0] for rank in ranks]
+        assert [(world.rendezvous.rank, world.rendezvous.world_size) for world in worlds] == [(0, 2), (1, 2)]
+        assert [list(world.members) for world in worlds] == [[0, 1], [0, 1]]
+        starts = [rank.started[0] for rank in ranks]
+        assert {(tuple(start.ranks), start.layout.dp, start.checkpoint_dir) for start in starts} == {((0, 1), 2, "")}
 
 
 async def test_the_warm_up_runs_once_before_version_0_is_published(tmp_path: Path) -> None:

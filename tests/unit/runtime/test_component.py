@@ -145,7 +145,16 @@ async def test_a_command_that_does_not_fit_is_refused_in_words_and_may_come_agai
         await of.until("load 1", "load 2")
 
 
-@pytest.mark.parametrize("call", ["Migrate", "Suspend", "Resume"])
+async def test_a_component_that_does_not_move_while_it_works_refuses_to(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        up = of.hosted.bench.scale_up()
+        request = commands_pb2.MigrateRequest(header=up.header, members=up.members, layout=up.layout)
+        answer = (await of.stub.Migrate(request)).result
+        assert (answer.accepted, "only an actor moves while it works" in answer.message) == (False, True)
+        assert of.lead.diary == []
+
+
+@pytest.mark.parametrize("call", ["Suspend", "Resume"])
 async def test_what_this_release_does_not_do_is_unimplemented(tmp_path: Path, call: str) -> None:
     async with served(tmp_path) as of:
         request = getattr(commands_pb2, f"{call}Request")(header=of.hosted.bench.header())

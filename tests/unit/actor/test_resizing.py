@@ -1,0 +1,308 @@
+"""The actor's lead over fake ranks and the store in memory: a change of GPUs or layout between two updates, in two
+phases, decided by the store; what a failure before and after the decision leads to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.component_bench import JOB, NODES
+from tests.unit.actor.fake_ranks import PLENTY
+from tests.unit.actor.test_lead import FIRST, SECOND, Training, ids, training
+from tidegate.adapters.cell_store import CellStore
+from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout, fate_of
+from tidegate.ownership import Move, MoveState, Outcome, Owner, Part, PartState, Transition
+from tidegate.transitions import earned_outcome
+from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, Role, TransitionId
+from tidegate.v1 import commands_pb2, events_pb2
+
+SPARE = GpuId("n1/0")
+ACTOR = Owner(JOB, Role.ACTOR)
+DEADLINE_MS = 1 << 60
+
+
+class Resized:
+    """A training whose GPUs are the store's, and what the scheduler does to move them."""
+
+    def __init__(self, of: Training) -> None:
+        self.of = of
+        self.grants: tuple[Grant, ...] = ()
+        self.wanted: tuple[Grant, ...] = ()
+        self.layout: Layout | None = None
+        self._num_transitions = 0
+
+    @property
+    def store(self) -> CellStore:
+        return self.of.bench.store
+
+    async def plan(self, gpus: Sequence[str], layout: Layout) -> tuple[TransitionId, tuple[Grant, ...]]:
+        """The transition, as far as its GPUs are acquiring or draining; the grants afterwards, in rank order."""
+        self._num_transitions += 1
+        name = TransitionId(f"{JOB}/1/t{self._num_transitions}")
+        have = {grant.gpu: grant for grant in self.grants}
+        records = await self.store.gpus()
+        moves = [Move(gpu, ACTOR, None, grant.token) for gpu, grant in have.items() if gpu not in gpus]
+        moves += [Move(GpuId(gpu), None, ACTOR, records[GpuId(gpu)].token) for gpu in gpus if gpu not in have]
+        part = Part(Role.ACTOR, self.layout, layout)
+        transition = await self.store.plan(
+            Transition(name, JOB, 1, tuple(moves), (part,), 0, DEADLINE_MS, "the test asks")
+        )
+        for move in moves:
+            state = MoveState.DRAINING if move.source else MoveState.ACQUIRING
+            transition = await self.store.advance(transition, move.gpu, from_state=MoveState.PLANNED, to_state=state)
+        come = {move.gpu: Grant(move.gpu, move.token) for move in transition.moves if move.target}
+        return name, tuple((have | come)[GpuId(gpu)] for gpu in gpus)
+
+    async def start(self) -> None:
+        """On the first two slots, with the first iteration open and its groups there."""
+        await self.store.register((GpuId(FIRST), GpuId(SECOND), SPARE))
+        name, self.grants = await self.plan([FIRST, SECOND], Layout(dp=2))
+        await self.commit_start(name)
+        self.of.take(self.of.bench.scale_up(self.grants))
+        await self.of.bench.told("layout_committed")
+
+    async def commit_start(self, name: TransitionId) -> None:
+        transition = await self.store.commit(await self.stored(name), Role.ACTOR, Layout(dp=2))
+        await self.store.close(transition, Outcome.COMMITTED)
+        self.layout = Layout(dp=2)
+
+    async def stored(self, name: str) -> Transition:
+        (found,) = [each for each in await self.store.transitions(JOB) if each.id == name]
+        return found
+
+    async def close(self, name: str) -> None:
+        """As the scheduler does past the deadline."""
+        transition = await self.stored(name)
+        await self.store.close(transition, earned_outcome(transition))
+
+    async def ask(self, gpus: Sequence[str], layout: Layout) -> TransitionId:
+        name, members = await self.plan(gpus, layout)
+        self.send(name, members, layout)
+        return name
+
+    def send(self, name: TransitionId, members: tuple[Grant, ...], layout: Layout) -> None:
+        coming = [grant for grant in members if grant not in self.grants]
+        leaving = [grant for grant in self.grants if grant not in members]
+        header = self.of.bench.header(transition=name)
+        fields: dict[str, Any] = {"members": encode_grants(members), "layout": encode_layout(layout)}
+        command: Any
+        if coming and not leaving:
+            command = commands_pb2.ScaleUpRequest(header=header, grants=encode_grants(coming), **fields)
+        elif leaving and not coming:
+            command = commands_pb2.ScaleDownRequest(header=header, grants=encode_grants(leaving), **fields)
+        else:
+            command = commands_pb2.MigrateRequest(header=header, to=encode_grants(coming), **fields)
+            getattr(command, "from").extend(encode_grants(leaving))
+        self.of.take(command)
+        self.wanted = members
+
+    async def committed(self) -> events_pb2.Event:
+        """The second one: the first is the start's."""
+        return (await self.of.bench.told("layout_committed", count=2))[1]
+
+    async def failed(self) -> events_pb2.Event:
+        return (await self.of.bench.told("resize_failed"))[0]
+
+
+@asynccontextmanager
+async def resized(
+    tmp_path: Path, *, num_permits: int = PLENTY, standby: str = "4", **actor: Any
+) -> AsyncIterator[Resized]:
+    async with training(tmp_path, num_permits=num_permits, actor={"standby": standby, **actor}) as of:
+        yield Resized(of)
+
+
+async def until_asked(at: Resized, count: int) -> None:
+    ranks = at.of.ranks.of
+    await at.of.bench.changes.until(lambda: [ranks[gpu].num_asked for gpu in (FIRST, SECOND)] == [count, count])
+
+
+def permit(at: Resized, count: int) -> None:
+    for permits in at.of.ranks.permits.values():
+        for _ in range(count):
+            permits.release()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layout"),
+    [
+        ([FIRST, SECOND, SPARE], Layout(dp=3)),
+        ([SECOND], Layout()),
+        ([SPARE, FIRST], Layout(tp=2)),
+        ([FIRST, SECOND], Layout(pp=2)),
+        ([SECOND, FIRST], Layout(dp=2)),
+    ],
+    ids=["grow", "shrink", "move", "another layout", "another order"],
+)
+async def test_the_actor_changes_between_two_updates_and_goes_on_with_the_same_iteration(
+    tmp_path: Path, gpus: list[str], layout: Layout
+) -> None:
+    async with resized(tmp_path, num_permits=0) as at:
+        await at.start()
+        await at.of.scored(range(4))
+        at.of.take(at.of.bench.open_iteration())
+        await until_asked(at, 1)
+        name = await at.ask(gpus, layout)
+        assert at.of.ranks.of[FIRST].resharded == [], "an update is under way"
+        permit(at, 1)
+        told = await at.committed()
+        assert (decode_layout(told.layout_committed.layout), told.transition_id) == (layout, name)
+        assert decode_grants(told.layout_committed.grants) == at.wanted
+        assert (told.layout_committed.reshard.moved_bytes, told.layout_committed.reshard.certificate) == (7, "1")
+        permit(at, 2)
+        report = await at.of.report()
+        assert report.trained == fate_of(ids(0, 1, 2, 3))
+        assert report.num_duplicates_dropped == 0
+        weights = {tuple(at.of.ranks.of[gpu].weights) for gpu in gpus}
+        assert weights == {("1.0.0", "1.0.1")}, "each update once, on all ranks"
+        transition = await at.stored(name)
+        assert transition.part(Role.ACTOR).state is PartState.COMMITTED
+        leaving = [slot for slot in (FIRST, SECOND) if slot not in gpus]
+        assert (await at.of.bench.kinds()).count("gpus_released") == bool(leaving)
+
+
+async def test_groups_that_wait_for_their_minibatch_stay_held_through_a_resize(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.take(at.of.bench.open_iteration())
+        await at.of.scored([0])
+        await at.of.bench.changes.until(lambda: at.of.watch.prompts("fetch") == [0])
+        await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.committed()
+        assert at.of.watch.prompts("ack") == []
+        await at.of.scored([1, 2, 3])
+        assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
+        assert sorted(at.of.watch.prompts("ack")) == [0, 1, 2, 3]
+
+
+async def test_whoever_stands_by_is_in_the_world_from_the_start_and_moves_without_a_new_one(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        spare = at.of.ranks.of[SPARE]
+        assert [list(world.members) for world in spare.worlds] == [[0, 1, 2]]
+        assert spare.started == []
+        await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.committed()
+        assert at.of.ranks.of[SPARE] is spare, "the same process"
+        assert len(spare.worlds) == 1
+        (told,) = [event.progress for event in await at.of.bench.told("progress") if event.progress.phase == "stand_by"]
+        assert (told.num_done, told.num_total, told.metrics["memory_bytes_max"]) == (1, 1, 1 << 20)
+
+
+async def test_one_that_leaves_stands_by_and_may_come_again(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        await at.ask([FIRST], Layout())
+        await at.committed()
+        (released,) = await at.of.bench.told("gpus_released")
+        assert [grant.gpu for grant in released.gpus_released.grants] == [SECOND]
+        instance = at.of.bench.instances[NODES[0]]
+        assert Grant(GpuId(SECOND), NO_TOKEN) in await instance.workers(JOB)
+        assert len(instance.started) == 2
+
+
+async def test_a_dead_standby_is_replaced_by_a_cold_worker_in_a_new_epoch(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.bench.instances[NODES[1]].kill(SPARE)
+        await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.committed()
+        assert [list(world.members) for world in at.of.ranks.of[FIRST].worlds] == [[0, 1, 2], [0, 1, 3]]
+        assert [list(world.members) for world in at.of.ranks.of[SPARE].worlds] == [[0, 1, 3]]
+        first, second = (world.epoch for world in at.of.ranks.of[FIRST].worlds)
+        assert second == first + 1
+
+
+async def test_a_standby_that_takes_too_much_memory_is_ended_and_its_slot_starts_cold(tmp_path: Path) -> None:
+    async with resized(tmp_path, standby_memory_mib=1) as at:
+        at.of.ranks.memory_bytes = (1 << 20) + 1
+        await at.start()
+        assert await at.of.bench.instances[NODES[1]].workers(JOB) == ()
+
+
+@pytest.mark.parametrize("member", [FIRST, SECOND, SPARE])
+async def test_a_reshard_that_one_member_cannot_prepare_leaves_the_actor_as_it_was(tmp_path: Path, member: str) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.ranks.of[member].refuses = "prepare_reshard"
+        await at.ask([FIRST, SECOND], Layout(pp=2))
+        told = await at.failed()
+        assert f"{member} does no prepare_reshard" in told.resize_failed.message
+        assert (await at.stored(told.transition_id)).part(Role.ACTOR).state is PartState.PLANNED
+        assert all(rank.prepared is None for rank in at.of.ranks.of.values())
+        await at.close(told.transition_id)
+        at.of.take(at.of.bench.open_iteration())
+        await at.of.scored(range(4))
+        assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
+
+
+async def test_a_resize_that_was_closed_before_its_turn_asks_the_ranks_nothing(tmp_path: Path) -> None:
+    async with resized(tmp_path, num_permits=0) as at:
+        await at.start()
+        await at.of.scored(range(4))
+        at.of.take(at.of.bench.open_iteration())
+        await until_asked(at, 1)
+        name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.close(name)
+        permit(at, 2)
+        assert "not open any more" in (await at.failed()).resize_failed.message
+        assert at.of.ranks.of[FIRST].resharded == []
+        assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
+
+
+async def test_a_store_that_refuses_the_commit_leaves_the_actor_as_it_was_in_an_epoch_without_who_came(
+    tmp_path: Path,
+) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        name, members = await at.plan([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.store.mark_lost(SPARE, members[2].token)
+        at.send(name, members, Layout(dp=3))
+        assert "n1/0 is lost" in (await at.failed()).resize_failed.message
+        first, spare = at.of.ranks.of[FIRST], at.of.ranks.of[SPARE]
+        back = ["prepare_reshard", "abort_reshard", "prepare_reshard", "commit_reshard"]
+        assert (first.resharded, list(first.worlds[-1].members)) == (back, [0, 1, 3])
+        assert (spare.resharded[-1], spare.member) == ("commit_reshard", 3), "another process stands by"
+        at.of.take(at.of.bench.open_iteration())
+        await at.of.scored(range(4))
+        assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
+
+
+async def test_a_store_whose_answer_to_the_commit_is_lost_is_asked_again(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        name, members = await at.plan([SECOND, FIRST], Layout(dp=2))
+        at.of.bench.server.num_answers_to_lose = 1
+        at.send(name, members, Layout(dp=2))
+        await at.committed()
+        assert at.of.ranks.of[FIRST].resharded == ["prepare_reshard", "commit_reshard"]
+        assert at.of.bench.server.num_answers_to_lose == 0
+
+
+async def test_a_member_that_does_not_switch_after_the_commit_costs_the_incarnation(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.ranks.of[SECOND].refuses = "commit_reshard"
+        name = await at.ask([FIRST, SECOND], Layout(pp=2))
+        (failed,) = await at.of.bench.told("failed")
+        assert failed.failed.what == events_pb2.Failed.WHAT_COMPONENT
+        assert (list(failed.failed.grants), failed.failed.fatal) == ([], False)
+        assert (await at.stored(name)).part(Role.ACTOR).state is PartState.COMMITTED
+        assert "resize_failed" not in await at.of.bench.kinds()
+
+
+async def test_a_stop_does_not_wait_for_a_resize_that_waits_for_an_update(tmp_path: Path) -> None:
+    async with resized(tmp_path, num_permits=0) as at:
+        await at.start()
+        await at.of.scored(range(4))
+        at.of.take(at.of.bench.open_iteration())
+        await until_asked(at, 1)
+        await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        header = at.of.bench.header(transition="stop")
+        at.of.take(commands_pb2.ScaleDownRequest(header=header, grants=encode_grants(at.grants)))
+        (released,) = await at.of.bench.told("gpus_released")
+        assert decode_grants(released.gpus_released.grants) == at.grants
