@@ -1,64 +1,58 @@
-"""Trains a small GPT on four processes and changes its layout three times on the way; the loss does not notice.
+"""Trains a small GPT on four processes, changes its layout three times on the way, and compares with a fixed layout."""
 
-python examples/elastic_gpt.py [CURVES.json]: beside it runs the same job in one fixed layout.
-"""
+from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
-from tidegate.megatron import cpu_stand_in
+from tidegate.elastic import local
 
-cpu_stand_in.install()  # before Megatron is imported; does nothing where CUDA is present
+local.on_cpu()
 
-import numpy as np  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+import numpy as np
+from megatron.core.optimizer import OptimizerConfig
 
-from tidegate.elastic import local  # noqa: E402
-from tidegate.elastic.minibatch import NextTokens  # noqa: E402
-from tidegate.elastic.settings import ElasticSettings  # noqa: E402
-from tidegate.elastic.trainer import ElasticTrainer  # noqa: E402
-from tidegate.elastic.world import World  # noqa: E402
-from tidegate.megatron.batching import BatchLimits  # noqa: E402
-from tidegate.megatron.gpt_provider import GptProvider  # noqa: E402
-from tidegate.model_config import ModelConfig  # noqa: E402
-from tidegate.types import Layout  # noqa: E402
+from tidegate.elastic.minibatch import NextTokens
+from tidegate.elastic.report import ReshardReport
+from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.trainer import ElasticTrainer
+from tidegate.elastic.world import World
+from tidegate.megatron.batching import BatchLimits
+from tidegate.megatron.gpt_provider import GptProvider
+from tidegate.model_config import ModelConfig
+from tidegate.types import Layout
 
 MODEL = ModelConfig(4, 64, 192, num_heads=4, num_kv_heads=4, head_dim=16, vocab_size=64, max_seq_len=64)
-RESIZES = {15: Layout(tp=2, pp=2), 30: Layout(dp=2), 45: Layout(tp=2, dp=2)}
+RESIZES = {15: Layout(dp=2), 30: Layout(pp=2, dp=2), 45: Layout(tp=2, dp=2)}  # before the update of this number
 
 
-def minibatch(update: int) -> NextTokens:
-    """Numbers that count upwards from a random one in random steps, modulo the vocabulary."""
+def counting_up(update: int) -> NextTokens:  # from random numbers, in random steps, modulo the vocabulary
     draw = np.random.default_rng(update)
     first, step = draw.integers(0, 64, (8, 1)), draw.integers(1, 4, (8, 1))
-    return NextTokens((first + step * np.arange(32)).__mod__(64).tolist(), 64, limits=BatchLimits(max_sequences=2))
+    return NextTokens(((first + step * np.arange(32)) % 64).tolist(), 64, limits=BatchLimits(max_sequences=2))
 
 
-def train(world: World, shared_memory: Path, resizes: dict[int, Layout]) -> list[float]:
-    optimizer = OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=1.0, use_distributed_optimizer=True)
-    settings = ElasticSettings(shared_memory=shared_memory)
-    trainer = ElasticTrainer(GptProvider(MODEL, padded_vocab=64), optimizer, world=world, settings=settings)
+def train(world: World, folder: Path, resizes: dict[int, Layout]) -> tuple[list[float], list[ReshardReport]]:
+    adam = OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=1.0, use_distributed_optimizer=True)
+    settings = ElasticSettings(shared_memory=folder, num_logical_shards=4)
+    trainer = ElasticTrainer(GptProvider(MODEL, 64), adam, world=world, layouts=resizes.values(), settings=settings)
     trainer.start(Layout(dp=4))
-    losses = []
+    losses, reports = list[float](), list[ReshardReport]()
     for number in range(60):
         if number in resizes:
-            report = trainer.reshard(resizes[number])
-            if world.me == 0:
-                print(f"{number}: {report.source} -> {report.target}, {report.moved_bytes} bytes, {report.total_s:.2f} s")
-        update = trainer.train_minibatch(minibatch(number), learning_rate=3e-3)
-        losses.append(update.sums[0] if update else float("nan"))
+            reports.append(trainer.reshard(resizes[number]))
+        update = trainer.train_minibatch(counting_up(number), learning_rate=3e-3)
+        losses.append(update.sums[0] if update else float("nan"))  # None: this member stands by
     trainer.close()
-    return losses
+    return losses, reports
 
 
-def member(world: World, shared_memory: Path) -> None:
-    resized, fixed = train(world, shared_memory, RESIZES), train(world, shared_memory, {})
+def member(world: World, folder: Path) -> None:
+    (resized, reports), (fixed, _) = train(world, folder, RESIZES), train(world, folder, {})
     if world.me == 0:
+        for said in reports:
+            print(f"{said.num_updates}: {said.source} -> {said.target}, {said.moved_bytes} bytes, {said.total_s:.3f} s")
         apart = max(abs(a - b) for a, b in zip(resized, fixed, strict=True))
         print(f"loss {resized[0]:.3f} -> {resized[-1]:.3f}; never further from the fixed run than {apart:.1e}")
-        if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(json.dumps({"resized": resized, "fixed": fixed}))
 
 
 if __name__ == "__main__":

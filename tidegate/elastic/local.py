@@ -1,17 +1,20 @@
 """Runs the members of one epoch as processes of this machine, for an example, a test or a first look.
 
 `run` forks them from the caller, serves their store on loopback, gives them a folder of shared memory, and waits.
-Invariants: when it returns or raises, no member and no folder is left; one member's failure ends the others.
+Order: `on_cpu` before anything imports Megatron, then `run`. Invariants: when `run` returns or raises, no member and no
+folder is left; one member's failure ends the others.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import shutil
 import signal
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +22,21 @@ import torch
 
 from tidegate.elastic.rendezvous import connect_store, listening_socket, serve_store
 from tidegate.elastic.world import Membership, World
+from tidegate.megatron import cpu_stand_in
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class MemberFailed(RuntimeError):
     """A member raised or was killed; its traceback went to stderr."""
+
+
+def on_cpu() -> None:
+    """Let this process, and those that `run` forks from it, run Megatron without CUDA."""
+    # What they warn of is what is missing on such a machine, and what is deprecated in calls between the two.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    cpu_stand_in.install()
 
 
 def run(member: Callable[[World, Path], None], num_members: int, *, timeout_s: float = 60.0) -> None:
