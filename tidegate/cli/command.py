@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from tidegate.cli import queries
@@ -18,6 +19,7 @@ from tidegate.cli.rows import Form
 from tidegate.config import ConfigError
 from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.types import Layout
 
 FAILED = 1
 BAD_USAGE = 2
@@ -58,6 +60,8 @@ def _run(given: argparse.Namespace) -> int:
             return asyncio.run(queries.logs(given.job, given.source, output_dir, form, follow=given.follow))
         case "cancel":
             return asyncio.run(queries.cancel(given.job, given.reason, output_dir, form))
+        case "scale":
+            return asyncio.run(queries.scale(given.job, given.layout, given.gpus, output_dir, form))
         case "deadletter":
             return asyncio.run(queries.settle_dead_letter(given.verb, given.job, given.id, output_dir, form))
     raise AssertionError(f"argparse let {given.command!r} through")
@@ -92,17 +96,37 @@ def _parser() -> argparse.ArgumentParser:
         ("events", "List what happened in a job."),
         ("logs", "Print a job's logs."),
         ("cancel", "End a live job; its checkpoints stay."),
+        ("scale", "Move a live job's actor to more, fewer or other GPUs, or into another layout, while it trains."),
     ):
         command(name, told).add_argument("job", metavar="JOB")
     for name in ("events", "logs"):
         commands.choices[name].add_argument("--follow", action="store_true", help="go on with what comes")
     commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
     commands.choices["cancel"].add_argument("--reason", default="", help="told to whoever reads the job's end")
+    scale = commands.choices["scale"]
+    scale.add_argument("--layout", type=_layout, required=True, metavar="AXES", help="such as tp=2,dp=2; the rest is 1")
+    scale.add_argument(
+        "--gpus",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="GPUS",
+        help="in rank order, such as n0/0,n0/1 (default: those it has, the last left out or free ones added)",
+    )
     dead_letter = command("deadletter", "Deliver a dead letter again, or forget it; the job then goes on.")
     dead_letter.add_argument("verb", choices=["replay", "drop"])
     dead_letter.add_argument("job", metavar="JOB")
     dead_letter.add_argument("id", type=int, metavar="ID")
     return parser
+
+
+def _layout(text: str) -> Layout:
+    """`tp=2,dp=2`; argparse tells what is wrong with another."""
+    try:
+        axes = dict(axis.split("=") for axis in text.split(","))
+        return Layout(**{axis: int(size) for axis, size in axes.items()})
+    except (TypeError, ValueError) as error:
+        known = ", ".join(field.name for field in fields(Layout))
+        raise argparse.ArgumentTypeError(f"{text!r} is no layout such as tp=2,dp=2, of {known}: {error}") from error
 
 
 def _add_running(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:

@@ -115,6 +115,14 @@ def test_usage_that_is_wrong_ends_with_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize("layout", ["tp", "tp=two", "xp=2", "tp=0", "vpp=2"])
+def test_a_layout_that_is_none_is_told_with_the_axes_there_are(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["scale", "small", "--layout", layout])
+    assert left.value.code == 2
+    assert f"'{layout}' is no layout such as tp=2,dp=2, of tp, pp, dp, cp, ep, vpp" in capsys.readouterr().err
+
+
 def test_a_job_that_is_unknown_names_those_there_are(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "smal", "--output-dir", str(finished)]) == 2
     assert "no job 'smal'" in (said := capsys.readouterr().err)
@@ -122,7 +130,13 @@ def test_a_job_that_is_unknown_names_those_there_are(finished: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    "arguments", [["cancel", "small"], ["get", "gpus", "small"], ["deadletter", "drop", "small", "1"]]
+    "arguments",
+    [
+        ["cancel", "small"],
+        ["get", "gpus", "small"],
+        ["deadletter", "drop", "small", "1"],
+        ["scale", "small", "--layout", "tp=2"],
+    ],
 )
 def test_what_only_a_live_job_can_do_fails_with_1(
     arguments: list[str], finished: Path, capsys: pytest.CaptureFixture[str]

@@ -54,7 +54,7 @@ class LeavingScheduler(control_pb2_grpc.ControlServicer):
     async def _not_asked(self, request: Any, context: Any) -> Any:
         raise AssertionError("nobody who follows asks this")
 
-    CancelJob = ListGpus = ListDeadLetters = ReplayDeadLetter = DropDeadLetter = _not_asked
+    CancelJob = ListGpus = ListDeadLetters = ReplayDeadLetter = DropDeadLetter = ResizeActor = _not_asked
 
     async def _leave(self, context: Any) -> None:
         end_job(self._folder, [event_row(sequence) for sequence in (1, 2, 3)], log_of("a", "b", "c"))
