@@ -179,9 +179,14 @@ class ElasticTrainer:
         return self.commit(prepared)
 
     def prepare(self, mesh: Mesh, *, name: str) -> Prepared:
-        """The first phase, of the reshard of this name. Whatever it raises, it has given back what it took."""
+        """The first phase, of the reshard of this name. Whatever it raises, it has given back what it took.
+
+        Raises LayoutRefused where the state is in this mesh already, whose tensors cannot be both ends.
+        """
         if self._held is None:
             raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
+        if (self._held.epoch, self._held.mesh) == (self.world.membership.epoch, mesh):
+            raise LayoutRefused(f"{mesh.layout} on ranks {mesh.ranks} is the layout already: go on training in it")
         preparing = Preparing(self._cache, self._settings, self._reader, self._at)
         return preparing.run(name, self._held, mesh, self._progress)
 
