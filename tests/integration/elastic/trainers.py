@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -195,15 +196,25 @@ def circuit(num_nodes: int) -> list[int]:
     return walk[::-1]
 
 
-def walks(context: RankContext, *, places: list[dict[str, Any]], updates_between: int = 1, **options: Any) -> Results:
+def walks(
+    context: RankContext,
+    *,
+    places: list[dict[str, Any]],
+    updates_between: int = 1,
+    hurried_at: int | None = None,
+    **options: Any,
+) -> Results:
     """Trains through all the places, `updates` in each; what each update came to, and of each switch what it moved.
 
-    `kept`: whether the logical state that the ranks put together was the same before and after."""
+    `kept`: whether the logical state that the ranks put together was the same before and after. From the update
+    `hurried_at` on, what decays learns at eight times the rate."""
     updates: list[tuple[float, float]] = []
     moved, kept, seconds, certificates = [], [], [], []
 
     def train(trainer: ElasticTrainer, num_updates: int) -> None:
         for _ in range(num_updates):
+            if len(updates) == hurried_at:
+                _hurry(trainer)
             update = trainer.train_minibatch(minibatch(len(updates)), LEARNING_RATE)
             updates.append((update.sums[0], update.grad_norm) if update else (np.nan, np.nan))
 
@@ -229,6 +240,40 @@ def walks(context: RankContext, *, places: list[dict[str, Any]], updates_between
         "progress": np.array([progress.num_updates, progress.num_samples]),
     }
     return figures | {f"final/{key}": value for key, value in final.items()}
+
+
+def holds_state(trainer: ElasticTrainer) -> bool:
+    return trainer.held is not None and trainer.held.state is not None
+
+
+def _hurry(trainer: ElasticTrainer) -> None:
+    if holds_state(trainer):
+        for group in trainer.state.skeleton.optimizer.param_groups:
+            if group["wd_mult"]:
+                group["lr_mult"] = 8.0
+
+
+def carries_progress(context: RankContext) -> Results:
+    """What is said of progress before the first update, after the second, and in a layout of other members."""
+
+    def said(trainer: ElasticTrainer) -> str:
+        progress = trainer.progress
+        return f"{progress.num_updates} {progress.num_samples} {json.dumps(progress.cursor)}"
+
+    with started(context, Layout(dp=2), (0, 1)) as trainer:
+        if holds_state(trainer):
+            trainer.cursor = {"epoch": 1, "shard": "a"}
+        trainer.reshard(Layout(dp=4))
+        before = [said(trainer)]
+        for update in range(2):
+            trainer.train_minibatch(minibatch(update), LEARNING_RATE)
+        before.append(said(trainer))
+        trainer.reshard(Layout(tp=2), ranks=(3, 2))
+        if holds_state(trainer):
+            trainer.cursor = {"epoch": 2, "shard": "b"}
+        trainer.train_minibatch(minibatch(2), LEARNING_RATE)
+        trainer.reshard(Layout(pp=2))
+        return {"before": np.array(before), "after": np.array(said(trainer))}
 
 
 def updates_of(found: Sequence[Results]) -> npt.NDArray[Any]:
