@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from services.actor.checkpoints import Checkpoint, CheckpointStore
-from services.actor.grpo import group_advantages, iteration_metrics
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
 from services.actor.snapshots import SnapshotShelf
+from services.actor.training import IterationTraining, iteration_report, journal_row, train_samples
 from tidegate.checksums import WrittenFile
-from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout, fate_of, finite_only
+from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
 from tidegate.learning_rate import learning_rate
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
@@ -41,21 +39,6 @@ NONFINITE_UPDATE = "nonfinite_update"
 
 class UpdatesSkipped(ArithmeticError):
     """Too many updates in a row had a gradient that was not finite."""
-
-
-@dataclass(slots=True)
-class _Training:
-    """One iteration's training, as it stands."""
-
-    plan: types_pb2.IterationPlan
-    assembly: MinibatchAssembly
-    held: dict[int, SampleDelivery] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    num_minibatches_taken: int = 0
-    num_duplicates_dropped: int = 0
-    updates: list[dict[str, float]] = field(default_factory=list)
-    """The metrics of each."""
 
 
 class ActorLead(Lead):
@@ -193,13 +176,15 @@ class ActorLead(Lead):
             num_minibatches=plan.num_minibatches,
             order=self.job.config.algorithm.minibatch_order,
         )
-        training = _Training(plan, assembly)
+        training = IterationTraining(plan, assembly)
         keeping = asyncio.create_task(self._keep_alive(training), name="keep-alive")
         try:
             await self._train_all(training)
         finally:
             keeping.cancel()
-        await self._report(training)
+        fates = self._ledger.open_iteration
+        assert fates is not None, "the iteration is open until it is closed"
+        await self.tell(iteration_report(training, fates))
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         open_iteration = self._ledger.open_iteration
@@ -230,7 +215,7 @@ class ActorLead(Lead):
             for task in rest:
                 task.cancel()
 
-    async def _train_all(self, training: _Training) -> None:
+    async def _train_all(self, training: IterationTraining) -> None:
         consumer = await self.tools.samples.consumer(
             self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tools.announcer.tell_dead_letter
         )
@@ -241,7 +226,7 @@ class ActorLead(Lead):
                 async with self._at_ranks:
                     await self._train(prompts, training)
 
-    async def _take_in(self, delivery: SampleDelivery, training: _Training) -> None:
+    async def _take_in(self, delivery: SampleDelivery, training: IterationTraining) -> None:
         group = delivery.group
         ids = [decode_sample_id(sample.id) for sample in group.samples]
         if (group.incarnation, group.iteration) > (self.incarnation, training.plan.iteration):
@@ -268,7 +253,7 @@ class ActorLead(Lead):
                     f"groups of {training.plan.group_size} from version {training.plan.version}"
                 )
 
-    async def _train(self, prompts: Sequence[int], training: _Training) -> None:
+    async def _train(self, prompts: Sequence[int], training: IterationTraining) -> None:
         """One minibatch: what is filtered, the optimizer update, and what follows from its commit."""
         training.num_minibatches_taken += 1
         deliveries = [training.held[prompt] for prompt in prompts]
@@ -287,13 +272,13 @@ class ActorLead(Lead):
         for prompt in prompts:
             del training.held[prompt]
 
-    async def _update(self, groups: Sequence[samples_pb2.SampleGroup], training: _Training) -> None:
+    async def _update(self, groups: Sequence[samples_pb2.SampleGroup], training: IterationTraining) -> None:
         config, plan = self.job.config, training.plan
         update_id = f"{self.incarnation}.{plan.iteration}.{training.num_minibatches_taken - 1}"
         rate = learning_rate(
             self._ledger.num_trained, peak=config.actor.learning_rate, warm_up_samples=config.actor.lr_warm_up_samples
         )
-        samples = [sample for group in groups for sample in self._train_samples(group)]
+        samples = [sample for group in groups for sample in train_samples(group, config.algorithm)]
         call = wire.WorkerCall(train=wire.Train(update_id=update_id, samples=samples, learning_rate=rate))
         report = (await self.crew.ask_all(dict.fromkeys(self.crew.members, call)))[0].update
         ids = _ids([sample for group in groups for sample in group.samples])
@@ -303,7 +288,9 @@ class ActorLead(Lead):
         else:
             self._num_skipped += 1
             self._ledger = self._ledger.discarded(ids, reason=NONFINITE_UPDATE)
-        self._write_journal(update_id, ids, report, rate)
+        row = journal_row(update_id, ids, report, rate)
+        with self.tools.folder.journal.open("a") as journal:
+            journal.write(json.dumps(row, allow_nan=False) + "\n")
         metrics = {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
         training.updates.append(metrics)
         await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **metrics)
@@ -313,57 +300,6 @@ class ActorLead(Lead):
                 f"{config.actor.max_skipped_updates}), the last {update_id}; lower actor.learning_rate, or resume "
                 "from an earlier checkpoint"
             )
-
-    def _train_samples(self, group: samples_pb2.SampleGroup) -> list[wire.TrainSample]:
-        algorithm = self.job.config.algorithm
-        advantages = group_advantages(
-            [sample.reward for sample in group.samples], normalize_std=algorithm.normalize_std
-        )
-        return [
-            wire.TrainSample(
-                id=sample.id,
-                prompt_tokens=group.prompt_tokens,
-                response_tokens=sample.response_tokens,
-                advantage=advantage,
-                old_log_probs=sample.old_log_probs,
-                reference_log_probs=sample.reference_log_probs,
-                engine_log_probs=sample.engine_log_probs,
-                masked=algorithm.mask_truncated and sample.finish == samples_pb2.FINISH_REASON_LENGTH,
-            )
-            for sample, advantage in zip(group.samples, advantages, strict=True)
-        ]
-
-    def _write_journal(self, update_id: str, ids: Sequence[SampleId], report: wire.UpdateReport, rate: float) -> None:
-        row = {
-            "update": update_id,
-            "committed": report.committed,
-            "loss": _number(report.loss),
-            "grad_norm": _number(report.grad_norm),
-            "learning_rate": rate,
-            "samples": [str(sample) for sample in ids],
-        }
-        with self.tools.folder.journal.open("a") as journal:
-            journal.write(json.dumps(row, allow_nan=False) + "\n")
-
-    async def _report(self, training: _Training) -> None:
-        fates = self._ledger.open_iteration
-        assert fates is not None
-        lengths, rewards = sorted(training.lengths), training.rewards
-        metrics = iteration_metrics(training.updates) | {
-            "reward_mean": sum(rewards) / len(rewards),
-            "response_tokens_mean": sum(lengths) / len(lengths),
-            "response_tokens_median": float(lengths[len(lengths) // 2]),
-            "response_tokens_max": float(lengths[-1]),
-        }
-        await self.tell(
-            events_pb2.IterationReported(
-                trained=fate_of(fates.trained),
-                filtered=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.filtered.items())],
-                discarded=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.discarded.items())],
-                num_duplicates_dropped=training.num_duplicates_dropped,
-                metrics=finite_only(metrics),
-            )
-        )
 
     async def _save(self, *, next_iteration: int, version: int) -> None:
         config = self.job.config
@@ -396,18 +332,13 @@ class ActorLead(Lead):
         reference = await self._shelf.reference(snapshot)
         await self.tell(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
 
-    async def _keep_alive(self, training: _Training) -> None:
+    async def _keep_alive(self, training: IterationTraining) -> None:
         """Groups held for their minibatch are not delivered again meanwhile."""
         while True:
             await asyncio.sleep(self.job.config.runtime.ack_wait_s / _KEEP_ALIVES_PER_ACK_WAIT)
             held = list(training.held.values())
             # One that is not told in time is delivered again, and then dropped as seen.
             await asyncio.gather(*(delivery.in_progress() for delivery in held), return_exceptions=True)
-
-
-def _number(figure: float) -> float | None:
-    """JSON has no word for NaN and the infinities."""
-    return figure if math.isfinite(figure) else None
 
 
 def _ids(samples: Sequence[samples_pb2.Sample]) -> list[SampleId]:
