@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from pydantic import TypeAdapter
@@ -17,7 +18,14 @@ from tidegate.elastic.memory import Place
 from tidegate.elastic.optimizers import FlatRange, StateKind
 from tidegate.elastic.transport import TensorKey
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)}
+
+
+class Extent(NamedTuple):
+    """Of a flat tensor."""
+
+    num_elements: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +34,20 @@ class Announcement:
 
     host: str
     ranges: Mapping[str, FlatRange]
+    tensors: Mapping[TensorKey, Extent]
+    """In their order, which is that of their copies too."""
     places: Mapping[TensorKey, Place] = field(default_factory=dict)
     """In shared memory; none where tensors are sent."""
-    stamp: Place | None = None
-    """Where the member writes which update its tensors are of."""
+    record: Place | None = None
+    """Where the member's stamp is, in shared memory."""
+    copies: str = ""
+    """The file of the copies that the member keeps; none where they are not in shared memory, or there are none."""
 
 
 _WiredPlace = tuple[str, int, int, str]
-_Wired = tuple[str, dict[str, FlatRange], list[tuple[str, StateKind, _WiredPlace]], _WiredPlace | None]
+_Wired = tuple[
+    str, dict[str, FlatRange], list[tuple[str, StateKind, int, str]], list[_WiredPlace], _WiredPlace | None, str
+]
 _ONE = TypeAdapter(_Wired)
 _MESH = TypeAdapter(dict[int, _Wired])
 
@@ -58,17 +72,22 @@ def decode(payload: bytes) -> Announcement:
 
 
 def _wired(entry: Announcement) -> _Wired:
-    places = [(name, kind, _wired_place(place)) for (name, kind), place in entry.places.items()]
-    return entry.host, dict(entry.ranges), places, None if entry.stamp is None else _wired_place(entry.stamp)
+    tensors = [(name, kind, extent.num_elements, str(extent.dtype)) for (name, kind), extent in entry.tensors.items()]
+    places = [_wired_place(entry.places[key]) for key in entry.tensors] if entry.places else []
+    record = None if entry.record is None else _wired_place(entry.record)
+    return entry.host, dict(entry.ranges), tensors, places, record, entry.copies
 
 
 def _read(wired: _Wired) -> Announcement:
-    host, ranges, places, stamp = wired
+    host, ranges, tensors, places, record, copies = wired
+    extents = {(name, kind): Extent(size, _dtype(dtype)) for name, kind, size, dtype in tensors}
     return Announcement(
         host,
         ranges,
-        {(name, kind): _read_place(place) for name, kind, place in places},
-        None if stamp is None else _read_place(stamp),
+        extents,
+        dict(zip(extents, map(_read_place, places), strict=True)) if places else {},
+        None if record is None else _read_place(record),
+        copies,
     )
 
 
@@ -78,6 +97,10 @@ def _wired_place(place: Place) -> _WiredPlace:
 
 def _read_place(wired: _WiredPlace) -> Place:
     path, offset_bytes, num_elements, dtype = wired
-    if dtype not in _DTYPES:
-        raise ValueError(f"a tensor in {path} is announced as {dtype}; known: {', '.join(_DTYPES)}")
-    return Place(path, offset_bytes, num_elements, _DTYPES[dtype])
+    return Place(path, offset_bytes, num_elements, _dtype(dtype))
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"a tensor is announced as {name}; known: {', '.join(_DTYPES)}")
+    return _DTYPES[name]

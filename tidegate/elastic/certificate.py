@@ -31,6 +31,7 @@ from tidegate.elastic.transport import TensorKey, Tensors
 _KINDS = tuple(StateKind)
 _HEAD = struct.Struct("<3Q4I")
 _ENTRY = struct.Struct("<HBQQQ")
+_RANK = struct.Struct("<qQ")
 
 
 class Level(StrEnum):
@@ -84,6 +85,22 @@ class RankSums:
                 entries.append(RegionSum(payload[at - size : at].decode(), _KINDS[kind], region, num_elements, total))
             lists.append(tuple(entries))
         return cls(wanted_bytes, local_bytes, received_bytes, *lists)
+
+
+def encode_all(sums: Mapping[int, RankSums]) -> bytes:
+    """By rank: of one that a member stands in for, too."""
+    payloads = {rank: of.encode() for rank, of in sums.items()}
+    return b"".join(_RANK.pack(rank, len(payload)) + payload for rank, payload in payloads.items())
+
+
+def decode_all(payload: bytes) -> dict[int, RankSums]:
+    """Inverse of `encode_all`."""
+    found, at = {}, 0
+    while at < len(payload):
+        rank, size = _RANK.unpack_from(payload, at)
+        at += _RANK.size + size
+        found[rank] = RankSums.decode(payload[at - size : at])
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,17 @@ no memory; an arena's file is one member's, in one mesh of one epoch.
 
 from __future__ import annotations
 
-import hashlib
 import socket
+from collections.abc import Iterable, Mapping
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from tidegate.elastic import catalogue
 from tidegate.elastic.adam import optimizer_form
-from tidegate.elastic.catalogue import Announcement
+from tidegate.elastic.arena_files import arena_path
+from tidegate.elastic.catalogue import Announcement, Extent
+from tidegate.elastic.copies import Copies
 from tidegate.elastic.held import Held, RankState
 from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Mesh
@@ -25,10 +27,11 @@ from tidegate.elastic.optimizers import DistributedOptimizer
 from tidegate.elastic.plan import Part
 from tidegate.elastic.planner import Planner
 from tidegate.elastic.provider import ModelProvider
+from tidegate.elastic.recovery import guardians
 from tidegate.elastic.report import Stopwatch
-from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.settings import CopyTo, ElasticSettings
 from tidegate.elastic.skeleton import Skeleton
-from tidegate.elastic.stamp import NUM_COUNTS, Stamp
+from tidegate.elastic.stamp import RECORD_BYTES, Stamp
 from tidegate.elastic.world import World
 from tidegate.megatron.groups import groups_of, megatron_groups
 from tidegate.megatron.reproducible import wrapper
@@ -71,15 +74,22 @@ class EpochCache:
                 self._build(mesh)
         return Held(self.world.membership.epoch, mesh, self._announced[mesh], self._states.get(mesh))
 
-    def part(self, source: Held, target: Held) -> Part | None:
-        """What this member does to bring the state from one to the other; None where it is in neither."""
+    def part(self, source: Held, target: Held, hosts: Mapping[int, str]) -> Part | None:
+        """What this member does to bring the state from one to the other; None where it is in neither.
+
+        `hosts` are those on which the source's ranks, dead ones too, can be read."""
         if self.world.me not in {*source.mesh.ranks, *target.mesh.ranks}:
             return None
         key = (source.epoch, source.mesh, target.mesh)
-        if key not in self._parts:
-            planner = Planner(self._parameters, self._end(source), self._end(target), hosts=source.hosts() | self.hosts)
-            self._parts[key] = planner.part(self.world.me)
+        # A source of another epoch has dead ranks, whose hosts are not its own; it is left once, so nothing is lost.
+        if key not in self._parts or source.epoch != self.world.membership.epoch:
+            self._parts[key] = self.parts_of(source, target, hosts, [self.world.me])[self.world.me]
         return self._parts[key]
+
+    def parts_of(self, source: Held, target: Held, hosts: Mapping[int, str], ranks: Iterable[int]) -> dict[int, Part]:
+        """Those of other ranks, for whom this member stands in."""
+        planner = Planner(self._parameters, self._end(source), self._end(target), hosts=hosts)
+        return {rank: planner.part(rank) for rank in ranks}
 
     def discard(self, *, but: RankState | None = None) -> None:
         """At the epoch's end: give everything back but the tensors that hold the job's state."""
@@ -92,7 +102,7 @@ class EpochCache:
         payload = b""
         groups = megatron_groups(self.world, mesh)
         if groups is not None:
-            arena = self._arena(mesh)
+            arena = self._arena(mesh, self.world.device)
             skeleton = Skeleton(
                 self._provider,
                 mesh,
@@ -103,26 +113,46 @@ class EpochCache:
                 arena=arena,
                 wrapper=wrapper(self._settings.num_logical_shards),
             )
-            state = RankState(skeleton, arena, Stamp(arena.empty(NUM_COUNTS, torch.int64)))
+            state = RankState(skeleton, arena, self._stamp(arena), self._copies(mesh, skeleton))
             payload = catalogue.encode(state.announcement(self.hosts[self.world.me]))
-            skeleton.release()
             self._states[mesh] = state
         announced = self.world.gather(self.world.membership.members, payload)
         self._announced[mesh] = {rank: catalogue.decode(announced[rank]) for rank in mesh.ranks}
+        if groups is not None:
+            self._send_copies(mesh)
+            self._states[mesh].release()
+
+    def _stamp(self, arena: Arena) -> Stamp:
+        """In shared memory, for others to read, or in the host's, for it is not the device's business."""
+        is_shared = isinstance(arena, SharedArena)
+        return Stamp(
+            arena.empty(RECORD_BYTES, torch.uint8) if is_shared else torch.zeros(RECORD_BYTES, dtype=torch.uint8)
+        )
+
+    def _copies(self, mesh: Mesh, skeleton: Skeleton) -> Copies | None:
+        if self._settings.copies is CopyTo.NOWHERE:
+            return None
+        extents = {key: Extent(tensor.numel(), tensor.dtype) for key, tensor in skeleton.tensors().items()}
+        return Copies(self._arena(mesh, torch.device("cpu")), extents)
+
+    def _send_copies(self, mesh: Mesh) -> None:
+        announced = self._announced[mesh]
+        guardian = guardians({rank: entry.host for rank, entry in announced.items()})
+        copies, me = self._states[mesh].copies, self.world.me
+        if copies is not None and self._settings.copies is CopyTo.PEER and guardian:
+            ward = next(rank for rank, keeper in guardian.items() if keeper == me)
+            copies.send_to(guardian[me], ward=ward, ward_tensors=announced[ward].tensors)
 
     def _end(self, held: Held) -> State:
         ranges = {rank: entry.ranges for rank, entry in held.announcements.items()}
         return State(held.mesh, DistributedOptimizer(ranges, *optimizer_form(self._optimizer_config)))
 
-    def _arena(self, mesh: Mesh) -> Arena:
+    def _arena(self, mesh: Mesh, device: torch.device) -> Arena:
         folder = self._settings.shared_memory
         if folder is None:
-            return OwnArena(self.world.device)
-        digest = hashlib.sha256(repr(mesh).encode()).hexdigest()[:12]
+            return OwnArena(device)
         self._num_arenas += 1
-        return SharedArena(
-            folder / f"epoch{self.world.membership.epoch}-member{self.world.me}-{self._num_arenas}-{digest}"
-        )
+        return SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
 
     def _forget(self, mesh: Mesh) -> None:
         if state := self._states.pop(mesh, None):

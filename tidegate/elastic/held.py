@@ -12,9 +12,10 @@ import torch
 from pydantic import TypeAdapter
 
 from tidegate.elastic import catalogue
-from tidegate.elastic.catalogue import Announcement
+from tidegate.elastic.catalogue import Announcement, Extent
+from tidegate.elastic.copies import Copies
 from tidegate.elastic.layout import Mesh
-from tidegate.elastic.memory import Arena, SharedArena
+from tidegate.elastic.memory import Arena, ArenaFull, SharedArena
 from tidegate.elastic.skeleton import Skeleton
 from tidegate.elastic.stamp import Stamp
 from tidegate.elastic.transport import TensorKey
@@ -28,20 +29,43 @@ class RankState:
     skeleton: Skeleton
     arena: Arena
     stamp: Stamp
+    copies: Copies | None
 
     def announcement(self, host: str) -> Announcement:
         """With the tensors' places, where other processes of the host can read them."""
+        tensors, ranges = self.skeleton.tensors(), self.skeleton.ranges()
+        extents = {key: Extent(tensor.numel(), tensor.dtype) for key, tensor in tensors.items()}
+        copies = ""
+        if self.copies is not None and isinstance(self.copies.arena, SharedArena):
+            copies = str(self.copies.arena.path)
         if not isinstance(self.arena, SharedArena):
-            return Announcement(host, self.skeleton.ranges())
-        places = {key: self.arena.place(tensor) for key, tensor in self.skeleton.tensors().items()}
-        return Announcement(host, self.skeleton.ranges(), places, self.arena.place(self.stamp.counts))
+            return Announcement(host, ranges, extents, copies=copies)
+        places = {key: self.arena.place(tensor) for key, tensor in tensors.items()}
+        return Announcement(host, ranges, extents, places, self.arena.place(self.stamp.record), copies)
+
+    def materialise(self) -> None:
+        """Take memory for the tensors and their copies. Raises ArenaFull, and has none then."""
+        try:
+            self.skeleton.materialise()
+            if self.copies is not None:
+                self.copies.arena.materialise()
+        except ArenaFull:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the memory back; again is no harm."""
+        self.skeleton.release()
+        if self.copies is not None:
+            self.copies.arena.release()
 
     def discard(self) -> None:
-        """Give the memory back for good, and the file's name."""
-        self.skeleton.release()
-        if isinstance(self.arena, SharedArena):
-            self.arena.unlink()
-            self.arena.close()
+        """Give the memory back for good, and the files' names."""
+        self.release()
+        for arena in (self.arena, None if self.copies is None else self.copies.arena):
+            if isinstance(arena, SharedArena):
+                arena.unlink()
+                arena.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +89,7 @@ class Held:
     def release(self) -> None:
         """Give this member's memory back; the tensors stay, to be used again."""
         if self.state is not None:
-            self.state.skeleton.release()
+            self.state.release()
 
     def discard(self) -> None:
         """Give this member's memory back for good."""

@@ -9,26 +9,29 @@ memory that one lacks, or a transfer that fails it, fails all at the end of that
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from pydantic import TypeAdapter
+import torch
 
-from tidegate.elastic import param_groups, stamp
+from tidegate.elastic.agreement import Agreement, agree
 from tidegate.elastic.by_host import ByHost
-from tidegate.elastic.certificate import Certificate, RankSums, certify, sum_part
+from tidegate.elastic.certificate import Certificate, certify, decode_all, encode_all, sum_part
+from tidegate.elastic.copies import NUM_SLOTS
 from tidegate.elastic.epoch_cache import EpochCache
 from tidegate.elastic.held import Held
 from tidegate.elastic.layout import Mesh
 from tidegate.elastic.memory import ArenaReader
-from tidegate.elastic.param_groups import GroupValues
 from tidegate.elastic.peer_to_peer import PeerToPeer
 from tidegate.elastic.plan import Part
+from tidegate.elastic.recovery import Origin
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.shared_memory import SharedMemory
+from tidegate.elastic.sources import Sources
+from tidegate.elastic.stamp import Note
 from tidegate.elastic.state import Progress
-from tidegate.elastic.transport import Transport
+from tidegate.elastic.transport import StandIns, Tensors, Transport
 
 At = Callable[[str], None]
 """Called as each named point is reached; tests end processes there."""
@@ -42,6 +45,7 @@ POINTS = (
     "transferred",
     "summed",
     "certified",
+    "copied",
     "voted",
     "decided",
     "switched",
@@ -59,58 +63,47 @@ class ReshardAborted(RuntimeError):
     """The layout is as it was; the message says whose failure it was."""
 
 
-class MembersDisagree(RuntimeError):
-    """The members were not asked the same, or hold different states; nothing was changed."""
-
-
-class StateLost(RuntimeError):
-    """Not enough of the state survives its dead members: go back to the checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What one member says when a reshard begins, and what its holders say of the state."""
-
-    name: str
-    source: str
-    target: str
-    progress: Progress | None = None
-    """None from a member that holds no part of the state."""
-    num_updates: int | None = None
-    """Of its tensors; None: of none, or an update was interrupted while it was applied."""
-    groups: tuple[GroupValues, ...] = ()
-
-
-_CLAIM = TypeAdapter(Claim)
-
-
 @dataclass(slots=True)
 class Prepared:
     """Both layouts, ready to switch or to give one back."""
 
     source: Held
     target: Held
-    progress: Progress
-    groups: tuple[GroupValues, ...]
+    agreement: Agreement
     lost: tuple[int, ...]
     certificate: Certificate
     watch: Stopwatch
 
     def report(self) -> ReshardReport:
         seen = self.certificate
+        progress, newest = self.agreement.note.progress, self.agreement.newest
         return ReshardReport(
             source=self.source.mesh.layout,
             source_ranks=self.source.mesh.ranks,
             target=self.target.mesh.layout,
             target_ranks=self.target.mesh.ranks,
-            num_updates=self.progress.num_updates,
+            num_updates=progress.num_updates,
             moved_bytes=seen.moved_bytes,
             minimum_bytes=seen.minimum_bytes,
             local_bytes=seen.local_bytes,
             certificate=seen.digest,
             seconds=dict(self.watch.seconds),
             lost=self.lost,
+            restored=_restored(self.agreement.origins),
+            redone_updates=newest.num_updates - progress.num_updates,
+            redone_samples=newest.num_samples - progress.num_samples,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What this member does in the transfer."""
+
+    part: Part
+    own: Tensors
+    stand_ins: StandIns
+    """Of dead ranks that it can read."""
+    transport: Transport
 
 
 class Preparing:
@@ -126,72 +119,41 @@ class Preparing:
     def run(self, name: str, source: Held, mesh: Mesh, progress: Progress) -> Prepared:
         self._at("asked")
         watch = self._watch
-        lost = tuple(rank for rank in source.mesh.ranks if rank not in self._cache.world.membership.members)
+        world, hosts = self._cache.world, self._cache.hosts
+        sources = Sources(source, world.me, hosts, self._reader)
         with watch.part("agreement"):
-            progress, groups = self._agree(name, source, mesh, progress, lost)
+            agreement = agree(name, sources, mesh, progress, world)
         self._at("agreed")
         target = self._cache.introduce(mesh, beside=source.mesh, watch=watch)
         self._at("introduced")
         with watch.part("plan"):
-            part = self._cache.part(source, target)
+            duty = self._duty(sources, agreement.origins, target)
         self._at("planned")
         try:
             self._of_all("allocation", lambda: self._allocate(source, target))
-            said = self._of_all("certificate", lambda: self._fill(part, source, target))
+            said = self._of_all("certificate", lambda: self._fill(duty, target))
             with watch.part("certificate"):
-                sums = {member: RankSums.decode(payload) for member, payload in said.items() if payload}
+                sums = {rank: of for payload in said.values() for rank, of in decode_all(payload).items()}
                 certificate = certify(self._settings.certificate, sums, source.mesh, target.mesh)
             self._at("certified")
+            self._of_all("copies", lambda: self._copy(target, agreement.note))
+            self._at("copied")
         except BaseException:
             target.release()
             raise
-        if target.state is not None:
-            target.state.stamp.set(progress.num_updates)
-        return Prepared(source, target, progress, groups, lost, certificate, watch)
+        return Prepared(source, target, agreement, sources.lost, certificate, watch)
 
-    def _agree(
-        self, name: str, source: Held, target: Mesh, progress: Progress, lost: tuple[int, ...]
-    ) -> tuple[Progress, tuple[GroupValues, ...]]:
-        """Raises MembersDisagree, or StateLost where the ranks' tensors are of different updates."""
-        claim = Claim(name, repr(source.mesh), repr(target))
-        if source.state is not None:
-            skeleton = source.state.skeleton
-            claim = replace(
-                claim,
-                progress=progress,
-                num_updates=source.state.stamp.num_updates,
-                groups=param_groups.values_of(skeleton.optimizer),
-            )
-        world = self._cache.world
-        claims = {
-            member: _CLAIM.validate_json(payload)
-            for member, payload in world.gather(world.membership.members, _CLAIM.dump_json(claim)).items()
-        }
-        asked = {member: (said.name, said.source, said.target) for member, said in claims.items()}
-        if len(set(asked.values())) > 1:
-            raise MembersDisagree(f"the members were asked for different reshards: {asked}; ask all the same")
-        holders = {member: said for member, said in claims.items() if said.progress is not None}
-        updates = {member: said.num_updates for member, said in holders.items()} | self._updates_of(lost, source)
-        known = set(updates.values())
-        if len(known) != 1 or None in known or not holders:
-            raise StateLost(
-                f"the ranks' tensors are of updates {updates} (None: unknown, or interrupted while it was applied); "
-                "no whole state is left: go back to the checkpoint"
-            )
-        first = next(iter(holders.values()))
-        assert first.progress is not None
-        return first.progress, first.groups
-
-    def _updates_of(self, lost: tuple[int, ...], source: Held) -> dict[int, int | None]:
-        """Of dead ranks, as their memory says that outlived them."""
-        found: dict[int, int | None] = {}
-        for rank in lost:
-            place = source.announcements[rank].stamp
-            try:
-                found[rank] = None if place is None else stamp.read(self._reader, place)
-            except FileNotFoundError:
-                found[rank] = None
-        return found
+    def _duty(self, sources: Sources, origins: Mapping[int, Origin], target: Held) -> Duty:
+        me, hosts = self._cache.world.me, self._cache.hosts
+        read_on = {rank: hosts[origin.member] for rank, origin in origins.items()}
+        held = sources.held
+        part = self._cache.part(held, target, hosts | read_on)
+        gone = [rank for rank in sources.lost if origins[rank].member == me]
+        parts = self._cache.parts_of(held, target, hosts | read_on, gone) if gone else {}
+        device = self._cache.world.device
+        own = {} if me not in origins else _on(device, sources.tensors(me, origins[me].slot))
+        stand_ins = {rank: (parts[rank], _on(device, sources.tensors(rank, origins[rank].slot))) for rank in gone}
+        return Duty(part or Part(me, (), (), (), (), ()), own, stand_ins, self._transport(sources, origins, read_on))
 
     def _of_all(self, waiting: str, step: Callable[[], bytes]) -> dict[int, bytes]:
         """What the step gave each member; where it fails one, that one raises its error, the others ReshardAborted.
@@ -217,30 +179,63 @@ class Preparing:
             if source.state is not None:
                 source.state.skeleton.release_gradients()
             if target.state is not None:
-                target.state.skeleton.materialise()
+                target.state.materialise()
         self._at("allocated")
         return b""
 
-    def _fill(self, part: Part | None, source: Held, target: Held) -> bytes:
-        """This member's sums, of what it has sent and what it has received."""
+    def _fill(self, duty: Duty, target: Held) -> bytes:
+        """This member's sums, of what it has sent and what it has received, and those of the ranks it stands in for."""
         self._at("transferring")
+        part, tensors = duty.part, target.tensors()
         with self._watch.part("transfer"):
-            if part is not None:
-                self._transport(source).run(part, source.tensors(), target.tensors())
+            duty.transport.run(part, duty.own, tensors, stand_ins=duty.stand_ins)
         self._at("transferred")
+        level = self._settings.certificate
         with self._watch.part("certificate"):
-            tensors = source.tensors(), target.tensors()
-            sums = b"" if part is None else sum_part(self._settings.certificate, part, *tensors).encode()
+            sums = {rank: sum_part(level, other, left, {}) for rank, (other, left) in duty.stand_ins.items()}
+            if part.held or part.wanted:
+                sums[part.rank] = sum_part(level, part, duty.own, tensors)
         self._at("summed")
-        return sums
+        return encode_all(sums)
 
-    def _transport(self, source: Held) -> Transport:
-        """By way of shared memory where the source's ranks have announced where their tensors lie."""
-        world, hosts = self._cache.world, self._cache.hosts
+    def _copy(self, target: Held, note: Note) -> bytes:
+        """From here on the new layout's state survives what the settings say."""
+        if (state := target.state) is not None:
+            with self._watch.part("copies"):
+                state.stamp.set(note)
+                if state.copies is not None:
+                    state.copies.take(target.tensors(), note, self._cache.world)
+        return b""
+
+    def _transport(self, sources: Sources, origins: Mapping[int, Origin], read_on: dict[int, str]) -> Transport:
+        """By way of shared memory where all that the source's ranks give is in it."""
+        world, hosts = self._cache.world, self._cache.hosts | read_on
         members = world.membership.members
-        sent = PeerToPeer(world.group(members), members, hosts=hosts, memory_bytes=self._settings.staging_bytes)
-        places = {rank: entry.places for rank, entry in source.announcements.items()}
+        sent = PeerToPeer(
+            world.group(members),
+            members,
+            served_by={rank: origins[rank].member for rank in sources.lost},
+            hosts=hosts,
+            memory_bytes=self._settings.staging_bytes,
+        )
+        places = {rank: sources.places(rank, origin) for rank, origin in origins.items()}
         if not all(places.values()):
             return sent
         shared = SharedMemory(places, self._reader)
         return shared if len(set(hosts.values())) == 1 else ByHost(shared, sent, hosts)
+
+
+def _on(device: torch.device, tensors: Tensors) -> Tensors:
+    """Copies are in the host's memory."""
+    return {key: tensor.to(device) for key, tensor in tensors.items()}
+
+
+def _restored(origins: Mapping[int, Origin]) -> dict[int, str]:
+    """How the state of those ranks survived that did not keep it as they had it."""
+    found = {}
+    for rank, (member, slot) in origins.items():
+        if slot is not None:
+            found[rank] = "its own copy" if slot < NUM_SLOTS else f"the copy that member {member} kept"
+        elif member != rank:
+            found[rank] = "the memory that its node kept"
+    return found

@@ -15,7 +15,7 @@ from typing import Any
 
 from tidegate.types import Layout
 
-PARTS = ("agreement", "groups", "build", "plan", "allocation", "transfer", "certificate", "vote", "switch")
+PARTS = ("agreement", "groups", "build", "plan", "allocation", "transfer", "certificate", "copies", "vote", "switch")
 """In their order. `groups` and `build` are near 0 for a layout that was prepared before."""
 
 
@@ -26,7 +26,7 @@ class ReshardReport:
     target: Layout
     target_ranks: tuple[int, ...]
     num_updates: int
-    """Committed before it; none is lost by it."""
+    """Committed before it, and in it."""
     moved_bytes: int
     minimum_bytes: int
     """What the target's ranks want and did not hold."""
@@ -37,7 +37,13 @@ class ReshardReport:
     seconds: Mapping[str, float]
     """By part, see PARTS."""
     lost: tuple[int, ...] = ()
-    """Members that had died: their state came from the memory that their node kept."""
+    """Members of the source that had died."""
+    restored: Mapping[int, str] = field(default_factory=dict)
+    """By member of the source whose state was not taken from itself as it was: what it was taken from."""
+    redone_updates: int = 0
+    """Committed on some member, and gone; they are trained again."""
+    redone_samples: int = 0
+    """Of those updates."""
 
     @property
     def total_s(self) -> float:

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from tidegate.elastic.certificate import Level
+
+
+class CopyTo(StrEnum):
+    """Where the state of the last updates is kept besides the tensors that are trained."""
+
+    NOWHERE = "nowhere"
+    """A death while an update is applied takes the state with it; so does any without shared memory."""
+    NODE = "node"
+    """Each rank keeps the two last in its host's memory: what is left half applied goes back to the last whole one."""
+    PEER = "peer"
+    """And another rank of the layout keeps them too, on another host where it can: for nodes that may be lost whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +28,9 @@ class ElasticSettings:
     """A folder on a tmpfs of each host, owned by whoever outlives the members: ranks of a host then read each other's
     tensors in place, and a dead rank's too. None: everything is sent through torch.distributed, and what only a dead
     rank held is gone."""
+    copies: CopyTo = CopyTo.NOWHERE
+    copy_every: int = 1
+    """Updates from one copy to the next."""
     certificate: Level = Level.FULL
     staging_bytes: int = 64 << 20
     """Of staging memory for what is sent, a rank."""
@@ -30,6 +45,8 @@ class ElasticSettings:
                 f"elastic settings staging_bytes={self.staging_bytes} must be at least {1 << 20} and "
                 f"timeout_s={self.timeout_s} positive"
             )
+        if self.copy_every < 1:
+            raise ValueError(f"copy_every={self.copy_every} must be 1 or more updates; copies=nowhere makes no copies")
         if self.shared_memory is not None and not self.shared_memory.is_dir():
             raise ValueError(
                 f"shared_memory={self.shared_memory} is no folder: make one on a tmpfs, such as under /dev/shm"

@@ -10,14 +10,15 @@ go on as if the job had always been in its layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from megatron.core.optimizer import OptimizerConfig
 from pydantic import JsonValue
 
+from tidegate.elastic import coordinator, param_groups
 from tidegate.elastic import held as holding
-from tidegate.elastic import param_groups
+from tidegate.elastic.arena_files import sweep
 from tidegate.elastic.decision import StoreDecision
 from tidegate.elastic.epoch_cache import EpochCache
 from tidegate.elastic.held import Held, RankState
@@ -29,6 +30,7 @@ from tidegate.elastic.provider import ModelProvider
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.stamp import Note
 from tidegate.elastic.state import Progress
 from tidegate.elastic.world import World
 from tidegate.megatron.reproducible import check_data_parallel, updater
@@ -89,12 +91,17 @@ class ElasticTrainer:
 
     @property
     def cursor(self) -> Mapping[str, JsonValue]:
-        """The caller's place in its data, to be set alike on all members of the layout between two updates."""
+        """The caller's place in its data, to be set alike on all members of the layout between two updates.
+
+        What is set after an update is lost by a death before it is set: give it to `train_minibatch` instead.
+        """
         return self._progress.cursor
 
     @cursor.setter
     def cursor(self, cursor: Mapping[str, JsonValue]) -> None:
         self._progress = replace(self._progress, cursor=dict(cursor))
+        if self._held is not None and (state := self._held.state) is not None:
+            state.stamp.renote(Note(self._progress, param_groups.values_of(state.skeleton.optimizer)))
 
     @property
     def state(self) -> RankState:
@@ -103,22 +110,29 @@ class ElasticTrainer:
             raise NotInLayout(f"member {self.world.me} stands by: the layout is on {self.mesh and self.mesh.ranks}")
         return self._held.state
 
-    def start(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> None:
-        """Take the initial weights, in this layout on these members (the first ones). Raises LayoutRefused."""
+    def start(
+        self, layout: Layout, *, ranks: Iterable[int] | None = None, fill: Callable[[Held], Progress] | None = None
+    ) -> None:
+        """Take the initial weights, in this layout on these members (the first ones). Raises LayoutRefused.
+
+        `fill` gives the state instead, on every member, and says how far it is; what it raises leaves nothing started.
+        """
         mesh = self.mesh_of(layout, ranks)
         held = self._cache.introduce(mesh, beside=None, watch=Stopwatch())
         if held.state is not None:
-            skeleton = held.state.skeleton
-            skeleton.materialise()
-            self.provider.initialise(skeleton.chunks, mesh, self.world.me, seed=self._settings.seed)
-            skeleton.start_anew()
-            held.state.stamp.set(0)
-        self._held = held
+            held.state.materialise()
+        self._progress = (fill or self._fill_anew)(held)
+        self._begin(held)
 
-    def train_minibatch(self, minibatch: Minibatch, learning_rate: float) -> Update | None:
+    def train_minibatch(
+        self, minibatch: Minibatch, learning_rate: float, *, cursor: Mapping[str, JsonValue] | None = None
+    ) -> Update | None:
         """One update over a whole minibatch, which every member is given alike; None on a member that stands by.
 
-        A PeerLost before the update is applied leaves the state of the update before.
+        `cursor` is the caller's place in its data from the update on, committed with it.
+
+        After a PeerLost `progress` says how many updates this member has committed, and the next reshard's report of
+        how many all have; the state is that of one of them.
         """
         if self._held is None or self._held.state is None:
             return None
@@ -137,14 +151,21 @@ class ElasticTrainer:
             num_sums=minibatch.num_sums,
             num_logical_shards=self._settings.num_logical_shards,
         )
-        update = updates.update(batches, on_logits, learning_rate, applying=state.stamp.applying)
+        progress = replace(
+            self._progress,
+            num_updates=self._progress.num_updates + 1,
+            num_samples=self._progress.num_samples + minibatch.num_samples,
+            cursor=self._progress.cursor if cursor is None else dict(cursor),
+        )
+
+        def note() -> Note:
+            return Note(progress, param_groups.values_of(skeleton.optimizer))
+
+        update = updates.update(batches, on_logits, learning_rate, applying=lambda: state.stamp.applying(note))
         if update.committed:
-            progress = self._progress
-            self._progress = replace(
-                progress,
-                num_updates=progress.num_updates + 1,
-                num_samples=progress.num_samples + minibatch.num_samples,
-            )
+            self._progress = progress
+            if state.copies is not None and progress.num_updates % self._settings.copy_every == 0:
+                state.copies.take(skeleton.tensors(), note(), self.world)
         return update
 
     def reshard(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> ReshardReport:
@@ -156,6 +177,7 @@ class ElasticTrainer:
         mesh = self.mesh_of(layout, ranks)
         self._num_reshards += 1
         name = str(self._num_reshards)
+        coordinator.announce(self.world.store, name)
         decision = StoreDecision(
             self.world.store,
             name,
@@ -196,13 +218,15 @@ class ElasticTrainer:
         Raises PeerLost, in the new layout, when a member does not switch: `rejoin` the next epoch.
         """
         with prepared.watch.part("switch"):
-            self._held, self._progress = prepared.target, prepared.progress
+            note = prepared.agreement.note
+            self._held, self._progress = prepared.target, note.progress
             if prepared.target.state is not None:
-                param_groups.assign(prepared.target.state.skeleton.optimizer, prepared.groups)
+                param_groups.assign(prepared.target.state.skeleton.optimizer, note.groups)
             self._at("switched")
             try:
                 self.world.barrier(self.world.membership.members)
                 self._at("all_switched")
+                self._sweep(prepared.source)
             finally:
                 self._retire(prepared.source)
             self._at("released")
@@ -224,6 +248,8 @@ class ElasticTrainer:
         self._cache.discard(but=None if held is None else held.state)
         self._cache = EpochCache(self.provider, self.optimizer_config, world, self._settings)
         self._held = holding.shared(world, held)
+        # Counted anew, for a member that has just joined has seen none.
+        self._num_reshards = 0
 
     def close(self) -> None:
         """Give all memory back."""
@@ -231,6 +257,29 @@ class ElasticTrainer:
         if self._held is not None:
             self._held.discard()
         self._held = None
+
+    def _fill_anew(self, held: Held) -> Progress:
+        if held.state is not None:
+            skeleton = held.state.skeleton
+            self.provider.initialise(skeleton.chunks, held.mesh, self.world.me, seed=self._settings.seed)
+            skeleton.start_anew()
+        return Progress()
+
+    def _begin(self, held: Held) -> None:
+        """Hold the first state, which all ranks of its layout have filled in."""
+        self._held = held
+        if (state := held.state) is not None:
+            note = Note(self._progress, param_groups.values_of(state.skeleton.optimizer))
+            state.stamp.set(note)
+            if state.copies is not None:
+                state.copies.take(held.tensors(), note, self.world)
+
+    def _sweep(self, source: Held) -> None:
+        """All have switched: what earlier epochs left, the dead members' files too, is of no use any more."""
+        epoch, folder = self.world.membership.epoch, self._settings.shared_memory
+        if source.epoch != epoch and folder is not None:
+            sweep(folder, epoch=epoch)
+            self._reader = ArenaReader()
 
     def _retire(self, source: Held) -> None:
         if source.epoch == self.world.membership.epoch:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from tidegate.elastic.connections import listening, shut
+from tidegate.elastic.epoch_store import EpochStore
 from tidegate.elastic.rendezvous import use_interface
 
 MAX_GROUPS = 64
@@ -45,6 +46,11 @@ class Membership:
             raise ValueError(
                 f"epoch {self.epoch} names members {self.members}; it needs one member or more, each of them once"
             )
+
+
+def epoch_prefix(epoch: int) -> str:
+    """Of all keys of an epoch in the members' store."""
+    return f"epoch/{epoch}"
 
 
 @contextmanager
@@ -90,7 +96,9 @@ class World:
     ) -> None:
         self.membership = membership
         self.me = me
-        self.store = PrefixStore(f"epoch/{membership.epoch}", store)
+        # Torch knows only the C++ part of a store of ours, which does nothing without this one.
+        self._epoch_store = EpochStore(store, membership.epoch, timeout_s=timeout_s)
+        self.store = PrefixStore(epoch_prefix(membership.epoch), self._epoch_store)
         self.device = device
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._timeout = timedelta(seconds=timeout_s)

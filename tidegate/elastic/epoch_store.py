@@ -1,0 +1,75 @@
+"""The store of one membership epoch, whose waits end when the epoch does.
+
+A member that waits in the store for a dead one would wait for its timeout: groups are made so. Whoever sees a member
+die calls `end`; every wait of the epoch, those in torch and gloo too, then fails within NOTICE_S with the reason.
+Invariants: a key that is there is given out in an ended epoch too, for a decision must be readable; an epoch that has
+ended does not begin again.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+NOTICE_S = 0.05
+"""A wait looks this often whether the epoch has ended; the server tells it of its key at once."""
+
+
+class EpochStore(Store):
+    """Over a store that outlives the members. Torch calls it through its C++ base: methods have torch's signatures."""
+
+    def __init__(self, inner: Store, epoch: int, *, timeout_s: float) -> None:
+        super().__init__()
+        self._inner = inner
+        self._epoch = epoch
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def set(self, key: str, value: str) -> None:
+        self._inner.set(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._inner.compare_set(key, expected, desired)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._inner.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        return self._inner.delete_key(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._inner.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        return self._inner.multi_get(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Raises DistStoreError at the timeout, or when the epoch ends."""
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout).total_seconds()
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            try:
+                self._inner.wait(keys, timedelta(seconds=min(NOTICE_S, left_s)))
+                return
+            except DistStoreError as error:
+                if self._inner.check([_ended(self._epoch)]):
+                    reason = self._inner.get(_ended(self._epoch)).decode()
+                    raise DistStoreError(f"epoch {self._epoch} has ended: {reason}") from error
+                if time.monotonic() >= deadline:
+                    raise
+
+
+def end(store: Store, epoch: int, reason: str) -> None:
+    """Let nobody wait in this epoch any more; the first reason stays."""
+    store.compare_set(_ended(epoch), "", reason)
+
+
+def _ended(epoch: int) -> str:
+    return f"ended/{epoch}"
