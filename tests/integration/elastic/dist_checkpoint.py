@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -67,14 +69,19 @@ def _data_parallel_rank(rank: int) -> Iterator[None]:
         parallel_state._MPU_DATA_PARALLEL_RANK = before
 
 
-def save(source: Trained | None, folder: Path) -> None:
-    """Collective over WORLD; the folder is there and empty. ValueError where WORLD's first rank has no part."""
+def save(source: Trained | None, folder: Path, *, is_parallel: bool = False) -> None:
+    """Collective over WORLD; the folder is there and empty. ValueError where WORLD's first rank has no part.
+
+    `is_parallel`: replicas share the writing, as Megatron's trainer has it by default."""
     if source is None and dist.get_rank() == 0:
         raise ValueError("rank 0 of WORLD holds nothing, and dist_checkpointing has it write what all share: use it")
     # A save that is not asynchronous would still start a manager process, which outlives a rank that is killed.
     filesystem_async._results_queue = queue.Queue()
     state = {} if source is None else source.sharded_state(is_loading=False)
-    dist_checkpointing.save(state, str(folder))
+    strategy: Any = TorchDistSaveShardedStrategy()
+    if source is not None and is_parallel:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, source.groups.dp_cp)
+    dist_checkpointing.save(state, str(folder), strategy)
 
 
 def load(target: Trained | None, folder: Path) -> None:

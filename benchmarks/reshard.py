@@ -1,0 +1,179 @@
+"""A running job's switch of layout, ours and others': `python -m benchmarks.reshard [--json] [--quick] [--save]`.
+
+A GPT in fp32 with Adam changes its layout on forked ranks of this machine, each case in one tree of processes, side
+after side: ours by shared memory and by gloo; Megatron's dist_checkpointing and torch's checkpoint, to memory and back
+with groups built anew; and, for the weights alone, Megatron's refit. Every side's result is checked element by element.
+A side's first switch is told apart (it plans, and makes groups and tensors); medians are of the later ones. A figure
+is that of its worst case. The model has 97.5M parameters, or as many layers as the predicted peak leaves room for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.report import Report, arguments, publish, spread
+from benchmarks.reshard_ranks import SIDES
+from benchmarks.reshard_state import model, num_parameters, peak_bytes
+from tests.ranks import RankServer, Results, rank_server
+from tidegate.types import Layout
+
+TMPFS = Path("/dev/shm")
+NUM_LAYERS = (12, 8, 4)
+"""To choose from, the largest that fits; every pp of the cases divides them."""
+SHARE_OF_MEMORY = 0.8
+"""Of what is available: the prediction leaves out the interpreters, 0.15 GB a rank, and what gloo holds."""
+_TIMEOUT_S = 1800.0
+_OWN_CLOCKS = ("began", "ended")
+
+CASES = (
+    (Layout(dp=4), Layout(tp=2, dp=2)),
+    (Layout(tp=2, dp=2), Layout(dp=8)),
+    (Layout(tp=4), Layout(tp=2, pp=2)),
+    (Layout(dp=2), Layout(dp=8)),
+)
+GOALS = {
+    "speedup_vs_dist_checkpointing": ">= 20",
+    "speedup_vs_dcp": ">= 20",
+    "speedup_vs_mcore_refit": ">= 1",
+    "over_floor_shm": "<= 1.25",
+    "over_floor_gloo": "<= 1.5",
+    "groups_cached_ms": "<= 20",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a model a case has, and why."""
+
+    num_layers: int
+    is_small: bool
+    num_parameters: int
+    peak_bytes: Mapping[str, int]
+    remark: str
+
+
+def size_of(source: Layout, target: Layout, *, is_quick: bool) -> Size:
+    """The largest model that fits; the smallest there is where none does."""
+    budget = int(SHARE_OF_MEMORY * _available_bytes())
+    for num_layers in NUM_LAYERS if not is_quick else NUM_LAYERS[-1:]:
+        count = num_parameters(model(num_layers, is_small=is_quick))
+        peaks = peak_bytes(count, source, target)
+        if max(peaks.values()) <= budget or num_layers == NUM_LAYERS[-1]:
+            break
+    remark = f"{count / 1e6:.1f}M parameters, predicted peak {max(peaks.values()) / 1e9:.1f} GB of {budget / 1e9:.1f}"
+    if is_quick:
+        remark += "; a small model, for a quick answer"
+    elif num_layers != NUM_LAYERS[0]:
+        remark += f"; with {NUM_LAYERS[0]} layers the peak would not fit"
+    return Size(num_layers, is_quick, count, peaks, remark)
+
+
+def measure(server: RankServer, source: Layout, target: Layout, size: Size, num_runs: int) -> list[Results]:
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
+        call = {
+            "source": asdict(source),
+            "target": asdict(target),
+            "num_layers": size.num_layers,
+            "is_small": size.is_small,
+            "num_runs": num_runs + 1,
+            "sides": list(SIDES),
+            "folder": folder,
+        }
+        num_ranks = max(source.num_ranks, target.num_ranks)
+        return server.run("benchmarks.reshard_ranks:measure_case", num_ranks, call, timeout_s=_TIMEOUT_S)
+
+
+def seconds_of(side: str, found: Sequence[Results]) -> dict[str, npt.NDArray[np.float64]]:
+    """By part and in total, run by run, of the slowest rank."""
+    began, ended = (np.array([of_rank[f"{side}/{clock}"] for of_rank in found]) for clock in _OWN_CLOCKS)
+    parts = {key.partition("/")[2] for of_rank in found for key in of_rank if key.startswith(f"{side}/")}
+    of_part = {
+        part: np.max([of_rank[f"{side}/{part}"] for of_rank in found if f"{side}/{part}" in of_rank], axis=0)
+        for part in sorted(parts - set(_OWN_CLOCKS))
+    }
+    return {"total": ended.max(axis=0) - began.min(axis=0), **of_part}
+
+
+def row_of(source: Layout, target: Layout, size: Size, found: Sequence[Results]) -> dict[str, Any]:
+    """A case's row; medians without the first run."""
+    seconds = {side: seconds_of(side, found) for side in SIDES}
+    median = {side: {part: float(np.median(runs[1:])) for part, runs in of.items()} for side, of in seconds.items()}
+    ours = median["tidegate"]
+    return {
+        "case": f"{source} to {target}",
+        "num_ranks": len(found),
+        "num_parameters": size.num_parameters,
+        "size": size.remark,
+        "predicted_peak_bytes": dict(size.peak_bytes),
+        "speedup_vs_dist_checkpointing": median["dist_checkpointing"]["total"] / ours["total"],
+        "speedup_vs_dcp": median["dcp"]["total"] / ours["total"],
+        "speedup_vs_mcore_refit": median["mcore_refit"]["total"] / median["tidegate_weights"]["total"],
+        "over_floor_shm": ours["transfer"] / ours["floor"],
+        "over_floor_gloo": median["tidegate_gloo"]["transfer"] / median["tidegate_gloo"]["floor"],
+        "total_s": ours["total"],
+        "groups_cached_ms": 1e3 * ours["groups"],
+        "groups_first_ms": 1e3 * float(seconds["tidegate"]["groups"][0]),
+        "sides": {
+            side: {
+                **{
+                    f"{key}_s" if key != "runs" else key: value
+                    for key, value in spread(of["total"][1:].tolist()).items()
+                },
+                "first_s": float(of["total"][0]),
+                "parts_s": {part: value for part, value in median[side].items() if part != "total"},
+            }
+            for side, of in seconds.items()
+        },
+    }
+
+
+def figures_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each figure the worst case; groups where there are most ranks."""
+    rows = list(rows)
+    worst = {key: min if goal.startswith(">=") else max for key, goal in GOALS.items()}
+    figures = {key: worst.get(key, max)(row[key] for row in rows) for key in (*GOALS, "total_s", "groups_first_ms")}
+    most = max(row["num_ranks"] for row in rows)
+    for key in ("groups_cached_ms", "groups_first_ms"):
+        figures[key] = max(row[key] for row in rows if row["num_ranks"] == most)
+    return figures
+
+
+def main() -> int:
+    options = arguments("A running job's switch of layout, ours and others'.")
+    # torch's store warns of each wait that ends at its deadline, and members look again and again for a decision.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    rows = []
+    with rank_server() as server:
+        for source, target in CASES[:2] if options.quick else CASES:
+            size = size_of(source, target, is_quick=options.quick)
+            print(f"{source} to {target}: {size.remark}", flush=True)
+            row = row_of(source, target, size, measure(server, source, target, size, 2 if options.quick else 7))
+            rows.append(row)
+            for side, of in row["sides"].items():
+                parts = " ".join(f"{part} {value:.3f}" for part, value in of["parts_s"].items())
+                print(f"  {side:20} {of['median_s']:8.3f} s ({of['min_s']:.3f}-{of['max_s']:.3f}), {parts}", flush=True)
+    against = (
+        "dist_checkpointing (fully reshardable) and torch.distributed.checkpoint to tmpfs with groups built anew, and "
+        "megatron.core.resharding for the weights alone, in the same processes"
+    )
+    return publish(Report("reshard", figures_of(rows), GOALS, rows, against), options)
+
+
+def _available_bytes() -> int:
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+if __name__ == "__main__":
+    sys.exit(main())

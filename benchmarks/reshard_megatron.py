@@ -1,0 +1,105 @@
+"""The way without us: Megatron's dist_checkpointing in its fully reshardable form, to memory and back.
+
+One switch is all that a running process would do: save, end torch's world and Megatron's groups, begin those of the new
+layout, build model, DDP and optimizer without initialising them, load. Replicas share the writing; Megatron can have
+them share the reading too, on CUDA only. The start of new processes is not in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from benchmarks.reshard_sides import Crew, Parts
+from benchmarks.reshard_state import LogicalState, adam
+from tests.integration.elastic.dist_checkpoint import Trained, have_state, load, save
+from tidegate.elastic.layout import Mesh
+from tidegate.megatron import parallel
+from tidegate.megatron.updates import data_parallel, distributed_optimizer
+from tidegate.types import Layout
+
+CPU = torch.device("cpu")
+
+
+class DistCheckpointing:
+    def __init__(self, crew: Crew, state: LogicalState) -> None:
+        self._crew = crew
+        self._state = state
+        self._trained: Trained | None = None
+        self._folder = crew.folder / "dist_checkpointing"
+
+    def prepare(self, source: Mesh, target: Mesh) -> None:
+        self.close()
+        self._source, self._target = source, target
+        self._start(source.layout)
+        self._build(source)
+        if self._trained is not None:
+            have_state(self._trained.optimizer)
+            self._state.fill(self._trained.chunks, self._trained.optimizer, source, self._crew.rank)
+        if self._crew.rank == 0:
+            self._folder.mkdir()
+
+    def switch(self) -> dict[str, float]:
+        watch = Parts()
+        with watch.part("save"):
+            if self._trained is not None:
+                save(self._trained, self._folder, is_parallel=True)
+            self._trained = None
+            gc.collect()
+            self._crew.meet()
+        with watch.part("groups"):
+            parallel.stop()
+            self._start(self._target.layout)
+        with watch.part("build"):
+            self._build(self._target)
+        with watch.part("load"):
+            if self._trained is not None:
+                load(self._trained, self._folder)
+        return watch.seconds
+
+    def floor(self) -> dict[str, float]:
+        return {}
+
+    def check(self) -> None:
+        if self._trained is not None:
+            self._state.check(self._trained.chunks, self._trained.optimizer, self._target, self._crew.rank)
+
+    def close(self) -> None:
+        self._trained = None
+        gc.collect()
+        parallel.stop()
+        self._crew.meet()
+        if self._crew.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, layout: Layout) -> None:
+        """Torch's world of this layout's ranks alone, and Megatron's groups in it."""
+        store = self._crew.new_world()
+        if self._crew.rank >= layout.num_ranks:
+            return
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=self._crew.rank,
+            world_size=layout.num_ranks,
+            timeout=timedelta(seconds=self._crew.timeout_s),
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+    def _build(self, mesh: Mesh) -> None:
+        if self._crew.rank in mesh.ranks:
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            modules = self._state.provider.build(mesh, self._crew.rank, groups, device=CPU)
+            chunks = [data_parallel(module, groups) for module in modules]
+            self._trained = Trained(chunks, distributed_optimizer(chunks, adam(), groups), groups)

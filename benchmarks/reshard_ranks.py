@@ -1,0 +1,81 @@
+"""Times one switch between two layouts as every side makes it, in one tree of rank processes.
+
+All ranks run the same sides one after the other, each many times: prepare, meet, switch, the floor, and, after the
+first and the last run, a check of every element. What warms up in a process stays warm for all later runs.
+Invariants: a switch begins when all ranks are ready, and ends with the last of them; nothing of `prepare`, `floor` and
+`check` is in the time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.reshard_dcp import TorchCheckpoint
+from benchmarks.reshard_megatron import DistCheckpointing
+from benchmarks.reshard_refit import Refit
+from benchmarks.reshard_sides import Crew, Side
+from benchmarks.reshard_state import LogicalState, model
+from benchmarks.reshard_tidegate import ByGloo, BySharedMemory, WeightsAlone
+from tests.ranks import RankContext, Results
+from tidegate.elastic.layout import Mesh
+from tidegate.types import Layout
+
+SIDES: dict[str, Callable[[Crew, LogicalState], Side]] = {
+    "dist_checkpointing": DistCheckpointing,
+    "dcp": TorchCheckpoint,
+    "mcore_refit": Refit,
+    "tidegate": BySharedMemory,
+    "tidegate_gloo": ByGloo,
+    "tidegate_weights": WeightsAlone,
+}
+
+
+def measure_case(
+    context: RankContext,
+    *,
+    source: dict[str, int],
+    target: dict[str, int],
+    num_layers: int,
+    is_small: bool,
+    num_runs: int,
+    sides: list[str],
+    folder: str,
+) -> Results:
+    """`SIDE/began` and `SIDE/ended` on the host's monotonic clock, `SIDE/PART` in seconds; a run an element."""
+    crew = Crew.of(context, Path(folder))
+    state = LogicalState(model(num_layers, is_small=is_small))
+    meshes = [
+        state.provider.mesh(layout, tuple(range(layout.num_ranks))) for layout in (Layout(**source), Layout(**target))
+    ]
+    found: Results = {}
+    for name in sides:
+        side = SIDES[name](crew, state)
+        found |= {f"{name}/{key}": np.array(values) for key, values in _times(crew, side, meshes, num_runs).items()}
+        del side
+        gc.collect()
+    crew.part()
+    return found
+
+
+def _times(crew: Crew, side: Side, meshes: list[Mesh], num_runs: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {}
+    for run in range(num_runs):
+        side.prepare(*meshes)
+        gc.collect()
+        crew.meet()
+        began = time.monotonic()
+        parts = side.switch()
+        ended = time.monotonic()
+        crew.meet()
+        for key, value in {"began": began, "ended": ended, **parts, **side.floor()}.items():
+            times.setdefault(key, []).append(value)
+        if run in (0, num_runs - 1):
+            side.check()
+    side.close()
+    crew.meet()
+    return times

@@ -1,0 +1,94 @@
+"""What the benchmark of resharding compares, and where its ranks meet.
+
+A side is one way from layout to layout: ours, or another. All ranks make it once a case and call it alike.
+Invariants: ranks meet over a store of the harness's own, so that a side may end torch's world and begin another; what a
+switch cost is known by part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from tests.ranks import RankContext
+from tidegate.elastic.layout import Mesh
+from tidegate.elastic.rendezvous import connect_store, serve_store, use_interface
+
+
+class Side(Protocol):
+    """Before each run `prepare`, then `switch`, `floor`, and sometimes `check`; `close` at the end."""
+
+    def prepare(self, source: Mesh, target: Mesh) -> None:
+        """Have the logical state in the source layout, before each run, whatever the last run left."""
+
+    def switch(self) -> dict[str, float]:
+        """Have it in the target layout; this rank's seconds by part."""
+
+    def floor(self) -> dict[str, float]:
+        """After a switch: this rank's seconds for the same bytes at the least, as `floor`; empty where unknown."""
+
+    def check(self) -> None:
+        """AssertionError unless this rank's tensors of the target are those of the logical state."""
+
+    def close(self) -> None:
+        """Give back all memory, files and connections."""
+
+
+@dataclass(slots=True)
+class Crew:
+    """The ranks of one case, meeting outside torch's world."""
+
+    rank: int
+    size: int
+    store: Store
+    folder: Path
+    """In memory; the sides' files go there."""
+    timeout_s: float
+    _num_meetings: int = 0
+    _num_worlds: int = 0
+
+    @classmethod
+    def of(cls, context: RankContext, folder: Path) -> Crew:
+        use_interface("lo")
+        fd, timeout_s = context.listen_fd, context.timeout_s
+        store = connect_store(context.port, timeout_s=timeout_s) if fd is None else serve_store(fd, timeout_s=timeout_s)
+        return cls(context.rank, context.world_size, store, folder, timeout_s)
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here."""
+        self._num_meetings += 1
+        key = f"met/{self._num_meetings}"
+        if self.store.add(key, 1) == self.size:
+            self.store.set(f"{key}/all", "")
+        self.store.wait([f"{key}/all"])
+
+    def part(self) -> None:
+        """The last call of all ranks: the one that serves the store ends after the others."""
+        if self.rank:
+            self.store.set(f"parted/{self.rank}", "")
+        else:
+            self.store.wait([f"parted/{rank}" for rank in range(1, self.size)])
+
+    def new_world(self) -> Store:
+        """A store for the next torch world; all ranks count alike, those outside it too."""
+        self._num_worlds += 1
+        return PrefixStore(f"world/{self._num_worlds}", self.store)
+
+
+@dataclass(slots=True)
+class Parts:
+    """Seconds by part of one switch."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

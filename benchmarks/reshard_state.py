@@ -1,0 +1,122 @@
+"""The model that the benchmark of resharding moves, what each of its tensors must hold, and what a switch will take.
+
+A logical tensor's values are a window of one random pattern that repeats, at an offset of its own: any rank has any of
+them at memory speed, without asking another. Invariants: two tensors have the same values at no offset; no value is
+negative, as Adam's second moment must be; padding takes no part, for the vocabulary needs none.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from math import ceil, prod
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from tests.integration.elastic.dist_checkpoint import optimizer_tensors
+from tidegate.elastic.layout import Mesh
+from tidegate.elastic.optimizers import StateKind
+from tidegate.elastic.parameters import Parameter, shard_of
+from tidegate.megatron.gpt_provider import GptProvider, fill
+from tidegate.model_config import ModelConfig
+from tidegate.types import Layout
+
+NUM_STEPS = 7.0
+"""What every parameter's step count says."""
+_PERIOD = 1_048_573
+"""Elements; prime, so that rows of no tensor are a multiple of it apart."""
+_FP32 = 4
+
+
+def model(num_layers: int, *, is_small: bool = False) -> GptProvider:
+    """97.5M parameters with 12 layers: 6.3M a layer and 22M in both embeddings; the small one has 1/40 of each."""
+    width = 128 if is_small else 768
+    config = ModelConfig(
+        num_layers=num_layers,
+        hidden_size=width,
+        ffn_hidden_size=2048 if not is_small else 384,
+        num_heads=12 if not is_small else 4,
+        num_kv_heads=4,
+        head_dim=64 if not is_small else 32,
+        vocab_size=14_336 if not is_small else 2048,
+        max_seq_len=64,
+    )
+    return GptProvider(config, padded_vocab=config.vocab_size)
+
+
+def adam() -> OptimizerConfig:
+    """In fp32, sharded over the replicas."""
+    return OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32, use_distributed_optimizer=True)
+
+
+def num_parameters(provider: GptProvider) -> int:
+    return sum(prod(parameter.shape) for parameter in provider.parameters())
+
+
+def peak_bytes(num_parameters: int, source: Layout, target: Layout) -> dict[str, int]:
+    """By side, of all ranks together; replicas of weights and gradients, moments once, files in memory."""
+    weights, moments = _FP32 * num_parameters, 2 * _FP32 * num_parameters
+
+    def trained(layout: Layout) -> int:
+        return 2 * weights * layout.dp + moments
+
+    # Each rank gathers, or reads, its whole model's main parameters and moments, and hands on what it makes of them.
+    whole = max((weights + moments) * layout.dp + trained(layout) for layout in (source, target))
+    return {
+        "dist_checkpointing": whole + 2 * weights + moments,
+        "dcp": max(weights * layout.dp + moments for layout in (source, target)) + weights + moments,
+        "mcore_refit": weights * (source.dp + target.dp),
+        "tidegate": trained(source) + trained(target),
+    }
+
+
+class LogicalState:
+    """Weights and optimizer state of one logical model."""
+
+    def __init__(self, provider: GptProvider) -> None:
+        self.provider = provider
+        self._by_name = {parameter.name: parameter for parameter in provider.parameters()}
+        self._pattern = torch.rand(_PERIOD, generator=torch.Generator().manual_seed(1))
+
+    def tensor(self, name: str, kind: StateKind) -> torch.Tensor:
+        """The logical tensor."""
+        shape = self._by_name[name].shape
+        start = zlib.crc32(f"{kind}/{name}".encode()) % _PERIOD
+        repeats = ceil((start + prod(shape)) / _PERIOD)
+        return self._pattern.repeat(repeats)[start : start + prod(shape)].view(shape)
+
+    def shard(self, name: str, kind: StateKind, mesh: Mesh, me: int) -> torch.Tensor:
+        """What a member's tensor-parallel shard of it is, flat."""
+        parameter = self._by_name[name]
+        tp_rank = mesh.coordinates(mesh.ranks.index(me)).tp
+        shard = shard_of(parameter.shape, parameter.cut, tp=mesh.layout.tp, tp_rank=tp_rank)
+        local = torch.empty(shard.num_elements)
+        fill(local, self.tensor(name, kind), shard)
+        return local
+
+    def fill(self, chunks: Sequence[torch.nn.Module], optimizer: Any, mesh: Mesh, me: int) -> None:
+        """A member's weights, and its part of the optimizer's state where there is an optimizer."""
+        for tensor, want, _ in self._held(chunks, optimizer, mesh, me):
+            tensor.copy_(want.view(tensor.shape))
+
+    def check(self, chunks: Sequence[torch.nn.Module], optimizer: Any, mesh: Mesh, me: int) -> None:
+        """AssertionError where one element is not what it must be."""
+        for tensor, want, what in self._held(chunks, optimizer, mesh, me):
+            assert torch.equal(tensor.reshape(-1), want), f"{what} in {mesh.layout} at member {me} is not as it was"
+
+    def parameters(self) -> Iterable[Parameter]:
+        return self._by_name.values()
+
+    def _held(
+        self, chunks: Sequence[torch.nn.Module], optimizer: Any, mesh: Mesh, me: int
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor, str]]:
+        for name, weights in self.provider.local_parameters(chunks, mesh, me):
+            yield weights.detach(), self.shard(name, StateKind.WEIGHT, mesh, me), name
+            held, tensors = (slice(0, 0), {}) if optimizer is None else optimizer_tensors(optimizer, weights)
+            for kind, tensor in tensors.items():
+                if kind is StateKind.STEP:
+                    yield tensor.detach(), torch.tensor([NUM_STEPS]), f"{kind} of {name}"
+                elif kind is not StateKind.MAIN_PARAM:  # in fp32 these are views of the weights
+                    yield tensor.detach(), self.shard(name, kind, mesh, me)[held], f"{kind} of {name}"

@@ -1,0 +1,195 @@
+"""Our side: an ElasticTrainer's reshard, by shared memory and by gloo, and its transport for the weights alone.
+
+Nothing is built ahead, so that the first switch makes groups and tensors and the later ones find them. After each
+switch its floor is measured: the same bytes to each rank, in one stretch, into memory that was just taken, by the same
+means. Weights alone go between tensors that stand there already at both ends, as Megatron's refit has it.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch
+
+from benchmarks.reshard_sides import Crew, Parts
+from benchmarks.reshard_state import NUM_STEPS, LogicalState, adam
+from benchmarks.transport_floor import Traffic, peer_to_peer_seconds, shared_memory_seconds
+from tidegate.elastic import catalogue
+from tidegate.elastic.adam import optimizer_form
+from tidegate.elastic.catalogue import Announcement, Extent
+from tidegate.elastic.held import Held
+from tidegate.elastic.holders import State
+from tidegate.elastic.layout import Mesh
+from tidegate.elastic.memory import ArenaReader, OwnArena, Place, SharedArena
+from tidegate.elastic.optimizers import DistributedOptimizer
+from tidegate.elastic.plan import Holding, Part
+from tidegate.elastic.planner import Planner
+from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.shared_memory import SharedMemory
+from tidegate.elastic.state import Progress
+from tidegate.elastic.trainer import ElasticTrainer
+from tidegate.elastic.transport import TensorKey, Tensors
+from tidegate.elastic.world import Membership, World
+
+CPU = torch.device("cpu")
+
+
+class ByGloo:
+    """Everything is sent."""
+
+    def __init__(self, crew: Crew, state: LogicalState) -> None:
+        self._crew = crew
+        self._state = state
+        self._world = _join(crew)
+        settings = ElasticSettings(shared_memory=self._shared_memory(), timeout_s=crew.timeout_s)
+        self._trainer = ElasticTrainer(state.provider, adam(), world=self._world, settings=settings)
+
+    def prepare(self, source: Mesh, target: Mesh) -> None:
+        if self._trainer.held is None:
+            self._trainer.start(source.layout, fill=self._fill)
+        else:
+            self._trainer.reshard(source.layout)
+        self._source, self._target = self._now(), target
+
+    def switch(self) -> dict[str, float]:
+        return dict(self._trainer.reshard(self._target.layout).seconds)
+
+    def floor(self) -> dict[str, float]:
+        return {"floor": self._floor_s(Traffic.of(self._part()))}
+
+    def check(self) -> None:
+        held = self._now()
+        if held.state is not None:
+            skeleton = held.state.skeleton
+            self._state.check(skeleton.chunks, skeleton.optimizer, held.mesh, self._crew.rank)
+
+    def close(self) -> None:
+        self._trainer.close()
+        self._world.leave()
+
+    def _shared_memory(self) -> Path | None:
+        return None
+
+    def _floor_s(self, traffic: Traffic) -> float:
+        members = self._world.membership.members
+        return peer_to_peer_seconds(
+            traffic,
+            group=self._world.group(members),
+            members=members,
+            source=OwnArena(CPU),
+            target=OwnArena(CPU),
+            barrier=self._crew.meet,
+        )
+
+    def _now(self) -> Held:
+        assert self._trainer.held is not None
+        return self._trainer.held
+
+    def _fill(self, held: Held) -> Progress:
+        if held.state is not None:
+            skeleton = held.state.skeleton
+            self._state.fill(skeleton.chunks, skeleton.optimizer, held.mesh, self._crew.rank)
+        return Progress(num_updates=int(NUM_STEPS))
+
+    def _part(self) -> Part:
+        """Of this rank, in the switch that was."""
+        ends = [
+            State(
+                held.mesh,
+                DistributedOptimizer(
+                    {rank: entry.ranges for rank, entry in held.announcements.items()}, *optimizer_form(adam())
+                ),
+            )
+            for held in (self._source, self._now())
+        ]
+        return _part(self._crew, self._state, *ends)
+
+
+class BySharedMemory(ByGloo):
+    """Each rank reads the others' tensors in place."""
+
+    def _shared_memory(self) -> Path:
+        folder = self._crew.folder / "tidegate"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _floor_s(self, traffic: Traffic) -> float:
+        arenas = [SharedArena(self._crew.folder / f"floor-{self._crew.rank}-{end}") for end in ("from", "to")]
+        try:
+            return shared_memory_seconds(traffic, source=arenas[0], target=arenas[1], barrier=self._crew.meet)
+        finally:
+            for arena in arenas:
+                arena.unlink()
+                arena.close()
+
+
+class WeightsAlone:
+    """The first switch plans, the later ones have the plan."""
+
+    def __init__(self, crew: Crew, state: LogicalState) -> None:
+        self._crew = crew
+        self._state = state
+        self._world = _join(crew)
+        self._arenas = [SharedArena(crew.folder / f"weights-{crew.rank}-{end}") for end in ("from", "to")]
+        self._sources: Tensors = {}
+        self._targets: Tensors = {}
+        self._planned: Part | None = None
+
+    def prepare(self, source: Mesh, target: Mesh) -> None:
+        if not self._sources and not self._targets:
+            self._ends = State(source), State(target)
+            part = _part(self._crew, self._state, *self._ends)
+            self._sources = _allocate(self._arenas[0], part.held)
+            self._targets = _allocate(self._arenas[1], part.wanted)
+            self._transport = SharedMemory(self._places(), ArenaReader())
+            for (name, kind), tensor in self._sources.items():
+                tensor.copy_(self._state.shard(name, kind, source, self._crew.rank))
+        for tensor in self._targets.values():
+            tensor.zero_()
+
+    def switch(self) -> dict[str, float]:
+        watch = Parts()
+        with watch.part("plan"):
+            if self._planned is None:
+                self._planned = _part(self._crew, self._state, *self._ends)
+        with watch.part("transfer"):
+            self._transport.run(self._planned, self._sources, self._targets)
+            self._world.barrier(self._world.membership.members)
+        return watch.seconds
+
+    def floor(self) -> dict[str, float]:
+        return {}
+
+    def check(self) -> None:
+        for (name, kind), tensor in self._targets.items():
+            want = self._state.shard(name, kind, self._ends[1].mesh, self._crew.rank)
+            assert torch.equal(tensor, want), f"{name} in {self._ends[1].mesh.layout} is not as it was"
+
+    def close(self) -> None:
+        self._world.leave()
+        for arena in self._arenas:
+            arena.unlink()
+            arena.close()
+
+    def _places(self) -> dict[int, dict[TensorKey, Place]]:
+        extents = {key: Extent(tensor.numel(), tensor.dtype) for key, tensor in self._sources.items()}
+        places = {key: self._arenas[0].place(tensor) for key, tensor in self._sources.items()}
+        mine = catalogue.encode(Announcement(socket.gethostname(), {}, extents, places))
+        gathered = self._world.gather(self._world.membership.members, mine)
+        return {rank: dict(catalogue.decode(payload).places) for rank, payload in gathered.items()}
+
+
+def _join(crew: Crew) -> World:
+    """All ranks of the case, those that stand by too."""
+    membership = Membership(1, tuple(range(crew.size)))
+    return World.join(membership, me=crew.rank, store=crew.new_world(), device=CPU, timeout_s=crew.timeout_s)
+
+
+def _part(crew: Crew, state: LogicalState, source: State, target: State) -> Part:
+    hosts = dict.fromkeys(range(crew.size), socket.gethostname())
+    return Planner(state.provider.parameters(), source, target, hosts=hosts).part(crew.rank)
+
+
+def _allocate(arena: SharedArena, holdings: tuple[Holding, ...]) -> Tensors:
+    return {(held.name, held.kind): arena.empty(held.num_elements, torch.float32) for held in holdings}
