@@ -14,8 +14,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-NOTICE_S = 0.05
-"""A wait looks this often whether the epoch has ended; the server tells it of its key at once."""
+NOTICE_S = 0.02
+"""The longest that a wait does not look. It looks again after an eighth of the time it has waited, for torch's own wait
+can be ended by nothing but its timeout, and writes a line to stderr then: 8 ranks' groups take 5 % longer so."""
 
 
 class EpochStore(Store):
@@ -52,18 +53,16 @@ class EpochStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Raises DistStoreError at the timeout, or when the epoch ends."""
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout).total_seconds()
-        while True:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            try:
-                self._inner.wait(keys, timedelta(seconds=min(NOTICE_S, left_s)))
-                return
-            except DistStoreError as error:
-                if self._inner.check([_ended(self._epoch)]):
-                    reason = self._inner.get(_ended(self._epoch)).decode()
-                    raise DistStoreError(f"epoch {self._epoch} has ended: {reason}") from error
-                if time.monotonic() >= deadline:
-                    raise
+        began = time.monotonic()
+        timeout_s = (self._timeout if timeout is None else timeout).total_seconds()
+        while not self._inner.check(keys):
+            waited_s = time.monotonic() - began
+            if self._inner.check([_ended(self._epoch)]):
+                reason = self._inner.get(_ended(self._epoch)).decode()
+                raise DistStoreError(f"epoch {self._epoch} has ended: {reason}")
+            if waited_s >= timeout_s:
+                raise DistStoreError(f"{keys} were not set within {timeout_s:g} s in epoch {self._epoch}")
+            time.sleep(min(waited_s / 8, NOTICE_S))
 
 
 def end(store: Store, epoch: int, reason: str) -> None:

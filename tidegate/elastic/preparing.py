@@ -124,7 +124,8 @@ class Preparing:
         with watch.part("agreement"):
             agreement = agree(name, sources, mesh, progress, world)
         self._at("agreed")
-        target = self._cache.introduce(mesh, beside=source.mesh, watch=watch)
+        in_use = source.mesh if source.epoch == world.membership.epoch else None
+        target = self._cache.introduce(mesh, beside=in_use, watch=watch)
         self._at("introduced")
         with watch.part("plan"):
             duty = self._duty(sources, agreement.origins, target)

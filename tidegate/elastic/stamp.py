@@ -84,7 +84,8 @@ class Stamp:
             return None
         area = self._area(last)
         size = int(area[:8].view(torch.int64))
-        return _NOTE.validate_json(area[8 : 8 + size].numpy().tobytes()) if size else None
+        # A copy, for a storage that numpy has seen cannot be given back.
+        return _NOTE.validate_json(area[8 : 8 + size].clone().numpy().tobytes()) if size else None
 
     def _write(self, note: Note) -> None:
         text = _NOTE.dump_json(note)

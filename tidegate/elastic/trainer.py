@@ -32,7 +32,7 @@ from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.stamp import Note
 from tidegate.elastic.state import Progress
-from tidegate.elastic.world import World
+from tidegate.elastic.world import World, peers_needed
 from tidegate.megatron.reproducible import check_data_parallel, updater
 from tidegate.megatron.updates import Update
 from tidegate.types import Layout
@@ -161,7 +161,8 @@ class ElasticTrainer:
         def note() -> Note:
             return Note(progress, param_groups.values_of(skeleton.optimizer))
 
-        update = updates.update(batches, on_logits, learning_rate, applying=lambda: state.stamp.applying(note))
+        with peers_needed(f"update {progress.num_updates}"):
+            update = updates.update(batches, on_logits, learning_rate, applying=lambda: state.stamp.applying(note))
         if update.committed:
             self._progress = progress
             if state.copies is not None and progress.num_updates % self._settings.copy_every == 0:
@@ -226,7 +227,8 @@ class ElasticTrainer:
             try:
                 self.world.barrier(self.world.membership.members)
                 self._at("all_switched")
-                self._sweep(prepared.source)
+                if prepared.source.epoch != prepared.target.epoch:
+                    self._sweep()
             finally:
                 self._retire(prepared.source)
             self._at("released")
@@ -267,18 +269,20 @@ class ElasticTrainer:
 
     def _begin(self, held: Held) -> None:
         """Hold the first state, which all ranks of its layout have filled in."""
-        self._held = held
+        lost, self._held = self._held, held
+        if lost is not None and lost.epoch != held.epoch:
+            lost.discard()
+        self._sweep()
         if (state := held.state) is not None:
             note = Note(self._progress, param_groups.values_of(state.skeleton.optimizer))
             state.stamp.set(note)
             if state.copies is not None:
                 state.copies.take(held.tensors(), note, self.world)
 
-    def _sweep(self, source: Held) -> None:
-        """All have switched: what earlier epochs left, the dead members' files too, is of no use any more."""
-        epoch, folder = self.world.membership.epoch, self._settings.shared_memory
-        if source.epoch != epoch and folder is not None:
-            sweep(folder, epoch=epoch)
+    def _sweep(self) -> None:
+        """What earlier epochs left in shared memory, dead members' files too, is of no use to anybody any more."""
+        if (folder := self._settings.shared_memory) is not None:
+            sweep(folder, epoch=self.world.membership.epoch)
             self._reader = ArenaReader()
 
     def _retire(self, source: Held) -> None:
