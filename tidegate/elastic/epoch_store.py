@@ -1,7 +1,7 @@
 """The store of one membership epoch, whose waits end when the epoch does.
 
 A member that waits in the store for a dead one would wait for its timeout: groups are made so. Whoever sees a member
-die calls `end`; every wait of the epoch, those in torch and gloo too, then fails within NOTICE_S with the reason.
+die calls `end`; every wait of the epoch, those in torch and gloo too, then fails with the reason, after NOTICE_S at most.
 Invariants: a key that is there is given out in an ended epoch too, for a decision must be readable; an epoch that has
 ended does not begin again.
 """
@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 NOTICE_S = 0.02
-"""The longest that a wait does not look. It looks again after an eighth of the time it has waited, for torch's own wait
-can be ended by nothing but its timeout, and writes a line to stderr then: 8 ranks' groups take 5 % longer so."""
+"""The longest that a wait does not look. It looks again after an eighth of the time it has waited: torch's own wait can
+be ended by nothing but its timeout, and writes lines to stderr then."""
 
 
 class EpochStore(Store):

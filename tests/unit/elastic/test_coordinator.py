@@ -1,0 +1,95 @@
+"""Epochs are published one after another, and the end of one wakes who waits in its store."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistStoreError
+
+from tidegate.elastic import epoch_store
+from tidegate.elastic.coordinator import Coordinator, announce, next_membership
+from tidegate.elastic.decision import Outcome, StoreDecision
+from tidegate.elastic.epoch_store import EpochStore
+from tidegate.elastic.world import Membership, epoch_prefix
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def connected(store: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+
+def test_members_are_told_of_each_epoch_after_theirs(store: TCPStore) -> None:
+    coordinator = Coordinator(store)
+    coordinator.publish([1, 2, 3])
+    coordinator.publish([3, 1])
+
+    found = [next_membership(connected(store), after=epoch, timeout_s=TIMEOUT_S) for epoch in (0, 1)]
+
+    assert found == [Membership(1, (1, 2, 3)), Membership(2, (3, 1))]
+
+
+def test_who_waits_in_an_epoch_s_store_is_woken_at_its_end_with_the_reason(store: TCPStore) -> None:
+    waiting = EpochStore(connected(store), 4, timeout_s=TIMEOUT_S)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(PrefixStore("epoch/4", waiting).get, "an address")
+        began = time.monotonic()
+        epoch_store.end(store, 4, "member 2 died")
+
+        with pytest.raises(DistStoreError, match="epoch 4 has ended: member 2 died"):
+            waits.result(timeout=TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+def test_other_epochs_go_on_and_what_an_ended_one_has_is_given_out(store: TCPStore) -> None:
+    ended, going_on = (EpochStore(connected(store), epoch, timeout_s=TIMEOUT_S) for epoch in (1, 2))
+    ended.set("outcome", "committed")
+    epoch_store.end(store, 1, "member 2 died")
+    going_on.set("key", "value")
+
+    assert (ended.get("outcome"), going_on.get("key")) == (b"committed", b"value")
+
+
+def test_a_wait_ends_at_its_timeout_too(store: TCPStore) -> None:
+    with pytest.raises(DistStoreError, match=r"\['key'\] were not set within 0.1 s in epoch 1"):
+        EpochStore(connected(store), 1, timeout_s=0.1).get("key")
+
+
+def open_reshard(store: TCPStore, *, epoch: int) -> StoreDecision:
+    """As member 1 of members 1 and 2."""
+    of_epoch = PrefixStore(epoch_prefix(epoch), store)
+    announce(of_epoch, "1")
+    return StoreDecision(of_epoch, "1", me=1, participants=(1, 2), timeout_s=TIMEOUT_S)
+
+
+def test_the_end_of_an_epoch_aborts_the_reshard_that_is_open(store: TCPStore) -> None:
+    coordinator = Coordinator(store)
+    decision = open_reshard(store, epoch=coordinator.publish([1, 2]).epoch)
+    decision.vote()
+
+    want = Outcome(committed=False, reason="member 2 died")
+    assert coordinator.end("member 2 died") == decision.outcome() == want
+
+
+def test_a_reshard_that_was_committed_stays_so_at_the_end_of_the_epoch(store: TCPStore) -> None:
+    coordinator = Coordinator(store)
+    decision = open_reshard(store, epoch=coordinator.publish([1]).epoch)
+    StoreDecision(PrefixStore(epoch_prefix(1), store), "1", me=2, participants=(1, 2), timeout_s=TIMEOUT_S).vote()
+    decision.vote()
+
+    assert coordinator.end("member 2 died") == Outcome(committed=True)
+
+
+def test_an_epoch_without_a_reshard_ends_without_an_outcome(store: TCPStore) -> None:
+    coordinator = Coordinator(store)
+    coordinator.publish([1, 2])
+
+    assert coordinator.end("member 3 shall join") is None

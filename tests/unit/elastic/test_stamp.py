@@ -1,0 +1,68 @@
+"""A record says of which update its tensors are, with that update's note, or that they are of none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tidegate.elastic.stamp import RECORD_BYTES, Note, Stamp
+from tidegate.elastic.state import Progress
+
+
+def note(num_updates: int, **cursor: str) -> Note:
+    return Note(Progress(num_updates, 16 * num_updates, cursor), ({"lr": 0.5, "betas": [0.9, 0.999]},))
+
+
+@pytest.fixture
+def stamp() -> Stamp:
+    return Stamp(torch.zeros(RECORD_BYTES, dtype=torch.uint8))
+
+
+def test_memory_that_was_never_written_is_of_no_update(stamp: Stamp) -> None:
+    assert stamp.read() is None
+
+
+def test_a_record_keeps_its_note_for_whoever_reads_its_bytes(stamp: Stamp) -> None:
+    stamp.set(note(3))
+
+    assert Stamp(stamp.record.clone()).read() == note(3)
+
+
+def test_an_update_counts_once_it_is_applied_and_not_while_it_is(stamp: Stamp) -> None:
+    stamp.set(note(3))
+
+    with stamp.applying(lambda: note(4)):
+        assert stamp.read() is None
+    assert stamp.read() == note(4)
+
+
+def test_an_update_that_fails_while_it_is_applied_leaves_no_update(stamp: Stamp) -> None:
+    stamp.set(note(3))
+
+    with pytest.raises(RuntimeError), stamp.applying(lambda: note(4)):
+        raise RuntimeError("a peer is gone")
+    assert stamp.read() is None
+
+
+def test_tensors_that_are_being_overwritten_are_of_no_update(stamp: Stamp) -> None:
+    stamp.set(note(3))
+
+    with stamp.writing(note(9)):
+        assert stamp.read() is None
+    assert stamp.read() == note(9)
+
+
+def test_a_note_may_change_without_an_update(stamp: Stamp) -> None:
+    stamp.set(note(3))
+
+    stamp.renote(note(3, shard="b"))
+
+    assert stamp.read() == note(3, shard="b")
+
+
+def test_a_note_too_long_for_its_record_is_refused_and_the_last_one_stays(stamp: Stamp) -> None:
+    stamp.set(note(3))
+
+    with pytest.raises(ValueError, match="room for 32760: keep a shorter cursor"):
+        stamp.renote(note(3, shard="b" * 40_000))
+    assert stamp.read() == note(3)
