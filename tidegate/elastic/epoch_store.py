@@ -1,7 +1,7 @@
 """The store of one membership epoch, whose waits end when the epoch does.
 
 A member that waits in the store for a dead one would wait for its timeout: groups are made so. Whoever sees a member
-die calls `end`; every wait of the epoch, those in torch and gloo too, then fails with the reason, after NOTICE_S at most.
+die calls `end`; every wait of the epoch, those in torch and gloo too, then fails within NOTICE_S, with the reason.
 Invariants: a key that is there is given out in an ended epoch too, for a decision must be readable; an epoch that has
 ended does not begin again.
 """
