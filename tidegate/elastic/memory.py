@@ -172,7 +172,7 @@ class SharedArena:
 
 
 class ArenaReader:
-    """Maps other processes' arenas, read-only, each file once. Not for several threads."""
+    """Maps other processes' arenas, read-only, each file once, while it has its name. Not for several threads."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, tuple[tuple[int, int], npt.NDArray[np.uint8]]] = {}
@@ -186,6 +186,7 @@ class ArenaReader:
         identity = (found.st_dev, found.st_ino)
         known = self._mapped.get(path)
         if known is None or known[0] != identity:
+            self._forget_nameless()
             self._mapped[path] = known = _mapped(path)
         return known[1]
 
@@ -200,9 +201,11 @@ class ArenaReader:
             return torch.empty(0, dtype=place.dtype)
         return torch.from_numpy(memory_at(found.ctypes.data, (found.size,), (1,), owner=found)).view(place.dtype)
 
-    def forget(self, path: str) -> None:
-        """Let go of a file, so that its memory can go once it has no name."""
-        self._mapped.pop(path, None)
+    def _forget_nameless(self) -> None:
+        """Files that have lost their name since they were mapped: their memory can go."""
+        for path, (identity, _) in list(self._mapped.items()):
+            if _identity(path) != identity:
+                del self._mapped[path]
 
     def _slice(self, place: Place) -> npt.NDArray[np.uint8]:
         end_bytes = place.offset_bytes + place.num_elements * place.dtype.itemsize
@@ -231,6 +234,15 @@ class _Memory:
             "strides": strides,
         }
         self._owner = owner
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """None: no file has this name."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _mapped(path: str) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -138,3 +139,14 @@ def test_a_reader_notices_that_a_file_was_replaced(tmpfs: Path) -> None:
     assert values == [1, 2]
     with pytest.raises(FileNotFoundError):
         reader.bytes_at(str(tmpfs / "arena"))
+
+
+def test_a_reader_lets_go_of_files_that_lost_their_name_when_it_maps_another(tmpfs: Path) -> None:
+    reader = ArenaReader()
+    for number in range(3):
+        arena = SharedArena(tmpfs / f"arena{number}")
+        reader.array_at(arena.place(arena.empty(1, torch.int32)))
+        arena.unlink()
+        arena.close()
+        del arena
+    assert len(re.findall(rf"{tmpfs}/arena\d", Path("/proc/self/maps").read_text())) == 1

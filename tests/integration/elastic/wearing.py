@@ -1,0 +1,56 @@
+"""What the ranks of the test of a thousand switches run: what a process holds open, early on and at the end."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.integration.elastic.trainers import LEARNING_RATE, logical_state, minibatch, same, started
+from tests.integration.elastic.worlds import usage
+from tests.ranks import RankContext, Results
+from tidegate.elastic.memory import SharedArena
+from tidegate.elastic.trainer import ElasticTrainer
+from tidegate.types import Layout
+
+UPDATE_EVERY = 25
+"""Switches; so that what training takes is taken by the first measure."""
+
+
+def switches(
+    context: RankContext, *, places: list[dict[str, Any]], num_switches: int, measured_every: int, **options: Any
+) -> Results:
+    """After each `measured_every` switches: descriptors, threads, resident bytes, files in shared memory."""
+    measures, seconds = [], []
+    first = places[0]
+    with started(context, Layout(**first["layout"]), first.get("ranks"), **options) as trainer:
+        kept = True
+        for switch in range(1, num_switches + 1):
+            place = places[switch % len(places)]
+            before = logical_state(trainer) if switch % UPDATE_EVERY == 0 else None
+            report = trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
+            seconds.append(report.total_s)
+            if before is not None:
+                kept = kept and same(before, logical_state(trainer))
+                trainer.train_minibatch(minibatch(switch), LEARNING_RATE)
+            if switch % measured_every == 0:
+                measures.append([*usage(), _resident_bytes(), _num_files(trainer)])
+        # Nobody's files go before all have counted them.
+        trainer.world.barrier(trainer.world.membership.members)
+    return {"measures": np.array(measures), "seconds": np.array(seconds), "kept": np.array(kept)}
+
+
+def _resident_bytes() -> int:
+    """Without what is mapped from files, as arenas are."""
+    gc.collect()
+    resident, shared = (int(pages) for pages in Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _num_files(trainer: ElasticTrainer) -> int:
+    """In the members' folder of shared memory; 0 where they have none."""
+    arena = trainer.state.arena
+    return len(list(arena.path.parent.iterdir())) if isinstance(arena, SharedArena) else 0
