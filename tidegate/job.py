@@ -100,6 +100,11 @@ def snapshot_root(config: JobConfig, node: NodeId) -> Path:
     return Path(config.runtime.host_memory_root) / node / "snapshots"
 
 
+def state_folder(config: JobConfig, node: NodeId) -> Path:
+    """Where the actor's workers of a node share the state that they train, in host memory."""
+    return Path(config.runtime.host_memory_root) / node / "state" / config.job
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A config with what is made of it."""

@@ -147,7 +147,8 @@ class ActorLead(Lead):
             checkpoint_dir=str(self._checkpoints.path(request.checkpoint)) if checkpoint else "",
             ranks=self._world.ids(members),
         )
-        await self.crew.ask_all(dict.fromkeys(members, wire.WorkerCall(start_actor=start)))
+        # Those that stand by too: all of a world learn where the state is.
+        await self.crew.ask_all(dict.fromkeys(self._world.everyone, wire.WorkerCall(start_actor=start)))
         self._resizing.began()
         if self.crew.standbys:
             num_standbys, num_slots = len(self.crew.standbys), len(self.job.config.standby())

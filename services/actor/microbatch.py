@@ -92,10 +92,15 @@ def train_batches(
     num_replicas: int,
     replica: int,
     num_shards: int | None = None,
+    alike: bool = False,
 ) -> list[TrainBatch]:
-    """One replica's micro-batches of an update; `token_weights[i]` is the weight of each token of sample i."""
+    """One replica's micro-batches of an update; `token_weights[i]` is the weight of each token of sample i.
+
+    `num_shards` and `alike` as in `replica_batches`."""
     sequences = [sample.tokens for sample in samples]
-    batches = replica_batches(sequences, limits, num_replicas=num_replicas, replica=replica, num_shards=num_shards)
+    batches = replica_batches(
+        sequences, limits, num_replicas=num_replicas, replica=replica, num_shards=num_shards, alike=alike
+    )
     return [_train_batch(samples, token_weights, batch) for batch in batches]
 
 

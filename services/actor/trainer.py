@@ -1,8 +1,8 @@
-"""One rank of the actor: the model, Megatron's DDP and DistributedOptimizer, and what the updates made with them learn.
+"""One member of the actor: GRPO and supervised updates of a model that the elastic trainer holds in any layout.
 
-Order of an update: the samples cut into micro-batches, each one's loss, and what `tidegate.megatron.updates` does with
-them. Invariants: every rank reports the same of an update; the weights of the losses hold the global denominators;
-Adam's step count is a tensor of its own for each parameter.
+The elastic trainer (`elastic`) has the model, the optimizer, the layout and its changes; here is what the actor trains
+on and what it tells of an update. Invariants: every rank of the layout reports the same of an update; a member that
+stands by takes no part in one.
 """
 
 from __future__ import annotations
@@ -10,36 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.process_groups_config import ProcessGroupCollection
-from pydantic import TypeAdapter
 
-from services.actor.grpo import SUMS, check_samples, token_weights, update_metrics
-from services.actor.grpo_loss import grpo_loss
-from services.actor.microbatch import Demonstration, TrainSample, train_batches
+from services.actor.grpo import update_metrics
+from services.actor.grpo_minibatch import GrpoMinibatch
+from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings
-from tidegate.checksums import WrittenFile
-from tidegate.elastic.adam import optimizer_form
-from tidegate.elastic.files import StateFiles, write_rank
-from tidegate.elastic.holders import State
-from tidegate.elastic.memory import OwnArena
-from tidegate.elastic.optimizers import DistributedOptimizer, FlatRange, RangesByRank
-from tidegate.elastic.skeleton import Skeleton
-from tidegate.elastic.world import gather_bytes
-from tidegate.megatron.batching import TokenBatch, replica_batches
+from tidegate.elastic.minibatch import Minibatch, NextTokens, RankPlace
+from tidegate.elastic.rng import seed_update
+from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
+from tidegate.elastic.world import World
+from tidegate.megatron.batching import replica_batches
 from tidegate.megatron.gpt_provider import GptProvider
-from tidegate.megatron.log_probs import forward_log_probs, token_log_probs
-from tidegate.megatron.parallel import ParallelRanks
-from tidegate.megatron.reproducible import updater, wrapper
+from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.updates import Update
-
-_RANGES = TypeAdapter(dict[str, FlatRange])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,89 +43,63 @@ class UpdateReport:
 
 
 class MegatronTrainer:
-    """Built on every rank of the layout after `parallel.start`; every method is called by all ranks alike."""
+    """Made on every member of an epoch; updates and log-probabilities are asked of all ranks of the layout alike."""
 
-    def __init__(self, settings: TrainerSettings, ranks: ParallelRanks, *, device: torch.device) -> None:
+    def __init__(self, settings: TrainerSettings, world: World, *, shared_memory: Path | None = None) -> None:
+        """`shared_memory`: as in ElasticSettings."""
         self.settings = settings
-        self.ranks = ranks
-        self.device = device
-        self.provider = GptProvider(settings.model, settings.padded_vocab)
-        self.mesh = self.provider.mesh(ranks.layout, tuple(range(ranks.layout.num_ranks)))
-        self.me = dist.get_rank()
-        self._optimizer_config = _optimizer_config(settings.optimizer)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        num_shards = settings.num_logical_shards
-        self.skeleton = Skeleton(
-            self.provider,
-            self.mesh,
-            self.me,
-            groups,
-            self._optimizer_config,
-            device=device,
-            arena=OwnArena(device),
-            wrapper=wrapper(num_shards),
-        )
-        self.provider.initialise(self.skeleton.chunks, self.mesh, self.me, seed=settings.seed)
-        self.skeleton.start_anew()
-        self._updater = updater(
-            self.skeleton.chunks, self.skeleton.optimizer, groups, num_sums=len(SUMS), num_logical_shards=num_shards
+        self.elastic = ElasticTrainer(
+            GptProvider(settings.model, settings.padded_vocab),
+            _optimizer_config(settings.optimizer),
+            world=world,
+            settings=ElasticSettings(
+                seed=settings.seed, shared_memory=shared_memory, num_logical_shards=settings.num_logical_shards
+            ),
         )
 
     def train_minibatch(self, samples: Sequence[TrainSample], learning_rate: float) -> UpdateReport:
-        """One GRPO update over a whole minibatch, which every rank is given in full."""
-        grpo = self.settings.grpo
-        check_samples(samples, grpo)
-        batches = train_batches(
-            samples,
-            token_weights(samples, grpo.aggregation),
-            self.settings.limits,
-            num_replicas=self.ranks.layout.dp,
-            replica=self.ranks.dp,
-            num_shards=self.settings.num_logical_shards,
-        )
+        """One GRPO update over a whole minibatch, which every rank is given in full.
 
-        def on_logits(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            terms = grpo_loss(self._log_probs(logits_BSV, tokens_BS), batches[number], grpo)
-            return terms.loss, terms.sums
-
-        update = self._updater.update([batch.batch for batch in batches], on_logits, learning_rate)
+        Raises ValueError with nothing begun, NotInLayout, and PeerLost."""
+        update = self._update(GrpoMinibatch(samples, self.settings), learning_rate)
         return _report(update, update_metrics(samples, update.sums))
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
-        """One update on the mean negative log-likelihood of the tokens in the masks, at temperature 1."""
-        num_tokens = sum(sum(demonstration.loss_mask[1:]) for demonstration in demonstrations)
-        if num_tokens == 0:
-            raise ValueError(
-                f"{len(demonstrations)} demonstrations have no token to learn after their first: set some mask"
-            )
-        batches = self._batches([demonstration.tokens for demonstration in demonstrations])
-
-        def on_logits(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            weight_BS = torch.zeros(tokens_BS.shape, device=self.device)
-            for row, index in enumerate(batches[number].sequences):
-                loss_mask = demonstrations[index].loss_mask
-                weight_BS[row, : len(loss_mask)] = torch.tensor(loss_mask, dtype=torch.float32) / num_tokens
-            log_probs_BS = self._log_probs(logits_BSV, tokens_BS, temperature=1.0)
-            loss = -(log_probs_BS * weight_BS).sum()
-            return loss, torch.stack([loss.detach()] + [torch.zeros_like(loss)] * (len(SUMS) - 1))
-
-        update = self._updater.update(batches, on_logits, learning_rate)
-        return _report(update, {"num_tokens": float(num_tokens)})
+        """One update on the mean negative log-likelihood of the tokens in the masks. Raises as `train_minibatch`."""
+        minibatch = NextTokens(
+            [demonstration.tokens for demonstration in demonstrations],
+            self.settings.model.vocab_size,
+            [demonstration.loss_mask for demonstration in demonstrations],
+            self.settings.limits,
+        )
+        return _report(self._update(minibatch, learning_rate), {"num_tokens": float(minibatch.num_tokens)})
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments: those of one objective say nothing of the next."""
-        self.skeleton.reset_moments()
+        self.elastic.state.skeleton.reset_moments()
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, npt.NDArray[np.float32]]:
         """Log-probabilities of this replica's sequences by their index, on the last stage; {} on other stages."""
-        batches = self._batches(sequences)
+        skeleton, world = self.elastic.state.skeleton, self.elastic.world
+        num_shards = self.settings.num_logical_shards
+        place = RankPlace(skeleton.mesh, world.me, skeleton.groups, world.device, num_shards)
+        batches = replica_batches(
+            sequences,
+            self.settings.limits,
+            num_replicas=place.num_replicas,
+            replica=place.replica,
+            num_shards=num_shards,
+            alike=place.shares_experts,
+        )
+        # Attention draws from Megatron's streams, whether it drops anything or not.
+        seed_update(self.settings.seed, self.elastic.progress.num_updates, skeleton.mesh, world.me)
         rows = forward_log_probs(
-            self.skeleton.chunks,
+            skeleton.chunks,
             batches,
             vocab_size=self.settings.model.vocab_size,
             temperature=self.settings.temperature,
-            groups=self.ranks.groups,
-            device=self.device,
+            groups=skeleton.groups,
+            device=world.device,
         )
         return {
             index: log_probs_BS[row, : len(sequences[index])]
@@ -144,58 +107,11 @@ class MegatronTrainer:
             for row, index in enumerate(batch.sequences)
         }
 
-    def publish(self, folder: Path, file: str) -> WrittenFile | None:
-        """Write this rank's share of the weights; None when it has none."""
-        return self._write(folder, file, State(self.mesh))
-
-    def save(self, folder: Path, file: str) -> WrittenFile | None:
-        """Write this rank's share of all that any layout needs to go on: weights, Adam's moments and steps.
-
-        Nothing is drawn in training, so that no random state is needed.
-        """
-        return self._write(folder, file, State(self.mesh, self._optimizer({self.me: self.skeleton.ranges()})))
-
-    def load(self, files: StateFiles) -> None:
-        """Go on from what `save` wrote in any layout. Raises as `StateFiles.read` does."""
-        ranges = _RANGES.dump_json(self.skeleton.ranges())
-        world = dist.group.WORLD
-        assert world is not None
-        gathered = gather_bytes(world, ranges, device=self.device)
-        state = State(self.mesh, self._optimizer({rank: _RANGES.validate_json(of) for rank, of in enumerate(gathered)}))
-        files.read(parameters=self.provider.parameters(), state=state, me=self.me, targets=self.skeleton.tensors())
-
-    def _write(self, folder: Path, file: str, state: State) -> WrittenFile | None:
-        return write_rank(
-            folder,
-            file,
-            parameters=self.provider.parameters(),
-            state=state,
-            me=self.me,
-            tensors=self.skeleton.tensors(),
-        )
-
-    def _optimizer(self, ranges: RangesByRank) -> DistributedOptimizer:
-        return DistributedOptimizer(ranges, *optimizer_form(self._optimizer_config))
-
-    def _batches(self, sequences: Sequence[Sequence[int]]) -> list[TokenBatch]:
-        return replica_batches(
-            sequences,
-            self.settings.limits,
-            num_replicas=self.ranks.layout.dp,
-            replica=self.ranks.dp,
-            num_shards=self.settings.num_logical_shards,
-        )
-
-    def _log_probs(
-        self, logits_BSV: torch.Tensor, tokens_BS: torch.Tensor, *, temperature: float | None = None
-    ) -> torch.Tensor:
-        return token_log_probs(
-            logits_BSV,
-            tokens_BS,
-            vocab_size=self.settings.model.vocab_size,
-            temperature=self.settings.temperature if temperature is None else temperature,
-            groups=self.ranks.groups,
-        )
+    def _update(self, minibatch: Minibatch, learning_rate: float) -> Update:
+        update = self.elastic.train_minibatch(minibatch, learning_rate)
+        if update is None:
+            raise NotInLayout(f"member {self.elastic.world.me} stands by: send updates to the ranks of the layout")
+        return update
 
 
 def _report(update: Update, metrics: dict[str, float]) -> UpdateReport:

@@ -1,43 +1,71 @@
-"""An actor worker: one rank of the trainer, driven by its instance's calls.
+"""An actor worker: one member of the actor's world, driven by its instance's calls.
 
-Every rank of the world gets every call alike, whole minibatches included, and takes its part. Invariants: a call that
-is refused changed nothing; what a rank publishes or saves has its name only when it is complete.
+Order: JoinWorld, of all workers alike, those that stand by too; StartActor, of all alike; then updates, publishes and
+saves of those in the layout, and reshards of all alike: PrepareReshard, then CommitReshard or AbortReshard. A later
+JoinWorld goes on in another epoch; the state comes into it by the next reshard, and nothing is trained before.
+Every rank of the layout gets every call alike, whole minibatches included, and takes its part. Invariants: a call that
+is refused changed nothing; a worker that lost a peer leaves its epoch, keeps its state, and says so; what a rank
+publishes or saves has its name only when it is complete.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
+from services.actor import arena_folder
 from services.actor.checkpoints import CheckpointError, files_of
+from services.actor.epochs import Epochs
 from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings
 from services.actor.trainer import MegatronTrainer
+from tidegate.checksums import WrittenFile
+from tidegate.codec import decode_layout, encode_layout
 from tidegate.config import JobConfig
+from tidegate.elastic import checkpoints
 from tidegate.elastic.files import FileCorrupt, StateFiles
+from tidegate.elastic.layout import LayoutRefused
+from tidegate.elastic.preparing import Prepared
+from tidegate.elastic.report import ReshardReport
 from tidegate.elastic.saved import SavedStateRefused
-from tidegate.job import Job, load_job
+from tidegate.elastic.world import PeerLost, World
+from tidegate.job import Job, load_job, state_folder
 from tidegate.megatron.batching import BatchLimits
-from tidegate.megatron.worker_rank import join_world, slot_device
+from tidegate.megatron.family import model_parameters
+from tidegate.megatron.worker_rank import slot_device
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
+from tidegate.types import Role, node_of
+from tidegate.v1 import types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _RISE_STEPS = 20
 """Of the warm-up, over which its learning rate rises: Adam's moments mean little before."""
 
 
+class _Open(NamedTuple):
+    """A reshard whose first phase is done."""
+
+    id: str
+    prepared: Prepared
+
+
 class TrainerWorker:
-    """Handler of one rank's calls."""
+    """Handler of one worker's calls."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
+        self._epochs = Epochs(channel)
         self._job: Job | None = None
         self._trainer: MegatronTrainer | None = None
-        self._world = wire.JoinWorld()
-        self._rank = 0
+        self._open: _Open | None = None
+        self._last_committed = ""
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         match call.WhichOneof("body"):
@@ -53,40 +81,77 @@ class TrainerWorker:
                 yield self._publish(call)
             case "save":
                 yield self._save(call)
+            case "prepare_reshard":
+                yield self._prepare(call)
+            case "commit_reshard":
+                yield self._commit(call)
+            case "abort_reshard":
+                yield self._abort(call)
             case other:
                 raise CallRefused(f"an actor worker does not do {other!r}; send it to the component that does")
 
+    def close(self) -> None:
+        """Give the state's memory back, files that others could read too."""
+        if self._trainer is not None:
+            self._trainer.elastic.close()
+
     def _join(self, call: wire.WorkerCall) -> Answer:
-        self._world.CopyFrom(call.join_world)
-        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss))
+        joined = call.join_world
+        job = self._job or load_job(JobConfig.from_json(joined.config_json))
+        device = slot_device(job, self._channel)
+        with self._peers(f"epoch {joined.epoch}"):
+            world = self._epochs.enter(joined, device)
+            # What was prepared in an epoch is given up with it.
+            self._open = None
+            if self._trainer is not None:
+                self._trainer.elastic.rejoin(world)
+                detail = f"the state is of {self._trainer.elastic.progress.num_updates} updates"
+            else:
+                detail = self._make_trainer(job, world)
+        self._job = job
+        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=detail))
+
+    def _make_trainer(self, job: Job, world: World) -> str:
+        """How the state will be held."""
+        config, node = job.config, node_of(self._channel.grant.gpu)
+        slots = [gpu for gpu in (*config.placement(Role.ACTOR), *config.standby()) if node_of(gpu) == node]
+        parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
+        num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
+        choice = arena_folder.choose(
+            state_folder(config, node),
+            needed_bytes=arena_folder.most_bytes(num_parameters, num_members=len(slots)),
+            device=world.device,
+        )
+        self._trainer = MegatronTrainer(_settings(job), world, shared_memory=choice.folder)
+        return choice.reason
 
     def _start(self, call: wire.WorkerCall) -> Answer:
-        if self._trainer is not None:
+        start, elastic = call.start_actor, self._member().elastic
+        if elastic.held is not None:
             raise CallRefused("the trainer is started already")
-        start, world = call.start_actor, self._world
-        if list(start.ranks) != list(world.members):
-            raise CallRefused(f"members {list(start.ranks)} are to train in a world of members {list(world.members)}")
-        job = load_job(JobConfig.from_json(start.config_json))
-        device = slot_device(job, self._channel)
-        ranks = join_world(world.rendezvous, start.layout, self._channel, device=device, seed=job.config.seed)
-        trainer = MegatronTrainer(_settings(job), ranks, device=device)
-        self._rank = world.rendezvous.rank
-        if start.checkpoint_dir:
-            folder = Path(start.checkpoint_dir)
+        layout, ranks = decode_layout(start.layout), tuple(start.ranks)
+        with self._peers("the start"):
             try:
-                trainer.load(StateFiles(folder, files_of(folder)))
+                if start.checkpoint_dir:
+                    folder = Path(start.checkpoint_dir)
+                    checkpoints.start_from(elastic, StateFiles(folder, files_of(folder)), layout, ranks=ranks)
+                else:
+                    elastic.start(layout, ranks=ranks)
             except (CheckpointError, FileCorrupt, SavedStateRefused) as error:
-                raise CallRefused(f"checkpoint {folder}: {error}") from error
-        self._job, self._trainer = job, trainer
-        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))
+                raise CallRefused(f"checkpoint {start.checkpoint_dir}: {error}") from error
+            except LayoutRefused as error:
+                raise CallRefused(str(error)) from error
+        rss = psutil.Process().memory_info().rss
+        return Answer(call.call_id, wire.Started(memory_bytes=rss, detail=f"{layout} on members {ranks}"))
 
     def _warm_up(self, call: wire.WorkerCall) -> Iterator[Answer]:
-        job, trainer = self._started()
+        job, trainer = self._training()
         asked = call.warm_up
         for step in range(asked.num_steps):
             first = step * asked.batch_size
             batch = [_demonstration(job, index) for index in range(first, first + asked.batch_size)]
-            report = trainer.supervised_step(batch, asked.learning_rate * min(1.0, (step + 1) / _RISE_STEPS))
+            with self._peers(f"warm-up step {step}"):
+                report = trainer.supervised_step(batch, asked.learning_rate * min(1.0, (step + 1) / _RISE_STEPS))
             if not report.committed:
                 raise ArithmeticError(f"warm-up step {step}: loss {report.loss}, gradient norm {report.grad_norm}")
             progress = wire.WarmUpProgress(step=step + 1, num_steps=asked.num_steps, loss=report.loss)
@@ -95,12 +160,13 @@ class TrainerWorker:
             yield Answer(call.call_id, progress, last=step + 1 == asked.num_steps)
 
     def _train(self, call: wire.WorkerCall) -> Answer:
-        _, trainer = self._started()
+        _, trainer = self._training()
         try:
             samples = [_train_sample(sample) for sample in call.train.samples]
         except ValueError as error:
             raise CallRefused(str(error)) from error
-        report = trainer.train_minibatch(samples, call.train.learning_rate)
+        with self._peers(f"update {call.train.update_id}"):
+            report = trainer.train_minibatch(samples, call.train.learning_rate)
         return Answer(
             call.call_id,
             wire.UpdateReport(
@@ -114,32 +180,110 @@ class TrainerWorker:
 
     def _publish(self, call: wire.WorkerCall) -> Answer:
         """Every rank writes its share: of replicas one has each weight."""
-        _, trainer = self._started()
-        written = trainer.publish(Path(call.publish.folder), rank_file(self._rank))
-        if written is None:
-            return Answer(call.call_id, wire.PublishedShard())
-        return Answer(
-            call.call_id,
-            wire.PublishedShard(file=written.file, size_bytes=written.size_bytes, checksum=written.checksum),
-        )
+        trainer, file = self._holding()
+        written = checkpoints.save_weights(trainer.elastic, Path(call.publish.folder), file)
+        return Answer(call.call_id, wire.PublishedShard(**_told(written)))
 
     def _save(self, call: wire.WorkerCall) -> Answer:
-        _, trainer = self._started()
-        written = trainer.save(Path(call.save.folder), rank_file(self._rank))
-        if written is None:
-            return Answer(call.call_id, wire.SavedShard())
-        saved = wire.SavedShard(file=written.file, size_bytes=written.size_bytes, checksum=written.checksum)
-        return Answer(call.call_id, saved)
+        trainer, file = self._holding()
+        written = checkpoints.save(trainer.elastic, Path(call.save.folder), file)
+        return Answer(call.call_id, wire.SavedShard(**_told(written)))
 
-    def _started(self) -> tuple[Job, MegatronTrainer]:
-        if self._job is None or self._trainer is None:
-            raise CallRefused("the trainer is not started; send StartActor first")
-        return self._job, self._trainer
+    def _prepare(self, call: wire.WorkerCall) -> Answer:
+        asked, elastic = call.prepare_reshard, self._member().elastic
+        if self._open is not None and self._open.id != asked.id:
+            raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it before {asked.id}")
+        if self._open is None:
+            with self._peers(f"reshard {asked.id}"):
+                try:
+                    mesh = elastic.mesh_of(decode_layout(asked.layout), tuple(asked.ranks))
+                    self._open = _Open(asked.id, elastic.prepare(mesh, name=asked.id))
+                except PeerLost:
+                    raise
+                # Whatever it is, the first phase has given back what it took, and the old layout is as it was.
+                except Exception as error:
+                    raise CallRefused(f"reshard {asked.id}: {type(error).__name__}: {error}") from error
+        return Answer(call.call_id, _encode_report(self._open.prepared.report()))
+
+    def _commit(self, call: wire.WorkerCall) -> Answer:
+        asked, elastic = call.commit_reshard.id, self._member().elastic
+        if asked == self._last_committed:
+            return Answer(call.call_id)
+        if self._open is None or self._open.id != asked:
+            raise CallRefused(f"reshard {asked} is not prepared here; open: {self._open.id if self._open else 'none'}")
+        prepared, self._open, self._last_committed = self._open.prepared, None, asked
+        try:
+            elastic.commit(prepared)
+        except PeerLost as error:
+            # This member has switched; for one that has not, the next epoch is made.
+            self._epochs.leave(f"at the commit of reshard {asked}: {error}")
+        return Answer(call.call_id, _encode_report(prepared.report()))
+
+    def _abort(self, call: wire.WorkerCall) -> Answer:
+        asked = call.abort_reshard.id
+        if asked == self._last_committed:
+            raise CallRefused(f"reshard {asked} is committed: there is no way back")
+        if self._open is not None and self._open.id == asked:
+            prepared, self._open = self._open.prepared, None
+            self._member().elastic.abort(prepared)
+        return Answer(call.call_id)
+
+    def _member(self) -> MegatronTrainer:
+        """The trainer of a worker that is in an epoch."""
+        assert self._epochs.world is not None
+        assert self._trainer is not None
+        return self._trainer
+
+    def _training(self) -> tuple[Job, MegatronTrainer]:
+        """Of a worker that may train."""
+        trainer, _ = self._holding()
+        held, epoch = trainer.elastic.held, self._epochs.world.membership.epoch
+        assert self._job is not None
+        if held is None or held.epoch != epoch:
+            raise CallRefused(f"the state is of epoch {held and held.epoch}, this is {epoch}: reshard it first")
+        return self._job, trainer
+
+    def _holding(self) -> tuple[MegatronTrainer, str]:
+        """Of a worker that holds a part of the state, with the name of its file."""
+        trainer = self._trainer
+        if trainer is None or trainer.elastic.held is None:
+            raise CallRefused("the trainer is not started; send JoinWorld and StartActor first")
+        mesh, me = trainer.elastic.held.mesh, trainer.elastic.world.me
+        if me not in mesh.ranks:
+            raise CallRefused(f"member {me} stands by: the layout is on members {mesh.ranks}")
+        return trainer, rank_file(mesh.ranks.index(me))
+
+    @contextmanager
+    def _peers(self, what: str) -> Iterator[None]:
+        """Who loses a peer leaves the epoch, so that none of the others waits for it, and goes on in the next."""
+        try:
+            yield
+        except PeerLost as error:
+            self._epochs.leave(f"{what}: {error}")
+            raise CallRefused(f"{what}: {error}; this worker has left the epoch: send JoinWorld to all") from error
 
 
 def rank_file(rank: int) -> str:
     """The name of a rank's file in a snapshot or a checkpoint."""
     return f"rank{rank:05d}.safetensors"
+
+
+def _told(written: WrittenFile | None) -> dict[str, Any]:
+    """Of a share; of none, nothing."""
+    return {} if written is None else asdict(written)
+
+
+def _encode_report(report: ReshardReport) -> types_pb2.ReshardReport:
+    return types_pb2.ReshardReport(
+        source=encode_layout(report.source),
+        target=encode_layout(report.target),
+        moved_bytes=report.moved_bytes,
+        minimum_bytes=report.minimum_bytes,
+        local_bytes=report.local_bytes,
+        certificate=report.certificate,
+        num_updates=report.num_updates,
+        seconds=report.seconds,
+    )
 
 
 def _settings(job: Job) -> TrainerSettings:
@@ -188,4 +332,7 @@ def _train_sample(wired: wire.TrainSample) -> TrainSample:
 
 def main(channel: WorkerChannel) -> None:
     """The worker's entry, in the forked process."""
-    run_worker(channel, TrainerWorker(channel), waits_for="minibatch")
+    worker = TrainerWorker(channel)
+    run_worker(channel, worker, waits_for="minibatch")
+    # Only after an orderly end: what a failed worker leaves in shared memory may be all that is left of its state.
+    worker.close()

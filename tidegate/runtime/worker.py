@@ -25,6 +25,7 @@ from typing import Protocol, TypeAlias
 from tidegate.runtime.channel import BlockingChannel, ChannelClosed
 from tidegate.runtime.slot_clock import SlotClock, SlotState, waiting_for
 from tidegate.types import Grant
+from tidegate.v1 import types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 ReplyBody: TypeAlias = (
@@ -32,6 +33,7 @@ ReplyBody: TypeAlias = (
     | wire.UpdateReport
     | wire.PublishedShard
     | wire.SavedShard
+    | types_pb2.ReshardReport
     | wire.Generated
     | wire.Scored
     | wire.LoadedWeights

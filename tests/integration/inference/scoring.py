@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from services.actor.trainer import MegatronTrainer
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
+from tests.integration.elastic.worlds import CPU
 from tests.integration.megatron import recorded
-from tests.integration.megatron.jobs import CPU, state_files, world
+from tests.integration.megatron.jobs import state_files, trainer, world
 from tests.ranks import RankContext, Results
+from tidegate.elastic import checkpoints
+from tidegate.elastic.rendezvous import listening_socket
 from tidegate.megatron.parallel import ParallelRanks
 
 RATE = 0.05
@@ -31,13 +34,14 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
     Each group's log-probabilities by the actor at both versions, by the scorer alone and with all groups in one call,
     and by the scorer's reference.
     """
-    with world(context, layout) as ranks:
-        actor = MegatronTrainer(recorded.trainer_settings(), ranks, device=CPU)
+    with trainer(context, layout, recorded.trainer_settings()) as actor:
         results = _by_actor(actor, "actor-0")
         _publish(actor, Path(folder) / "0")
         actor.train_minibatch(recorded.recorded_samples(), RATE)
         results |= _by_actor(actor, "actor-1")
         _publish(actor, Path(folder) / "1")
+        context = _elsewhere(context, actor)
+    with world(context, layout) as ranks:
         scorer = _scorer(ranks)
         scorer.load(state_files(Path(folder) / "0"), version=0, reference=True)
         scorer.load(state_files(Path(folder) / "1"), version=1, reference=False)
@@ -93,8 +97,16 @@ def _by_actor(actor: MegatronTrainer, what: str) -> Results:
 
 
 def _publish(actor: MegatronTrainer, folder: Path) -> None:
-    actor.publish(folder, f"rank{dist.get_rank()}")
-    dist.barrier()
+    checkpoints.save_weights(actor.elastic, folder, f"rank{actor.elastic.world.me}")
+    actor.elastic.world.barrier(actor.elastic.world.membership.members)
+
+
+def _elsewhere(context: RankContext, actor: MegatronTrainer) -> RankContext:
+    """Where the ranks meet next: the store of the actor's world has their socket."""
+    server = listening_socket() if context.rank == 0 else None
+    mine = str(server.getsockname()[1]).encode() if server else b""
+    said = actor.elastic.world.gather(actor.elastic.world.membership.members, mine)
+    return replace(context, port=int(said[0]), listen_fd=server.detach() if server else None)
 
 
 def _named(what: str, log_probs: LogProbs) -> Results:

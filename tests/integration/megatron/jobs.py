@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
+from tests.integration.elastic.worlds import CPU, join, open_store
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
 from tidegate.checksums import file_checksum
+from tidegate.elastic import checkpoints
 from tidegate.elastic.files import StateFiles
 from tidegate.elastic.holders import Holders, Slot, State
 from tidegate.elastic.parameters import shard_of
@@ -30,8 +33,6 @@ from tidegate.megatron.batching import replica_batches
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel
 from tidegate.types import Layout
-
-CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -48,9 +49,26 @@ def world(context: RankContext, layout: dict[str, int]) -> Iterator[ParallelRank
 
 
 @contextmanager
-def trainer(context: RankContext, layout: dict[str, int], settings: TrainerSettings) -> Iterator[MegatronTrainer]:
-    with world(context, layout) as ranks:
-        yield MegatronTrainer(settings, ranks, device=CPU)
+def trainer(
+    context: RankContext,
+    layout: dict[str, int],
+    settings: TrainerSettings,
+    *,
+    source: StateFiles | None = None,
+    store: TCPStore | None = None,
+    epoch: int = 1,
+) -> Iterator[MegatronTrainer]:
+    """One that is started in this layout on all ranks, from `source` where it is given."""
+    members = tuple(range(context.world_size))
+    epoch_world = join(context, store or open_store(context), epoch=epoch, members=members)
+    actor = MegatronTrainer(settings, epoch_world)
+    if source is None:
+        actor.elastic.start(Layout(**layout))
+    else:
+        checkpoints.start_from(actor.elastic, source, Layout(**layout))
+    yield actor
+    actor.elastic.close()
+    epoch_world.leave()
 
 
 def one_update(
@@ -60,18 +78,19 @@ def one_update(
     settings = recorded.trainer_settings(tied=tied, grpo=recorded.grpo_settings(**grpo), clip_grad=recorded.NO_CLIPPING)
     with trainer(context, layout, settings) as actor:
         results: Results = {}
-        by_name = {parameter.name: parameter for parameter in actor.provider.parameters()}
-        held = Holders(State(actor.mesh))
+        by_name = {parameter.name: parameter for parameter in actor.elastic.provider.parameters()}
+        skeleton, me = actor.elastic.state.skeleton, actor.elastic.world.me
+        held = Holders(State(skeleton.mesh))
         for name, tensor in local_parameters(actor):
-            (holding,) = held.holdings(by_name[name], Slot.WEIGHT, actor.me)
-            results[f"param/{name}"] = tensor.detach().numpy().copy()
+            (holding,) = held.holdings(by_name[name], Slot.WEIGHT, me)
+            results[f"param/{name}"] = tensor.detach().clone().numpy()
             results[f"shape/{name}"] = np.array(by_name[name].shape)
             results[f"rows/{name}"] = np.array(shard_of(by_name[name].shape, by_name[name].cut, tp=1, tp_rank=0).rows)
             results[f"blocks/{name}"] = np.array(holding.blocks).reshape(-1, 6)
         report = actor.train_minibatch(recorded.recorded_samples(), rate)
-        for name, gradient in actor.skeleton.gradients().items():
+        for name, gradient in skeleton.gradients().items():
             whole = np.full(results[f"param/{name}"].shape, np.nan, np.float32)
-            whole.reshape(-1)[slice(*actor.skeleton.ranges()[name])] = gradient.numpy()
+            whole.reshape(-1)[slice(*skeleton.ranges()[name])] = gradient.clone().numpy()
             results[f"grad/{name}"] = whole
         results["committed"] = np.array(report.committed)
         results["loss"], results["grad_norm"] = np.array(report.loss), np.array(report.grad_norm)
@@ -122,16 +141,18 @@ def checkpointed(
 ) -> Results:
     """Updates `first` to `last`, from `source` where it is given, which is then saved again; and a save at the end."""
     settings = recorded.trainer_settings(tied=True, seed=1 if source else 0)
-    with trainer(context, layout, settings) as actor:
+    with trainer(context, layout, settings, source=state_files(Path(source)) if source else None) as actor:
+        file, progress = str(context.rank), [actor.elastic.progress.num_updates]
         if source:
-            actor.load(state_files(Path(source)))
-            actor.save(Path(folder) / "loaded", str(actor.me))
+            checkpoints.save(actor.elastic, Path(folder) / "loaded", file)
         minibatches = [recorded.recorded_samples(seed=update) for update in range(first, last)]
         reports = [actor.train_minibatch(minibatch, 1e-3) for minibatch in minibatches]
-        actor.save(Path(folder) / "trained", str(actor.me))
+        checkpoints.save(actor.elastic, Path(folder) / "trained", file)
+        progress.append(actor.elastic.progress.num_updates)
         return {
             "loss": np.array([report.loss for report in reports]),
             "absolute_terms": np.array([report.metrics["absolute_terms"] for report in reports]),
+            "progress": np.array(progress),
         }
 
 
@@ -141,11 +162,13 @@ def state_files(folder: Path) -> StateFiles:
 
 def copies(actor: MegatronTrainer) -> dict[str, torch.Tensor]:
     """Of all that this rank holds, as KIND/NAME."""
-    return {f"{kind}/{name}": tensor.clone() for (name, kind), tensor in actor.skeleton.tensors().items()}
+    tensors = actor.elastic.state.skeleton.tensors()
+    return {f"{kind}/{name}": tensor.clone() for (name, kind), tensor in tensors.items()}
 
 
 def local_parameters(actor: MegatronTrainer) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return actor.provider.local_parameters(actor.skeleton.chunks, actor.mesh, actor.me)
+    skeleton = actor.elastic.state.skeleton
+    return actor.elastic.provider.local_parameters(skeleton.chunks, skeleton.mesh, actor.elastic.world.me)
 
 
 def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) -> Results:
@@ -155,18 +178,18 @@ def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) 
     sequences = [sample.tokens for sample in samples]
     with trainer(context, layout, settings) as actor:
         by_actor = actor.log_probs(sequences)
-        built = actor.provider.build(actor.mesh, actor.me, actor.ranks.groups, device=CPU)
-        actor.provider.initialise(built, actor.mesh, actor.me, seed=settings.seed)
+        provider, skeleton, me = actor.elastic.provider, actor.elastic.state.skeleton, actor.elastic.world.me
+        built = provider.build(skeleton.mesh, me, skeleton.groups, device=CPU)
+        provider.initialise(built, skeleton.mesh, me, seed=settings.seed)
         chunks = [chunk.eval().requires_grad_(False) for chunk in built]
-        batches = replica_batches(
-            sequences, settings.limits, num_replicas=actor.ranks.layout.dp, replica=actor.ranks.dp
-        )
+        replicas = skeleton.groups.dp
+        batches = replica_batches(sequences, settings.limits, num_replicas=replicas.size(), replica=replicas.rank())
         rows = forward_log_probs(
             chunks,
             batches,
             vocab_size=settings.model.vocab_size,
             temperature=settings.temperature,
-            groups=actor.ranks.groups,
+            groups=skeleton.groups,
             device=CPU,
         )
         results = {f"actor/{index}": values for index, values in by_actor.items()}
@@ -174,7 +197,7 @@ def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) 
             for row, index in enumerate(batch.sequences):
                 results[f"inference/{index}"] = log_probs_BS[row, : len(sequences[index])]
         for name, tensor in local_parameters(actor):
-            results[f"param/{name}"] = tensor.detach().numpy().copy()
+            results[f"param/{name}"] = tensor.detach().clone().numpy()
         if layout:
             return results
         own = [_scored_by(sample, by_actor[index]) for index, sample in enumerate(samples)]
@@ -199,31 +222,34 @@ def supervised(context: RankContext, *, layout: dict[str, int], num_updates: int
 
 
 def listening_addresses(context: RankContext, *, layout: dict[str, int], own_socket: bool) -> Results:
-    """The addresses this rank's sockets listen on while its world is up and has trained.
+    """The addresses this rank's sockets listen on: of an actor that has trained, or of a world on a socket of its own.
 
     The interface that the environment names does not exist: the world must use the configured one.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "absent0"
-    if own_socket and context.listen_fd is not None:
-        os.close(context.listen_fd)
-        with listening_socket() as free:
-            context = dataclasses.replace(context, listen_fd=None, port=free.getsockname()[1])
-    with trainer(context, layout, recorded.trainer_settings()) as actor:
-        actor.train_minibatch(recorded.recorded_samples(), 1e-3)
-        connections = psutil.Process().net_connections(kind="inet")
-        addresses = sorted({c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN})
-    return {"addresses": np.array(addresses)}
+    if not own_socket:
+        with trainer(context, layout, recorded.trainer_settings()) as actor:
+            actor.train_minibatch(recorded.recorded_samples(), 1e-3)
+            return {"addresses": np.array(_listening())}
+    assert context.listen_fd is not None, "one rank is asked"
+    os.close(context.listen_fd)
+    with listening_socket() as free:
+        context = dataclasses.replace(context, listen_fd=None, port=free.getsockname()[1])
+    with world(context, layout):
+        return {"addresses": np.array(_listening())}
 
 
 def ended_world(context: RankContext, *, layout: dict[str, int]) -> Results:
     """The sockets that still listen after the world has ended."""
     with world(context, layout):
-        during = _num_listening()
-    return {"during": np.array(during), "after": np.array(_num_listening())}
+        during = len(_listening())
+    return {"during": np.array(during), "after": np.array(len(_listening()))}
 
 
-def _num_listening() -> int:
-    return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections(kind="inet"))
+def _listening() -> list[str]:
+    """The addresses of this process's sockets that listen."""
+    connections = psutil.Process().net_connections(kind="inet")
+    return [found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN]
 
 
 def stand_in_facts(context: RankContext) -> Results:
@@ -241,17 +267,11 @@ def stand_in_facts(context: RankContext) -> Results:
 
 
 def two_worlds(context: RankContext, *, first: dict[str, int], second: dict[str, int]) -> Results:
-    """The norms of an update in one layout and, in the same processes, of one in another."""
-    settings = recorded.trainer_settings()
-    with trainer(context, first, settings) as actor:
-        norms = [actor.train_minibatch(recorded.recorded_samples(), 1e-3).grad_norm]
-        next_server = listening_socket() if context.rank == 0 else None
-        port = torch.tensor(next_server.getsockname()[1] if next_server else 0)
-        torch.distributed.broadcast(port, src=0)
-        listen_fd = next_server.detach() if next_server else None
-    again = dataclasses.replace(context, port=int(port), listen_fd=listen_fd)
-    with trainer(again, second, settings) as actor:
-        norms.append(actor.train_minibatch(recorded.recorded_samples(), 1e-3).grad_norm)
+    """The norms of an update in one layout and, in the same processes, of one in another, started anew."""
+    store, norms = open_store(context), []
+    for epoch, layout in enumerate((first, second)):
+        with trainer(context, layout, recorded.trainer_settings(), store=store, epoch=epoch) as actor:
+            norms.append(actor.train_minibatch(recorded.recorded_samples(), 1e-3).grad_norm)
     return {"norms": np.array(norms)}
 
 

@@ -80,5 +80,6 @@ def test_another_layout_has_the_same_state_bit_for_bit_and_goes_on(
     want = logical_state(saved)
     loaded = logical_state(tmp_path / "loaded")
     assert all(torch.equal(loaded[key], tensor) for key, tensor in want.items())
+    assert got["progress"].tolist() == [2, 4]
     error = np.abs(got["loss"] - straight[0]["loss"][2:]) / straight[0]["absolute_terms"][2:]
     assert error.max() <= TOLERANCE

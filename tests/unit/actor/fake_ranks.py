@@ -89,6 +89,8 @@ class FakeRank:
                 yield replied(call, saved)
 
     def _start(self, call: wire.WorkerCall) -> wire.WorkerReply:
+        if self.member not in call.start_actor.ranks:
+            return replied(call, wire.Started())
         self.started.append(call.start_actor)
         self._rank = list(call.start_actor.ranks).index(self.member)
         if call.start_actor.checkpoint_dir:

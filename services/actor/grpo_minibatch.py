@@ -1,0 +1,65 @@
+"""What one GRPO update trains on: all its samples, cut by each rank for its own place in the layout.
+
+Invariant: the weights of the losses hold the global denominators, whichever rank runs which micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.actor.grpo import SUMS, check_samples, token_weights
+from services.actor.grpo_loss import grpo_loss
+from services.actor.microbatch import TrainSample, train_batches
+from services.actor.settings import TrainerSettings
+from tidegate.elastic.minibatch import RankPlace
+from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.log_probs import token_log_probs
+from tidegate.megatron.schedule import OnLogits
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoMinibatch:
+    """Raises ValueError when the settings need what a sample has not got."""
+
+    samples: Sequence[TrainSample]
+    settings: TrainerSettings
+
+    def __post_init__(self) -> None:
+        check_samples(self.samples, self.settings.grpo)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples)
+
+    @property
+    def num_sums(self) -> int:
+        return len(SUMS)
+
+    def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
+        settings = self.settings
+        batches = train_batches(
+            self.samples,
+            token_weights(self.samples, settings.grpo.aggregation),
+            settings.limits,
+            num_replicas=place.num_replicas,
+            replica=place.replica,
+            num_shards=place.num_logical_shards,
+            alike=place.shares_experts,
+        )
+
+        def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            log_probs_BS = token_log_probs(
+                logits_BQV,
+                tokens_BS,
+                vocab_size=settings.model.vocab_size,
+                temperature=settings.temperature,
+                groups=place.groups,
+            )
+            terms = grpo_loss(log_probs_BS, batches[number], settings.grpo)
+            return terms.loss, terms.sums
+
+        return [batch.batch for batch in batches], on_logits

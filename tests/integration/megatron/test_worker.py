@@ -1,0 +1,68 @@
+"""Actor workers through joins, starts, updates and reshards: what they refuse, and that training goes on as in one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from services.actor.arena_folder import file_system
+from tests.ranks import RankServer, Results
+
+RANKS = "tests.integration.megatron.worker_ranks"
+TOLERANCE = 1e-5
+IN_LAYOUT = ((0, 1), (0, 1), (0, 1, 2, 3), (2, 3), (2, 3), (0,))
+"""By update, the members that `resized` trains with."""
+
+
+class Run(NamedTuple):
+    memory: Path
+    members: list[Results]
+
+
+@pytest.fixture(scope="module", params=["in shared memory", "each for itself"])
+def run(request: pytest.FixtureRequest, ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("job")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tidegate-test-") as shared:
+        memory = Path(shared) if request.param == "in shared memory" else folder
+        yield Run(memory, ranks.run(f"{RANKS}:resized", 4, {"folder": str(folder), "memory": str(memory)}))
+
+
+@pytest.fixture(scope="module")
+def fixed(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = str(tmp_path_factory.mktemp("fixed"))
+    return ranks.run(f"{RANKS}:fixed", 1, {"folder": folder, "memory": folder, "num_updates": len(IN_LAYOUT)})[0]
+
+
+def test_a_resized_run_has_the_losses_of_a_fixed_one(run: Run, fixed: Results) -> None:
+    want = fixed["losses"]
+    assert len(set(want.tolist())) == len(want)
+    for update, members in enumerate(IN_LAYOUT):
+        for member in members:
+            assert run.members[member]["losses"][update] == pytest.approx(want[update], abs=TOLERANCE), update
+
+
+def test_all_members_tell_the_same_of_a_reshard(run: Run) -> None:
+    first, *others = run.members
+    assert len(set(first["certificates"].tolist())) == len(first["certificates"]), "an update lies between them"
+    for other in others:
+        assert np.array_equal(other["certificates"], first["certificates"])
+        assert np.array_equal(other["moved"], first["moved"])
+
+
+def test_what_is_shared_lies_in_memory_and_goes_with_its_members(run: Run) -> None:
+    is_shared = file_system(run.memory, Path("/proc/self/mounts").read_text()) == "tmpfs"
+    assert run.members[0]["files"].tolist() == (["epoch2-member0"] if is_shared else [])
+    assert list(run.memory.glob("n*/state/*/epoch2*")) == []
+
+
+def test_what_cannot_be_done_is_refused_by_name(run: Run) -> None:
+    assert "legal pp with vpp=1: 1, 2" in str(run.members[1]["refusals"][0])
+    assert "is not prepared here; open: given up" in str(run.members[0]["refusals"][1])
+    standing_by, _, stale = run.members[3]["refusals"].tolist()
+    assert standing_by == "member 3 stands by: the layout is on members (0, 1)"
+    assert stale == "the state is of epoch 1, this is 2: reshard it first"

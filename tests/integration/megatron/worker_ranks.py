@@ -1,0 +1,161 @@
+"""What the processes of the actor worker's tests run: real handlers of calls, driven by a script that all share."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.actor.worker import TrainerWorker
+from tests.component_bench import job_config
+from tests.integration.megatron import recorded
+from tests.ranks import RankContext, Results
+from tidegate.codec import encode_layout
+from tidegate.config import JobConfig
+from tidegate.job import load_job, state_folder
+from tidegate.runtime.slot_clock import SlotClock
+from tidegate.runtime.worker import CallRefused, WorkerChannel
+from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, NodeId
+from tidegate.v1 import workers_pb2 as wire
+
+GPUS = ("n0/0", "n0/1", "n1/0", "n1/1")
+LEARNING_RATE = 1e-3
+
+
+class Member:
+    """One worker and what it was asked; `losses` has NaN for updates that it had no part in."""
+
+    def __init__(self, context: RankContext, config: JobConfig) -> None:
+        self.config = config
+        self.losses: list[float] = []
+        self.me = context.rank
+        self._context = context
+        listener = None if context.listen_fd is None else socket.socket(fileno=context.listen_fd)
+        ours, self._service_end = socket.socketpair()
+        grant = Grant(GpuId(GPUS[context.rank]), NO_TOKEN)
+        clock = SlotClock(time.monotonic_ns)
+        self.worker = TrainerWorker(WorkerChannel(ours, grant=grant, clock=clock, store_listener=listener))
+
+    def ask(self, call: wire.WorkerCall) -> Any:
+        """The answer's body."""
+        (answer,) = self.worker.handle(call)
+        return answer.body
+
+    def refusal(self, call: wire.WorkerCall) -> str:
+        try:
+            self.ask(call)
+        except CallRefused as refused:
+            return str(refused)
+        raise AssertionError(f"{call.WhichOneof('body')} was not refused")
+
+    def join(self, epoch: int, members: Sequence[int]) -> None:
+        joined = wire.JoinWorld(epoch=epoch, members=members, config_json=self.config.to_json())
+        seat = wire.Rendezvous(
+            rank=members.index(self.me),
+            world_size=len(members),
+            host="127.0.0.1",
+            port=self._context.port,
+            timeout_s=20.0,
+        )
+        joined.rendezvous.CopyFrom(seat)
+        self.ask(wire.WorkerCall(join_world=joined))
+
+    def start(self, ranks: Sequence[int], checkpoint: str = "", **layout: int) -> None:
+        start = wire.StartActor(layout=encode_layout(Layout(**layout)), ranks=ranks, checkpoint_dir=checkpoint)
+        self.ask(wire.WorkerCall(start_actor=start))
+
+    def train(self, ranks: Sequence[int]) -> None:
+        if self.me in ranks:
+            self.losses.append(self.ask(self.training()).loss)
+        else:
+            self.losses.append(math.nan)
+
+    def training(self) -> wire.WorkerCall:
+        samples = [
+            wire.TrainSample(
+                prompt_tokens=sample.prompt_tokens,
+                response_tokens=sample.response_tokens,
+                advantage=sample.advantage,
+                old_log_probs=sample.old_log_probs,
+                reference_log_probs=sample.reference_log_probs,
+                engine_log_probs=sample.engine_log_probs,
+                masked=sample.masked,
+            )
+            for sample in recorded.recorded_samples(seed=len(self.losses))
+        ]
+        return wire.WorkerCall(train=wire.Train(update_id="u", samples=samples, learning_rate=LEARNING_RATE))
+
+    def prepare(self, name: str, ranks: Sequence[int], **layout: int) -> wire.WorkerCall:
+        asked = wire.PrepareReshard(id=name, layout=encode_layout(Layout(**layout)), ranks=ranks)
+        return wire.WorkerCall(prepare_reshard=asked)
+
+    def reshard(self, name: str, ranks: Sequence[int], **layout: int) -> Any:
+        """The report of the first phase, then the second; both are asked twice, as who had no answer does."""
+        report, again = (self.ask(self.prepare(name, ranks, **layout)) for _ in range(2))
+        assert report == again
+        for _ in range(2):
+            self.ask(wire.WorkerCall(commit_reshard=wire.CommitReshard(id=name)))
+        return report
+
+
+def _config(folder: str, memory: str) -> JobConfig:
+    actor = {"learning_rate": 1e-3, "layout": {"dp": 2}, "standby": "4-5"}
+    config = job_config(Path(folder), actor=actor, runtime={"host_memory_root": memory})
+    load_job(config)
+    return config
+
+
+def fixed(context: RankContext, *, folder: str, memory: str, num_updates: int) -> Results:
+    """The losses of one rank that is never resized."""
+    member = Member(context, _config(folder, memory))
+    member.join(1, [0])
+    member.start([0])
+    for _ in range(num_updates):
+        member.train([0])
+    member.worker.close()
+    return {"losses": np.array(member.losses)}
+
+
+def resized(context: RankContext, *, folder: str, memory: str) -> Results:
+    """Starts on 2 of 4 members, grows, moves, aborts, shrinks in an epoch without a member; with updates."""
+    member = Member(context, _config(folder, memory))
+    everyone = [0, 1, 2, 3]
+    refusals, certificates, moved = [], [], []
+    member.join(1, everyone)
+    member.start([0, 1], dp=2)
+    member.train([0, 1])
+    member.train([0, 1])
+    if member.me == 3:
+        refusals.append(member.refusal(member.training()))
+    for name, ranks, layout in (("grow", everyone, {"pp": 2, "dp": 2}), ("move", [3, 2], {"pp": 2})):
+        report = member.reshard(name, ranks, **layout)
+        certificates.append(report.certificate)
+        moved.append((report.moved_bytes, report.minimum_bytes))
+        member.train(ranks)
+    refusals.append(member.refusal(member.prepare("illegal", everyone, pp=4)))
+    member.ask(member.prepare("given up", [0], dp=1))
+    if member.me == 0:
+        refusals.append(member.refusal(wire.WorkerCall(commit_reshard=wire.CommitReshard(id="another"))))
+    member.ask(wire.WorkerCall(abort_reshard=wire.AbortReshard(id="given up")))
+    member.train([3, 2])
+    if member.me != 1:
+        member.join(2, [0, 2, 3])
+        if member.me == 3:
+            refusals.append(member.refusal(member.training()))
+        member.reshard("shrink", [0], dp=1)
+        member.train([0])
+        shared = state_folder(member.config, NodeId("n0")).glob("epoch*")
+        files = ["-".join(path.name.split("-")[:2]) for path in shared]
+        member.worker.close()
+    return {
+        "losses": np.array(member.losses),
+        "refusals": np.array(refusals),
+        "certificates": np.array(certificates),
+        "moved": np.array(moved),
+        "files": np.array(files if member.me == 0 else []),
+    }

@@ -1,0 +1,62 @@
+"""State is shared where it lies in memory and fits; otherwise each member keeps its own, and it is said why."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.actor.arena_folder import choose, file_system, most_bytes
+
+CPU = torch.device("cpu")
+MOUNTS = """overlay / overlay rw 0 0
+tmpfs /dev tmpfs rw 0 0
+shm /dev/shm tmpfs rw 0 0
+/dev/sda1 /dev/shm/big\\040disk ext4 rw 0 0
+"""
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tidegate-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "want"),
+    [("/home/jobs", "overlay"), ("/dev/shm/job", "tmpfs"), ("/dev/shm/big disk/job", "ext4"), ("/dev/shmem", "tmpfs")],
+)
+def test_a_path_is_on_the_innermost_mount_above_it(path: str, want: str) -> None:
+    assert file_system(Path(path), MOUNTS) == want
+
+
+def test_a_node_needs_room_for_two_layouts_whose_members_all_have_all_weights() -> None:
+    assert most_bytes(1000, num_members=3) == 2 * (3 * 4000 + 8000)
+
+
+def test_what_fits_in_memory_is_shared_there(memory: Path) -> None:
+    found = choose(memory / "state", needed_bytes=1 << 20, device=CPU)
+    assert found.folder == memory / "state"
+    assert (memory / "state").is_dir()
+
+
+def test_what_members_hold_already_is_not_missing_from_the_room(memory: Path) -> None:
+    room = int(choose(memory, needed_bytes=1 << 60, device=CPU).reason.split(" has ")[1].split(":")[0])
+    (memory / "arena").write_bytes(b"x" * (8 << 20))
+    again = int(choose(memory, needed_bytes=1 << 60, device=CPU).reason.split(" has ")[1].split(":")[0])
+    assert abs(again - room) < 4 << 20, "others of the machine may take a little meanwhile"
+
+
+def test_what_does_not_fit_is_kept_by_each_for_itself(memory: Path) -> None:
+    found = choose(memory, needed_bytes=1 << 60, device=CPU)
+    assert found.folder is None
+    assert f"takes up to {1 << 60} bytes" in found.reason
+    assert "--shm-size" in found.reason
+
+
+def test_state_on_a_device_is_not_shared(memory: Path) -> None:
+    assert choose(memory / "state", needed_bytes=1, device=torch.device("meta")).folder is None
+    assert not (memory / "state").exists()

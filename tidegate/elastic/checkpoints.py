@@ -1,0 +1,76 @@
+"""A trainer's state written to files, member by member, and a trainer started from such files in any layout.
+
+Invariants: what is written is one update's state, for no member trains meanwhile; a trainer whose files cannot be read
+is not started; progress goes on where the files' writer was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from tidegate.checksums import WrittenFile
+from tidegate.elastic.adam import optimizer_form
+from tidegate.elastic.files import StateFiles, write_rank
+from tidegate.elastic.held import Held
+from tidegate.elastic.holders import State
+from tidegate.elastic.optimizers import DistributedOptimizer
+from tidegate.elastic.state import Progress
+from tidegate.elastic.trainer import ElasticTrainer
+from tidegate.types import Layout
+
+_PROGRESS = TypeAdapter(Progress)
+_NOTE = "progress"
+
+
+def save(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None:
+    """Write this member's share of all that any layout needs to go on; None when its replicas write all that it holds.
+
+    Raises NotInLayout."""
+    tensors, held = trainer.state.skeleton.tensors(), trainer.held
+    assert held is not None
+    return write_rank(
+        folder,
+        file,
+        parameters=trainer.provider.parameters(),
+        state=_with_optimizer(trainer, held),
+        me=trainer.world.me,
+        tensors=tensors,
+        notes={_NOTE: _PROGRESS.dump_python(trainer.progress, mode="json")},
+    )
+
+
+def save_weights(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None:
+    """As `save`, of the weights alone, without notes: the same weights make the same file."""
+    tensors, held = trainer.state.skeleton.tensors(), trainer.held
+    assert held is not None
+    parameters = trainer.provider.parameters()
+    return write_rank(folder, file, parameters=parameters, state=State(held.mesh), me=trainer.world.me, tensors=tensors)
+
+
+def start_from(
+    trainer: ElasticTrainer, files: StateFiles, layout: Layout, *, ranks: Iterable[int] | None = None
+) -> None:
+    """As `ElasticTrainer.start`, with a saved state; every member of the epoch calls it, those that stand by too.
+
+    Raises LayoutRefused and what `StateFiles.read` does; the trainer is not started then."""
+
+    def fill(held: Held) -> Progress:
+        if held.state is not None:
+            files.read(
+                parameters=trainer.provider.parameters(),
+                state=_with_optimizer(trainer, held),
+                me=trainer.world.me,
+                targets=held.tensors(),
+            )
+        # Files that were written before progress was noted have none.
+        return _PROGRESS.validate_python(files.notes.get(_NOTE, {}))
+
+    trainer.start(layout, ranks=ranks, fill=fill)
+
+
+def _with_optimizer(trainer: ElasticTrainer, held: Held) -> State:
+    ranges = {rank: entry.ranges for rank, entry in held.announcements.items()}
+    return State(held.mesh, DistributedOptimizer(ranges, *optimizer_form(trainer.optimizer_config)))
