@@ -29,7 +29,7 @@ MAX_BLOWS = 5
 MAX_STEPS_ON = 40
 """An undisturbed job takes about twice as many."""
 
-ordinary = st.tuples(st.sampled_from(["deliver"] * 6 + ["repeat", "lose commands", "work"]), st.integers(0, 7))
+ordinary = st.tuples(st.sampled_from(["deliver"] * 6 + ["repeat", "lose commands", "work", "beat"]), st.integers(0, 7))
 blow = st.tuples(
     st.sampled_from(
         [
@@ -102,6 +102,8 @@ def happen(drive: Drive, what: str, number: int) -> None:
             drive.num_losses = 1
         case "work":
             cluster.work()
+        case "beat":
+            drive.decide()
         case "kill worker":
             slots = sorted(cluster.gpus)
             cluster.kill_worker(slots[number % len(slots)])
@@ -167,15 +169,15 @@ def test_in_the_final_lineage_every_iteration_is_there_once_and_no_sample_is_los
 @SLOW
 @given(schedules())
 def test_resizes_alone_cost_no_incarnation_no_sample_and_no_failed_start(steps: list[tuple[str, int]]) -> None:
-    drive = finished(steps)
+    drive = finished([(what, number) for what, number in steps if what != "lose commands"])
 
     assert drive.state.incarnation == 1
     assert [summary.is_superseded for summary in drive.state.summaries] == [False] * NUM_ITERATIONS
     assert not any(component.num_failed_starts for component in drive.state.components.values())
-    done = [record for record in drive.cluster.records.values() if record.reason.startswith("the actor from")]
-    starts = {record.reason for record in drive.cluster.records.values() if record.reason.startswith("start the actor")}
-    assert len(starts) == 1
-    assert all(record.outcome in (Outcome.COMMITTED, Outcome.ABORTED, Outcome.PARTIAL) for record in done)
+    records = drive.cluster.records.values()
+    assert sum(record.reason.startswith("start the actor") for record in records) == 1
+    resizes = [record for record in records if record.reason.startswith("the actor from")]
+    assert all(record.outcome is not Outcome.OPEN for record in resizes)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -133,6 +133,40 @@ def test_a_rank_that_dies_before_the_commit_ends_the_resize_and_restarts_the_act
     assert (drive.state.incarnation, drive.state.moved) == (2, None)
 
 
+@pytest.mark.parametrize("placed", [LARGER, ELSEWHERE, TURNED], ids=["grow", "move", "another order"])
+def test_a_resize_that_the_store_committed_is_open_until_the_lead_switched(placed: Placed) -> None:
+    drive = running()
+    ask(drive, placed)
+    while drive.cluster.outbox:
+        drive.deliver(drive.cluster.outbox.pop(0))
+
+    assert drive.cluster.work(), "the lead commits"
+    drive.decide()
+    assert drive.state.resize() is not None
+    assert gpus_of(drive.state) == (FIRST, SECOND)
+
+    drive.now_ms += 3 * drive.cluster.job_spec.command_deadline_ms
+    drive.decide()
+    assert drive.state.resize() is not None, "there is no way back"
+    drive.run_until(is_over)
+    assert gpus_of(drive.state) == placed.gpus
+
+
+@pytest.mark.parametrize("slot", [FIRST, SECOND, SPARE], ids=["it leaves", "it stays", "it came"])
+def test_a_rank_that_dies_between_commit_and_switch_restarts_the_actor(slot: GpuId) -> None:
+    drive = running()
+    ask(drive, Placed((SECOND, SPARE), Layout(dp=2)))
+    while drive.cluster.outbox:
+        drive.deliver(drive.cluster.outbox.pop(0))
+    assert drive.cluster.work(), "the lead commits"
+    drive.decide()
+
+    drive.cluster.kill_worker(slot)
+
+    assert drive.run().phase is Phase.FINISHED
+    assert drive.state.incarnation == 2
+
+
 def test_a_rank_that_dies_after_the_switch_restarts_the_actor_in_its_new_layout() -> None:
     drive = running()
     ask(drive, LARGER)
