@@ -230,8 +230,9 @@ class TrainerWorker:
 
     def _member(self) -> MegatronTrainer:
         """The trainer of a worker that is in an epoch."""
-        assert self._epochs.world is not None
+        world = self._epochs.world
         assert self._trainer is not None
+        assert self._trainer.elastic.world is world
         return self._trainer
 
     def _training(self) -> tuple[Job, MegatronTrainer]:

@@ -1,7 +1,7 @@
 """How a worker process becomes a rank of its component's Megatron world.
 
-Shared by the actor's and the inference's workers. Invariant: the store's socket is the one the instance bound, so that
-nothing listens where the instance did not mean it to.
+The slot's device is for the actor's workers too, whose worlds are the elastic library's. Invariant: the store's socket
+is the one the instance bound, so that nothing listens where the instance did not mean it to.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from tests.integration.megatron.jobs import state_files, trainer, world
 from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
 from tidegate.elastic.rendezvous import listening_socket
+from tidegate.megatron import parallel
 from tidegate.megatron.parallel import ParallelRanks
 
 RATE = 0.05
@@ -41,6 +42,8 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
         results |= _by_actor(actor, "actor-1")
         _publish(actor, Path(folder) / "1")
         context = _elsewhere(context, actor)
+    # A scorer's process has no actor before it, whose Megatron globals stay.
+    parallel.stop()
     with world(context, layout) as ranks:
         scorer = _scorer(ranks)
         scorer.load(state_files(Path(folder) / "0"), version=0, reference=True)
