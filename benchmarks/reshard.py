@@ -154,7 +154,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rows = []
     with rank_server() as server:
-        for source, target in CASES[:2] if options.quick else CASES:
+        for source, target in CASES[:1] if options.quick else CASES:
             size = size_of(source, target, is_quick=options.quick)
             print(f"{source} to {target}: {size.remark}", flush=True)
             row = row_of(source, target, size, measure(server, source, target, size, 2 if options.quick else 7))
@@ -166,7 +166,9 @@ def main() -> int:
         "dist_checkpointing (fully reshardable) and torch.distributed.checkpoint to tmpfs with groups built anew, and "
         "megatron.core.resharding for the weights alone, in the same processes"
     )
-    return publish(Report("reshard", figures_of(rows), GOALS, rows, against), options)
+    # A small model tells of latencies: no goal is for that.
+    goals = {} if options.quick else GOALS
+    return publish(Report("reshard", figures_of(rows), goals, rows, against), options)
 
 
 def _available_bytes() -> int:
