@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,6 +153,8 @@ def main() -> int:
     options = arguments("A running job's switch of layout, ours and others'.")
     # torch's store warns of each wait that ends at its deadline, and members look again and again for a decision.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # A run that is ended early would else leave gigabytes in memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = []
     with rank_server() as server:
         for source, target in CASES[:1] if options.quick else CASES:
