@@ -27,7 +27,7 @@ def memory() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("path", "want"),
-    [("/home/jobs", "overlay"), ("/dev/shm/job", "tmpfs"), ("/dev/shm/big disk/job", "ext4"), ("/dev/shmem", "tmpfs")],
+    [("/data/jobs", "overlay"), ("/dev/shm/job", "tmpfs"), ("/dev/shm/big disk/job", "ext4"), ("/dev/shmem", "tmpfs")],
 )
 def test_a_path_is_on_the_innermost_mount_above_it(path: str, want: str) -> None:
     assert file_system(Path(path), MOUNTS) == want
