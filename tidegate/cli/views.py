@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from structlog.typing import EventDict
 
+from tidegate.codec import decode_layout
 from tidegate.launcher.outcome import role_name, without_phase
 from tidegate.launcher.view import View
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
@@ -96,7 +97,17 @@ class LinesView(AbstractContextManager["LinesView"]):
                     samples_trained=reported.trained.num_samples,
                     **figures(reported.metrics),
                 )
-            case "failed" | "instance_lost" | "dead_lettered":
+            case "layout_committed" if event.layout_committed.HasField("reshard"):
+                done = event.layout_committed.reshard
+                self._log.info(
+                    "resized",
+                    source=str(decode_layout(done.source)),
+                    target=str(decode_layout(done.target)),
+                    gpus=[grant.gpu for grant in event.layout_committed.grants],
+                    moved_bytes=done.moved_bytes,
+                    seconds=round(sum(done.seconds.values()), 3),
+                )
+            case "failed" | "instance_lost" | "dead_lettered" | "resize_failed":
                 self._log.warning("failure", source=event.source, message=failure_text(event))
 
     def job(self, status: control_pb2.GetJobResponse) -> None:
@@ -148,7 +159,14 @@ class TerminalView(AbstractContextManager["TerminalView"]):
                     f"iteration {event.iteration}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:.4f}, "
                     f"{event.iteration_reported.trained.num_samples} samples trained"
                 )
-            case "failed" | "instance_lost" | "dead_lettered":
+            case "layout_committed" if event.layout_committed.HasField("reshard"):
+                done = event.layout_committed.reshard
+                gpus = ", ".join(grant.gpu for grant in event.layout_committed.grants)
+                self._console.print(
+                    f"actor resized: {decode_layout(done.source)} -> {decode_layout(done.target)} on {gpus}, "
+                    f"{done.moved_bytes} bytes moved in {sum(done.seconds.values()):.2f} s"
+                )
+            case "failed" | "instance_lost" | "dead_lettered" | "resize_failed":
                 self.note(f"{event.source}: {failure_text(event)}")
 
     def job(self, status: control_pb2.GetJobResponse) -> None:
@@ -193,6 +211,8 @@ def failure_text(event: events_pb2.Event) -> str:
         case "instance_lost":
             instance = event.instance_lost.instance
             return f"{instance} left" if event.source == instance else f"{instance} was lost: its lease expired"
+        case "resize_failed":
+            return f"the actor stays as it is: {event.resize_failed.message}"
         case _:
             letter = event.dead_lettered
             return f"dead letter {letter.dead_letter} of {letter.subject}: {letter.reason}"

@@ -38,10 +38,23 @@ def failed() -> events_pb2.Event:
     return events_pb2.Event(source="rollout@n0", failed=events_pb2.Failed(exit_status=-9))
 
 
+def resized() -> events_pb2.Event:
+    report = types_pb2.ReshardReport(
+        source=types_pb2.Layout(tp=2, dp=2), target=types_pb2.Layout(tp=2), moved_bytes=640, seconds={"transfer": 0.25}
+    )
+    grants = [types_pb2.Grant(gpu="n0/1"), types_pb2.Grant(gpu="n0/0")]
+    body = events_pb2.LayoutCommitted(grants=grants, reshard=report)
+    return events_pb2.Event(role=types_pb2.ROLE_ACTOR, source="actor@n0", layout_committed=body)
+
+
+def not_resized() -> events_pb2.Event:
+    return events_pb2.Event(source="actor@n0", resize_failed=events_pb2.ResizeFailed(message="no memory"))
+
+
 def show_all(view: OpenView) -> None:
     with view:
         view.step("NATS and Redis")
-        for event in (progress(1), progress(4), reported(), failed()):
+        for event in (progress(1), progress(4), reported(), failed(), resized(), not_resized()):
             view.event(event)
         view.job(control_pb2.GetJobResponse(job="small", phase="running", iteration=2, num_iterations=3))
         view.job(control_pb2.GetJobResponse(job="small", phase="running", iteration=2, num_iterations=3))
@@ -60,6 +73,8 @@ def test_without_a_terminal_every_line_is_a_json_object() -> None:
         "progress",
         "iteration",
         "failure",
+        "resized",
+        "failure",
         "job",
         "note",
     ]
@@ -67,6 +82,9 @@ def test_without_a_terminal_every_line_is_a_json_object() -> None:
     assert (lines[2]["role"], lines[2]["num_done"], lines[2]["num_tokens"]) == ("rollout", 4, 12.5)
     assert (lines[3]["reward_mean"], lines[3]["samples_trained"]) == (0.75, 8)
     assert lines[4]["message"] == "a process ended with status -9"
+    assert (lines[5]["source"], lines[5]["target"], lines[5]["gpus"]) == ("tp2-dp2", "tp2", ["n0/1", "n0/0"])
+    assert (lines[5]["moved_bytes"], lines[5]["seconds"]) == (640, 0.25)
+    assert lines[6]["message"] == "the actor stays as it is: no memory"
 
 
 def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
@@ -75,6 +93,9 @@ def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
     assert isinstance(view, TerminalView)
     show_all(view)
     assert "iteration 2: reward 0.750, loss -0.0100, 8 samples trained" in stream.getvalue()
+    assert "actor resized: tp2-dp2 -> tp2 on n0/1, n0/0, 640 bytes moved in 0.25 s" in " ".join(
+        stream.getvalue().split()
+    )
     assert "rollout@n0 was killed" in stream.getvalue()
 
 
