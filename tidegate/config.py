@@ -146,6 +146,8 @@ class ActorSection(_Section):
     """GPUs that it may get while it works, besides those it is placed on; written as the placement is."""
     standby_memory_mib: Positive = 2048
     """Of the process that stands by on a slot for the actor; one that takes more is ended, and its slot starts cold."""
+    num_logical_shards: Positive | None = None
+    """A power of two that every dp divides: updates then have the same bits for every dp and pp."""
     learning_rate: PositiveFloat
     lr_warm_up_samples: Count = 0
     weight_decay: NonNegativeFloat = 0.0

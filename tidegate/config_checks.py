@@ -69,7 +69,7 @@ def placement_faults(config: JobConfig) -> list[str]:
             holder.setdefault(index, str(role))
         if role is not Role.ROLLOUT and (fault := _layout_fault(config, role, len(indices))):
             faults.append(fault)
-    return faults + _standby_faults(config, holder)
+    return faults + _standby_faults(config, holder) + _shards_faults(config)
 
 
 def _standby_faults(config: JobConfig, holder: dict[int, str]) -> list[str]:
@@ -85,6 +85,16 @@ def _standby_faults(config: JobConfig, holder: dict[int, str]) -> list[str]:
         elif index in holder:
             faults.append(f"actor.standby names GPU {index}, which {holder[index]} has already: list each GPU once")
     return faults
+
+
+def _shards_faults(config: JobConfig) -> list[str]:
+    num_shards, dp = config.actor.num_logical_shards, config.actor.layout.dp
+    if num_shards is None or (num_shards.bit_count() == 1 and num_shards % dp == 0):
+        return []
+    return [
+        f"actor.num_logical_shards={num_shards} must be a power of two that every dp of the actor divides, and "
+        f"actor.layout.dp is {dp}: set it to one such as 8, and dp to a power of two up to it"
+    ]
 
 
 def _layout_fault(config: JobConfig, role: Role, num_gpus: int) -> str | None:

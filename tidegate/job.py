@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.config import ConfigError, JobConfig
-from tidegate.megatron.family import check_layout, padded_vocab_size
+from tidegate.megatron.family import check_layout, padded_vocab_size, possible_tp_sizes
 from tidegate.model_config import ModelConfig
 from tidegate.tasks import Task, find_task
 from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokenizer
@@ -116,7 +116,10 @@ class Job:
 
     @property
     def padded_vocab(self) -> int:
-        return padded_vocab_size(self.model, [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)])
+        """Fixed for the job, whatever layouts its actor goes through."""
+        num_slots = len(self.config.placement(Role.ACTOR)) + len(self.config.standby())
+        configured = [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)]
+        return padded_vocab_size(self.model, [*configured, *possible_tp_sizes(self.model, num_ranks=num_slots)])
 
     def sampling_seed(self, sample: SampleId) -> int:
         """64 bits that decide a response's draws. Without the incarnation: a resumed job samples the same again."""

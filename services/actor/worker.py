@@ -303,6 +303,7 @@ def _settings(job: Job) -> TrainerSettings:
             old_log_probs=OldLogProbs(algorithm.old_logprobs),
             importance_cap=algorithm.importance_cap,
         ),
+        num_logical_shards=actor.num_logical_shards,
         optimizer=OptimizerSettings(
             weight_decay=actor.weight_decay,
             adam_beta1=actor.adam_beta1,

@@ -113,6 +113,10 @@ WRONG = {
         _with("actor.standby", "1,4"),
         r"standby names GPU 1, which actor has already: .*\n.*standby names GPU 4, which inference has already",
     ),
+    "logical shards that are no power of two": (
+        _with("actor.num_logical_shards", 6),
+        "actor.num_logical_shards=6 must be a power of two that every dp of the actor divides",
+    ),
     "a GPU that the actor may get beyond the cluster": (
         _with("actor.standby", "5"),
         r"actor.standby names GPU 5, the cluster has 5 \(0-4\)",

@@ -33,6 +33,13 @@ def test_the_vocabulary_is_padded_for_the_layouts_of_both_megatron_components(tm
     assert job.padded_vocab >= job.model.vocab_size
 
 
+def test_the_vocabulary_is_padded_for_every_tp_that_the_actor_may_change_to(tmp_path: Path) -> None:
+    model = {"num_heads": 3, "num_kv_heads": 3, "ffn_hidden_size": 96}
+    job = load_job(job_config(tmp_path, model=model, actor={"standby": "4"}))
+    assert job.padded_vocab == padded_vocab_size(job.model, [3])
+    assert job.padded_vocab != job.model.vocab_size
+
+
 def test_the_draws_of_a_sample_follow_from_the_jobs_seed_and_its_place_but_not_from_the_incarnation(
     tmp_path: Path,
 ) -> None:

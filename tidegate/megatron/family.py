@@ -21,6 +21,12 @@ def padded_vocab_size(config: ModelConfig, tp_sizes: Iterable[int]) -> int:
     return math.ceil(config.vocab_size / multiple) * multiple
 
 
+def possible_tp_sizes(config: ModelConfig, *, num_ranks: int) -> list[int]:
+    """What a job on so many ranks may change its tp to, ascending; the vocabulary is padded for all of them."""
+    divisors = _divisors(math.gcd(config.num_heads, config.num_kv_heads, config.ffn_hidden_size))
+    return [size for size in divisors if size <= num_ranks]
+
+
 def model_parameters(config: ModelConfig, *, padded_vocab: int, itemsize: int = 4) -> tuple[Parameter, ...]:
     """The logical parameters, of `itemsize` bytes an element, in order from input to output."""
     return gpt_parameters(
