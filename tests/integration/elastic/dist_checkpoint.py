@@ -35,7 +35,6 @@ from tidegate.elastic.parameters import Parameter, shard_of
 
 State = dict[tuple[str, StateKind], npt.NDArray[Any]]
 
-_FULLY_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _MOMENTS = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
 
 
@@ -47,8 +46,17 @@ class Trained:
     optimizer: Any
     groups: ProcessGroupCollection
 
-    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = _FULLY_RESHARDABLE | {"dp_cp_group": self.groups.dp_cp}
+    def sharded_state(self, *, is_loading: bool, on_first_replica: bool = False) -> dict[str, Any]:
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": on_first_replica,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self.groups.dp_cp,
+        }
+        if on_first_replica:
+            for link in compat.links(self.optimizer):
+                # It gathers over gloo, beside NCCL; here the group itself is gloo's.
+                link.data_parallel_group_gloo = link.data_parallel_group
         with _data_parallel_rank(self.groups.dp_cp.rank()):
             models = {
                 f"model{number}": chunk.module.sharded_state_dict(metadata=dict(metadata))
@@ -69,18 +77,21 @@ def _data_parallel_rank(rank: int) -> Iterator[None]:
         parallel_state._MPU_DATA_PARALLEL_RANK = before
 
 
-def save(source: Trained | None, folder: Path, *, is_parallel: bool = False) -> None:
+def save(source: Trained | None, folder: Path, *, on_first_replica: bool = False) -> None:
     """Collective over WORLD; the folder is there and empty. ValueError where WORLD's first rank has no part.
 
-    `is_parallel`: replicas share the writing, as Megatron's trainer has it by default."""
+    `on_first_replica`: only there the optimizer's state is put together, instead of on all, which share the writing.
+    """
     if source is None and dist.get_rank() == 0:
         raise ValueError("rank 0 of WORLD holds nothing, and dist_checkpointing has it write what all share: use it")
     # A save that is not asynchronous would still start a manager process, which outlives a rank that is killed.
     filesystem_async._results_queue = queue.Queue()
-    state = {} if source is None else source.sharded_state(is_loading=False)
+    state: dict[str, Any] = {}
     strategy: Any = TorchDistSaveShardedStrategy()
-    if source is not None and is_parallel:
-        strategy = FullyParallelSaveStrategyWrapper(strategy, source.groups.dp_cp)
+    if source is not None:
+        state = source.sharded_state(is_loading=False, on_first_replica=on_first_replica)
+        if not on_first_replica:
+            strategy = FullyParallelSaveStrategyWrapper(strategy, source.groups.dp_cp)
     dist_checkpointing.save(state, str(folder), strategy)
 
 
