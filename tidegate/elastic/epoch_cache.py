@@ -8,8 +8,10 @@ no memory; an arena's file is one member's, in one mesh of one epoch.
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
@@ -66,9 +68,10 @@ class EpochCache:
         """
         with watch.part("groups"):
             wanted = _groups(mesh)
-            if not self.world.is_prepared(wanted):
-                self._forget(mesh)
+            is_known = self.world.is_prepared(wanted)
             self.world.prepare(wanted if beside is None else wanted | _groups(beside))
+            if not is_known:
+                self._forget_dropped(mesh)
         with watch.part("build"):
             if mesh not in self._announced:
                 self._build(mesh)
@@ -93,9 +96,7 @@ class EpochCache:
 
     def discard(self, *, but: RankState | None = None) -> None:
         """At the epoch's end: give everything back but the tensors that hold the job's state."""
-        for mesh in list(self._states):
-            if self._states[mesh] is not but:
-                self._forget(mesh)
+        self._forget({mesh for mesh, state in self._states.items() if state is not but})
 
     def _build(self, mesh: Mesh) -> None:
         """Make this member's tensors and learn of the others', to be found at the next switch too."""
@@ -154,11 +155,20 @@ class EpochCache:
         self._num_arenas += 1
         return SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
 
-    def _forget(self, mesh: Mesh) -> None:
-        if state := self._states.pop(mesh, None):
-            state.discard()
-        self._announced.pop(mesh, None)
-        self._parts = {key: part for key, part in self._parts.items() if mesh not in key[1:]}
+    def _forget_dropped(self, mesh: Mesh) -> None:
+        """The tensors of meshes of which the world has dropped groups, to make room for those of `mesh`, or its own."""
+        whole = {other for other in self._announced if other != mesh and self.world.is_prepared(_groups(other))}
+        self._forget(self._announced.keys() - whole)
+
+    def _forget(self, meshes: AbstractSet[Mesh]) -> None:
+        for mesh in meshes:
+            if state := self._states.pop(mesh, None):
+                state.discard()
+            self._announced.pop(mesh, None)
+        self._parts = {key: part for key, part in self._parts.items() if meshes.isdisjoint(key[1:])}
+        if meshes:
+            # Megatron's models and optimizers refer to themselves, and to groups that have descriptors and threads.
+            gc.collect()
 
 
 def _groups(mesh: Mesh) -> set[tuple[int, ...]]:

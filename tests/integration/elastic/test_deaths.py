@@ -37,7 +37,7 @@ DEATHS: dict[str, tuple[dict[str, Any], str]] = {
     "while an update is applied, with copies at peers": (
         {"point": APPLYING, "dies_in": 3, "shared": False, "copies": "peer"},
         # Member 3 needed nobody more, and had applied it.
-        "(2,) {2: 'the copy that member 3 kept', 3: 'its own copy'} 1 16",
+        "(2,) {2: 'the copy that member 3 kept', 3: 'its own copy'} 1 8",
     ),
     "while an update is applied, with the last common copy two behind": (
         {"point": APPLYING, "dies_in": 3, "copies": "node", "copy_every": 4},

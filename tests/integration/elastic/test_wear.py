@@ -17,8 +17,8 @@ PLACES: list[dict[str, Any]] = [
 ]
 MIB = 1 << 20
 GROWTH_MIB = 4.0
-"""Of the second half of the switches: 1.5 was seen on the rank that serves the store, which keeps every vote, and 0.9
-elsewhere; a leaked model of this size would be 30 after 100 switches."""
+"""From the middle of the switches to their end, medians of three measures: 1.5 was seen on the rank that serves the
+store, which keeps every vote, and 0.9 elsewhere."""
 
 
 @pytest.mark.long
@@ -42,9 +42,8 @@ def test_switches_leak_nothing(ranks: RankServer, num_switches: int, options: di
             f"median {np.median(of_rank['seconds']):.3f} s"
         )
         assert of_rank["kept"]
-        # Megatron makes some of its threads late.
         warm = len(of_rank["measures"]) // 4
         assert descriptors[-1] <= descriptors[warm]
         assert threads[-1] <= threads[warm]
         assert files[-1] <= files[warm]
-        assert (resident[-1] - resident[len(resident) // 2]) / MIB <= GROWTH_MIB
+        assert (np.median(resident[-3:]) - np.median(resident[4:7])) / MIB <= GROWTH_MIB

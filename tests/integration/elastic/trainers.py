@@ -42,6 +42,8 @@ VOCAB = 61
 PADDED_VOCAB = 64
 LEARNING_RATE = 1e-3
 SEED = 5
+NUM_SEQUENCES = 8
+"""Of a minibatch: one each for as many replicas as there are in any test."""
 DROPOUT = 0.2
 
 Logical = dict[str, npt.NDArray[Any]]
@@ -95,10 +97,10 @@ def adam(*, bf16: bool = False) -> OptimizerConfig:
     )
 
 
-def minibatch(update: int, *, num_sequences: int = 8) -> NextTokens:
+def minibatch(update: int) -> NextTokens:
     """The tokens of one update: the same whatever the layout."""
     draw = np.random.default_rng((SEED, update))
-    sequences = [draw.integers(0, VOCAB, size=int(draw.integers(9, 17))).tolist() for _ in range(num_sequences)]
+    sequences = [draw.integers(0, VOCAB, size=int(draw.integers(9, 17))).tolist() for _ in range(NUM_SEQUENCES)]
     return NextTokens(sequences, VOCAB, limits=BatchLimits(max_sequences=1, pad_multiple=16))
 
 
