@@ -29,10 +29,10 @@ OVER_TENSORS: dict[str, Switch] = {
 OVER_EXPERTS: dict[str, Switch] = {
     "shared experts become cut ones": ({"layout": {"dp": 4, "ep": 2}}, {"layout": {"tp": 2, "dp": 2, "ep": 2}}),
 }
-TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
-"""Relative, of losses and norms over all updates; 2e-6 and 1e-2 were seen."""
-TIGHTER = 1e-5
-"""In fp32 where tensors stay whole, and only sums over replicas change their order."""
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3}
+"""Relative, of losses and norms: 3e-7 and 6e-4 were seen over 22 updates."""
+TIGHTER = 1e-6
+"""In fp32 where tensors stay whole, and only sums over replicas change their order: 2e-7 was seen."""
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ WITH_EXPERTS: list[Place] = [
     {"layout": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "dp": 2}},
     {"layout": {"pp": 2, "cp": 2}, "ranks": [2, 7, 0, 5]},
 ]
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Of a loss, relative to the run that is never resized. In bf16 layouts round differently: 2e-3 was seen."""
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
+"""Of a loss, relative to the run that is never resized; in bf16 1e-3 was seen, for layouts round differently."""
 
 
 def walk(ranks: RankServer, places: list[Place], num_ranks: int, **options: Any) -> tuple[list[Results], Any]:
