@@ -19,7 +19,7 @@ DEV := $(VENV)/.installed-dev
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # mypy refuses a folder that holds no Python yet
-CHECKED = $(foreach folder,tidegate services simulator benchmarks tests tools,\
+CHECKED = $(foreach folder,tidegate services simulator benchmarks tests tools examples,\
 	$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
 
 # Each slot is one process on few cores: more threads a process only fight each other (and change sums' order).
