@@ -34,13 +34,17 @@ Results = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """A rank's place and how it meets the others; `listen_fd` is rank 0's socket."""
+    """A rank's place and how it meets the others; `listen_fd` is rank 0's socket.
+
+    `tmpfs` is a folder of the host's shared memory that all ranks of the call have, gone with what is in it afterwards.
+    """
 
     rank: int
     world_size: int
     port: int
     listen_fd: int | None
     timeout_s: float
+    tmpfs: Path
 
 
 class RankServer:
@@ -69,13 +73,17 @@ class RankServer:
         A rank in `expect_death` must be killed by SIGKILL, and returns {}."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with tempfile.TemporaryDirectory() as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix="tidegate-test-") as folder,
+            tempfile.TemporaryDirectory(prefix="tidegate-test-", dir="/dev/shm") as tmpfs,
+        ):
             call = {
                 "target": target,
                 "world_size": world_size,
                 "arguments": dict(arguments or {}),
                 "timeout_s": timeout_s,
                 "folder": folder,
+                "tmpfs": tmpfs,
                 "expect_death": list(expect_death),
             }
             self._process.stdin.write(json.dumps(call) + "\n")
@@ -144,6 +152,7 @@ def _run_ranks(call: dict[str, Any]) -> str:
                 port=port,
                 listen_fd=listen_fd if rank == 0 else None,
                 timeout_s=call["timeout_s"],
+                tmpfs=Path(call["tmpfs"]),
             )
             _be_rank(context, target, call)
         ranks[os.pidfd_open(pid)] = rank

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,21 +117,14 @@ def started(
     store = open_store(context)
     members = tuple(range(context.world_size))
     world = join(context, store, epoch=1, members=members, max_groups=max_groups)
-    folder = None
-    if shared:
-        said = world.gather(members, tempfile.mkdtemp(dir="/dev/shm").encode() if context.rank == 0 else b"")
-        folder = Path(said[0].decode())
+    folder = context.tmpfs if shared else None
     settings = ElasticSettings(seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S, num_logical_shards=shards)
     optimizer_config = adam(bf16=model.get("bf16", False))
     trainer = ElasticTrainer(provider(**model), optimizer_config, world=world, settings=settings, at=at)
-    try:
-        trainer.start(layout, ranks=ranks)
-        yield trainer
-        trainer.close()
-        world.leave()
-    finally:
-        if folder is not None and context.rank == 0:
-            shutil.rmtree(folder)
+    trainer.start(layout, ranks=ranks)
+    yield trainer
+    trainer.close()
+    world.leave()
 
 
 def logical_state(trainer: ElasticTrainer) -> Logical:
