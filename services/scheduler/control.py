@@ -125,8 +125,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         state, layout = self._own(request.job), decode_layout(request.layout)
         if state.spec is None or state.phase is not Phase.RUNNING:
             raise ResizeRefused(f"job {request.job} is {state.phase}: an actor is resized while its job is running")
-        if (open_resize := state.resize()) is not None:
-            raise ResizeRefused(f"{open_resize.id} is under way ({open_resize.reason}): ask again when it has ended")
         gpus = tuple(GpuId(gpu) for gpu in request.gpus)
         placed = Placed(gpus, layout) if gpus else resizes.target(state, layout)
         if (fault := resizes.fault(state.spec, placed)) is not None:

@@ -143,6 +143,7 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         components=all_down(again),
         reference=None,
         asked=None,
+        asked_next=None,
         moved=None,
         num_restarts=0,
         expectations={},

@@ -66,7 +66,7 @@ def _closed(state: ClusterState, transition: Transition) -> ClusterState:
     for part in transition.parts:
         component = state.components[part.role]
         if part.role is Role.ACTOR and part.old_layout is not None and part.new_layout is not None:
-            state = replace(state, asked=None)
+            state = replace(state, asked=state.asked_next, asked_next=None)
             continue
         if part.new_layout is not None and transition.outcome is not Outcome.COMMITTED:
             component = replace(component, num_failed_starts=component.num_failed_starts + 1)

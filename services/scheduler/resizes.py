@@ -1,8 +1,9 @@
 """What is known of the actor's resizes: asked by a person, in force once its lead says so, or come to nothing.
 
-Invariants: one is asked at a time, and never for GPUs that are no slot of the actor; the actor's layout in the state
-changes only by its lead's word, which comes after the store committed it; a resize that failed is not asked again by
-itself, counts as no failed start and leaves incarnation and iteration as they are.
+Invariants: one is made at a time, the last one asked for meanwhile is next, and none is for GPUs that are no slot of
+the actor; the actor's layout in the state changes only by its lead's word, which comes after the store committed it; a
+resize that failed is not asked again by itself, counts as no failed start and leaves incarnation and iteration as they
+are.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def requested(state: ClusterState, body: ev.ResizeRequested) -> ClusterState | R
     if state.spec is None or fault(state.spec, body.placed) is not None:
         return Refused("asks for what the actor cannot be")
     if state.resize() is not None:
-        return Refused("another resize is under way")
+        return replace(state, asked_next=body.placed)
     return replace(state, asked=body.placed)
 
 

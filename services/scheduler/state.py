@@ -212,6 +212,8 @@ class ClusterState:
     components: Mapping[Role, Component] = field(default_factory=lambda: {role: Component() for role in Role})
     asked: Placed | None = None
     """Where a person wants the actor, while it is not there yet."""
+    asked_next: Placed | None = None
+    """Where a person wants it after the resize that is under way; the last word counts."""
     moved: Placed | None = None
     """Where the actor was moved to; None while it is where the config places it."""
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict)

@@ -227,14 +227,17 @@ def test_what_the_actor_can_never_be_is_refused_by_name(placed: Placed, want: st
     assert drive.state.ignored["asks for what the actor cannot be"] == 1
 
 
-def test_only_one_resize_is_under_way() -> None:
+def test_a_resize_asked_for_during_another_is_next_and_the_last_word_counts() -> None:
     drive = running()
     ask(drive, LARGER)
+    ask(drive, Placed((FIRST, SECOND), Layout(tp=2)))
     ask(drive, SMALLER)
+
+    drive.run_until(lambda state: gpus_of(state) == LARGER.gpus)
+    drive.run_until(lambda state: gpus_of(state) == SMALLER.gpus)
     drive.run_until(is_over)
 
-    assert gpus_of(drive.state) == LARGER.gpus
-    assert drive.state.ignored["another resize is under way"] == 1
+    assert drive.state.num_transitions == 5, "three starts and two resizes"
 
 
 def test_a_layout_without_gpus_takes_the_first_free_slots_or_leaves_the_last() -> None:
