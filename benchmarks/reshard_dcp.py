@@ -1,8 +1,9 @@
 """torch's own checkpoint, torch.distributed.checkpoint, to memory and back: weights and Adam's state as DTensors.
 
-The tensors are cut as Megatron cuts them, weights over tp and moments over dp too, by the first dim; gate and up are
-two tensors, for a DTensor has no blocks. Timed are save, the end of torch's world and the new one with its device mesh,
-the target's memory, load. A model and an optimizer are not built, and gradients are not there: less than a job does.
+Weights are the model's own, cut as Megatron cuts them; gate and up are two tensors, for a DTensor has no blocks. Adam's
+moments are cut over dp too, by the first dim, in memory of their own: what Megatron's optimizer keeps are flat ranges,
+which no DTensor describes, and the way from one to the other is left out. Timed are save, the end of torch's world and
+the new one with its groups, model, DDP and optimizer, the moments' memory, load.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from benchmarks.reshard_job import MegatronJob
 from benchmarks.reshard_sides import Crew, Parts
 from benchmarks.reshard_state import NUM_STEPS, LogicalState
-from tidegate.elastic.layout import Edge, Mesh
+from tests.integration.elastic.dist_checkpoint import Trained
+from tidegate.elastic.layout import Mesh
 from tidegate.elastic.optimizers import StateKind
 from tidegate.elastic.parameters import Parameter, Split, Whole
 
@@ -34,13 +36,16 @@ class TorchCheckpoint:
     def __init__(self, crew: Crew, state: LogicalState) -> None:
         self._crew = crew
         self._state = state
+        self._job = MegatronJob(crew, state)
+        self._trained: Trained | None = None
         self._held: dict[str, torch.Tensor] = {}
         self._folder = crew.folder / "dcp"
 
     def prepare(self, source: Mesh, target: Mesh) -> None:
         self.close()
         self._source, self._target = source, target
-        self._allocate(source, self._start(source))
+        self._job.start(source.layout)
+        self._build(source)
         for key, local in self._locals():
             local.copy_(self._want(key))
         if self._crew.rank == 0:
@@ -51,14 +56,13 @@ class TorchCheckpoint:
         with watch.part("save"):
             if self._held:
                 save(self._held, checkpoint_id=self._folder)
-            self._held = {}
-            gc.collect()
+            self._forget()
             self._crew.meet()
         with watch.part("groups"):
-            self._stop()
-            mesh = self._start(self._target)
+            self._job.stop()
+            self._job.start(self._target.layout)
         with watch.part("build"):
-            self._allocate(self._target, mesh)
+            self._build(self._target)
         with watch.part("load"):
             if self._held:
                 load(self._held, checkpoint_id=self._folder)
@@ -72,45 +76,36 @@ class TorchCheckpoint:
             assert torch.equal(local, self._want(key)), f"{key} in {self._target.layout} is not as it was"
 
     def close(self) -> None:
-        self._held = {}
-        gc.collect()
-        self._stop()
+        self._forget()
+        self._job.stop()
         self._crew.meet()
         if self._crew.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, mesh: Mesh) -> DeviceMesh | None:
-        store = self._crew.new_world()
-        if self._crew.rank not in mesh.ranks:
-            return None
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=self._crew.rank,
-            world_size=len(mesh.ranks),
-            timeout=timedelta(seconds=self._crew.timeout_s),
-        )
-        layout = mesh.layout
-        ranks = torch.tensor(mesh.ranks).view(layout.pp, layout.dp, layout.tp).transpose(1, 2)
-        return DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "tp", "dp"))
+    def _forget(self) -> None:
+        self._held, self._trained = {}, None
+        gc.collect()
 
-    def _stop(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _allocate(self, mesh: Mesh, devices: DeviceMesh | None) -> None:
+    def _build(self, mesh: Mesh) -> None:
         """This rank's tensors, of no meaning yet."""
-        if devices is None:
+        self._trained = self._job.build(mesh)
+        if self._trained is None:
             return
-        stage = devices["tp", "dp"]
+        groups: Any = ProcessGroupCollection.use_mpu_process_groups()
+        layout, place = mesh.layout, mesh.coordinates(mesh.ranks.index(self._crew.rank))
+        of_stage = torch.tensor(mesh.ranks).view(layout.pp, layout.dp, layout.tp)[place.stage].T
+        devices = DeviceMesh.from_group([groups.tp, groups.dp], "cpu", of_stage, mesh_dim_names=("tp", "dp"))
+        weights = dict(self._state.provider.local_parameters(self._trained.chunks, mesh, self._crew.rank))
         for parameter in self._state.parameters():
-            if _stage_of(parameter, mesh) != mesh.coordinates(self._crew.rank).stage:
+            if parameter.name not in weights:
                 continue
-            for key, shape, placements in _tensors_of(parameter):
-                local, _ = compute_local_shape_and_global_offset(shape, stage, placements)
+            for key, kind, shape, placements, block in _tensors_of(parameter):
+                local, _ = compute_local_shape_and_global_offset(shape, devices, placements)
+                own = weights[parameter.name].detach()
+                own = own if block is None else own.chunk(2)[block]
                 self._held[key] = DTensor.from_local(
-                    torch.empty(local),
-                    stage,
+                    own if kind is StateKind.WEIGHT else torch.empty(local),
+                    devices,
                     placements,
                     run_check=False,
                     shape=torch.Size(shape),
@@ -136,14 +131,10 @@ class TorchCheckpoint:
         return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
-def _stage_of(parameter: Parameter, mesh: Mesh) -> int:
-    if isinstance(parameter.place, int):
-        return list(mesh.homes())[parameter.place].stage
-    return 0 if parameter.place is Edge.INPUT else mesh.layout.pp - 1
-
-
-def _tensors_of(parameter: Parameter) -> Iterator[tuple[str, tuple[int, ...], tuple[Placement, Placement]]]:
-    """(key, shape, placements over tp and dp)."""
+def _tensors_of(
+    parameter: Parameter,
+) -> Iterator[tuple[str, StateKind, tuple[int, ...], tuple[Placement, Placement], int | None]]:
+    """(key, kind, shape, placements over tp and dp, which of its blocks it is)."""
     cut = parameter.cut
     over_tp = Replicate() if isinstance(cut, Whole) else Shard(cut.dim if isinstance(cut, Split) else 0)
     num_blocks = cut.stride if isinstance(cut, Split) else 1
@@ -152,4 +143,5 @@ def _tensors_of(parameter: Parameter) -> Iterator[tuple[str, tuple[int, ...], tu
         for block in range(num_blocks):
             suffix = f"#{block}" if num_blocks > 1 else ""
             over_dp = Replicate() if kind is StateKind.WEIGHT else Shard(0)
-            yield f"{kind}/{parameter.name}{suffix}", shape, (over_tp, over_dp)
+            which = block if num_blocks > 1 else None
+            yield f"{kind}/{parameter.name}{suffix}", kind, shape, (over_tp, over_dp), which

@@ -10,36 +10,27 @@ from __future__ import annotations
 
 import gc
 import shutil
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
-
+from benchmarks.reshard_job import MegatronJob
 from benchmarks.reshard_sides import Crew, Parts
-from benchmarks.reshard_state import LogicalState, adam
+from benchmarks.reshard_state import LogicalState
 from tests.integration.elastic.dist_checkpoint import Trained, have_state, load, save
 from tidegate.elastic.layout import Mesh
-from tidegate.megatron import parallel
-from tidegate.megatron.updates import data_parallel, distributed_optimizer
-from tidegate.types import Layout
-
-CPU = torch.device("cpu")
 
 
 class DistCheckpointing:
     def __init__(self, crew: Crew, state: LogicalState) -> None:
         self._crew = crew
         self._state = state
+        self._job = MegatronJob(crew, state)
         self._trained: Trained | None = None
         self._folder = crew.folder / "dist_checkpointing"
 
     def prepare(self, source: Mesh, target: Mesh) -> None:
         self.close()
         self._source, self._target = source, target
-        self._start(source.layout)
-        self._build(source)
+        self._job.start(source.layout)
+        self._trained = self._job.build(source)
         if self._trained is not None:
             have_state(self._trained.optimizer)
             self._state.fill(self._trained.chunks, self._trained.optimizer, source, self._crew.rank)
@@ -55,10 +46,10 @@ class DistCheckpointing:
             gc.collect()
             self._crew.meet()
         with watch.part("groups"):
-            parallel.stop()
-            self._start(self._target.layout)
+            self._job.stop()
+            self._job.start(self._target.layout)
         with watch.part("build"):
-            self._build(self._target)
+            self._trained = self._job.build(self._target)
         with watch.part("load"):
             if self._trained is not None:
                 load(self._trained, self._folder)
@@ -74,33 +65,7 @@ class DistCheckpointing:
     def close(self) -> None:
         self._trained = None
         gc.collect()
-        parallel.stop()
+        self._job.stop()
         self._crew.meet()
         if self._crew.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _start(self, layout: Layout) -> None:
-        """Torch's world of this layout's ranks alone, and Megatron's groups in it."""
-        store = self._crew.new_world()
-        if self._crew.rank >= layout.num_ranks:
-            return
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=self._crew.rank,
-            world_size=layout.num_ranks,
-            timeout=timedelta(seconds=self._crew.timeout_s),
-        )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            create_gloo_process_groups=False,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-    def _build(self, mesh: Mesh) -> None:
-        if self._crew.rank in mesh.ranks:
-            groups = ProcessGroupCollection.use_mpu_process_groups()
-            modules = self._state.provider.build(mesh, self._crew.rank, groups, device=CPU)
-            chunks = [data_parallel(module, groups) for module in modules]
-            self._trained = Trained(chunks, distributed_optimizer(chunks, adam(), groups), groups)

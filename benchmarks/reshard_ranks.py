@@ -20,7 +20,7 @@ from benchmarks.reshard_megatron import DistCheckpointing
 from benchmarks.reshard_refit import Refit
 from benchmarks.reshard_sides import Crew, Side
 from benchmarks.reshard_state import LogicalState, model
-from benchmarks.reshard_tidegate import ByGloo, BySharedMemory, WeightsAlone
+from benchmarks.reshard_tidegate import ByGloo, BySharedMemory, IntoFreshMemory, WeightsAlone
 from tests.ranks import RankContext, Results
 from tidegate.elastic.layout import Mesh
 from tidegate.types import Layout
@@ -30,6 +30,7 @@ SIDES: dict[str, Callable[[Crew, LogicalState], Side]] = {
     "dcp": TorchCheckpoint,
     "mcore_refit": Refit,
     "tidegate": BySharedMemory,
+    "tidegate_fresh": IntoFreshMemory,
     "tidegate_gloo": ByGloo,
     "tidegate_weights": WeightsAlone,
 }

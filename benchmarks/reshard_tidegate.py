@@ -1,14 +1,15 @@
 """Our side: an ElasticTrainer's reshard, by shared memory and by gloo, and its transport for the weights alone.
 
-Nothing is built ahead, so that the first switch makes groups and tensors and the later ones find them. After each
-switch its floor is measured: the same bytes to each rank, in one stretch, into memory that was just taken, by the same
-means. Weights alone go between tensors that stand there already at both ends, as Megatron's refit has it.
+Nothing is built ahead, so that the first switch makes groups and tensors and the later ones find them, and by default
+the memory too, which the last switch left; one side has it taken anew each time, as the switch to a third layout does.
+After each switch its floor is measured: the same bytes to each rank, in one stretch, into memory that was just taken,
+by the same means. Weights alone go between tensors that stand there already at both ends, as Megatron's refit has it.
 """
 
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
@@ -42,8 +43,7 @@ class ByGloo:
         self._crew = crew
         self._state = state
         self._world = _join(crew)
-        settings = ElasticSettings(shared_memory=self._shared_memory(), timeout_s=crew.timeout_s)
-        self._trainer = ElasticTrainer(state.provider, adam(), world=self._world, settings=settings)
+        self._trainer = ElasticTrainer(state.provider, adam(), world=self._world, settings=self._settings())
 
     def prepare(self, source: Mesh, target: Mesh) -> None:
         if self._trainer.held is None:
@@ -68,8 +68,8 @@ class ByGloo:
         self._trainer.close()
         self._world.leave()
 
-    def _shared_memory(self) -> Path | None:
-        return None
+    def _settings(self) -> ElasticSettings:
+        return ElasticSettings(timeout_s=self._crew.timeout_s)
 
     def _floor_s(self, traffic: Traffic) -> float:
         members = self._world.membership.members
@@ -109,10 +109,10 @@ class ByGloo:
 class BySharedMemory(ByGloo):
     """Each rank reads the others' tensors in place."""
 
-    def _shared_memory(self) -> Path:
-        folder = self._crew.folder / "tidegate"
+    def _settings(self) -> ElasticSettings:
+        folder = self._crew.folder / type(self).__name__
         folder.mkdir(exist_ok=True)
-        return folder
+        return ElasticSettings(shared_memory=folder, timeout_s=self._crew.timeout_s)
 
     def _floor_s(self, traffic: Traffic) -> float:
         arenas = [SharedArena(self._crew.folder / f"floor-{self._crew.rank}-{end}") for end in ("from", "to")]
@@ -122,6 +122,13 @@ class BySharedMemory(ByGloo):
             for arena in arenas:
                 arena.unlink()
                 arena.close()
+
+
+class IntoFreshMemory(BySharedMemory):
+    """And none keeps the memory of the layout that it left."""
+
+    def _settings(self) -> ElasticSettings:
+        return replace(super()._settings(), keeps_last=False)
 
 
 class WeightsAlone:

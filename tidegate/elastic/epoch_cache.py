@@ -57,6 +57,8 @@ class EpochCache:
         self._states: dict[Mesh, RankState] = {}
         self._announced: dict[Mesh, dict[int, Announcement]] = {}
         self._parts: dict[tuple[int, Mesh, Mesh], Part] = {}
+        self._last: RankState | None = None
+        """Set aside."""
         self._num_arenas = 0
         hosts = world.gather(world.membership.members, socket.gethostname().encode())
         self.hosts = {member: host.decode() for member, host in hosts.items()}
@@ -93,6 +95,23 @@ class EpochCache:
         """Those of other ranks, for whom this member stands in."""
         planner = Planner(self._parameters, self._end(source), self._end(target), hosts=hosts)
         return {rank: planner.part(rank) for rank in ranks}
+
+    def leave(self, left: Held, entered: Held) -> None:
+        """After a switch: of the memory of what was left, keep what the settings say. It is of this epoch."""
+        if left.state is None:
+            return
+        is_shared = isinstance(left.state.arena, SharedArena)
+        if self._settings.keeps_last and is_shared and entered.state is not None:
+            left.state.set_aside()
+            self._last = left.state
+        else:
+            left.state.release()
+
+    def make_room(self, mesh: Mesh) -> None:
+        """Before a reshard to the mesh: memory that was kept for another is given back."""
+        if self._last is not None and self._last is not self._states.get(mesh):
+            self._last.release()
+        self._last = None
 
     def discard(self, *, but: RankState | None = None) -> None:
         """At the epoch's end: give everything back but the tensors that hold the job's state."""

@@ -59,6 +59,14 @@ class RankState:
         if self.copies is not None:
             self.copies.arena.release()
 
+    def set_aside(self) -> None:
+        """Forget what the tensors hold and keep their memory, for the layout to be taken up again; the rest is given
+        back."""
+        self.stamp.spoil()
+        self.skeleton.release_gradients()
+        if self.copies is not None:
+            self.copies.arena.release()
+
     def discard(self) -> None:
         """Give the memory back for good, and the files' names."""
         self.release()

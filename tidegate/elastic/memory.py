@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; Python has no name for it."""
 ALIGNMENT_BYTES = 64
 """A cache line; as large as any vector instruction or Megatron's own padding asks for."""
 
@@ -161,6 +164,10 @@ class SharedArena:
             if error.errno != errno.ENOSPC:
                 raise
             raise self._full(end - start) from error
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        # Mapped at once, which takes two thirds of the time that as many page faults do; older kernels refuse.
+        with suppress(OSError):
+            self._memory.madvise(_MADV_POPULATE_WRITE, first, _whole_pages(end) - first)
 
     def _full(self, more_bytes: int) -> ArenaFull:
         space = os.statvfs(self._path.parent)

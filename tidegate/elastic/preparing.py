@@ -121,6 +121,8 @@ class Preparing:
         watch = self._watch
         world, hosts = self._cache.world, self._cache.hosts
         sources = Sources(source, world.me, hosts, self._reader)
+        with watch.part("allocation"):
+            self._cache.make_room(mesh)
         with watch.part("agreement"):
             agreement = agree(name, sources, mesh, progress, world)
         self._at("agreed")

@@ -28,6 +28,9 @@ class ElasticSettings:
     """A folder on a tmpfs of each host, owned by whoever outlives the members: ranks of a host then read each other's
     tensors in place, and a dead rank's too. None: everything is sent through torch.distributed, and what only a dead
     rank held is gone."""
+    keeps_last: bool = True
+    """Whether a member that trains on keeps the shared memory of the layout that was left last, so that a switch back
+    takes none anew: a rank's weights and optimizer state more, as much as the next reshard needs for a while anyway."""
     copies: CopyTo = CopyTo.NOWHERE
     copy_every: int = 1
     """Updates from one copy to the next."""

@@ -1,17 +1,17 @@
 """A sum of a tensor's bits in which every logical element has a weight of its own, whatever layout holds it.
 
-The element at (row, column) of the logical matrix counts as its bits, an unsigned integer, times
-`rows(row) * blocks(column // BLOCK) * columns(column % BLOCK)`, three sequences of odd 64-bit numbers; all is taken
-modulo 2**64. So the sums of boxes that tile a tensor add up to the tensor's, however it is cut; padding lies in no box
-and does not count. Odd weights show every single changed bit; two elements that changed places go unseen with a
-probability of less than 2**-32.
+A row of the logical matrix is words of 64 bits, elements from the low bits up. Word w counts as its value times
+`rows(row) * blocks(column // BLOCK) * words(w)`, three sequences of odd 64-bit numbers, the last anew for each BLOCK
+columns; all is taken modulo 2**64, so that an element counts alone as in its word. So the sums of boxes that tile a
+tensor add up to the tensor's, however it is cut; padding lies in no box and does not count. Odd weights show every
+single changed bit. Two elements that changed places go unseen with a probability below 2**-30, where two bytes are an
+element below 2**-14; more of them, as a misplaced region has, with one that is far smaller.
 Invariant: memory beyond the tensor's is bounded by CHUNK elements, which leaves numpy's reduction in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +20,25 @@ import torch
 from tidegate.elastic.memory import memory_at
 from tidegate.elastic.regions import Block
 
-BLOCK = 4096
-"""Columns that share a weight table: 32 KiB, the size of a core's first cache."""
+BLOCK = 1024
+"""Columns that share a weight table: at most 8 KiB, which stay in a core's first cache beside what they weigh."""
 CHUNK = 1 << 22
 """Elements that are brought to the host at once from another device."""
+_WORD_BYTES = 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Numbers = npt.NDArray[np.uint64]
 
 
 class WeightedSums:
-    """Keeps the weights of a block's columns."""
+    """Keeps the weights of a block's columns, by the bytes of what is summed with them: of words and of elements."""
 
     def __init__(self) -> None:
-        self._columns = _odd_numbers(0, BLOCK, sequence=1)
+        words = _odd_numbers(0, BLOCK, sequence=1)
+        self._weights = {
+            itemsize: np.left_shift.outer(words, 8 * np.arange(0, _WORD_BYTES, itemsize, dtype=np.uint64)).reshape(-1)
+            for itemsize in _INTEGERS
+        }
 
     def of(self, tensor: torch.Tensor, blocks: Iterable[Block]) -> int:
         """Of the blocks of a flat tensor of any dtype and device."""
@@ -42,13 +47,14 @@ class WeightedSums:
 
     def _of_block(self, bits: torch.Tensor, block: Block) -> int:
         total = 0
-        for first, low, num, width in _spans(block.col, block.cols):
-            weights = self._columns[low : low + width]
+        for first, low, num, width, size in _spans(block.col, block.cols, bits.itemsize):
+            factor = size // bits.itemsize
+            weights = self._weights[size][low // factor : (low + width) // factor]
             begin = block.offset + first * BLOCK + low - block.col
             for row, rows, at, count in _chunks(block.rows, num, width):
                 offset = begin + row * block.stride + at * BLOCK
                 found = _on_host(bits, (rows, count, width), (block.stride, BLOCK, 1), offset)
-                sums = np.einsum("rbc,c->rb", found, weights)
+                sums = np.einsum("rbc,c->rb", found.view(f"u{size}"), weights)
                 sums *= _odd_numbers(block.row + row, rows, sequence=2)[:, None]
                 sums *= _odd_numbers(first + at, count, sequence=3)
                 total += int(sums.sum())
@@ -57,27 +63,40 @@ class WeightedSums:
 
 def _on_host(
     bits: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> npt.NDArray[np.unsignedinteger[Any]]:
+) -> npt.NDArray[np.uint8]:
+    """Their bytes."""
     region = bits.as_strided(shape, strides, bits.storage_offset() + offset)
     # By its address, since `Tensor.numpy` forbids the storage to be resized from then on; the last stride is 1.
     host = region if region.device.type == "cpu" else region.cpu()
     byte_strides = (*(stride * bits.itemsize for stride in host.stride()[:-1]), 1)
-    seen = memory_at(host.data_ptr(), (*shape[:-1], shape[-1] * bits.itemsize), byte_strides, owner=host)
-    return seen.view(f"u{bits.itemsize}")
+    return memory_at(host.data_ptr(), (*shape[:-1], shape[-1] * bits.itemsize), byte_strides, owner=host)
 
 
-def _spans(col: int, cols: int) -> Iterator[tuple[int, int, int, int]]:
-    """Columns as (first block, first column in it, blocks, columns of each): a cut block, whole ones, a cut block."""
+def _spans(col: int, cols: int, itemsize: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Columns as (first block, first column in it, blocks, columns of each, bytes to sum at once): a cut block, whole
+    ones, a cut block, and of those that are cut the elements of words that are."""
     block, low = divmod(col, BLOCK)
     if low:
         width = min(BLOCK - low, cols)
-        yield block, low, 1, width
+        yield from _cut(block, low, width, itemsize)
         block, cols = block + 1, cols - width
     num, rest = divmod(cols, BLOCK)
     if num:
-        yield block, 0, num, BLOCK
-    if rest:
-        yield block + num, 0, 1, rest
+        yield block, 0, num, BLOCK, _WORD_BYTES
+    yield from _cut(block + num, 0, rest, itemsize)
+
+
+def _cut(block: int, low: int, width: int, itemsize: int) -> Iterator[tuple[int, int, int, int, int]]:
+    per_word = _WORD_BYTES // itemsize
+    head = min(-low % per_word, width)
+    body = (width - head) // per_word * per_word
+    for start, size, at_once in (
+        (low, head, itemsize),
+        (low + head, body, _WORD_BYTES),
+        (low + head + body, width - head - body, itemsize),
+    ):
+        if size:
+            yield block, start, 1, size, at_once
 
 
 def _chunks(rows: int, num: int, width: int) -> Iterator[tuple[int, int, int, int]]:

@@ -230,7 +230,7 @@ class ElasticTrainer:
                 if prepared.source.epoch != prepared.target.epoch:
                     self._sweep()
             finally:
-                self._retire(prepared.source)
+                self._retire(prepared)
             self._at("released")
             if prepared.target.state is not None:
                 prepared.target.state.skeleton.materialise_gradients()
@@ -285,11 +285,11 @@ class ElasticTrainer:
             sweep(folder, epoch=self.world.membership.epoch)
             self._reader = ArenaReader()
 
-    def _retire(self, source: Held) -> None:
-        if source.epoch == self.world.membership.epoch:
-            source.release()
+    def _retire(self, prepared: Prepared) -> None:
+        if prepared.source.epoch == prepared.target.epoch:
+            self._cache.leave(prepared.source, prepared.target)
         else:
-            source.discard()
+            prepared.source.discard()
 
     def mesh_of(self, layout: Layout, ranks: Iterable[int] | None = None) -> Mesh:
         """The layout on these members, by default the first of the epoch. Raises LayoutRefused."""

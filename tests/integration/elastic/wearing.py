@@ -43,6 +43,25 @@ def switches(
     return {"measures": np.array(measures), "seconds": np.array(seconds), "kept": np.array(kept)}
 
 
+def walk(context: RankContext, *, places: list[dict[str, Any]]) -> Results:
+    """After each switch, of how many layouts this member has memory; whether the state was the same all the way."""
+    first, *others = places
+    with started(context, Layout(**first["layout"]), first.get("ranks")) as trainer:
+        before = logical_state(trainer)
+        kept, counts = True, [_num_with_pages(context)]
+        for place in others:
+            trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
+            kept = kept and same(before, logical_state(trainer))
+            counts.append(_num_with_pages(context))
+        trainer.world.barrier(trainer.world.membership.members)
+    return {"counts": np.array(counts), "kept": np.array(kept)}
+
+
+def _num_with_pages(context: RankContext) -> int:
+    """Of this member's files in shared memory, one a layout."""
+    return sum(path.stat().st_blocks > 0 for path in context.tmpfs.glob(f"*-member{context.rank}-*"))
+
+
 def _resident_bytes() -> int:
     """Without what is mapped from files, as arenas are."""
     gc.collect()
