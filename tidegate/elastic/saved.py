@@ -88,7 +88,10 @@ def written_by(
                 held += holders.holdings(parameter, slot, me)
     named = {parameter.name: parameter for parameter in parameters}
     described = {name: _described(named[name]) for name in dict.fromkeys(holding.name for holding in held)}
-    return FileHead(mesh, me, _optimizer(state, held, me), described, len(named), dict(notes)), tuple(held)
+    # By place in the mesh: the ids of members that came and went are no part of the state.
+    placed = replace(mesh, ranks=tuple(range(len(mesh.ranks))))
+    rank = mesh.ranks.index(me)
+    return FileHead(placed, rank, _optimizer(state, held, me), described, len(named), dict(notes)), tuple(held)
 
 
 class SavedState:
