@@ -62,7 +62,8 @@ class SnapshotShelf:
             for grant, reply in zip(members, replies, strict=True)
             if reply.published.file
         ]
-        return self._snapshot(version, incarnation, shards)
+        weights_sum = sum(reply.published.weights_sum for reply in replies) % (1 << 64)
+        return self._snapshot(version, incarnation, shards, f"{weights_sum:016x}")
 
     async def reference(self, published: types_pb2.Snapshot) -> types_pb2.Snapshot | None:
         """The reference policy, readable in this incarnation; None when the job has no KL term."""
@@ -88,9 +89,11 @@ class SnapshotShelf:
         snapshot = await asyncio.to_thread(_copy_out, kept, folder_of)
         for shard in snapshot.shards:
             shard.node, shard.endpoint = self._node, self._tools.crew.endpoint(self._node)
-        return self._snapshot(snapshot.version, incarnation, list(snapshot.shards))
+        return self._snapshot(snapshot.version, incarnation, list(snapshot.shards), snapshot.weights_checksum)
 
-    def _snapshot(self, version: int, incarnation: int, shards: list[types_pb2.SnapshotShard]) -> types_pb2.Snapshot:
+    def _snapshot(
+        self, version: int, incarnation: int, shards: list[types_pb2.SnapshotShard], weights_checksum: str
+    ) -> types_pb2.Snapshot:
         return types_pb2.Snapshot(
             job=self._tools.job_id,
             incarnation=incarnation,
@@ -98,6 +101,7 @@ class SnapshotShelf:
             grants=encode_grants(self._tools.crew.members),
             shards=sorted(shards, key=lambda shard: shard.file),
             checksum=combined_checksum({shard.file: shard.checksum for shard in shards}),
+            weights_checksum=weights_checksum,
         )
 
 

@@ -182,7 +182,8 @@ class TrainerWorker:
         """Every rank writes its share: of replicas one has each weight."""
         trainer, file = self._holding()
         written = checkpoints.save_weights(trainer.elastic, Path(call.publish.folder), file)
-        return Answer(call.call_id, wire.PublishedShard(**_told(written)))
+        shard = wire.PublishedShard(weights_sum=checkpoints.weights_sum(trainer.elastic), **_told(written))
+        return Answer(call.call_id, shard)
 
     def _save(self, call: wire.WorkerCall) -> Answer:
         trainer, file = self._holding()

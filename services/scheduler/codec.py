@@ -118,6 +118,7 @@ def snapshot_of(message: types_pb2.Snapshot) -> Snapshot:
         incarnation=message.incarnation,
         version=message.version,
         checksum=message.checksum,
+        weights_checksum=message.weights_checksum,
         message=message.SerializeToString(deterministic=True),
     )
 

@@ -316,11 +316,11 @@ class ClusterState:
 
     @property
     def final_checksum(self) -> str:
-        """Of the weights after the last iteration; empty until they are published."""
+        """Of the unsharded weights after the last iteration; empty until they are published."""
         if self.spec is None or self.next_iteration < self.spec.num_iterations:
             return ""
         snapshot = self.snapshots.get(self.next_version)
-        return snapshot.checksum if snapshot else ""
+        return snapshot.weights_checksum if snapshot else ""
 
 
 def node_of_instance(instance: InstanceId) -> NodeId:

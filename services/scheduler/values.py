@@ -41,6 +41,8 @@ class Snapshot:
     incarnation: int
     version: int
     checksum: str
+    weights_checksum: str
+    """Of the unsharded weights, whatever the layout that they were written in."""
     message: bytes
 
 

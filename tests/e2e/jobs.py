@@ -90,9 +90,10 @@ class RunningJob:
     def folder(self) -> JobFolder:
         return JobFolder.of(self.config)
 
-    async def until(self, what: Condition) -> Event:
-        """The first event, past or to come, for which `what` holds. AssertionError when the job ends without it."""
-        seen = 0
+    async def until(self, what: Condition, *, after: int = 0) -> Event:
+        """The first event, past or to come but for the `after` first ones, for which `what` holds. AssertionError when
+        the job ends without it."""
+        seen = after
         async with self._came:
             while True:
                 for event in self.events[seen:]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
-from tests.e2e.jobs import RunningJob, running, small_job, updated
+import pytest
+import yaml
+
+from tests.e2e.jobs import REPOSITORY, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
 from tidegate.codec import decode_layout, encode_layout
 from tidegate.launcher.control import control_of
@@ -14,6 +19,7 @@ from tidegate.v1 import control_pb2
 
 async def resize(job: RunningJob, layout: Layout, *gpus: str) -> None:
     """Ask for it and wait for its commit; AssertionError when it fails instead."""
+    num_before = len(job.events)
     async with control_of(job.folder) as stub:
         request = control_pb2.ResizeActorRequest(job=job.config.job, layout=encode_layout(layout), gpus=gpus)
         await stub.ResizeActor(request, timeout=10.0)
@@ -26,7 +32,8 @@ async def resize(job: RunningJob, layout: Layout, *gpus: str) -> None:
                 and decode_layout(event.layout_committed.layout) == layout
                 and [grant.gpu for grant in event.layout_committed.grants] == list(gpus)
             )
-        )
+        ),
+        after=num_before,
     )
     assert ended.WhichOneof("body") == "layout_committed", ended.resize_failed.message
 
@@ -47,3 +54,68 @@ async def test_an_actor_grows_moves_and_shrinks_while_the_job_goes_on(tmp_path: 
     assert draws == expected_draws(iterations=4, prompts=8, group_size=4)
     assert (summary["samples_trained"], summary["lost"], summary["duplicates"]) == (128, 0, 0)
     assert {event.incarnation for event in job.events if event.incarnation} == {1}
+
+
+SLOTS = tuple(f"n0/{index}" for index in (0, 1, 2, 3, 8, 9))
+SAME_BITS = tuple(Layout(tp=2, pp=pp, dp=dp) for pp, dp in ((1, 1), (1, 2), (2, 1)))
+"""Between these a reproducible run's weights do not differ."""
+ANY = (*SAME_BITS, *(Layout(pp=pp, dp=dp) for pp in (1, 2) for dp in (1, 2, 3)), Layout(tp=2, dp=3), Layout(dp=6))
+
+
+def demo(name: str, **actor: Any) -> dict[str, Any]:
+    """The demo's job with two slots more for its actor."""
+    raw: dict[str, Any] = yaml.safe_load((REPOSITORY / "tidegate" / "demo.yaml").read_text())
+    raw["job"] = name
+    raw["cluster"]["nodes"] = {"n0": 10}
+    raw["actor"] |= {"standby": "8-9", **actor}
+    return raw
+
+
+async def resized_at_random(raw: dict[str, Any], folder: Path, layouts: tuple[Layout, ...]) -> dict[str, Any]:
+    """Nineteen times: as an iteration generates and between its updates, to a layout and GPUs drawn by a fixed seed."""
+    draw = random.Random(3)
+    now = (Layout(tp=2, dp=2), SLOTS[:4])
+    iterations, algorithm = raw["algorithm"]["iterations"], raw["algorithm"]
+    async with running(raw, folder) as job:
+        for iteration in range(iterations):
+            # After the last iteration's updates the job may end before it has resized.
+            for moment in (generating(iteration), updated(iteration))[: 1 if iteration == iterations - 1 else 2]:
+                await job.until(moment)
+                while (drawn := _drawn(draw, layouts)) == now:
+                    pass
+                await resize(job, drawn[0], *drawn[1])
+                now = drawn
+        summary: dict[str, Any] = (await job.result())["summary"]
+        want = expected_draws(
+            iterations=iterations, prompts=algorithm["prompts_per_iteration"], group_size=algorithm["group_size"]
+        )
+        assert trained_draws(job.folder.journal) == want
+        assert {event.incarnation for event in job.events if event.incarnation} == {1}
+    assert (summary["samples_trained"], summary["lost"], summary["duplicates"]) == (want.total(), 0, 0)
+    return summary
+
+
+def _drawn(draw: random.Random, layouts: tuple[Layout, ...]) -> tuple[Layout, tuple[str, ...]]:
+    layout = draw.choice(layouts)
+    return layout, tuple(draw.sample(SLOTS, layout.num_ranks))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_the_demo_learns_through_nineteen_resizes_at_random(tmp_path: Path) -> None:
+    summary = await resized_at_random(demo("anywhere"), tmp_path, ANY)
+    assert summary["reward_last"] - summary["reward_first"] >= 0.25
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_the_reproducible_demo_ends_with_the_same_weights_after_nineteen_resizes_at_random(
+    tmp_path: Path,
+) -> None:
+    raw = demo("reproducible", num_logical_shards=4)
+    for name in ("resized", "fixed"):
+        (tmp_path / name).mkdir()
+    found = await resized_at_random(raw, tmp_path / "resized", SAME_BITS)
+    async with running(raw, tmp_path / "fixed") as job:
+        want = (await job.result())["summary"]
+    assert found["weights_checksum"] == want["weights_checksum"]

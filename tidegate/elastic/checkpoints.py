@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tidegate.checksums import WrittenFile
+from tidegate.elastic import files
 from tidegate.elastic.adam import optimizer_form
 from tidegate.elastic.files import StateFiles, write_rank
 from tidegate.elastic.held import Held
@@ -50,8 +51,15 @@ def save_weights(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFil
     return write_rank(folder, file, parameters=parameters, state=State(held.mesh), me=trainer.world.me, tensors=tensors)
 
 
+def weights_sum(trainer: ElasticTrainer) -> int:
+    """What this member's `save_weights` adds to the sum of all weights, which no layout changes. Raises NotInLayout."""
+    tensors, held = trainer.state.skeleton.tensors(), trainer.held
+    assert held is not None
+    return files.weights_sum(trainer.provider.parameters(), State(held.mesh), trainer.world.me, tensors)
+
+
 def start_from(
-    trainer: ElasticTrainer, files: StateFiles, layout: Layout, *, ranks: Iterable[int] | None = None
+    trainer: ElasticTrainer, saved: StateFiles, layout: Layout, *, ranks: Iterable[int] | None = None
 ) -> None:
     """As `ElasticTrainer.start`, with a saved state; every member of the epoch calls it, those that stand by too.
 
@@ -59,14 +67,14 @@ def start_from(
 
     def fill(held: Held) -> Progress:
         if held.state is not None:
-            files.read(
+            saved.read(
                 parameters=trainer.provider.parameters(),
                 state=_with_optimizer(trainer, held),
                 me=trainer.world.me,
                 targets=held.tensors(),
             )
         # Files that were written before progress was noted have none.
-        return _PROGRESS.validate_python(files.notes.get(_NOTE, {}))
+        return _PROGRESS.validate_python(saved.notes.get(_NOTE, {}))
 
     trainer.start(layout, ranks=ranks, fill=fill)
 

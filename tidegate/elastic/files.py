@@ -11,6 +11,7 @@ unchanged, bit for bit, each wanted one once; what no region names (padding) is 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from tidegate.elastic.parameters import Parameter
 from tidegate.elastic.plan import Holding, RegionCopy
 from tidegate.elastic.planner import Planner
 from tidegate.elastic.saved import FileHead, SavedState, written_by
+from tidegate.elastic.sums import WeightedSums
 from tidegate.elastic.transport import TensorKey, Tensors, copy_regions
 from tidegate.types import Layout
 
@@ -69,6 +71,18 @@ def write_rank(
     written = WrittenFile(file=file, size_bytes=partial.stat().st_size, checksum=file_checksum(partial))
     os.rename(partial, folder / file)
     return written
+
+
+def weights_sum(parameters: Sequence[Parameter], state: State, me: int, tensors: Tensors) -> int:
+    """Of the weights that `write_rank` would write. Over all ranks these add up, modulo 2**64, to a sum that is the
+    model's, bit for bit and name for name, whatever its layout."""
+    _, held = written_by(parameters, state, me, {})
+    sums = WeightedSums()
+    return sum(
+        _odd_number(holding.name) * sums.of(tensors[holding.name, holding.kind], holding.blocks)
+        for holding in held
+        if holding.kind is StateKind.WEIGHT
+    ) % (1 << 64)
 
 
 class StateFiles:
@@ -183,6 +197,10 @@ def _checked(holding: Holding, tensors: Tensors, verb: str) -> torch.Tensor:
             f"are expected, there is {'nothing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'}"
         )
     return tensor
+
+
+def _odd_number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1
 
 
 def _key(name: str, kind: StateKind) -> str:

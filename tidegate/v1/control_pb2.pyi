@@ -65,6 +65,7 @@ class GetJobResponse(_message.Message):
     last_reason: _builtins.str
     """Why the scheduler did what it did last, with its numbers."""
     final_checksum: _builtins.str
+    """Of the unsharded weights after the last iteration, whatever the layout."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComponentStatus]: ...
     @_builtins.property

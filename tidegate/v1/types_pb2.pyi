@@ -242,11 +242,14 @@ class Snapshot(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_CHECKSUM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     version: _builtins.int
     checksum: _builtins.str
     """Of all shards' checksums in order of file name."""
+    weights_checksum: _builtins.str
+    """Of the unsharded weights: the same whatever the layout in which they were written. 16 hex digits."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotShard]: ...
     @_builtins.property
@@ -262,10 +265,11 @@ class Snapshot(_message.Message):
         shards: _abc.Iterable[Global___SnapshotShard] | None = ...,
         checksum: _builtins.str = ...,
         grants: _abc.Iterable[Global___Grant] | None = ...,
+        weights_checksum: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "grants", b"grants", "incarnation", b"incarnation", "job", b"job", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "grants", b"grants", "incarnation", b"incarnation", "job", b"job", "shards", b"shards", "version", b"version", "weights_checksum", b"weights_checksum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -653,20 +653,24 @@ class PublishedShard(_message.Message):
     FILE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SUM_FIELD_NUMBER: _builtins.int
     file: _builtins.str
     """Empty for a rank whose parts another replica wrote."""
     size_bytes: _builtins.int
     checksum: _builtins.str
+    weights_sum: _builtins.int
+    """What the file's weights add to the sum of all: modulo 2^64, whatever the layout."""
     def __init__(
         self,
         *,
         file: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         checksum: _builtins.str = ...,
+        weights_sum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "file", b"file", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "file", b"file", "size_bytes", b"size_bytes", "weights_sum", b"weights_sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

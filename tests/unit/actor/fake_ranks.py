@@ -142,6 +142,7 @@ class FakeRank:
             return replied(call, wire.PublishedShard())
         path = _written(Path(call.publish.folder) / "rank0", self.weights)
         published = wire.PublishedShard(file=path.name, size_bytes=path.stat().st_size, checksum=file_checksum(path))
+        published.weights_sum = len(self.weights)
         return replied(call, published)
 
 

@@ -81,6 +81,7 @@ async def test_a_snapshot_names_each_file_once_with_where_it_lies_and_its_checks
                 )
             ],
             checksum=combined_checksum({"rank0": checksum}),
+            weights_checksum="0" * 16,
         )
 
 
@@ -92,6 +93,7 @@ async def test_a_published_version_is_not_changed_by_what_is_trained_after_it(tm
         second = await shelf.publish(1, incarnation=1)
         assert (of.content(first), of.content(second)) == ([], ["1.0.0"])
         assert first.checksum != second.checksum
+        assert (first.weights_checksum, second.weights_checksum) == (f"{0:016x}", f"{1:016x}")
 
 
 async def test_without_a_kl_term_there_is_no_reference(tmp_path: Path) -> None:

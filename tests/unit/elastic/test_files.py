@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.files import FileCorrupt, StateFiles, write_rank
+from tidegate.elastic.files import FileCorrupt, StateFiles, weights_sum, write_rank
 from tidegate.elastic.gpt import GptShape, gpt_parameters
 from tidegate.elastic.holders import SourceMissing, State
 from tidegate.elastic.layout import Mesh, even_chunks
@@ -326,3 +326,20 @@ def test_what_the_writers_noted_comes_back_and_files_of_two_moments_are_refused(
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = load_file(path)
     return tensors
+
+
+def total(state: State, world: World) -> int:
+    return sum(weights_sum(PARAMETERS, state, rank, tensors) for rank, tensors in world.items()) % 2**64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_sum_of_all_weights_is_the_models_in_every_layout_and_shows_each_change(layout: Layout) -> None:
+    alone = state_of(Layout(), optimizer="none")
+    want = total(alone, world_of(alone))
+    state = state_of(layout, optimizer="none")
+    world = world_of(state)
+    assert total(state, world) == want
+    for tensors in world.values():
+        if FINAL_NORM in tensors:
+            tensors[FINAL_NORM][0] += 1
+    assert total(state, world) != want

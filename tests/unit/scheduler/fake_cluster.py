@@ -507,8 +507,10 @@ class FakeCluster:
         self.say(lead.instance, body, incarnation=header.incarnation, grants=lead.members)
 
     def _publish(self, lead: FakeLead, incarnation: int, version: int) -> None:
-        snapshot = Snapshot(incarnation, version, f"sum-{version}", f"shards of {version}".encode())
-        reference = Snapshot(incarnation, 0, "sum-0", b"shards of 0") if self.job_spec.uses_reference else None
+        snapshot = Snapshot(incarnation, version, f"files-{version}", f"sum-{version}", f"shards of {version}".encode())
+        reference = (
+            Snapshot(incarnation, 0, "files-0", "sum-0", b"shards of 0") if self.job_spec.uses_reference else None
+        )
         body = ev.WeightsPublished(snapshot, reference)
         self.say(lead.instance, body, incarnation=incarnation, grants=lead.members)
 

@@ -44,7 +44,7 @@ def said(source: str, body: ev.Body, **fields: object) -> ev.Event:
     return replace(event, **fields)  # type: ignore[arg-type]  # the cases name their fields
 
 
-SNAPSHOT = Snapshot(2, 0, "sum-0", b"")
+SNAPSHOT = Snapshot(2, 0, "files-0", "sum-0", b"")
 REFUSED: dict[str, tuple[ev.Event, str]] = {
     "an event of another job": (said("control", ev.JobCancelRequested(""), job="other"), "of another job"),
     "an event of an older start of its instance": (

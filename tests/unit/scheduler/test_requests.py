@@ -31,7 +31,7 @@ HEADER = cmd.Header(
 
 def as_published(version: int) -> tuple[Snapshot, types_pb2.Snapshot]:
     message = component_bench.snapshot(version)
-    return Snapshot(1, version, message.checksum, message.SerializeToString()), message
+    return Snapshot(1, version, message.checksum, "", message.SerializeToString()), message
 
 
 WEIGHTS, WEIGHTS_MESSAGE = as_published(7)
