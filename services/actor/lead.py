@@ -1,6 +1,7 @@
 """The actor's lead: forms minibatches of complete groups, has them trained, keeps the ledger, publishes the weights.
 
-A resize takes place between two updates, saves or publishes; groups that wait for their minibatch stay held.
+A resize takes place between two updates, saves or publishes; groups that wait for their minibatch stay held. An update
+that a rank's death breaks off waits for the resize that replaces the rank, and is asked for again under its id.
 Order around an update: the optimizer's commit on all ranks, the ledger, the journal, then events and acknowledgements.
 Order at an iteration's end: the report, the scheduler's word that the accounts add up, the checkpoint, the new version:
 a checkpoint holds only iterations whose accounts added up. Invariants: a sample enters the lineage once; a group of
@@ -20,12 +21,13 @@ from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
 from services.actor.snapshots import SnapshotShelf
-from services.actor.training import IterationTraining, iteration_report, journal_row, train_samples
+from services.actor.training import IterationTraining, iteration_report, journal_row, told_update, train_samples
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
 from tidegate.learning_rate import learning_rate
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
+from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s
 from tidegate.types import Grant, Layout, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
@@ -33,6 +35,8 @@ from tidegate.v1 import workers_pb2 as wire
 
 _FETCH_TIMEOUT_S = 5.0
 _KEEP_ALIVES_PER_ACK_WAIT = 3
+_LAST_WORDS_S = 2.0
+"""Within which a death shows at the instance that has the worker, after others lost it as their peer."""
 ZERO_STD = "zero_std"
 NONFINITE_UPDATE = "nonfinite_update"
 
@@ -61,6 +65,8 @@ class ActorLead(Lead):
         """One at work; one whose transition was closed meanwhile may wait for the ranks before it."""
         self._at_ranks = asyncio.Lock()
         """Held by whoever has the ranks do something together."""
+        self._switched = asyncio.Event()
+        """Set by the next resize that is in force."""
         self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
         self._shelf = SnapshotShelf(tools)
         self._ledger = SampleLedger(incarnation=0)
@@ -109,6 +115,8 @@ class ActorLead(Lead):
             async with self._at_ranks:
                 report, released = await self._resizing.run(resize, self._layout)
                 self._layout = resize.layout
+                self._switched.set()
+                self._switched = asyncio.Event()
         except ResizeAborted as aborted:
             await self.tell(events_pb2.ResizeFailed(message=str(aborted)), transition=resize.transition)
         except Exception as error:  # noqa: BLE001 - the edge: whatever it was, the ranks hold no state that goes on
@@ -224,8 +232,7 @@ class ActorLead(Lead):
             for delivery in await consumer.fetch(training.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):
                 await self._take_in(delivery, training)
             while (prompts := training.assembly.take()) is not None:
-                async with self._at_ranks:
-                    await self._train(prompts, training)
+                await self._train(prompts, training)
 
     async def _take_in(self, delivery: SampleDelivery, training: IterationTraining) -> None:
         group = delivery.group
@@ -281,7 +288,7 @@ class ActorLead(Lead):
         )
         samples = [sample for group in groups for sample in train_samples(group, config.algorithm)]
         call = wire.WorkerCall(train=wire.Train(update_id=update_id, samples=samples, learning_rate=rate))
-        report = (await self.crew.ask_all(dict.fromkeys(self.crew.members, call)))[0].update
+        report = await self._updated(call)
         ids = _ids([sample for group in groups for sample in group.samples])
         if report.committed:
             self._num_skipped = 0
@@ -301,6 +308,25 @@ class ActorLead(Lead):
                 f"{config.actor.max_skipped_updates}), the last {update_id}; lower actor.learning_rate, or resume "
                 "from an earlier checkpoint"
             )
+
+    async def _updated(self, call: wire.WorkerCall) -> wire.UpdateReport:
+        """The ranks' report of an update, which they make once however often it is asked for."""
+        while True:
+            async with self._at_ranks:
+                switched = self._switched
+                if len(self.crew.members) == self._layout.num_ranks:
+                    try:
+                        calls = dict.fromkeys(self.crew.members, call)
+                        replies = await self.crew.ask_bound(calls, last_words_s=_LAST_WORDS_S)
+                        return told_update([reply.update for reply in replies])
+                    except WorkerUnreachable:
+                        raise
+                    except (WorkerGone, WorkerRefused) as error:
+                        await self.crew.forget_dead()
+                        if len(self.crew.members) == self._layout.num_ranks:
+                            raise
+                        self._log.warning("update broken off", update=call.train.update_id, error=str(error))
+            await switched.wait()
 
     async def _save(self, *, next_iteration: int, version: int) -> None:
         config = self.job.config

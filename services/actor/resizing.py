@@ -3,7 +3,10 @@
 Order: who comes is started or takes its GPU; all of the world, those that stand by too, make the new layout beside the
 old one; the store commits the actor's part of the transition; all switch. Invariants: before the commit any failure
 leaves the old layout as it was, in force and able to train; after it there is no way back; whoever is silent at the
-commit is asked until it answers, and the ranks keep both layouts meanwhile.
+commit is asked until it answers, and the ranks keep both layouts meanwhile. Nobody waits for who only stands by: one
+that is lost at the switch costs the epoch, and the layout in force goes on in the next.
+A resize after a death is the same, in an epoch without the dead: what they held is read from what they left. It has no
+old layout to go back to, so that any failure of it is the actor's end.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ class Resize:
     members: tuple[Grant, ...]
     layout: Layout
 
+    @property
+    def survivors(self) -> tuple[Grant, ...]:
+        """Who holds the state before it: all ranks of the old layout, or those that a death left."""
+        return (*(grant for grant in self.members if grant not in self.coming), *self.leaving)
+
 
 def resize_of(command: Command) -> Resize | None:
     """None for a start, and for a stop of workers that takes part in no layout."""
@@ -82,30 +90,35 @@ class Resizing:
     async def run(self, resize: Resize, layout: Layout) -> tuple[types_pb2.ReshardReport, tuple[Grant, ...]]:
         """From `layout` on the crew's members; what it cost, and whose GPUs are free. Raises ResizeAborted; after
         anything else the actor is lost."""
-        members = self._crew.members
         name = self._name(resize.transition)
         planned = await self._planned(resize)
         try:
-            await self._bring_in(resize, members)
+            await self._bring_in(resize)
             report = await self._prepare(name, resize.layout, resize.members)
             await self._commit(planned, resize.layout)
         except Exception as error:
             self._log.warning("resize aborted", transition=resize.transition, error=str(error))
-            await self._abort(name, resize, layout, members)
+            are_in_place = await self._abort(name, resize)
+            if len(resize.survivors) < layout.num_ranks:
+                raise
+            self._refuse_dead(resize.survivors)
+            if not (are_in_place and self._world.is_whole and self._state_epoch == self._world.epoch):
+                await self._enter_next(f"{resize.transition}/back", layout)
             raise ResizeAborted(f"{type(error).__name__}: {error}") from error
-        await self._switch(name)
+        have_switched = await self._switch(name, resize)
         released = await self._let_go(resize.leaving)
         self._crew.arrange(resize.members)
+        if not have_switched:
+            await self._enter_next(f"{resize.transition}/on", resize.layout)
         return report, released
 
     def _name(self, what: str) -> str:
         self._num_reshards += 1
         return f"{what}/{self._num_reshards}"
 
-    async def _bring_in(self, resize: Resize, members: Sequence[Grant]) -> None:
+    async def _bring_in(self, resize: Resize) -> None:
         await self._crew.forget_dead()
-        if dead := [grant.gpu for grant in members if grant not in self._crew.members]:
-            raise WorkerGone(f"the workers of {', '.join(dead)} are dead")
+        self._refuse_dead(resize.survivors)
         await self._world.start(resize.coming, transition=resize.transition)
         if not self._world.is_whole:
             await self._world.join()
@@ -140,10 +153,20 @@ class Resizing:
                 self._log.warning("no answer from the store", error=str(error))
                 await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _switch(self, name: str) -> None:
-        call = wire.WorkerCall(commit_reshard=wire.CommitReshard(id=name))
-        await self._crew.ask_all(dict.fromkeys(self._world.everyone, call))
+    async def _switch(self, name: str, resize: Resize) -> bool:
+        """Raises what keeps a member of the new layout from it; False when another failed, who is ended."""
+        failed = await self._failed(_commit_of(name))
+        if lost := [failed[grant] for grant in resize.members if grant in failed]:
+            raise lost[0]
         self._state_epoch = self._world.epoch
+        await self._stop([grant for grant in failed if grant not in resize.leaving])
+        return not failed
+
+    async def _failed(self, call: wire.WorkerCall) -> dict[Grant, BaseException]:
+        """Who did not do what all of the world were asked, and why."""
+        asked = self._world.everyone
+        outcomes = await asyncio.gather(*(self._crew.ask(grant, call) for grant in asked), return_exceptions=True)
+        return {grant: it for grant, it in zip(asked, outcomes, strict=True) if isinstance(it, BaseException)}
 
     async def _let_go(self, leaving: Sequence[Grant]) -> tuple[Grant, ...]:
         """Who leaves stands by, or is stopped; those whose GPUs are free for sure."""
@@ -154,21 +177,27 @@ class Resizing:
         told = [grant for grant, outcome in zip(leaving, outcomes, strict=True) if outcome is None]
         return (*told, *await self._stop([grant for grant in leaving if grant not in told]))
 
-    async def _abort(self, name: str, resize: Resize, layout: Layout, members: Sequence[Grant]) -> None:
-        call = wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name))
-        await asyncio.gather(*(self._crew.ask(grant, call) for grant in self._world.everyone), return_exceptions=True)
-        await self._stop(resize.coming)
-        await self._crew.forget_dead()
-        if self._world.is_whole and self._state_epoch == self._world.epoch:
-            return
-        # The old layout's groups are of an epoch that is over, or has a dead member: the same layout, in the next one.
+    def _refuse_dead(self, members: Sequence[Grant]) -> None:
         if dead := [grant.gpu for grant in members if grant not in self._crew.members]:
             raise WorkerGone(f"the workers of {', '.join(dead)} are dead")
+
+    async def _abort(self, name: str, resize: Resize) -> bool:
+        """Whether all that were asked say that they are where they were. Who is late, or has left the epoch, because
+        another was late, does not."""
+        failed = await self._failed(wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name)))
+        await self._stop(resize.coming)
+        await self._crew.forget_dead()
+        return not failed
+
+    async def _enter_next(self, name: str, layout: Layout) -> None:
+        """The layout in force, on the members that it has, in the next epoch."""
+        members = self._crew.members
         await self._world.stand_by()
         await self._world.join()
-        again = self._name(f"{resize.transition}/back")
+        again = self._name(name)
         await self._prepare(again, layout, members)
-        await self._switch(again)
+        await self._crew.ask_all(dict.fromkeys(self._world.everyone, _commit_of(again)))
+        self._state_epoch = self._world.epoch
 
     async def _stop(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """Those that are stopped. The others are cleared by the scheduler, which asks the gates."""
@@ -180,3 +209,7 @@ class Resizing:
             except Exception as error:  # noqa: BLE001 - the edge: whatever it is, the gate tells who holds the GPU
                 self._log.warning("not stopped", gpu=grant.gpu, error=str(error))
         return tuple(stopped)
+
+
+def _commit_of(name: str) -> wire.WorkerCall:
+    return wire.WorkerCall(commit_reshard=wire.CommitReshard(id=name))

@@ -7,7 +7,7 @@ stands by takes no part in one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core.optimizer import OptimizerConfig
+from pydantic import JsonValue
 
 from services.actor.grpo import update_metrics
 from services.actor.grpo_minibatch import GrpoMinibatch
@@ -57,11 +58,13 @@ class MegatronTrainer:
             ),
         )
 
-    def train_minibatch(self, samples: Sequence[TrainSample], learning_rate: float) -> UpdateReport:
-        """One GRPO update over a whole minibatch, which every rank is given in full.
+    def train_minibatch(
+        self, samples: Sequence[TrainSample], learning_rate: float, *, cursor: Mapping[str, JsonValue] | None = None
+    ) -> UpdateReport:
+        """One GRPO update over a whole minibatch, which every rank is given in full; `cursor` as in ElasticTrainer.
 
         Raises ValueError with nothing begun, NotInLayout, and PeerLost."""
-        update = self._update(GrpoMinibatch(samples, self.settings), learning_rate)
+        update = self._update(GrpoMinibatch(samples, self.settings), learning_rate, cursor)
         return _report(update, update_metrics(samples, update.sums))
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
@@ -107,8 +110,10 @@ class MegatronTrainer:
             for row, index in enumerate(batch.sequences)
         }
 
-    def _update(self, minibatch: Minibatch, learning_rate: float) -> Update:
-        update = self.elastic.train_minibatch(minibatch, learning_rate)
+    def _update(
+        self, minibatch: Minibatch, learning_rate: float, cursor: Mapping[str, JsonValue] | None = None
+    ) -> Update:
+        update = self.elastic.train_minibatch(minibatch, learning_rate, cursor=cursor)
         if update is None:
             raise NotInLayout(f"member {self.elastic.world.me} stands by: send updates to the ranks of the layout")
         return update

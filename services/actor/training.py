@@ -54,6 +54,11 @@ def train_samples(group: samples_pb2.SampleGroup, algorithm: AlgorithmSection) -
     ]
 
 
+def told_update(reports: Sequence[wire.UpdateReport]) -> wire.UpdateReport:
+    """Of one update, by its ranks: all say the same, but one that came after it was made knows no figures."""
+    return next((report for report in reports if report.metrics), reports[0])
+
+
 def journal_row(update_id: str, ids: Sequence[SampleId], report: wire.UpdateReport, rate: float) -> dict[str, Any]:
     """Of one update, whether it was applied or not."""
     return {

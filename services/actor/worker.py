@@ -4,8 +4,8 @@ Order: JoinWorld, of all workers alike, those that stand by too; StartActor, of 
 saves of those in the layout, and reshards of all alike: PrepareReshard, then CommitReshard or AbortReshard. A later
 JoinWorld goes on in another epoch; the state comes into it by the next reshard, and nothing is trained before.
 Every rank of the layout gets every call alike, whole minibatches included, and takes its part. Invariants: a call that
-is refused changed nothing; a worker that lost a peer leaves its epoch, keeps its state, and says so; what a rank
-publishes or saves has its name only when it is complete.
+is refused changed nothing; a worker that lost a peer leaves its epoch, keeps its state, and says so; an update is made
+once, however often it is asked for; what a rank publishes or saves has its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ from tidegate.types import Role, node_of
 from tidegate.v1 import types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
+_UPDATE = "update"
+"""In the trainer's cursor: which update made its state. It is committed with it, on every rank, and follows the state
+to whoever comes; one that is asked for again is not made again."""
 _RISE_STEPS = 20
 """Of the warm-up, over which its learning rate rises: Adam's moments mean little before."""
 
@@ -66,6 +69,7 @@ class TrainerWorker:
         self._trainer: MegatronTrainer | None = None
         self._open: _Open | None = None
         self._last_committed = ""
+        self._last_update = wire.UpdateReport()
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         match call.WhichOneof("body"):
@@ -165,18 +169,20 @@ class TrainerWorker:
             samples = [_train_sample(sample) for sample in call.train.samples]
         except ValueError as error:
             raise CallRefused(str(error)) from error
-        with self._peers(f"update {call.train.update_id}"):
-            report = trainer.train_minibatch(samples, call.train.learning_rate)
-        return Answer(
-            call.call_id,
-            wire.UpdateReport(
-                update_id=call.train.update_id,
-                committed=report.committed,
-                loss=report.loss,
-                grad_norm=report.grad_norm,
-                metrics=report.metrics,
-            ),
+        update_id = call.train.update_id
+        if trainer.elastic.cursor.get(_UPDATE) == update_id:
+            known = self._last_update.update_id == update_id
+            return Answer(call.call_id, self._last_update if known else _made_before(update_id))
+        with self._peers(f"update {update_id}"):
+            report = trainer.train_minibatch(samples, call.train.learning_rate, cursor={_UPDATE: update_id})
+        self._last_update = wire.UpdateReport(
+            update_id=update_id,
+            committed=report.committed,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            metrics=report.metrics,
         )
+        return Answer(call.call_id, self._last_update)
 
     def _publish(self, call: wire.WorkerCall) -> Answer:
         """Every rank writes its share: of replicas one has each weight."""
@@ -227,6 +233,8 @@ class TrainerWorker:
         if self._open is not None and self._open.id == asked:
             prepared, self._open = self._open.prepared, None
             self._member().elastic.abort(prepared)
+        # Who lost a peer on the way has nothing to give up, and cannot go on here: refused, so that the caller knows.
+        self._member()
         return Answer(call.call_id)
 
     def _member(self) -> MegatronTrainer:
@@ -263,6 +271,11 @@ class TrainerWorker:
         except PeerLost as error:
             self._epochs.leave(f"{what}: {error}")
             raise CallRefused(f"{what}: {error}; this worker has left the epoch: send JoinWorld to all") from error
+
+
+def _made_before(update_id: str) -> wire.UpdateReport:
+    """By the ranks that were there: this one has come with its state."""
+    return wire.UpdateReport(update_id=update_id, committed=True, loss=math.nan, grad_norm=math.nan)
 
 
 def rank_file(rank: int) -> str:

@@ -202,6 +202,24 @@ class Crew:
         """The last reply of each, in the order given; the first failure is raised at once."""
         return await together([self.ask(grant, call) for grant, call in calls.items()])
 
+    async def ask_bound(self, calls: Mapping[Grant, wire.WorkerCall], *, last_words_s: float) -> list[wire.WorkerReply]:
+        """As `ask_all`, of workers that wait for each other: once one fails the others have so long to fail too, so
+        that who died of them is no member any more. What is raised is first that one gave no answer, then a death."""
+        tasks = [asyncio.ensure_future(self.ask(grant, call)) for grant, call in calls.items()]
+        try:
+            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:
+                await asyncio.wait(waiting, timeout=last_words_s)
+            ended = [task.exception() for task in tasks if task.done()]
+            failures = [failure for failure in ended if failure is not None]
+            if failures:
+                raise min(failures, key=_urgency)
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def load(self, snapshot: types_pb2.Snapshot, grants: Sequence[Grant], *, reference: bool = False) -> None:
         """Bring a version to these workers' nodes and have them load it. SnapshotMismatch when one holds another."""
         want = combined_checksum({shard.file: shard.checksum for shard in snapshot.shards})
@@ -265,6 +283,10 @@ def _naming(grants: Sequence[Grant]) -> Iterator[None]:
         yield
     except WorkerUnreachable as error:
         raise WorkerUnreachable(str(error), grants=grants) from error
+
+
+def _urgency(failure: BaseException) -> int:
+    return (not isinstance(failure, WorkerUnreachable)) + (not isinstance(failure, WorkerGone))
 
 
 async def together(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:

@@ -381,7 +381,9 @@ Global___CommitReshard: _TypeAlias = CommitReshard  # noqa: Y015
 
 @_typing.final
 class AbortReshard(_message.Message):
-    """Give up what was prepared, if it was; the old layout goes on."""
+    """Give up what was prepared, if it was; the old layout goes on. Refused by who has left the epoch meanwhile: the old
+    layout goes on in the next one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

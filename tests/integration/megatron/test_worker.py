@@ -46,6 +46,12 @@ def test_a_resized_run_has_the_losses_of_a_fixed_one(run: Run, fixed: Results) -
             assert run.members[member]["losses"][update] == pytest.approx(want[update], abs=TOLERANCE), update
 
 
+def test_an_update_that_the_state_is_of_is_not_made_again_and_who_came_since_knows_no_figures(run: Run) -> None:
+    for member in run.members:
+        told, losses = member["again"], member["losses"]
+        assert np.array_equal(told, np.where(np.isnan(losses[2:4]), np.nan, losses[1:3]), equal_nan=True)
+
+
 def test_all_members_tell_the_same_of_a_reshard(run: Run) -> None:
     first, *others = run.members
     assert len(set(first["certificates"].tolist())) == len(first["certificates"]), "an update lies between them"
@@ -66,3 +72,16 @@ def test_what_cannot_be_done_is_refused_by_name(run: Run) -> None:
     standing_by, _, stale = run.members[3]["refusals"].tolist()
     assert standing_by == "member 3 stands by: the layout is on members (0, 1)"
     assert stale == "the state is of epoch 1, this is 2: reshard it first"
+
+
+def test_members_that_lost_a_peer_in_a_reshard_say_so_and_train_on_in_the_next_epoch(
+    ranks: RankServer, fixed: Results, tmp_path: Path
+) -> None:
+    arguments = {"folder": str(tmp_path), "memory": str(tmp_path)}
+    for left in ranks.run(f"{RANKS}:bereft", 3, arguments, expect_death=[2])[:2]:
+        prepared, aborted, trained = left["refusals"].tolist()
+        assert "reshard given up" in prepared
+        assert "this worker has left the epoch" in prepared
+        for refusal in (aborted, trained):
+            assert "this worker is in no epoch, for reshard given up" in refusal
+        assert left["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -70,12 +72,15 @@ class Member:
         self.ask(wire.WorkerCall(start_actor=start))
 
     def train(self, ranks: Sequence[int]) -> None:
+        """Asked twice, as after a death that broke off the call of another."""
+        loss = math.nan
         if self.me in ranks:
-            self.losses.append(self.ask(self.training()).loss)
-        else:
-            self.losses.append(math.nan)
+            report, again = (self.ask(self.training(len(self.losses))) for _ in range(2))
+            assert report == again
+            loss = report.loss
+        self.losses.append(loss)
 
-    def training(self) -> wire.WorkerCall:
+    def training(self, update: int) -> wire.WorkerCall:
         samples = [
             wire.TrainSample(
                 prompt_tokens=sample.prompt_tokens,
@@ -86,9 +91,16 @@ class Member:
                 engine_log_probs=sample.engine_log_probs,
                 masked=sample.masked,
             )
-            for sample in recorded.recorded_samples(seed=len(self.losses))
+            for sample in recorded.recorded_samples(seed=update)
         ]
-        return wire.WorkerCall(train=wire.Train(update_id="u", samples=samples, learning_rate=LEARNING_RATE))
+        train = wire.Train(update_id=f"1.0.{update}", samples=samples, learning_rate=LEARNING_RATE)
+        return wire.WorkerCall(train=train)
+
+    def loss_told_again(self) -> float:
+        """Of the last update, which the state is of already."""
+        report = self.ask(self.training(len(self.losses) - 1))
+        assert report.committed
+        return float(report.loss)
 
     def prepare(self, name: str, ranks: Sequence[int], **layout: int) -> wire.WorkerCall:
         asked = wire.PrepareReshard(id=name, layout=encode_layout(Layout(**layout)), ranks=ranks)
@@ -125,17 +137,18 @@ def resized(context: RankContext, *, folder: str, memory: str) -> Results:
     """Starts on 2 of 4 members, grows, moves, aborts, shrinks in an epoch without a member; with updates."""
     member = Member(context, _config(folder, memory))
     everyone = [0, 1, 2, 3]
-    refusals, certificates, moved = [], [], []
+    refusals, certificates, moved, again = [], [], [], []
     member.join(1, everyone)
     member.start([0, 1], dp=2)
     member.train([0, 1])
     member.train([0, 1])
     if member.me == 3:
-        refusals.append(member.refusal(member.training()))
+        refusals.append(member.refusal(member.training(len(member.losses))))
     for name, ranks, layout in (("grow", everyone, {"pp": 2, "dp": 2}), ("move", [3, 2], {"pp": 2})):
         report = member.reshard(name, ranks, **layout)
         certificates.append(report.certificate)
         moved.append((report.moved_bytes, report.minimum_bytes))
+        again.append(member.loss_told_again() if member.me in ranks else math.nan)
         member.train(ranks)
     refusals.append(member.refusal(member.prepare("illegal", everyone, pp=4)))
     member.ask(member.prepare("given up", [0], dp=1))
@@ -146,7 +159,7 @@ def resized(context: RankContext, *, folder: str, memory: str) -> Results:
     if member.me != 1:
         member.join(2, [0, 2, 3])
         if member.me == 3:
-            refusals.append(member.refusal(member.training()))
+            refusals.append(member.refusal(member.training(len(member.losses))))
         member.reshard("shrink", [0], dp=1)
         member.train([0])
         shared = state_folder(member.config, NodeId("n0")).glob("epoch*")
@@ -154,8 +167,27 @@ def resized(context: RankContext, *, folder: str, memory: str) -> Results:
         member.worker.close()
     return {
         "losses": np.array(member.losses),
+        "again": np.array(again),
         "refusals": np.array(refusals),
         "certificates": np.array(certificates),
         "moved": np.array(moved),
         "files": np.array(files if member.me == 0 else []),
     }
+
+
+def bereft(context: RankContext, *, folder: str, memory: str) -> Results:
+    """One that stands by is killed in place of a reshard: the others give it up, and train on in the next epoch."""
+    member = Member(context, _config(folder, memory))
+    member.join(1, [0, 1, 2])
+    member.start([0, 1], dp=2)
+    member.train([0, 1])
+    if member.me == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    abort = wire.WorkerCall(abort_reshard=wire.AbortReshard(id="given up"))
+    refusals = [member.refusal(call) for call in (member.prepare("given up", [0, 1], pp=2), abort, member.training(1))]
+    member.join(2, [0, 1])
+    member.ask(abort)
+    member.reshard("back", [0, 1], dp=2)
+    member.train([0, 1])
+    member.worker.close()
+    return {"losses": np.array(member.losses), "refusals": np.array(refusals)}

@@ -22,6 +22,8 @@ from tidegate.v1 import types_pb2 as wire_types
 from tidegate.v1 import workers_pb2 as wire
 
 PLENTY = 1_000_000
+_TOGETHER = ("train", "prepare_reshard", "commit_reshard", "abort_reshard")
+"""What only members of an epoch do."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,10 @@ class FakeRank:
         self.prepared: State | None = None
         self.refuses = ""
         """The kind of call that it refuses."""
+        self.hangs_in = ""
+        """The kind of call in which it hangs once, until whoever asked gives up; its peers leave the epoch."""
+        self.num_refused = 0
+        self.is_in_epoch = False
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
         self.trained: list[wire.Train] = []
@@ -59,10 +65,19 @@ class FakeRank:
     async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
         kind = call.WhichOneof("body") or ""
         if kind == self.refuses:
+            self.num_refused += 1
+            self._changes.tell()
             raise WorkerRefused(f"{self.grant.gpu} does no {kind}")
+        if kind == self.hangs_in:
+            self.hangs_in = ""
+            self._ranks.lose_epoch()
+            raise TimeoutError(f"{self.grant.gpu} did not answer {kind}")
+        if kind in _TOGETHER and not self.is_in_epoch:
+            raise WorkerRefused(f"{self.grant.gpu} is in no epoch")
         match kind:
             case "join_world":
                 self.worlds.append(call.join_world)
+                self.is_in_epoch = True
                 yield replied(call, wire.Started(memory_bytes=self._ranks.memory_bytes))
             case "prepare_reshard" | "commit_reshard" | "abort_reshard":
                 yield self._reshard(call, kind)
@@ -122,6 +137,13 @@ class FakeRank:
         return replied(call)
 
     def _train(self, call: wire.WorkerCall) -> wire.WorkerReply:
+        if call.train.update_id in self.weights:
+            known = any(train.update_id == call.train.update_id for train in self.trained)
+            report = wire.UpdateReport(update_id=call.train.update_id, committed=True, loss=float("nan"))
+            if known:
+                report.loss = 0.25
+                report.metrics["kl"] = 0.125
+            return replied(call, report)
         self.trained.append(call.train)
         committed = self.num_nonfinite == 0
         self.num_nonfinite = max(0, self.num_nonfinite - 1)
@@ -164,6 +186,11 @@ class Ranks:
     def trained(self) -> FakeRank:
         """Any of those that hold the newest weights."""
         return max(self.of.values(), key=lambda rank: len(rank.weights))
+
+    def lose_epoch(self) -> None:
+        """As when one is not heard of by the others for too long."""
+        for rank in self.of.values():
+            rank.is_in_epoch = False
 
     def fail_next(self, count: int) -> None:
         for rank in self.of.values():

@@ -100,6 +100,16 @@ class Resized:
         self.of.take(command)
         self.wanted = members
 
+    async def replace_dead(self, gpu: str) -> TransitionId:
+        """As the scheduler does once the gate of a dead rank's GPU says that it is free."""
+        (dead,) = [grant for grant in self.grants if grant.gpu == gpu]
+        gpus = [grant.gpu for grant in self.grants]
+        self.grants = tuple(grant for grant in self.grants if grant != dead)
+        await self.store.mark_lost(dead.gpu, dead.token)
+        await self.store.reclaim(dead.gpu, dead.token)
+        assert self.layout is not None, "it was started"
+        return await self.ask(gpus, self.layout)
+
     async def committed(self) -> events_pb2.Event:
         """The second one: the first is the start's."""
         return (await self.of.bench.told("layout_committed", count=2))[1]
@@ -240,6 +250,48 @@ async def test_a_reshard_that_one_member_cannot_prepare_leaves_the_actor_as_it_w
         assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
 
 
+@pytest.mark.parametrize("member", [FIRST, SECOND, SPARE])
+async def test_a_reshard_in_which_a_member_hangs_is_given_up_and_the_old_layout_goes_on_in_the_next_epoch(
+    tmp_path: Path, member: str
+) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.ranks.of[member].hangs_in = "prepare_reshard"
+        await at.ask([FIRST, SECOND], Layout(pp=2))
+        told = await at.failed()
+        assert f"{member} did not answer prepare_reshard" in told.resize_failed.message
+        await at.close(told.transition_id)
+        await _trains_in_the_next_epoch(at, [0, 1, 2])
+
+
+async def test_a_standby_that_is_lost_as_the_others_switch_costs_an_epoch_and_nothing_else(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.ranks.of[SPARE].hangs_in = "commit_reshard"
+        await at.ask([SECOND, FIRST], Layout(dp=2))
+        assert decode_grants((await at.committed()).layout_committed.grants) == at.wanted
+        await _trains_in_the_next_epoch(at, [0, 1, 3])
+
+
+async def _trains_in_the_next_epoch(at: Resized, members: list[int]) -> None:
+    """The first iteration whole, in the second epoch, which is of these members."""
+    at.of.take(at.of.bench.open_iteration())
+    await at.of.scored(range(4))
+    assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
+    first, second = at.of.ranks.of[FIRST].worlds
+    assert (second.epoch, list(second.members)) == (first.epoch + 1, members)
+    assert "failed" not in await at.of.bench.kinds()
+
+
+async def test_nobody_waits_for_a_standby_that_dies_while_an_iteration_trains(tmp_path: Path) -> None:
+    async with resized(tmp_path, num_permits=0) as at:
+        await _in_first_update(at)
+        at.of.bench.instances[NODES[1]].kill(SPARE)
+        permit(at, 2)
+        await _trained_once(at)
+        assert len(at.of.ranks.of[FIRST].worlds) == 1
+
+
 async def test_a_resize_that_was_closed_before_its_turn_asks_the_ranks_nothing(tmp_path: Path) -> None:
     async with resized(tmp_path, num_permits=0) as at:
         await at.start()
@@ -306,3 +358,76 @@ async def test_a_stop_does_not_wait_for_a_resize_that_waits_for_an_update(tmp_pa
         at.of.take(commands_pb2.ScaleDownRequest(header=header, grants=encode_grants(at.grants)))
         (released,) = await at.of.bench.told("gpus_released")
         assert decode_grants(released.gpus_released.grants) == at.grants
+
+
+async def _in_first_update(at: Resized) -> None:
+    """Up to the first update, which waits for its permits."""
+    await at.start()
+    await at.of.scored(range(4))
+    at.of.take(at.of.bench.open_iteration())
+    await until_asked(at, 1)
+
+
+async def _trained_once(at: Resized) -> None:
+    assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
+    assert at.of.ranks.of[FIRST].weights == at.of.ranks.of[SECOND].weights == ["1.0.0", "1.0.1"]
+    rows = at.of.journal()
+    assert [(row["update"], row["loss"]) for row in rows] == [("1.0.0", 0.25), ("1.0.1", 0.25)]
+    assert "failed" not in await at.of.bench.kinds()
+
+
+async def test_an_update_whose_rank_died_after_it_was_made_is_not_made_again(tmp_path: Path) -> None:
+    async with resized(tmp_path, num_permits=0) as at:
+        await _in_first_update(at)
+        at.of.ranks.permits[FIRST].release()
+        await at.of.bench.changes.until(lambda: len(at.of.ranks.of[FIRST].trained) == 1)
+        at.of.bench.instances[NODES[0]].kill(SECOND)
+        await at.replace_dead(SECOND)
+        told = await at.committed()
+        assert decode_grants(told.layout_committed.grants) == at.wanted
+        permit(at, 2)
+        await _trained_once(at)
+        assert len(at.of.ranks.of[FIRST].trained) == 2
+        assert sorted(at.of.watch.prompts("ack")) == [0, 1, 2, 3]
+
+
+async def test_an_update_that_a_death_prevents_is_made_once_the_rank_is_replaced(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.take(at.of.bench.open_iteration())
+        first = at.of.ranks.of[FIRST]
+        await at.of.bench.told("weights_published")
+        first.refuses = "train"
+        at.of.bench.instances[NODES[0]].kill(SECOND)
+        await at.of.scored(range(4))
+        await at.of.bench.changes.until(lambda: first.num_refused == 1)
+        first.refuses = ""
+        await at.replace_dead(SECOND)
+        await at.committed()
+        await _trained_once(at)
+        assert [list(world.members) for world in first.worlds] == [[0, 1, 2], [0, 2, 3]]
+        assert first.resharded == ["prepare_reshard", "commit_reshard"]
+
+
+async def test_a_lost_rank_that_cannot_be_replaced_costs_the_incarnation(tmp_path: Path) -> None:
+    async with resized(tmp_path, num_permits=0) as at:
+        await _in_first_update(at)
+        at.of.ranks.of[FIRST].refuses = "prepare_reshard"
+        at.of.ranks.permits[FIRST].release()
+        at.of.bench.instances[NODES[0]].kill(SECOND)
+        name = await at.replace_dead(SECOND)
+        (failed,) = await at.of.bench.told("failed")
+        assert f"resize {name}" in failed.failed.message
+        assert (list(failed.failed.grants), failed.failed.fatal) == ([], False)
+        assert "resize_failed" not in await at.of.bench.kinds()
+        assert at.of.journal() == []
+
+
+async def test_an_update_that_a_living_rank_refuses_fails_the_iteration(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        at.of.ranks.of[FIRST].refuses = "train"
+        await at.of.scored(range(4))
+        at.of.take(at.of.bench.open_iteration())
+        (failed,) = await at.of.bench.told("failed")
+        assert f"{FIRST} does no train" in failed.failed.message
