@@ -79,6 +79,9 @@ def _closes(state: ClusterState, iteration: Iteration, now_ms: int) -> Wanted:
         lead = state.lead_of(role)
         if lead is None or role in iteration.closed:
             continue
+        if role is Role.ACTOR and state.components[role].lacks_ranks:
+            wanted += Wanted((), ("the actor saves and publishes once it has its ranks",))
+            continue
         step = _step(state, iteration, "close")
         close = cmd.CloseIteration(
             header=header(state, role, lead, step=step, now_ms=now_ms),

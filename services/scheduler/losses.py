@@ -2,8 +2,10 @@
 
 - rollout: an engine is a GPU of its own; the others go on, the component is down only when none is left;
 - inference: one world of ranks; losing one loses all, and they are started again under the same lead;
-- actor: one world that holds the training state; losing it supersedes the incarnation, and the next one starts from
-  the last checkpoint, at most `max_actor_restarts` times.
+- actor: one world that holds the training state. While an iteration trains, a rank's death leaves it impaired: its
+  other ranks keep the state, and `resizing` brings it back to where it was, in the same incarnation, at most
+  MAX_DEATHS times an iteration. Whatever else it loses, or where that fails, supersedes the incarnation, and the next
+  one starts from the last checkpoint, at most `max_actor_restarts` times.
 
 Nothing here moves a GPU. A grant that leaves a component's `grants` is a suspect: `decide` has the store count its GPU
 as lost, the node's gate asked, and the GPU taken back when nobody holds it.
@@ -19,6 +21,8 @@ from services.scheduler.state import TERMINAL, ClusterState, Component, Phase
 from tidegate.types import Grant, NodeId, Role, node_of
 
 OVER = TERMINAL | {Phase.STOPPING}
+MAX_DEATHS = 3
+"""Of the actor's ranks in one iteration: a minibatch that kills whoever trains it must not be tried for ever."""
 
 
 def stop(state: ClusterState, outcome: Phase, message: str) -> ClusterState:
@@ -32,8 +36,12 @@ def with_component(state: ClusterState, role: Role, component: Component) -> Clu
     return replace(state, components={**state.components, role: component})
 
 
-def lose(state: ClusterState, role: Role, gone: Iterable[Grant], *, why: str) -> ClusterState:
-    """The holders of these grants are gone. Grants that the role does not work under, nor acquires, change nothing."""
+def lose(
+    state: ClusterState, role: Role, gone: Iterable[Grant], *, why: str, keeps_state: bool = False
+) -> ClusterState:
+    """The holders of these grants are gone. Grants that the role does not work under, nor acquires, change nothing.
+
+    `keeps_state`: nothing but these processes is gone, their node's memory is there."""
     component = state.components[role]
     gone = set(gone)
     transition = state.transition_of(role)
@@ -48,8 +56,26 @@ def lose(state: ClusterState, role: Role, gone: Iterable[Grant], *, why: str) ->
     if state.phase in OVER or (role is Role.ROLLOUT and left):
         return with_component(state, role, shrunk(component, left))
     if role is Role.ACTOR:
-        return restart_actor(state, why=why)
+        return impaired(state, left) if keeps_state and left and _waits(state) else restart_actor(state, why=why)
     return with_component(state, role, shrunk(component, ()))
+
+
+def _waits(state: ClusterState) -> bool:
+    """Whether the actor's lead waits for its ranks: it is in an iteration, and in no resize, which a death breaks."""
+    iteration = state.iteration
+    if state.phase is not Phase.RUNNING or iteration is None or iteration.is_accounted:
+        return False
+    return iteration.num_deaths < MAX_DEATHS and state.transition_of(Role.ACTOR) is None
+
+
+def impaired(state: ClusterState, left: tuple[Grant, ...]) -> ClusterState:
+    """The actor's other ranks hold the state; its layout, its incarnation and the iteration stay."""
+    assert state.iteration is not None, "an actor waits for its ranks in an iteration"
+    component = state.components[Role.ACTOR]
+    num_deaths = state.iteration.num_deaths + len(component.grants) - len(left)
+    iteration = replace(state.iteration, num_deaths=num_deaths)
+    state = with_component(state, Role.ACTOR, replace(component, grants=left))
+    return replace(state, iteration=iteration)
 
 
 def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
@@ -64,6 +90,16 @@ def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> Clu
     transition = state.transition_of(role)
     coming = [Grant(move.gpu, move.token) for move in transition.moves if move.target] if transition else []
     held = [Grant(record.gpu, record.token) for record in state.records_of(role)]
+    home = state.home(role)
+    if (
+        role is Role.ACTOR
+        and state.phase not in OVER
+        and state.components[role].lacks_ranks
+        and home is not None
+        and node in {node_of(gpu) for gpu in home.gpus}
+    ):
+        # What its dead ranks left may be gone with it, and nobody could start them there.
+        return restart_actor(state, why=why)
     return lose(state, role, [grant for grant in (*held, *coming) if node_of(grant.gpu) == node], why=why)
 
 

@@ -104,4 +104,5 @@ def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterStat
     if not current:
         return Refused("under old tokens")
     exit_text = f" (exit status {body.exit_status})" if body.exit_status else ""
-    return lose(state, role, current, why=f"{event.source}: {body.message}{exit_text}")
+    is_death = body.what is ev.FailedWhat.WORKER
+    return lose(state, role, current, why=f"{event.source}: {body.message}{exit_text}", keeps_state=is_death)

@@ -7,8 +7,8 @@ A transition past its deadline goes no further: a start is closed and counts as 
 
 A component that lost GPUs: the store counts them as lost, the node's gate is asked, a worker that still holds one is
 stopped through the component's lead, and a GPU that nobody holds is reclaimed; then a new start takes it again.
-A world (actor, inference) that lost one rank goes this way with all its GPUs; the rollout with the lost ones alone.
-An actor that changes while it works is `resizing`'s.
+A world that lost one rank goes this way with all its GPUs; the rollout, and an actor in an iteration, with the lost
+ones alone. An actor that changes while it works, or gets its lost ranks back, is `resizing`'s.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Want
 
 
 def _asked_gate(state: ClusterState, role: Role, grant: Grant) -> Wanted:
-    node, is_needed = node_of(grant.gpu), not state.components[role].is_up
+    node, component = node_of(grant.gpu), state.components[role]
+    is_needed = not component.is_up or (role is Role.ACTOR and component.lacks_ranks)
     endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
     note = f"{grant.gpu} waits for its gate"
     if endpoints:

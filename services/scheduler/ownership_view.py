@@ -12,7 +12,7 @@ from services.scheduler import events as ev
 from services.scheduler import resizes
 from services.scheduler.accounts import supersede
 from services.scheduler.admission import Refused
-from services.scheduler.losses import OVER, lose, shrunk, with_component
+from services.scheduler.losses import OVER, lose, restart_actor, shrunk, with_component
 from services.scheduler.state import ClusterState, Phase, role_of_instance
 from tidegate.ownership import GpuState, Outcome, Transition
 from tidegate.types import Grant, Role, TransitionId, node_of
@@ -62,11 +62,14 @@ def transition_id(state: ClusterState) -> TransitionId:
 
 
 def _closed(state: ClusterState, transition: Transition) -> ClusterState:
-    """An unfinished start counts against its component; a resize is over, whatever came of it."""
+    """An unfinished start counts against its component; a resize is over, whatever came of it, but an actor that lacks
+    ranks has nothing else to go on with."""
     for part in transition.parts:
         component = state.components[part.role]
         if part.role is Role.ACTOR and part.old_layout is not None and part.new_layout is not None:
             state = replace(state, asked=state.asked_next, asked_next=None)
+            if component.lacks_ranks and state.phase not in OVER:
+                state = restart_actor(state, why=f"{transition.id} did not bring the actor's lost ranks back")
             continue
         if part.new_layout is not None and transition.outcome is not Outcome.COMMITTED:
             component = replace(component, num_failed_starts=component.num_failed_starts + 1)

@@ -42,12 +42,21 @@ def recovered(state: ClusterState, missed: Sequence[ev.Event]) -> ClusterState:
 def _told_again(state: ClusterState, event: ev.Event) -> ClusterState:
     if state.spec is not None and role_of_instance(event.source) and event.incarnation > state.incarnation:
         # A restart: what brought it about was decided on what is lost.
-        state = next_incarnation(state, incarnation=event.incarnation)
+        num_restarts = state.num_restarts + event.incarnation - state.incarnation
+        state = replace(next_incarnation(state, incarnation=event.incarnation), num_restarts=num_restarts)
+    if _is_rank_death(event):
+        return replace(state, applied_seq=event.stream_sequence or state.applied_seq)
     state = evolve(_opened(state, event), event)
     iteration = state.iteration
     if iteration is None or not iteration.is_accounted:
         return state
     return iterations.advance(replace(state, iteration=replace(iteration, closed=tuple(Role))))
+
+
+def _is_rank_death(event: ev.Event) -> bool:
+    """The iteration may have outlived it; where it did not, later events are of a later incarnation."""
+    is_death = isinstance(event.body, ev.Failed) and event.body.what is ev.FailedWhat.WORKER
+    return is_death and role_of_instance(event.source) is Role.ACTOR
 
 
 def _opened(state: ClusterState, event: ev.Event) -> ClusterState:

@@ -5,6 +5,8 @@ make the new layout beside the old one, and the store's commit of the actor's pa
 that it switched; what leaves is released; the transition ends. Rollout and inference are asked nothing, and the open
 iteration stays open. Invariants: a GPU leaves the store's record only after the layout without it is in force; past its
 deadline an uncommitted resize is closed, and the actor goes on as it was.
+An actor that lacks ranks is brought back in the same way, once what it lost is free: to where it was, or was asked to.
+For it there is no going on as it was: such a resize that comes to nothing costs the incarnation.
 """
 
 from __future__ import annotations

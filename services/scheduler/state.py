@@ -65,7 +65,8 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Component:
     """`layout` is None while the component is down; `broken` names transitions that cannot succeed any more, `switched`
-    the resize whose layout is in force by the lead's word."""
+    the resize whose layout is in force by the lead's word. An actor that is up and lacks ranks keeps its state and
+    waits for them."""
 
     lead: Lead | None = None
     grants: tuple[Grant, ...] = ()
@@ -79,6 +80,10 @@ class Component:
     @property
     def is_up(self) -> bool:
         return self.layout is not None
+
+    @property
+    def lacks_ranks(self) -> bool:
+        return self.layout is not None and len(self.grants) < self.layout.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +100,15 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """The iteration that is open. `opened` holds the lead epoch under which each component took it."""
+    """The iteration that is open. `opened` holds the lead epoch under which each component took it, `num_deaths` counts
+    those of the actor's ranks that it outlived."""
 
     plan: IterationPlan
     opened: Mapping[Role, int] = field(default_factory=dict)
     reports: Mapping[Role, Report] = field(default_factory=dict)
     closed: tuple[Role, ...] = ()
     is_accounted: bool = False
+    num_deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ from services.scheduler.codec import decode_state, encode_state
 from services.scheduler.decide import decide
 from services.scheduler.evolve import evolve
 from services.scheduler.expectations import issued
+from services.scheduler.losses import MAX_DEATHS
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Placed, total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
 from tidegate.ownership import Outcome
-from tidegate.types import Layout, Role, instance_id
+from tidegate.types import GpuId, Layout, Role, instance_id
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NUM_ITERATIONS = 2
@@ -57,6 +58,7 @@ PLACES = (
 resize = st.tuples(st.sampled_from(["resize"] * 4 + ["fail resize"]), st.integers(0, len(PLACES) - 1))
 MAX_RESIZES = 4
 on = st.tuples(st.just("run on"), st.integers(0, MAX_STEPS_ON))
+rank_death = st.tuples(st.just("kill rank"), st.integers(0, 3))
 recovery = st.tuples(st.sampled_from(["restart", "renew"]), st.just(0))
 
 
@@ -67,6 +69,16 @@ def schedules(draw: st.DrawFn) -> list[tuple[str, int]]:
     for _ in range(draw(st.integers(0, MAX_RESIZES))):
         where = draw(st.integers(0, len(steps)))
         steps[where:where] = [draw(on), draw(resize)]
+    return steps
+
+
+@st.composite
+def schedules_with_rank_deaths(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """And of the actor's ranks, which its lead waits for."""
+    steps = draw(schedules())
+    for _ in range(draw(st.integers(1, MAX_DEATHS))):
+        where = draw(st.integers(0, len(steps)))
+        steps[where:where] = [draw(on), draw(rank_death)]
     return steps
 
 
@@ -107,6 +119,9 @@ def happen(drive: Drive, what: str, number: int) -> None:
         case "kill worker":
             slots = sorted(cluster.gpus)
             cluster.kill_worker(slots[number % len(slots)])
+        case "kill rank" if slots := ranks_waited_for(drive):
+            cluster.kill_worker(slots[number % len(slots)])
+            drive.deliver(cluster.outbox.pop())
         case "kill instance" | "kill instance unseen":
             names = sorted(cluster.instances)
             cluster.kill_instance(names[number % len(names)], tells=what == "kill instance")
@@ -131,9 +146,17 @@ def happen(drive: Drive, what: str, number: int) -> None:
             pass
 
 
-def finished(steps: list[tuple[str, int]]) -> Drive:
+def ranks_waited_for(drive: Drive) -> list[GpuId]:
+    """Of an actor in an iteration and in no resize, all but the last."""
+    state = drive.state
+    grants = state.components[Role.ACTOR].grants
+    is_training = state.iteration is not None and not state.iteration.is_accounted and len(grants) > 1
+    return [grant.gpu for grant in grants] if is_training and state.resize() is None else []
+
+
+def finished(steps: list[tuple[str, int]], *, keeps_state: bool = True) -> Drive:
     job = spec(num_iterations=NUM_ITERATIONS, max_actor_restarts=3 * MAX_BLOWS, standby=SLOTS[2:])
-    drive = booted(FakeCluster(job))
+    drive = booted(FakeCluster(job, keeps_state=keeps_state))
     for what, number in steps:
         happen(drive, what, number)
     drive.run()
@@ -141,9 +164,11 @@ def finished(steps: list[tuple[str, int]]) -> Drive:
 
 
 @SLOW
-@given(histories())
-def test_whatever_happens_the_job_finishes_and_gives_every_gpu_back(steps: list[tuple[str, int]]) -> None:
-    drive = finished(steps)
+@given(histories(), st.booleans())
+def test_whatever_happens_the_job_finishes_and_gives_every_gpu_back(
+    steps: list[tuple[str, int]], keeps_state: bool
+) -> None:
+    drive = finished(steps, keeps_state=keeps_state)
 
     assert (drive.state.phase, drive.state.message) == (Phase.FINISHED, f"all {NUM_ITERATIONS} iterations are done")
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
@@ -151,9 +176,11 @@ def test_whatever_happens_the_job_finishes_and_gives_every_gpu_back(steps: list[
 
 
 @SLOW
-@given(histories())
-def test_in_the_final_lineage_every_iteration_is_there_once_and_no_sample_is_lost(steps: list[tuple[str, int]]) -> None:
-    drive = finished(steps)
+@given(histories(), st.booleans())
+def test_in_the_final_lineage_every_iteration_is_there_once_and_no_sample_is_lost(
+    steps: list[tuple[str, int]], keeps_state: bool
+) -> None:
+    drive = finished(steps, keeps_state=keeps_state)
 
     lineage = [summary for summary in drive.state.summaries if not summary.is_superseded]
     assert [summary.iteration for summary in lineage] == list(range(NUM_ITERATIONS))
@@ -178,6 +205,17 @@ def test_resizes_alone_cost_no_incarnation_no_sample_and_no_failed_start(steps: 
     assert sum(record.reason.startswith("start the actor") for record in records) == 1
     resizes = [record for record in records if record.reason.startswith("the actor from")]
     assert all(record.outcome is not Outcome.OPEN for record in resizes)
+
+
+@SLOW
+@given(schedules_with_rank_deaths())
+def test_deaths_of_ranks_in_an_iteration_cost_no_incarnation_and_no_sample(steps: list[tuple[str, int]]) -> None:
+    drive = finished([(what, number) for what, number in steps if what not in ("lose commands", "fail resize")])
+
+    assert (drive.state.incarnation, drive.state.num_restarts) == (1, 0)
+    assert [summary.is_superseded for summary in drive.state.summaries] == [False] * NUM_ITERATIONS
+    assert all(summary.num_lost == summary.num_duplicates == 0 for summary in drive.state.summaries)
+    assert not any(component.num_failed_starts for component in drive.state.components.values())
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

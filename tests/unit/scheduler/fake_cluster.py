@@ -128,7 +128,8 @@ class FakeLead:
 @dataclass
 class FakeCluster:
     """`num_lost` samples of each iteration are lost on the way; without a supervisor what is dead stays dead; the leads
-    of what is `hung` take commands and never do them; the next `num_failing_resizes` cannot be prepared."""
+    of what is `hung` take commands and never do them; the next `num_failing_resizes` cannot be prepared; with
+    `keeps_state` an actor's ranks can read what a dead one held."""
 
     job_spec: JobSpec
     checkpoint_every: int = 1
@@ -136,6 +137,7 @@ class FakeCluster:
     has_supervisor: bool = True
     hung: set[Role] = field(default_factory=set)
     num_failing_resizes: int = 0
+    keeps_state: bool = True
     gpus: dict[GpuId, GpuRecord] = field(default_factory=dict)
     records: dict[str, Transition] = field(default_factory=dict)
     gates: dict[GpuId, FakeGate] = field(default_factory=dict)
@@ -413,10 +415,12 @@ class FakeCluster:
                     lead.open(lead.broken_off)
             case cmd.OpenIteration():
                 lead.open(command.plan)
-                lead.members = header.members
+                if header.role is not Role.ACTOR:
+                    lead.members = header.members
             case cmd.CloseIteration():
                 plan, lead.plan = lead.plan, None
-                if header.role is Role.ACTOR and plan is not None and plan.iteration == command.iteration:
+                is_open = plan is not None and plan.iteration == command.iteration
+                if header.role is Role.ACTOR and plan is not None and is_open and self._can_work(Role.ACTOR, lead):
                     self._save(lead, plan)
                     self._publish(lead, lead.incarnation, plan.version + 1)
 
@@ -441,7 +445,11 @@ class FakeCluster:
                 return
             lead.resize = None
             self._let_go(resize.coming)
-            self.say(lead.instance, ev.ResizeFailed(fault), grants=lead.members, **said)
+            if all(self._is_at_work(grant) for grant in lead.members):
+                self.say(lead.instance, ev.ResizeFailed(fault), grants=lead.members, **said)
+            else:
+                failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, fault, fatal=False)
+                self.say(lead.instance, failed, incarnation=lead.incarnation)
             return
         lead.resize = None
         if not all(self._is_at_work(grant) for grant in resize.members):
@@ -458,12 +466,15 @@ class FakeCluster:
         if self.num_failing_resizes:
             self.num_failing_resizes -= 1
             return "it could not be prepared"
+        if not self.keeps_state and not all(self._is_at_work(grant) for grant in lead.members):
+            return "what a dead rank held is gone"
         for grant in resize.coming:
             gate, name = self.gates[grant.gpu], instance_id(Role.ACTOR, node_of(grant.gpu))
             if not self.instances[name].is_alive or gate.is_held or gate.highest >= grant.token:
                 return f"{grant.gpu} does not come"
             self.gates[grant.gpu] = FakeGate(grant.token, is_held=True)
-        if not all(self._is_at_work(grant) for grant in lead.members):
+        stay = [grant for grant in resize.members if grant not in resize.coming]
+        if not all(self._is_at_work(grant) for grant in (*stay, *resize.leaving)):
             return "a member is dead"
         try:
             self._keep(transitions.commit(self.records[resize.transition], self.gpus, Role.ACTOR, resize.layout))

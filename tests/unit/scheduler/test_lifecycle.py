@@ -231,7 +231,7 @@ def test_weights_that_differ_fail_the_job(case: str) -> None:
 
 
 def test_a_resumed_job_goes_on_from_its_last_checkpoint_in_a_new_incarnation() -> None:
-    drive = booted(FakeCluster(spec(num_iterations=4, max_actor_restarts=0)))
+    drive = booted(FakeCluster(spec(num_iterations=4, max_actor_restarts=0), keeps_state=False))
     drive.run_until(lambda state: state.next_iteration == 2)
     drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
     assert drive.run().phase is Phase.FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.decide import decide
 from services.scheduler.evolve import evolve
+from services.scheduler.losses import MAX_DEATHS
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import total
@@ -23,9 +25,10 @@ INFERENCE_GPU = gpu("n1", 2)
 ACTOR_GPU = gpu("n1", 0)
 
 
-def iterating(**settings: int) -> Drive:
+def iterating(*, keeps_state: bool = True, **settings: int) -> Drive:
     """A job whose first iteration every component took."""
-    drive = booted(FakeCluster(spec(**settings)))  # type: ignore[arg-type]  # only numbers are varied here
+    job = spec(**settings)  # type: ignore[arg-type]  # only numbers are varied here
+    drive = booted(FakeCluster(job, keeps_state=keeps_state))
     drive.run_until(is_iterating)
     while drive.cluster.outbox:
         drive.step()
@@ -44,6 +47,11 @@ def deliver_all(drive: Drive) -> None:
 def ups_of(drive: Drive, role: Role) -> list[cmd.ScaleUp]:
     ups = [command for command in drive.cluster.log if isinstance(command, cmd.ScaleUp)]
     return [command for command in ups if command.header.role is role]
+
+
+def starts_of_actor(drive: Drive) -> list[cmd.ScaleUp]:
+    """Those of all its ranks; others replace the ranks that it lost."""
+    return [command for command in ups_of(drive, Role.ACTOR) if command.grants == command.members]
 
 
 def test_a_rollout_engine_that_dies_leaves_the_others_at_work_and_comes_back_under_a_newer_token() -> None:
@@ -82,14 +90,90 @@ def test_an_inference_rank_that_dies_has_all_ranks_started_again_in_the_same_inc
     assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
 
 
-def test_an_actor_rank_that_dies_starts_a_new_incarnation_from_the_last_checkpoint() -> None:
-    drive = booted(FakeCluster(spec(num_iterations=3)))
+def test_an_actor_rank_that_dies_in_an_iteration_is_replaced_in_the_same_incarnation() -> None:
+    drive = iterating()
+    iteration = drive.state.iteration
+    assert iteration is not None
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+
+    left = drive.state.components[Role.ACTOR]
+    assert (left.is_up, left.lacks_ranks, [grant.gpu for grant in left.grants]) == (True, True, [gpu("n0", 0)])
+    assert drive.state.iteration == replace(iteration, num_deaths=1)
+
+    state = drive.run()
+    _, again = ups_of(drive, Role.ACTOR)
+    assert again.grants == (Grant(ACTOR_GPU, Token(1, 2)),)
+    assert [grant.gpu for grant in again.members] == [gpu("n0", 0), ACTOR_GPU]
+    assert (state.phase, state.incarnation, state.num_restarts) == (Phase.FINISHED, 1, 0)
+    assert not any(summary.is_superseded for summary in state.summaries)
+    assert not any(component.num_failed_starts for component in state.components.values())
+
+
+def test_an_actor_that_lacks_ranks_is_asked_neither_to_save_nor_to_publish() -> None:
+    drive = iterating()
+    drive.cluster.work()
+    drive.cluster.kill_worker(ACTOR_GPU)
+    death = drive.cluster.outbox.pop()
+    drive.deliver(death)
+    drive.run_until(lambda state: state.iteration is not None and state.iteration.is_accounted)
+
+    assert not _closes_of_actor(drive)
+    drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
+    assert len(_closes_of_actor(drive)) == 1
+    state = drive.run()
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def _closes_of_actor(drive: Drive) -> list[cmd.CloseIteration]:
+    closes = [command for command in drive.cluster.log if isinstance(command, cmd.CloseIteration)]
+    return [command for command in closes if command.header.role is Role.ACTOR]
+
+
+def test_an_actor_rank_that_dies_as_the_iteration_is_closed_costs_the_incarnation() -> None:
+    drive = iterating()
+    drive.run_until(lambda state: state.iteration is not None and state.iteration.is_accounted)
+    drive.cluster.kill_worker(ACTOR_GPU)
+
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+
+def test_an_iteration_outlives_so_many_deaths_and_no_more() -> None:
+    drive = iterating()
+    for _ in range(MAX_DEATHS):
+        drive.cluster.kill_worker(ACTOR_GPU)
+        drive.step()
+        drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
+    assert drive.state.incarnation == 1
+
+    drive.cluster.kill_worker(ACTOR_GPU)
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+
+def test_the_node_of_a_dead_rank_that_is_lost_as_well_costs_the_incarnation() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+    assert drive.state.incarnation == 1
+
+    drive.cluster.kill_instance(instance_id(Role.ACTOR, NODES[1]), tells=True)
+    drive.run_until(lambda state: state.incarnation == 2)
+
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_an_actor_rank_whose_state_is_gone_starts_a_new_incarnation_from_the_last_checkpoint() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=3), keeps_state=False))
     drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 1)
     drive.cluster.kill_worker(ACTOR_GPU)
 
     state = drive.run()
 
-    assert [command.checkpoint for command in ups_of(drive, Role.ACTOR)] == ["", "step-1-1"]
+    assert [command.checkpoint for command in starts_of_actor(drive)] == ["", "step-1-1"]
     assert (state.phase, state.incarnation, state.num_restarts) == (Phase.FINISHED, 2, 1)
     assert [(each.iteration, each.incarnation) for each in state.summaries if not each.is_superseded] == [
         (0, 1),
@@ -99,13 +183,13 @@ def test_an_actor_rank_that_dies_starts_a_new_incarnation_from_the_last_checkpoi
 
 
 def test_iterations_after_the_last_checkpoint_are_superseded_and_their_samples_discarded_with_the_reason() -> None:
-    drive = booted(FakeCluster(spec(num_iterations=3), checkpoint_every=3))
+    drive = booted(FakeCluster(spec(num_iterations=3), checkpoint_every=3, keeps_state=False))
     drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
     drive.cluster.kill_worker(ACTOR_GPU)
 
     state = drive.run()
 
-    assert [command.checkpoint for command in ups_of(drive, Role.ACTOR)] == ["", ""]
+    assert [command.checkpoint for command in starts_of_actor(drive)] == ["", ""]
     redone = [each for each in state.summaries if each.is_superseded]
     assert [each.iteration for each in redone] == [0, 1, 2]
     for summary in redone[:2]:
@@ -116,12 +200,12 @@ def test_iterations_after_the_last_checkpoint_are_superseded_and_their_samples_d
 
 
 def test_an_iteration_that_breaks_off_tells_what_the_rollout_had_generated_as_far_as_is_known() -> None:
-    drive = iterating()
+    drive = iterating(keeps_state=False)
     name = instance_id(Role.ROLLOUT, NODES[0])
     drive.cluster.say(name, ev.Progress((), 3, 4, "generate"), incarnation=1, iteration=0)
     deliver_all(drive)
     drive.cluster.kill_worker(ACTOR_GPU)
-    drive.step()
+    drive.run_until(lambda state: state.incarnation == 2)
 
     (summary,) = drive.state.summaries
     assert summary.is_superseded
@@ -130,7 +214,7 @@ def test_an_iteration_that_breaks_off_tells_what_the_rollout_had_generated_as_fa
 
 
 def test_an_actor_that_dies_more_often_than_allowed_fails_the_job_with_the_numbers() -> None:
-    drive = iterating(max_actor_restarts=1)
+    drive = iterating(max_actor_restarts=1, keeps_state=False)
     for _ in range(2):
         drive.run_until(is_iterating)
         drive.cluster.kill_worker(ACTOR_GPU)
@@ -139,7 +223,7 @@ def test_an_actor_that_dies_more_often_than_allowed_fails_the_job_with_the_numbe
     state = drive.run()
 
     assert state.phase is Phase.FAILED
-    assert "worker of n1/0 was killed (exit status -9)" in state.message
+    assert "what a dead rank held is gone" in state.message
     assert "the actor was restarted 1 times and runtime.max_actor_restarts=1" in state.message
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
 

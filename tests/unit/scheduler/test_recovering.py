@@ -62,8 +62,21 @@ def test_a_job_whose_store_came_back_empty_takes_its_gpus_back_from_living_worke
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
 
 
+def test_deaths_that_the_lost_state_outlived_cost_nothing_when_they_are_told_again() -> None:
+    drive = after_two_iterations()
+    drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
+    drive.run_until(lambda state: state.next_iteration == 3 and state.iteration is not None)
+    assert drive.state.incarnation == 1
+
+    lose_the_store(drive)
+
+    assert (drive.state.incarnation, drive.state.next_iteration) == (2, 3)
+    assert drive.run().phase is Phase.FINISHED
+
+
 def test_restarts_that_the_lost_state_had_decided_are_seen_by_what_came_after_them() -> None:
     drive = after_two_iterations()
+    drive.cluster.keeps_state = False
     drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
     drive.run_until(lambda state: state.incarnation == 2 and state.next_iteration == 3 and state.iteration is not None)
 

@@ -15,7 +15,7 @@ from services.scheduler.values import Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
 from tidegate.ownership import GpuState, Outcome
-from tidegate.types import GpuId, Layout, Role
+from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, NodeId, Role, instance_id
 
 FIRST, SECOND = gpu("n0", 0), gpu("n1", 0)
 SPARE, OTHER_SPARE = gpu("n0", 3), gpu("n1", 4)
@@ -167,8 +167,62 @@ def test_a_rank_that_dies_between_commit_and_switch_restarts_the_actor(slot: Gpu
     assert drive.state.incarnation == 2
 
 
-def test_a_rank_that_dies_after_the_switch_restarts_the_actor_in_its_new_layout() -> None:
+def test_a_rank_that_dies_after_the_switch_is_replaced_in_the_new_layout() -> None:
     drive = running()
+    ask(drive, LARGER)
+    drive.run_until(is_over)
+
+    drive.cluster.kill_worker(SPARE)
+    drive.step()
+    drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
+
+    assert (gpus_of(drive.state), drive.state.components[Role.ACTOR].layout) == (LARGER.gpus, LARGER.layout)
+    assert drive.run().phase is Phase.FINISHED
+    assert drive.state.incarnation == 1
+
+
+def test_an_actor_that_lacks_ranks_goes_at_once_to_where_it_is_asked() -> None:
+    drive = running()
+    drive.cluster.kill_worker(FIRST)
+    drive.step()
+
+    ask(drive, SMALLER)
+    state = drive.run_until(is_over)
+
+    assert (gpus_of(state), state.components[Role.ACTOR].layout, state.incarnation) == (SMALLER.gpus, Layout(), 1)
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_the_death_of_a_worker_that_stands_by_changes_nothing() -> None:
+    drive = running()
+    before, sent = drive.state.components, len(drive.cluster.log)
+
+    died = ev.Failed(ev.FailedWhat.WORKER, (Grant(SPARE, NO_TOKEN),), -9, "killed", fatal=False)
+    drive.cluster.say(instance_id(Role.ACTOR, NodeId("n0")), died)
+    drive.deliver(drive.cluster.outbox.pop())
+
+    assert (drive.state.components, drive.cluster.log[sent:]) == (before, [])
+    ask(drive, LARGER)
+    assert gpus_of(drive.run_until(is_over)) == LARGER.gpus
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_lost_ranks_that_do_not_come_back_by_the_deadline_cost_the_incarnation() -> None:
+    drive = running()
+    drive.cluster.kill_worker(FIRST)
+    drive.cluster.hung.add(Role.ACTOR)
+    drive.run_until(lambda state: state.resize() is not None)
+
+    drive.cluster.hung.clear()
+    drive.now_ms += 2 * drive.cluster.job_spec.command_deadline_ms
+    drive.decide()
+    assert drive.state.incarnation == 2
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_rank_that_dies_after_the_switch_and_whose_state_is_gone_restarts_the_actor_in_its_new_layout() -> None:
+    drive = running()
+    drive.cluster.keeps_state = False
     ask(drive, LARGER)
     drive.run_until(is_over)
 
