@@ -104,6 +104,13 @@ class RunningJob:
                     raise AssertionError(f"the job ended with {self.process.returncode} before the event came")
                 await self._came.wait()
 
+    async def until_logged(self, words: str) -> None:
+        """By any service. AssertionError when the job ends without it."""
+        while not any(words in path.read_text(errors="replace") for path in self.folder.logs.glob("*.jsonl")):
+            assert self.process.returncode is None, f"the job ended with {self.process.returncode} before {words!r}"
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), _LOOK_AGAIN_S)
+
     async def result(self) -> dict[str, Any]:
         """Of the finished job; AssertionError, with what it said, when it did not finish."""
         assert self.process.stderr is not None
@@ -129,14 +136,13 @@ class RunningJob:
         raise AssertionError(f"no process runs {module} {node}")
 
     def worker(self, gpu: str) -> psutil.Process:
-        """The worker that holds a GPU's gate: the one with its lock file open."""
-        node, _, index = gpu.partition("/")
-        lock = f"{node}%2F{index}.lock"
+        """The worker of a GPU: the one that writes its log. Its gate's lock may lie in its socket, not yet received."""
+        log = f"worker-{gpu.replace('/', '-')}.log"
         for process in self.processes():
             with suppress(psutil.Error):
-                if _is_worker(process) and any(Path(opened.path).name == lock for opened in process.open_files()):
+                if _is_worker(process) and any(Path(opened.path).name == log for opened in process.open_files()):
                     return process
-        raise AssertionError(f"nobody holds {gpu}")
+        raise AssertionError(f"nobody works on {gpu}")
 
     def gates(self) -> dict[str, bool]:
         """Whether each GPU is held."""

@@ -80,6 +80,15 @@ SURVIVED: dict[str, tuple[Victim, Condition]] = {
     "the fork server of node 1": (_service("tidegate.runtime.forkserver", "n1"), updated(1)),
 }
 
+WANT_INCARNATION = {
+    "the actor's service on node 0, generating": 2,
+    "the actor's service on node 1, generating": 2,
+    "an actor's first rank": 1,
+    "an engine on node 0": 1,
+    "the inference's rank": 1,
+}
+"""Of the cases in which it does not depend on the moment."""
+
 
 def _assert_as_if_nothing_happened(job: RunningJob, result: dict[str, Any], want_checksum: str) -> None:
     summary = result["summary"]
@@ -95,6 +104,8 @@ async def test_the_job_goes_on_by_itself_without(case: str, want_checksum: str, 
         await job.until(when)
         victim(job).kill()
         _assert_as_if_nothing_happened(job, await job.result(), want_checksum)
+        incarnation = max(event.incarnation for event in job.events)
+        assert incarnation == WANT_INCARNATION.get(case, incarnation)
 
 
 @pytest.mark.parametrize("server", ["nats-server", "valkey-server"])

@@ -1,0 +1,129 @@
+"""The death of an actor's rank while an iteration is open: a membership epoch, and neither an incarnation nor a sample.
+
+The rank's state is read from what it left in its node's memory, so that the weights come out as if nothing happened. So
+do they where that is gone, from the checkpoint, and where nobody is dead but late.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
+from tests.e2e.lineage import expected_draws, trained_draws
+from tidegate.codec import encode_layout
+from tidegate.launcher.control import control_of
+from tidegate.types import Layout
+from tidegate.v1 import control_pb2
+from tidegate.v1.events_pb2 import Event
+
+DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
+
+
+def scored(iteration: int) -> Condition:
+    """All of the iteration's groups are there for the actor."""
+    return lambda event: (
+        event.WhichOneof("body") == "iteration_reported"
+        and event.source.startswith("inference")
+        and event.iteration == iteration
+    )
+
+
+def _replaced(event: Event) -> bool:
+    return event.WhichOneof("body") == "layout_committed" and event.layout_committed.HasField("reshard")
+
+
+async def _ask_resize(job: RunningJob, layout: Layout, *gpus: str) -> None:
+    async with control_of(job.folder) as stub:
+        request = control_pb2.ResizeActorRequest(job=job.config.job, layout=encode_layout(layout), gpus=gpus)
+        await stub.ResizeActor(request, timeout=10.0)
+
+
+def _take_state_away(process: psutil.Process, *, member: int) -> None:
+    """The files in host memory that would outlive it."""
+    paths = {each.path for each in process.memory_maps() if f"-member{member}-" in each.path}
+    assert paths, f"process {process.pid} maps no state of member {member}"
+    for path in paths:
+        Path(path).unlink()
+
+
+async def _finished(job: RunningJob, want_checksum: str, *, incarnations: set[int]) -> None:
+    summary = (await job.result())["summary"]
+    assert trained_draws(job.folder.journal) == DRAWS
+    assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
+    assert summary["weights_checksum"] == want_checksum
+    assert {event.incarnation for event in job.events if event.incarnation} == incarnations
+
+
+async def test_a_rank_that_dies_in_an_update_is_replaced_and_the_update_is_made_once(
+    want_checksum: str, tmp_path: Path
+) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        await job.until(generating(0))
+        victim = job.worker("n1/0")
+        # The others wait for it in the middle of the update, before any of them applies it.
+        victim.suspend()
+        await job.until(scored(0))
+        victim.kill()
+        replaced = await job.until(_replaced)
+        await _finished(job, want_checksum, incarnations={1})
+    gpus = [grant.gpu for grant in replaced.layout_committed.grants]
+    assert gpus == ["n0/0", "n0/1", "n1/0", "n1/1"]
+
+
+@pytest.mark.long
+async def test_a_first_rank_that_dies_between_two_updates_is_replaced(want_checksum: str, tmp_path: Path) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        await job.until(generating(0))
+        job.worker("n0/0").kill()
+        await job.until(_replaced)
+        await job.until(updated(1))
+        await _finished(job, want_checksum, incarnations={1})
+
+
+@pytest.mark.long
+async def test_a_rank_whose_state_is_gone_with_it_costs_an_incarnation(want_checksum: str, tmp_path: Path) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        await job.until(generating(0))
+        victim = job.worker("n1/0")
+        victim.suspend()
+        _take_state_away(victim, member=2)
+        victim.kill()
+        await _finished(job, want_checksum, incarnations={1, 2})
+
+
+@pytest.mark.long
+async def test_a_resize_in_which_a_rank_hangs_too_long_fails_and_the_old_layout_trains_on(
+    want_checksum: str, tmp_path: Path
+) -> None:
+    async with running(small_job("plain", runtime__collective_timeout_s=5.0), tmp_path) as job:
+        await job.until(generating(0))
+        hung = job.worker("n1/0")
+        hung.suspend()
+        await _ask_resize(job, Layout(pp=2, dp=2), "n0/0", "n0/1", "n1/0", "n1/1")
+        await job.until_logged("resize aborted")
+        hung.resume()
+        await job.until(lambda event: event.WhichOneof("body") == "resize_failed")
+        await _finished(job, want_checksum, incarnations={1})
+
+
+@pytest.mark.long
+async def test_nobody_waits_for_a_dead_standby_and_its_slot_gets_a_new_worker_when_it_is_needed(tmp_path: Path) -> None:
+    changes = {
+        "cluster__nodes": {"n0": 6, "n1": 2},
+        "cluster__component_placement": {"actor": "0-1", "rollout": "2,3,6", "inference": "7"},
+        "actor__layout": {"tp": 2},
+        "actor__standby": "4-5",
+    }
+    async with running(small_job("stood-by", **changes), tmp_path) as job:
+        await job.until(generating(0))
+        job.worker("n0/4").kill()
+        await job.until(updated(1))
+        await _ask_resize(job, Layout(tp=2, dp=2), "n0/0", "n0/1", "n0/4", "n0/5")
+        await job.until(_replaced)
+        summary = (await job.result())["summary"]
+        assert trained_draws(job.folder.journal) == DRAWS
+    assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
+    assert {event.incarnation for event in job.events if event.incarnation} == {1}
