@@ -1,4 +1,4 @@
-"""The shape of the one model family Tidegate trains and serves: Llama-like (RoPE, GQA, RMSNorm, SwiGLU, no biases).
+"""The shape of the models Tidegate trains and serves: Llama-like (RoPE, GQA, RMSNorm, SwiGLU), with what Qwen adds.
 
 Pure values, so that the trainer, the inference and the generation engine read the same shape without importing each
 other. Invariant: a `ModelConfig` is valid when made.
@@ -7,6 +7,29 @@ other. Invariant: a `ModelConfig` is valid when made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """RoPE of Llama 3.1 and later: low frequencies are divided by `factor`, high ones stay, between them it is smooth.
+
+    A frequency is low when its wave is longer than original_max_seq_len / low_freq_factor, high when it is shorter than
+    original_max_seq_len / high_freq_factor.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq_len: int
+
+    def __post_init__(self) -> None:
+        if not (
+            self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_max_seq_len > 0
+        ):
+            raise ValueError(
+                f"RoPE scaling {self} makes no frequencies: factor is at least 1, low_freq_factor above 0 and below "
+                "high_freq_factor, original_max_seq_len above 0"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +49,18 @@ class ModelConfig:
     max_seq_len: int
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
+    rope_scaling: Llama3Scaling | None = None
     tied_embeddings: bool = False
+    qkv_bias: bool = False
+    """A bias on queries, keys and values, and on nothing else (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm over each head of queries and keys, before RoPE (Qwen3)."""
     num_experts: int | None = None
     """Experts of `ffn_hidden_size` in every layer, with a router; None: a dense model."""
     experts_per_token: int | None = None
     """How many of them a token goes to; None in a dense model."""
+    norm_topk_prob: bool = True
+    """The weights of the experts of a token add up to 1; else they are their shares of the softmax over all."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,6 +96,11 @@ class ModelConfig:
             raise ValueError(
                 f"model num_experts={experts} with experts_per_token={per_token}: a token goes to 1 up to num_experts "
                 "experts; a dense model sets neither"
+            )
+        if per_token == 1 and self.norm_topk_prob:
+            raise ValueError(
+                "model experts_per_token=1 with norm_topk_prob gives that expert weight 1, and the router no gradient: "
+                "set norm_topk_prob to false"
             )
 
     @property

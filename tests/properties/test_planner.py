@@ -69,6 +69,7 @@ def models(draw: st.DrawFn) -> tuple[Parameter, ...]:
         padded_vocab_size=24,
         tied_embeddings=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
         num_experts=draw(st.sampled_from((None, NUM_EXPERTS))),
         sequence_parallel=draw(st.booleans()),
     )

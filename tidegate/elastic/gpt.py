@@ -23,6 +23,11 @@ def layer_name(layer: int, suffix: str) -> str:
     return f"decoder.layers.{layer}.{suffix}"
 
 
+def expert_prefix(index: int) -> str:
+    """Of what an expert has, within its layer, by the expert's global number."""
+    return f"mlp.experts.local_experts.{index}."
+
+
 @dataclass(frozen=True, slots=True)
 class GptShape:
     num_layers: int
@@ -82,7 +87,7 @@ def _layer(shape: GptShape, layer: int) -> Iterator[Parameter]:
     )
     for index in range(shape.num_experts):
         expert = Expert(index, shape.num_experts)
-        yield from _mlp(shape, f"{prefix}mlp.experts.local_experts.{index}.", layer, expert)
+        yield from _mlp(shape, prefix + expert_prefix(index), layer, expert)
 
 
 def _mlp(shape: GptShape, prefix: str, layer: int, expert: Expert | None) -> Iterator[Parameter]:

@@ -1,4 +1,4 @@
-"""The Llama-like family: its logical parameters, what a layout must divide, the size of the padded vocabulary. Pure.
+"""What the families share: logical parameters, what a layout must divide, the size of the padded vocabulary. Pure.
 
 Invariants: `check_layout` accepts exactly the layouts that the actor's trainer can build; the padded vocabulary
 is a function of the job's layouts together, so that it never changes within a job.
@@ -40,6 +40,8 @@ def model_parameters(config: ModelConfig, *, padded_vocab: int, itemsize: int = 
             vocab_size=config.vocab_size,
             padded_vocab_size=padded_vocab,
             tied_embeddings=config.tied_embeddings,
+            qkv_bias=config.qkv_bias,
+            qk_norm=config.qk_norm,
             num_experts=config.num_experts,
             itemsize=itemsize,
             sequence_parallel=config.num_experts is not None,

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from tidegate.elastic.layout import Mesh
 from tidegate.megatron.attention import GatheringAttention
 from tidegate.megatron.norm import RMSNorm
+from tidegate.megatron.rope import inverse_frequencies
 from tidegate.megatron.stages import StageLayers
 from tidegate.model_config import ModelConfig
 
@@ -54,6 +55,8 @@ def build_chunks(
             pg_collection=groups,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
+        # Megatron's own scaling knows the factor alone (common/embeddings/rotary_pos_embedding.py:84).
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(config).to(device)
         chunks.append(model.to(device))
     return chunks
 
@@ -64,9 +67,14 @@ def sequence_parallel(config: ModelConfig, mesh: Mesh) -> bool:
 
 
 def _layers(config: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_submodules(num_experts=config.num_experts, normalization="RMSNorm")
+    layer = get_gpt_layer_local_submodules(
+        num_experts=config.num_experts, qk_layernorm=config.qk_norm, normalization="RMSNorm"
+    )
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.self_attention.submodules.core_attention = GatheringAttention
+    attention = layer.self_attention.submodules
+    attention.core_attention = GatheringAttention
+    if config.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec = ModuleSpec(module=TransformerLayer, submodules=layer)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
 
@@ -87,7 +95,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=False,
+        add_qkv_bias=config.qkv_bias,
+        qk_layernorm=config.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -128,6 +137,7 @@ def _expert_settings(config: ModelConfig, tp: int, ep: int) -> dict[str, object]
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": not config.norm_topk_prob,
         # The one dispatcher that runs without CUDA; it gathers whole shards, so ranks of an ep group have equal shapes.
         "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": False,

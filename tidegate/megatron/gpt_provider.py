@@ -1,9 +1,9 @@
 """The GPT of Megatron's as the elastic actor sees it: which meshes it fits, its parts' names, its initial weights.
 
 Order: `mesh`, the groups, `build`, then `initialise` or whatever else fills the weights. Invariants: the initial
-weights are the same logical tensors in every mesh, for each is drawn in fp32 from a generator of its own, seeded by
-(seed, name), then cut, then rounded to the model's dtype; padding rows of the vocabulary are 0; a chunk whose shapes
-are not those that the planner derives is refused with both.
+weights are the same logical tensors in every mesh, for each comes from where `weights` has it, or is drawn in fp32 from
+a generator of its own, seeded by (seed, name), then cut, then rounded to the model's dtype; padding rows of the
+vocabulary are 0; a chunk whose shapes are not those that the planner derives is refused with both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,6 +39,13 @@ Chunks = tuple[tuple[int, ...], ...]
 """`chunks[v][stage]` layers, as in Mesh."""
 
 
+class InitialWeights(Protocol):
+    """Where a model begins that is not drawn at random."""
+
+    def fill(self, local: torch.Tensor, parameter: Parameter, shard: Shard) -> None:
+        """Fill a rank's tensor with its shard of the parameter; padding becomes 0."""
+
+
 @dataclass(frozen=True)
 class GptProvider:
     config: ModelConfig
@@ -45,6 +53,8 @@ class GptProvider:
     dtype: torch.dtype = torch.float32
     uneven_stages: Mapping[tuple[int, int], Chunks] = field(default_factory=dict)
     """By (pp, vpp), where stages are not to be equal."""
+    weights: InitialWeights | None = None
+    """None: drawn at random."""
 
     def parameters(self) -> tuple[Parameter, ...]:
         return self._parameters
@@ -97,10 +107,13 @@ class GptProvider:
         for name, tensor in self.local_parameters(chunks, mesh, me):
             parameter = self._by_name[name]
             shard = shard_of(parameter.shape, parameter.cut, tp=mesh.layout.tp, tp_rank=tp_rank)
-            fill(tensor, self.initial_tensor(name, seed), shard)
+            if self.weights is None:
+                fill(tensor, self.initial_tensor(name, seed), shard)
+            else:
+                self.weights.fill(tensor, parameter, shard)
 
     def initial_tensor(self, name: str, seed: int) -> torch.Tensor:
-        """The logical tensor `name` at the start, in fp32 on the CPU: norms are 1, the rest normal."""
+        """The logical tensor `name` as it is drawn, in fp32 on the CPU: norms are 1, biases 0, the rest normal."""
         return initial_tensor(name, self._by_name[name].shape, num_layers=self.config.num_layers, seed=seed)
 
     @cached_property
@@ -119,7 +132,9 @@ class GptProvider:
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], *, num_layers: int, seed: int) -> torch.Tensor:
-    """In fp32 on the CPU: ones where there is one dim, else normal."""
+    """In fp32 on the CPU: zeros for a bias, ones for a norm, else normal."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

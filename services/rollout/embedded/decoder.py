@@ -3,7 +3,8 @@
 Everything here works on each row by itself or is a linear layer on a row count that `RowCounts` has shown to give every
 row the same bits, so a token's logits depend on its own sequence only.
 
-Shapes: R rows, H hidden_size, G KV groups, Q queries a group, D head_dim, F ffn_hidden_size, V vocab_size.
+Shapes: R rows, H hidden_size, G KV groups, Q queries a group, D head_dim, F ffn_hidden_size, E experts, K of them a
+token, V vocab_size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch.nn import functional
 
 from services.rollout.embedded.attention import KvCache
 from services.rollout.embedded.rows import DecodeRows, PrefillRows, Rows, Segment
-from services.rollout.embedded.weights import DecoderWeights, LayerWeights
+from services.rollout.embedded.weights import DecoderWeights, FeedForwardWeights, LayerWeights
+from tidegate.megatron.rope import inverse_frequencies
 from tidegate.model_config import ModelConfig
 
 
@@ -41,8 +43,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, row_counts: RowCounts) -> None:
         self._config = config
         self.row_counts = row_counts
-        frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-        angles_SD = torch.outer(torch.arange(config.max_seq_len).float(), frequencies).repeat(1, 2)
+        positions_S = torch.arange(config.max_seq_len).float()
+        angles_SD = torch.outer(positions_S, inverse_frequencies(config)).repeat(1, 2)
         self._cos_SD, self._sin_SD = angles_SD.cos(), angles_SD.sin()
 
     @torch.inference_mode()
@@ -77,8 +79,7 @@ class Decoder:
             normed_RH = self._norm(hidden_RH, layer.attention_norm_H)
             hidden_RH = hidden_RH + self._attention(index, layer, rows, normed_RH, (cos_R11D, sin_R11D))
             normed_RH = self._norm(hidden_RH, layer.mlp_norm_H)
-            gate_RF, up_RF = functional.linear(normed_RH, layer.gate_up_XH).chunk(2, dim=-1)
-            hidden_RH = hidden_RH + functional.linear(functional.silu(gate_RF) * up_RF, layer.down_HF)
+            hidden_RH = hidden_RH + self._feed_forward(layer, normed_RH)
         return hidden_RH
 
     def _attention(
@@ -91,18 +92,46 @@ class Decoder:
     ) -> torch.Tensor:
         config = self._config
         queries = config.num_queries_per_group
-        fused = functional.linear(normed_RH, layer.qkv_XH).view(-1, config.num_kv_heads, queries + 2, config.head_dim)
-        turned = _rotate(fused[:, :, : queries + 1], *rope)
-        q_RGQD = turned[:, :, :queries] * config.head_dim**-0.5
-        out_RGQD = rows.attend(index, q_RGQD=q_RGQD, k_RGD=turned[:, :, queries], v_RGD=fused[:, :, queries + 1])
+        fused = functional.linear(normed_RH, layer.qkv_XH, layer.qkv_bias_X)
+        fused = fused.view(-1, config.num_kv_heads, queries + 2, config.head_dim)
+        q_RGQD, k_RG1D = fused[:, :, :queries], fused[:, :, queries : queries + 1]
+        if layer.q_norm_D is not None and layer.k_norm_D is not None:
+            q_RGQD, k_RG1D = self._norm(q_RGQD, layer.q_norm_D), self._norm(k_RG1D, layer.k_norm_D)
+        q_RGQD = _rotate(q_RGQD, *rope) * config.head_dim**-0.5
+        k_RGD = _rotate(k_RG1D, *rope).squeeze(2)
+        out_RGQD = rows.attend(index, q_RGQD=q_RGQD, k_RGD=k_RGD, v_RGD=fused[:, :, queries + 1])
         return functional.linear(out_RGQD.flatten(1), layer.proj_HX)
 
+    def _feed_forward(self, layer: LayerWeights, x_RH: torch.Tensor) -> torch.Tensor:
+        if layer.router_EH is None:
+            return _swiglu(x_RH, layer.experts[0])
+        shares_RE = functional.linear(x_RH, layer.router_EH).softmax(dim=-1)
+        top_RK, chosen_RK = shares_RE.topk(self._config.experts_per_token or 0, dim=-1)
+        if self._config.norm_topk_prob:
+            top_RK = top_RK / top_RK.sum(dim=-1, keepdim=True)
+        weights_RE = torch.zeros_like(shares_RE).scatter_(1, chosen_RK, top_RK)
+        out_RH = torch.zeros_like(x_RH)
+        # In the experts' order for every row, so that its sum has the same bits whatever the other rows go to.
+        for index, expert in enumerate(layer.experts):
+            rows_N = weights_RE[:, index].nonzero().squeeze(1)
+            if len(rows_N):
+                padding = self.row_counts.at_least(len(rows_N)) - len(rows_N)
+                part_NH = _swiglu(functional.pad(x_RH[rows_N], (0, 0, 0, padding)), expert)[: len(rows_N)]
+                out_RH[rows_N] += part_NH * weights_RE[rows_N, index].unsqueeze(1)
+        return out_RH
+
     def _norm(self, hidden_RH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
+        """Over the last dim, whatever it is."""
         mean_square = hidden_RH.square().mean(dim=-1, keepdim=True)
         return hidden_RH * torch.rsqrt(mean_square + self._config.rms_norm_eps) * weight_H
 
     def _logits(self, weights: DecoderWeights, hidden_RH: torch.Tensor) -> torch.Tensor:
         return functional.linear(self._norm(hidden_RH, weights.final_norm_H), weights.output_VH)
+
+
+def _swiglu(x_RH: torch.Tensor, weights: FeedForwardWeights) -> torch.Tensor:
+    gate_RF, up_RF = functional.linear(x_RH, weights.gate_up_XH).chunk(2, dim=-1)
+    return functional.linear(functional.silu(gate_RF) * up_RF, weights.down_HF)
 
 
 def _rotate(x_RGXD: torch.Tensor, cos_R11D: torch.Tensor, sin_R11D: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from services.rollout.engine import WeightsRefused
-from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
+from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, OUTPUT, expert_prefix, layer_name
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 
@@ -23,13 +23,24 @@ MOST_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    attention_norm_H: torch.Tensor
-    qkv_XH: torch.Tensor
-    proj_HX: torch.Tensor
-    mlp_norm_H: torch.Tensor
+class FeedForwardWeights:
     gate_up_XH: torch.Tensor
     down_HF: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What a family does not have is None; a dense layer has one feed-forward part and no router."""
+
+    attention_norm_H: torch.Tensor
+    qkv_XH: torch.Tensor
+    qkv_bias_X: torch.Tensor | None
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+    proj_HX: torch.Tensor
+    mlp_norm_H: torch.Tensor
+    router_EH: torch.Tensor | None
+    experts: tuple[FeedForwardWeights, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +96,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, want: tuple[int, ...]) -> Non
 
 
 def _assemble(config: ModelConfig, version: int, named: dict[str, torch.Tensor]) -> DecoderWeights:
-    layers = tuple(
-        LayerWeights(
-            attention_norm_H=named[layer_name(layer, "input_layernorm.weight")],
-            qkv_XH=named[layer_name(layer, "self_attention.linear_qkv.weight")],
-            proj_HX=named[layer_name(layer, "self_attention.linear_proj.weight")],
-            mlp_norm_H=named[layer_name(layer, "pre_mlp_layernorm.weight")],
-            gate_up_XH=named[layer_name(layer, "mlp.linear_fc1.weight")],
-            down_HF=named[layer_name(layer, "mlp.linear_fc2.weight")],
-        )
-        for layer in range(config.num_layers)
-    )
+    layers = tuple(_layer(config, layer, named) for layer in range(config.num_layers))
     embedding_VH = named[EMBEDDING][: config.vocab_size]
     return DecoderWeights(
         version=version,
@@ -104,6 +105,28 @@ def _assemble(config: ModelConfig, version: int, named: dict[str, torch.Tensor])
         layers=layers,
         final_norm_H=named[FINAL_NORM],
         output_VH=embedding_VH if config.tied_embeddings else named[OUTPUT][: config.vocab_size],
+    )
+
+
+def _layer(config: ModelConfig, layer: int, named: Mapping[str, torch.Tensor]) -> LayerWeights:
+    def of(suffix: str) -> torch.Tensor:
+        return named[layer_name(layer, suffix)]
+
+    def feed_forward(prefix: str) -> FeedForwardWeights:
+        return FeedForwardWeights(of(f"{prefix}linear_fc1.weight"), of(f"{prefix}linear_fc2.weight"))
+
+    is_dense = config.num_experts is None
+    prefixes = ["mlp."] if is_dense else [expert_prefix(index) for index in range(config.num_experts or 0)]
+    return LayerWeights(
+        attention_norm_H=of("input_layernorm.weight"),
+        qkv_XH=of("self_attention.linear_qkv.weight"),
+        qkv_bias_X=of("self_attention.linear_qkv.bias") if config.qkv_bias else None,
+        q_norm_D=of("self_attention.q_layernorm.weight") if config.qk_norm else None,
+        k_norm_D=of("self_attention.k_layernorm.weight") if config.qk_norm else None,
+        proj_HX=of("self_attention.linear_proj.weight"),
+        mlp_norm_H=of("pre_mlp_layernorm.weight"),
+        router_EH=None if is_dense else of("mlp.router.weight"),
+        experts=tuple(map(feed_forward, prefixes)),
     )
 
 

@@ -34,6 +34,8 @@ DENSE = ModelConfig(
     vocab_size=61,
     max_seq_len=16,
     tied_embeddings=True,
+    qkv_bias=True,
+    qk_norm=True,
 )
 EXPERTS = ModelConfig(
     num_layers=4,
@@ -46,6 +48,8 @@ EXPERTS = ModelConfig(
     max_seq_len=16,
     num_experts=4,
     experts_per_token=2,
+    qkv_bias=True,
+    qk_norm=True,
 )
 UNEVEN = {(3, 1): ((2, 1, 1),), (4, 1): ((1, 0, 2, 1),), (2, 2): ((1, 2), (0, 1))}
 SHAPES = ((2, 16), (2, 16), (1, 8), (1, 8), (2, 16), (2, 16))

@@ -24,12 +24,20 @@ from services.rollout.engine import (
     SamplingParams,
 )
 from tests.unit.rollout.tiny_models import TINY, engine_of, finish, random_weights, request_of, run
-from tidegate.model_config import ModelConfig
+from tidegate.model_config import Llama3Scaling, ModelConfig
 
 SHAPES = {
     "head_dim 16, two KV groups": TINY,
     "odd widths": replace(TINY, hidden_size=50, ffn_hidden_size=77, head_dim=24, num_heads=3, num_kv_heads=3),
     "wide": replace(TINY, num_layers=1, hidden_size=128, ffn_hidden_size=344, num_heads=8, head_dim=32),
+    "biases, norms of heads, another RoPE, experts": replace(
+        TINY,
+        qkv_bias=True,
+        qk_norm=True,
+        rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64),
+        num_experts=5,
+        experts_per_token=2,
+    ),
 }
 
 
