@@ -1,0 +1,61 @@
+"""Logits of a checkpoint in one layout after another, in one world of as many ranks as the widest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.ranks import RankContext, Results
+from tidegate.elastic.rendezvous import connect_store, serve_store
+from tidegate.elastic.world import Membership, World
+from tidegate.huggingface.checkpoint import open_checkpoint
+from tidegate.huggingface.importing import CheckpointWeights
+from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.gpt_provider import GptProvider
+from tidegate.megatron.groups import megatron_groups, prepare_megatron
+from tidegate.megatron.schedule import run_micro_batches
+from tidegate.types import Layout
+
+CPU = torch.device("cpu")
+PADDED_VOCAB = 64
+
+
+def logits(context: RankContext, *, cases: dict[str, dict[str, Any]]) -> Results:
+    """By case: this rank's part of the logits, where it has one."""
+    if context.listen_fd is not None:
+        store = serve_store(context.listen_fd, timeout_s=context.timeout_s)
+    else:
+        store = connect_store(context.port, timeout_s=context.timeout_s)
+    everyone = Membership(0, tuple(range(context.world_size)))
+    world = World.join(everyone, me=context.rank, store=store, device=CPU, timeout_s=context.timeout_s)
+    results: Results = {}
+    for name, case in cases.items():
+        for part in _logits(world, context.rank, Path(case["folder"]), Layout(**case["layout"]), case["tokens"]):
+            results[name] = part
+    world.barrier(everyone.members)
+    world.leave()
+    return results
+
+
+def _logits(world: World, me: int, folder: Path, layout: Layout, tokens: list[list[int]]) -> list[Any]:
+    checkpoint = open_checkpoint(folder)
+    provider = GptProvider(checkpoint.model, PADDED_VOCAB, weights=CheckpointWeights(checkpoint))
+    mesh = provider.mesh(layout, tuple(range(layout.num_ranks)))
+    groups = megatron_groups(world, mesh)
+    if groups is None:
+        return []
+    prepare_megatron(groups, seed=0)
+    chunks = provider.build(mesh, me, groups, device=CPU)
+    provider.initialise(chunks, mesh, me, seed=0)
+
+    def keep(number: int, tokens_BS: torch.Tensor, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return logits_BSV, logits_BSV.float().numpy().copy()
+
+    batch = TokenBatch(tuple(range(len(tokens))), np.array(tokens))
+    with torch.no_grad():
+        return run_micro_batches(
+            [chunk.eval() for chunk in chunks], [batch], keep, groups=groups, device=CPU, forward_only=True
+        )

@@ -1,0 +1,84 @@
+"""A checkpoint's logits are transformers' own, in one rank and in layouts that cut it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.hugging_face import CONFIGS, save
+from tests.ranks import RankServer, Results
+
+TOLERANCE = 1e-4
+NUM_RANKS = 4
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one rank": {},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+}
+EVERYDAY = ("one rank", "tp2 pp2")
+"""On every run of the tests; the others are long."""
+EXPERT_LAYOUTS: dict[str, dict[str, int]] = LAYOUTS | {"ep2 dp2": {"ep": 2, "dp": 2}}
+TOKENS = [[(7 * i + 3 * j) % 61 for i in range(64)] for j in range(2)]
+
+
+def layouts_of(name: str) -> dict[str, dict[str, int]]:
+    return EXPERT_LAYOUTS if "MoE" in name else LAYOUTS
+
+
+CASES = [(name, layout) for name in CONFIGS for layout in layouts_of(name)]
+Saved = dict[str, tuple[Path, npt.NDArray[Any]]]
+"""By family, a checkpoint and what transformers computes of it."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    found = {}
+    for name in CONFIGS:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        model = save(folder, name)
+        with torch.inference_mode():
+            found[name] = (folder, model(torch.tensor(TOKENS)).logits.numpy())
+    return found
+
+
+@pytest.fixture(scope="module")
+def everyday(ranks: RankServer, folders: Saved) -> list[Results]:
+    return _run(ranks, folders, [case for case in CASES if case[1] in EVERYDAY])
+
+
+@pytest.fixture(scope="module")
+def rest(ranks: RankServer, folders: Saved) -> list[Results]:
+    return _run(ranks, folders, [case for case in CASES if case[1] not in EVERYDAY])
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, layout: str) -> list[Results]:
+    found: list[Results] = request.getfixturevalue("everyday" if layout in EVERYDAY else "rest")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [pytest.param(*case, marks=() if case[1] in EVERYDAY else pytest.mark.long) for case in CASES]
+)
+def test_logits_are_those_of_transformers(results: list[Results], folders: Saved, name: str, layout: str) -> None:
+    want = folders[name][1]
+    tp = layouts_of(name)[layout].get("tp", 1)
+    parts = [rank[f"{name}, {layout}"] for rank in results if f"{name}, {layout}" in rank]
+    for first in range(0, len(parts), tp):
+        got = np.concatenate(parts[first : first + tp], axis=-1)[..., : want.shape[-1]]
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def _run(ranks: RankServer, folders: Saved, cases: list[tuple[str, str]]) -> list[Results]:
+    said = {
+        f"{name}, {layout}": {"folder": str(folders[name][0]), "layout": layouts_of(name)[layout], "tokens": TOKENS}
+        for name, layout in cases
+    }
+    target = "tests.integration.megatron.hugging_face_ranks:logits"
+    return ranks.run(target, NUM_RANKS, {"cases": said}, timeout_s=120.0)

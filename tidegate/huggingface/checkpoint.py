@@ -1,0 +1,148 @@
+"""A Hugging Face checkpoint's folder, opened and checked before anything is started on it; no tensor is read here.
+
+Order: config.json, the list of files (one, or those of an index), each file's header, then whether tensors and shapes
+are those of the architecture. Invariant: an opened checkpoint has every tensor that its model needs, in its shape, in a
+file that is whole, and no other tensor that would be lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tidegate.huggingface.families import CheckpointRefused, model_of
+from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensors_of
+from tidegate.huggingface.tensor_file import StoredTensor, TensorFile, open_tensor_file
+from tidegate.megatron.family import model_parameters
+from tidegate.model_config import ModelConfig
+
+CONFIG = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+RECOMPUTED = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+"""Ends of names of what old checkpoints keep, and transformers passes over: it follows from the config."""
+_MOST_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceCheckpoint:
+    folder: Path
+    model: ModelConfig
+    files: tuple[TensorFile, ...]
+    """In the order of their names."""
+    file_of: Mapping[str, TensorFile]
+    """By the name of a tensor."""
+
+    def stored(self, name: str) -> StoredTensor:
+        return self.file_of[name].tensors[name]
+
+
+def open_checkpoint(folder: Path) -> HuggingFaceCheckpoint:
+    """Raises CheckpointRefused, with the file, the numbers and the remedy."""
+    if not folder.is_dir():
+        raise CheckpointRefused(
+            f"{folder} is not a folder: give the one that holds a model's {CONFIG} and its safetensors"
+        )
+    try:
+        model = model_of(_json(folder / CONFIG))
+        files = tuple(open_tensor_file(folder / name) for name in _file_names(folder))
+        file_of = _placed(folder, files)
+        _check_tensors(folder, model, files, file_of)
+    except CheckpointRefused as error:
+        raise CheckpointRefused(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
+    return HuggingFaceCheckpoint(folder, model, files, MappingProxyType(file_of))
+
+
+def _file_names(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        weight_map = _json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointRefused(f"{folder / INDEX} has no weight_map: fetch it again")
+        names = sorted(set(map(str, weight_map.values())))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise CheckpointRefused(f"{folder / INDEX} names {outside[0]!r}, which is not a file beside it")
+        return names
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    remedy = (
+        f"it holds {pickled[0]}, which is pickled and never read: save it as safetensors with transformers"
+        if pickled
+        else "fetch the checkpoint's missing files"
+    )
+    raise CheckpointRefused(f"{folder} holds neither {SINGLE_FILE} nor {INDEX}: {remedy}")
+
+
+def _placed(folder: Path, files: Iterable[TensorFile]) -> dict[str, TensorFile]:
+    file_of: dict[str, TensorFile] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in file_of:
+                raise CheckpointRefused(f"{folder}: tensor {name} is in {file_of[name].path.name} and {file.path.name}")
+            file_of[name] = file
+    if (folder / INDEX).is_file():
+        weight_map: Mapping[str, Any] = _json(folder / INDEX)["weight_map"]
+        misplaced = sorted(
+            name for name, file in weight_map.items() if name not in file_of or file_of[name].path.name != file
+        )
+        if misplaced:
+            raise CheckpointRefused(
+                f"{folder}: {len(misplaced)} of {len(weight_map)} tensors are not in the file that {INDEX} names: "
+                f"{_some(misplaced)}; fetch {', '.join(sorted({str(weight_map[name]) for name in misplaced}))} again"
+            )
+    return file_of
+
+
+def _check_tensors(
+    folder: Path, model: ModelConfig, files: tuple[TensorFile, ...], file_of: Mapping[str, TensorFile]
+) -> None:
+    want = {
+        tensor.name: tensor.shape
+        for parameter in model_parameters(model, padded_vocab=model.vocab_size)
+        for tensor in tensors_of(parameter, model)
+    }
+    if missing := sorted(want.keys() - file_of.keys()):
+        raise CheckpointRefused(
+            f"{folder}: {len(missing)} of {len(want)} tensors of the model are in no file: {_some(missing)}; fetch the "
+            f"files again, or the {CONFIG} that belongs to them"
+        )
+    spare = {name for name in file_of if name.endswith(RECOMPUTED)}
+    if model.tied_embeddings:
+        # Some checkpoints keep the copy. It is compared with the embedding when that is read.
+        spare.add(OUTPUT_TENSOR)
+        want[OUTPUT_TENSOR] = want[EMBEDDING_TENSOR]
+    if extra := sorted(file_of.keys() - want.keys() - spare):
+        raise CheckpointRefused(
+            f"{folder}: {len(extra)} tensors are not of the model that {CONFIG} describes, and would be lost: "
+            f"{_some(extra)}; take a checkpoint of the plain architecture"
+        )
+    for file in files:
+        for name, stored in file.tensors.items():
+            if name in want and stored.shape != want[name]:
+                raise CheckpointRefused(
+                    f"{file.path}: tensor {name} has shape {list(stored.shape)}, by {CONFIG} "
+                    f"{list(want[name])}: the files are of two models"
+                )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointRefused(f"{path}: {error.strerror}; fetch the checkpoint's missing files") from error
+    except ValueError as error:
+        raise CheckpointRefused(f"{path} is not JSON ({error}): fetch it again") from error
+    if not isinstance(raw, dict):
+        raise CheckpointRefused(f"{path} must hold keys and values, found {raw!r}: fetch it again")
+    return raw
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    rest = f" and {len(shown) - _MOST_NAMES_SHOWN} more" if len(shown) > _MOST_NAMES_SHOWN else ""
+    return ", ".join(shown[:_MOST_NAMES_SHOWN]) + rest

@@ -1,0 +1,168 @@
+"""A model's weights written as a Hugging Face checkpoint, one tensor after another.
+
+With a checkpoint that the weights came from, files, heads, dtypes and what lies beside them are its own: weights that
+nothing has trained make the same bytes. Without, there is one file in fp32, and a config.json of the architecture that
+computes the model. Order: a partial folder, the heads, each tensor as it comes, the other files, fsync, rename.
+Invariants: a folder with its final name is complete; every tensor of every file is written once; the vocabulary's
+padding rows are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from tidegate.elastic.parameters import Parameter
+from tidegate.huggingface.checkpoint import (
+    CONFIG,
+    INDEX,
+    RECOMPUTED,
+    SINGLE_FILE,
+    TOKENIZER,
+    HuggingFaceCheckpoint,
+)
+from tidegate.huggingface.families import config_of
+from tidegate.huggingface.importing import DTYPES, mapped
+from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf, tensors_of
+from tidegate.huggingface.tensor_file import StoredTensor, header_of
+from tidegate.model_config import ModelConfig
+
+BESIDE = (
+    CONFIG,
+    INDEX,
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+)
+"""What goes along from the checkpoint that the weights came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NewFile:
+    head: bytes
+    tensors: Mapping[str, StoredTensor]
+
+
+def export(
+    folder: Path,
+    model: ModelConfig,
+    parameters: Sequence[Parameter],
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    source: HuggingFaceCheckpoint | None = None,
+    tokenizer: Path | None = None,
+) -> None:
+    """Write `folder`, in place of what has its name; `weights` are the parameters by name, whole, in any order.
+
+    `tokenizer` is a tokenizer.json, where it is not the source's. Raises CheckpointRefused for a model of no family,
+    ValueError when not every parameter came.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if source:
+        files = {file.path.name: _NewFile(file.head, file.tensors) for file in source.files}
+        _copy_beside(source.folder, partial)
+    else:
+        files = {SINGLE_FILE: _new_file(model, parameters)}
+        (partial / CONFIG).write_text(json.dumps(config_of(model, dtype="float32"), indent=2) + "\n")
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, partial / TOKENIZER)
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context((partial / name).open("wb")) for name in files}
+        writer = _Writer(files, streams)
+        _write_all(writer, model, {parameter.name: parameter for parameter in parameters}, weights, source)
+        writer.finish()
+    _put_in_place(partial, folder)
+
+
+class _Writer:
+    """Puts tensors where the heads say, each once."""
+
+    def __init__(self, files: Mapping[str, _NewFile], streams: Mapping[str, BinaryIO]) -> None:
+        self._streams = streams
+        self._places = {
+            name: (streams[file], stored) for file, new in files.items() for name, stored in new.tensors.items()
+        }
+        self.left = set(self._places)
+        for file, new in files.items():
+            streams[file].write(new.head)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        stream, stored = self._places[name]
+        assert tuple(tensor.shape) == stored.shape, f"{name}: {tuple(tensor.shape)} for {stored.shape}"
+        elements = tensor.detach().to(device="cpu", dtype=DTYPES[stored.dtype]).contiguous()
+        stream.seek(stored.offset)
+        stream.write(elements.reshape(-1).view(torch.uint8).numpy().data)
+        self.left.remove(name)
+
+    def finish(self) -> None:
+        """ValueError when a tensor was not written."""
+        if self.left:
+            raise ValueError(
+                f"{len(self.left)} of {len(self._places)} tensors of the checkpoint were not given, {min(self.left)} "
+                "among them: give the weights of every parameter"
+            )
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _write_all(
+    writer: _Writer,
+    model: ModelConfig,
+    parameters: Mapping[str, Parameter],
+    weights: Iterable[tuple[str, torch.Tensor]],
+    source: HuggingFaceCheckpoint | None,
+) -> None:
+    if source is not None:
+        for name in sorted(name for name in writer.left if name.endswith(RECOMPUTED)):
+            writer.write(name, mapped(source.file_of[name], name))
+    for parameter, weight in weights:
+        for tensor in tensors_of(parameters[parameter], model):
+            rows = _rows(tensor, weight)
+            writer.write(tensor.name, rows)
+            if tensor.name == EMBEDDING_TENSOR and model.tied_embeddings and OUTPUT_TENSOR in writer.left:
+                writer.write(OUTPUT_TENSOR, rows)
+
+
+def _rows(tensor: TensorOf, weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat([weight[run.first : run.first + run.size] for run in tensor.rows])
+
+
+def _new_file(model: ModelConfig, parameters: Iterable[Parameter]) -> _NewFile:
+    tensors = {
+        tensor.name: ("F32", tensor.shape) for parameter in parameters for tensor in tensors_of(parameter, model)
+    }
+    return _NewFile(*header_of(tensors))
+
+
+def _copy_beside(source: Path, target: Path) -> None:
+    for name in BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    former = folder.with_name(f".{folder.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, former)
+    os.rename(partial, folder)
+    shutil.rmtree(former, ignore_errors=True)
