@@ -48,7 +48,7 @@ def _is(body: str, source: str) -> Condition:
 DEATHS = (
     Death("engine_worker", lambda job: job.worker("n0/2"), _is("failed", "rollout"), _is("gpus_acquired", "rollout")),
     Death("inference_worker", lambda job: job.worker("n1/3"), _is("failed", "inf"), _is("gpus_acquired", "inference")),
-    Death("actor_worker", lambda job: job.worker("n1/1"), _is("failed", "actor"), _is("weights_published", "actor")),
+    Death("actor_worker", lambda job: job.worker("n1/1"), _is("failed", "actor"), _is("layout_committed", "actor")),
     Death(
         "rollout_service",
         lambda job: job.service("services.rollout", "n0"),

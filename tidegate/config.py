@@ -148,6 +148,8 @@ class ActorSection(_Section):
     """Of the process that stands by on a slot for the actor; one that takes more is ended, and its slot starts cold."""
     num_logical_shards: Positive | None = None
     """A power of two that every dp divides: updates then have the same bits for every dp and pp."""
+    copies: Literal["nowhere", "node", "peer"] = "nowhere"
+    """Where each rank's two last states are kept besides the one that is trained; with `peer`, by another rank too."""
     learning_rate: PositiveFloat
     lr_warm_up_samples: Count = 0
     weight_decay: NonNegativeFloat = 0.0

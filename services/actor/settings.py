@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.actor.grpo import GrpoSettings
+from tidegate.elastic.settings import CopyTo
 from tidegate.megatron.batching import BatchLimits
 from tidegate.model_config import ModelConfig
 
@@ -31,5 +32,6 @@ class TrainerSettings:
     limits: BatchLimits
     grpo: GrpoSettings
     optimizer: OptimizerSettings
+    copies: CopyTo = CopyTo.NOWHERE
     num_logical_shards: int | None = None
     """A power of two that every dp divides: updates are bitwise the same for every dp and pp. None: they are faster."""

@@ -54,7 +54,10 @@ class MegatronTrainer:
             _optimizer_config(settings.optimizer),
             world=world,
             settings=ElasticSettings(
-                seed=settings.seed, shared_memory=shared_memory, num_logical_shards=settings.num_logical_shards
+                seed=settings.seed,
+                shared_memory=shared_memory,
+                copies=settings.copies,
+                num_logical_shards=settings.num_logical_shards,
             ),
         )
 
@@ -79,7 +82,7 @@ class MegatronTrainer:
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments: those of one objective say nothing of the next."""
-        self.elastic.state.skeleton.reset_moments()
+        self.elastic.reset_optimizer()
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, npt.NDArray[np.float32]]:
         """Log-probabilities of this replica's sequences by their index, on the last stage; {} on other stages."""

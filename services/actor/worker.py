@@ -35,6 +35,7 @@ from tidegate.elastic.layout import LayoutRefused
 from tidegate.elastic.preparing import Prepared
 from tidegate.elastic.report import ReshardReport
 from tidegate.elastic.saved import SavedStateRefused
+from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.world import PeerLost, World
 from tidegate.job import Job, load_job, state_folder
 from tidegate.megatron.batching import BatchLimits
@@ -317,6 +318,7 @@ def _settings(job: Job) -> TrainerSettings:
             old_log_probs=OldLogProbs(algorithm.old_logprobs),
             importance_cap=algorithm.importance_cap,
         ),
+        copies=CopyTo(actor.copies),
         num_logical_shards=actor.num_logical_shards,
         optimizer=OptimizerSettings(
             weight_decay=actor.weight_decay,

@@ -84,14 +84,17 @@ async def test_a_first_rank_that_dies_between_two_updates_is_replaced(want_check
 
 
 @pytest.mark.long
-async def test_a_rank_whose_state_is_gone_with_it_costs_an_incarnation(want_checksum: str, tmp_path: Path) -> None:
-    async with running(small_job("plain"), tmp_path) as job:
+@pytest.mark.parametrize(("copies", "incarnations"), [("nowhere", {1, 2}), ("peer", {1})])
+async def test_a_rank_whose_state_is_gone_with_it_costs_an_incarnation_unless_another_keeps_a_copy(
+    want_checksum: str, tmp_path: Path, copies: str, incarnations: set[int]
+) -> None:
+    async with running(small_job("plain", actor__copies=copies), tmp_path) as job:
         await job.until(generating(0))
         victim = job.worker("n1/0")
         victim.suspend()
         _take_state_away(victim, member=2)
         victim.kill()
-        await _finished(job, want_checksum, incarnations={1, 2})
+        await _finished(job, want_checksum, incarnations=incarnations)
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from tidegate.elastic import coordinator, param_groups
 from tidegate.elastic import held as holding
 from tidegate.elastic.arena_files import sweep
+from tidegate.elastic.copies import NUM_SLOTS
 from tidegate.elastic.decision import StoreDecision
 from tidegate.elastic.epoch_cache import EpochCache
 from tidegate.elastic.held import Held, RankState
@@ -169,6 +170,16 @@ class ElasticTrainer:
                 state.copies.take(skeleton.tensors(), note(), self.world)
         return update
 
+    def reset_optimizer(self) -> None:
+        """Forget what past gradients were; weights and progress stay. Called by all ranks of the layout alike.
+
+        Raises NotInLayout and PeerLost."""
+        state = self.state
+        state.stamp.spoil()
+        state.skeleton.reset_moments()
+        # A copy of before has the same count of updates and another state, so that none may be left.
+        self._note(state, num_copies=NUM_SLOTS)
+
     def reshard(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> ReshardReport:
         """Go on in this layout on these members; called by all members of the epoch alike.
 
@@ -273,11 +284,16 @@ class ElasticTrainer:
         if lost is not None and lost.epoch != held.epoch:
             lost.discard()
         self._sweep()
-        if (state := held.state) is not None:
-            note = Note(self._progress, param_groups.values_of(state.skeleton.optimizer))
-            state.stamp.set(note)
-            if state.copies is not None:
-                state.copies.take(held.tensors(), note, self.world)
+        if held.state is not None:
+            self._note(held.state, num_copies=1)
+
+    def _note(self, state: RankState, *, num_copies: int) -> None:
+        """Its tensors are those of `progress`."""
+        note = Note(self._progress, param_groups.values_of(state.skeleton.optimizer))
+        state.stamp.set(note)
+        if state.copies is not None:
+            for _ in range(num_copies):
+                state.copies.take(state.skeleton.tensors(), note, self.world)
 
     def _sweep(self) -> None:
         """What earlier epochs left in shared memory, dead members' files too, is of no use to anybody any more."""
