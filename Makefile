@@ -53,9 +53,9 @@ $(RUNTIME): requirements/base.txt requirements/megatron.txt pyproject.toml | $(B
 	@$(INSTALL) --no-deps --no-build-isolation --editable . >&2
 	@touch $@
 
-$(DEV): requirements/dev.txt $(RUNTIME)
+$(DEV): requirements/data.txt requirements/dev.txt $(RUNTIME)
 	@echo "make: installing what the checks need into $(VENV)" >&2
-	@$(INSTALL) -r requirements/base.txt -r requirements/dev.txt >&2
+	@$(INSTALL) -r requirements/base.txt -r requirements/data.txt -r requirements/dev.txt >&2
 	@touch $@
 
 demo: $(RUNTIME)
@@ -85,7 +85,7 @@ proto: $(DEV)
 	@$(BIN)/python -m tools.wire generate
 
 lock: $(DEV)
-	@$(INSTALL) --upgrade -r requirements/base.in -r requirements/dev.in >&2
+	@$(INSTALL) --upgrade -r requirements/base.in -r requirements/data.in -r requirements/dev.in >&2
 	@$(BIN)/python -m tools.lock
 
 clean:

@@ -26,6 +26,7 @@ from tidegate.ports.bus import BusLimits, SampleStream
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.crew import Crew, InstancePort, WorkerGone, WorkerUnreachable
 from tidegate.runtime.lead import Lead, LeadTools
+from tidegate.tasks import Task
 from tidegate.types import NO_TOKEN, Grant, JobId, NodeId, Role, Token, instance_id
 from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -366,6 +367,12 @@ def job_config(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
     for name, fields in sections.items():
         raw[name] = {**raw.get(name, {}), **fields}
     return parse_config(raw)
+
+
+def task_of(job: Job) -> Task:
+    """Of a job that has a built-in one."""
+    assert job.task is not None
+    return job.task
 
 
 def replied(call: wire.WorkerCall, body: Any = None, *, last: bool = True) -> wire.WorkerReply:

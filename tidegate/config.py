@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat
+from tidegate.config_base import Section as _Section
 from tidegate.config_checks import (
     algorithm_faults,
     config_warnings,
@@ -24,23 +26,15 @@ from tidegate.config_checks import (
     model_faults,
     placement_faults,
 )
+from tidegate.config_data import DataSection, RewardSection, data_faults, with_absolute_paths
 from tidegate.config_faults import described
 from tidegate.config_yaml import KeyGivenTwice, read_yaml
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
 
 class ConfigError(ValueError):
     """The config cannot be run; the message lists the faults of the first step that found any, one a line."""
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
 
 class LayoutSection(_Section):
@@ -102,7 +96,7 @@ class ModelSection(_Section):
 
 
 class TaskSection(_Section):
-    """What is trained on."""
+    """A built-in task to train on; `data` and `rewards` stand in its place for prompts of one's own."""
 
     name: str
 
@@ -166,6 +160,8 @@ class RolloutSection(_Section):
     """Generation; one engine a GPU."""
 
     max_running_requests: Positive = 32
+    num_reward_workers: Positive = 2
+    """Processes that run the rewards of `data`; a built-in task's need none."""
 
 
 class InferenceSection(_Section):
@@ -218,7 +214,9 @@ class JobConfig(_Section):
     output_dir: str = "jobs"
     cluster: ClusterSection
     model: ModelSection
-    task: TaskSection
+    task: TaskSection | None = None
+    data: DataSection | None = None
+    rewards: tuple[RewardSection, ...] = ()
     algorithm: AlgorithmSection
     actor: ActorSection
     rollout: RolloutSection = RolloutSection()
@@ -229,7 +227,8 @@ class JobConfig(_Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> JobConfig:
-        faults = [*job_faults(self), *model_faults(self), *placement_faults(self), *algorithm_faults(self)]
+        faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
+        faults += [*placement_faults(self), *algorithm_faults(self)]
         if faults:
             raise ConfigError("\n".join(faults))
         return self
@@ -289,7 +288,7 @@ def load_config(path: Path, *, overrides: dict[str, Any] | None = None) -> JobCo
     if config.model.tokenizer and not Path(config.model.tokenizer).is_absolute():
         tokenizer = str((path.parent / config.model.tokenizer).resolve())
         config = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": tokenizer})})
-    return config
+    return with_absolute_paths(config, path.parent)
 
 
 def parse_config(raw: object) -> JobConfig:

@@ -150,9 +150,10 @@ def config_warnings(config: JobConfig) -> tuple[str, ...]:
             "as published"
         )
     if config.actor.warm_up.steps == 0:
+        remedy = "" if config.task is None else "; set it to 200 or so, as examples/grpo.yaml does"
         warnings.append(
             "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; its rewards stay 0, "
-            "and nothing is learnt, unless it earns one by chance; set it to 200 or so, as examples/grpo.yaml does"
+            f"and nothing is learnt, unless it earns one by chance{remedy}"
         )
     if idle := _unused_gpus(config):
         warnings.append(

@@ -6,7 +6,7 @@ Invariant: a line gives the dotted key, what is there or missing, and what may s
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -29,6 +29,8 @@ def described(root: type[BaseModel], fault: Any) -> str:
             return _no_section(where or "the config", fault["input"], f"{next(iter(section.model_fields))}:")
         case "dict_type":
             return _no_section(where, fault["input"], "n0: 4")
+        case "tuple_type":
+            return f"{where} must be a list such as - name: exact_match, found {fault['input']!r}"
     return f"{where}={fault['input']!r}: {fault['msg']}"
 
 
@@ -47,8 +49,15 @@ def _no_section(where: str, value: object, example: str) -> str:
 def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
     section = root
     for part in path:
-        annotation = section.model_fields[str(part)].annotation
-        assert isinstance(annotation, type), f"{path} is not a section"
-        assert issubclass(annotation, BaseModel), f"{path} is not a section"
-        section = annotation
+        # A number is a place in a list, whose items are of the section found already.
+        if isinstance(part, str):
+            found = section_of(section.model_fields[part].annotation)
+            assert found is not None, f"{path} is not a section"
+            section = found
     return section
+
+
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """The section that a key holds: itself, none at times (`Section | None`), or a list of them; None for a value."""
+    candidates = (annotation, *get_args(annotation))
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)

@@ -1,5 +1,6 @@
 """A job as its processes see it: the config, and what is made of it once: tokenizer, task, model shape, its folder.
 
+A data set's prompts are not among it: only who asks them reads them (`tidegate.data`).
 Invariants: every process of a job makes the same `Job` of the same config; the folder's layout is known here only.
 """
 
@@ -111,7 +112,8 @@ class Job:
 
     config: JobConfig
     tokenizer: TaskTokenizer
-    task: Task
+    task: Task | None
+    """The built-in one; None for a job on `data`."""
     model: ModelConfig
 
     @property
@@ -130,16 +132,17 @@ class Job:
 def load_job(config: JobConfig) -> Job:
     """Make a job of its config. ConfigError where the tokenizer, the task or a layout does not fit."""
     try:
-        task = find_task(config.task.name, config.seed)
-        tokenizer = (
-            load_tokenizer(Path(config.model.tokenizer), model_vocab_size=MAX_VOCAB_SIZE)
-            if config.model.tokenizer
-            else build_tokenizer(task.words())
-        )
+        task = find_task(config.task.name, config.seed) if config.task else None
+        if config.model.tokenizer:
+            tokenizer = load_tokenizer(Path(config.model.tokenizer), model_vocab_size=MAX_VOCAB_SIZE)
+        else:
+            assert task is not None, "the config was checked: data comes with a tokenizer"
+            tokenizer = build_tokenizer(task.words())
         job = Job(config, tokenizer, task, config.model.shape(tokenizer.vocab_size))
         for role in (Role.ACTOR, Role.INFERENCE):
             check_layout(job.model, config.layout(role), padded_vocab=job.padded_vocab)
-        _check_room(job)
+        if task is not None:
+            _check_room(job, task)
     except ConfigError:
         raise
     except ValueError as error:
@@ -147,11 +150,11 @@ def load_job(config: JobConfig) -> Job:
     return job
 
 
-def _check_room(job: Job) -> None:
-    """ConfigError unless the job's prompts can be encoded and leave room for the longest response."""
+def _check_room(job: Job, task: Task) -> None:
+    """ConfigError unless the task's prompts can be encoded and leave room for the longest response."""
     algorithm, limit = job.config.algorithm, job.model.max_seq_len
     num_prompts = min(algorithm.iterations * algorithm.prompts_per_iteration, _NUM_PROMPTS_TRIED)
-    texts = [job.task.prompt(index).text for index in range(num_prompts)]
+    texts = [task.prompt(index).text for index in range(num_prompts)]
     longest = max(len(job.tokenizer.encode_prompt(text)) for text in texts)
     if longest + algorithm.max_new_tokens > limit:
         raise ConfigError(

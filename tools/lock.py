@@ -1,8 +1,8 @@
-"""Writes requirements/{base,dev}.txt: every package that the .in files need, at the version installed here.
+"""Writes requirements/{base,data,dev}.txt: every package that the .in files need, at the version installed here.
 
 Run by `make lock` after the .in files were installed. The closure follows each package's own requirements for this
-Python and platform; dev.txt holds only what base.txt does not. Versions lose their local part (`2.13.0+cpu`), so that
-every index that serves the version can serve the lock.
+Python and platform; each file holds only what those before it do not. Versions lose their local part (`2.13.0+cpu`), so
+that every index that serves the version can serve the lock.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def closure(wanted: list[Requirement]) -> dict[str, str]:
         try:
             found = distribution(name)
         except PackageNotFoundError as missing:
-            raise LookupError(f"{name} is not installed: pip install -r requirements/base.in -r dev.in") from missing
+            raise LookupError(
+                f"{name} is not installed: pip install -r requirements/base.in -r data.in -r dev.in"
+            ) from missing
         pins[name] = f"{name}=={Version(found.version).public}"
         waiting += [(Requirement(line), set(requirement.extras)) for line in found.requires or ()]
     return pins
@@ -51,7 +53,7 @@ def closure(wanted: list[Requirement]) -> dict[str, str]:
 
 def main() -> int:
     known: dict[str, str] = {}
-    for name in ("base", "dev"):
+    for name in ("base", "data", "dev"):
         wanted = requirements_in((FOLDER / f"{name}.in").read_text())
         pins = {key: line for key, line in closure(wanted).items() if key not in known}
         known |= pins

@@ -330,6 +330,7 @@ def _settings(job: Job) -> TrainerSettings:
 
 
 def _demonstration(job: Job, index: int) -> Demonstration:
+    assert job.task is not None, "the config was checked: only a built-in task is warmed up on"
     shown = job.task.demonstration(index)
     prompt = job.tokenizer.encode_prompt(shown.prompt.text)
     response = job.tokenizer.encode_response(shown.response)

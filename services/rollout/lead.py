@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.rollout.exercises import Exercises, open_exercises
 from services.rollout.groups import GroupsInProgress
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_sample_id, fate_of
 from tidegate.ports.bus import Stage
@@ -37,11 +38,14 @@ class _Generation:
     """One iteration's generating, as it stands."""
 
     plan: types_pb2.IterationPlan
+    exercises: Exercises
     groups: GroupsInProgress[samples_pb2.Sample]
     calls: set[asyncio.Task[None]] = field(default_factory=set)
+    """To engines; also the judging and publishing of groups, which holds up no engine."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_tokens: int = 0
     num_published: int = 0
+    num_failed_rewards: int = 0
 
 
 class RolloutLead(Lead):
@@ -51,6 +55,13 @@ class RolloutLead(Lead):
         super().__init__(tools)
         self._engines: dict[str, _EngineSlot] = {}
         self._generation: _Generation | None = None
+        self._exercises: Exercises | None = None
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._exercises is not None:
+            self._exercises.close()
+            self._exercises = None
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
         grants = decode_grants(request.grants)
@@ -70,6 +81,8 @@ class RolloutLead(Lead):
         await self.tell(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
+        if self._exercises is None:
+            self._exercises = await open_exercises(self.job)
         prompts = range(plan.first_prompt, plan.first_prompt + plan.num_prompts)
         done = await self.published(Stage.GENERATED, plan)
         groups = GroupsInProgress[samples_pb2.Sample](
@@ -78,10 +91,10 @@ class RolloutLead(Lead):
             prompts=tuple(prompt for prompt in prompts if prompt not in done),
             group_size=plan.group_size,
         )
-        generation = _Generation(plan, groups, num_published=len(done))
+        generation = _Generation(plan, self._exercises, groups, num_published=len(done))
         self._generation = generation
         try:
-            # A complete group is published by the call that completed it, so the calls have to end too.
+            # A group that is complete is still to be judged and published, so the calls have to end too.
             while not (groups.is_done and not generation.calls):
                 self._assign(generation)
                 await generation.changed.wait()
@@ -128,14 +141,14 @@ class RolloutLead(Lead):
 
     async def _run_on(self, slot: _EngineSlot, samples: Sequence[SampleId], generation: _Generation) -> None:
         left = set(samples)
-        requests = [self._request(sample) for sample in samples]
+        requests = [self._request(sample, generation.exercises) for sample in samples]
         try:
             call = wire.WorkerCall(generate=wire.Generate(requests=requests))
             async for reply in self.crew.stream(slot.grant, call):
                 sample = decode_sample_id(reply.generated.sample.id)
                 left.discard(sample)
                 slot.num_held -= 1
-                await self._take_in(sample, reply.generated.sample, generation)
+                self._take_in(sample, reply.generated.sample, generation)
                 generation.changed.set()
         except WorkerGone as error:
             self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(left), error=str(error))
@@ -147,47 +160,53 @@ class RolloutLead(Lead):
             generation.groups.give_back(left)
             generation.changed.set()
 
-    async def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: _Generation) -> None:
+    def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: _Generation) -> None:
         if response.finish == samples_pb2.FINISH_REASON_ABORT:
             generation.groups.give_back([sample])
             return
         generation.num_tokens += len(response.response_tokens)
         responses = generation.groups.add(sample, response)
-        if responses is None:
-            return
-        # Apart from the loop, which answers the scheduler and keeps the lease: a reward is a program of any length.
-        await asyncio.to_thread(self._give_rewards, sample.prompt, responses)
-        plan = generation.plan
-        group = samples_pb2.SampleGroup(
-            job=self.tools.job_id,
-            incarnation=self.incarnation,
-            iteration=plan.iteration,
-            prompt=sample.prompt,
-            version=plan.version,
-            prompt_tokens=self._prompt_tokens(sample.prompt),
-            samples=responses,
-            grants=encode_grants(self.crew.members),
-        )
-        await self.tools.samples.publish(Stage.GENERATED, group)
-        generation.num_published += 1
-        await self.tell_progress(
-            "generate", generation.num_published, plan.num_prompts, num_tokens=float(generation.num_tokens)
-        )
+        if responses is not None:
+            publishing = self._publish(sample.prompt, responses, generation)
+            generation.calls.add(asyncio.create_task(publishing, name=f"publish {sample.prompt}"))
 
-    def _request(self, sample: SampleId) -> wire.GenerationRequest:
+    async def _publish(self, prompt: int, responses: Sequence[samples_pb2.Sample], generation: _Generation) -> None:
+        """Judge a complete group, then put it on the stream."""
+        plan, exercises = generation.plan, generation.exercises
+        try:
+            samples = [decode_sample_id(response.id) for response in responses]
+            judged = await exercises.judge(prompt, samples, [response.response_tokens for response in responses])
+            for response, reward in zip(responses, judged.rewards, strict=True):
+                response.reward = reward
+            group = samples_pb2.SampleGroup(
+                job=self.tools.job_id,
+                incarnation=self.incarnation,
+                iteration=plan.iteration,
+                prompt=prompt,
+                version=plan.version,
+                prompt_tokens=exercises.prompt_tokens(prompt),
+                samples=responses,
+                grants=encode_grants(self.crew.members),
+            )
+            await self.tools.samples.publish(Stage.GENERATED, group)
+            generation.num_published += 1
+            generation.num_failed_rewards += judged.num_failed
+            await self._tell_generated(generation)
+        finally:
+            generation.changed.set()
+
+    async def _tell_generated(self, generation: _Generation) -> None:
+        figures = {"num_tokens": float(generation.num_tokens)}
+        if generation.num_failed_rewards:
+            figures["num_failed_rewards"] = float(generation.num_failed_rewards)
+        await self.tell_progress("generate", generation.num_published, generation.plan.num_prompts, **figures)
+
+    def _request(self, sample: SampleId, exercises: Exercises) -> wire.GenerationRequest:
         return wire.GenerationRequest(
             id=encode_sample_id(sample),
-            prompt_tokens=self._prompt_tokens(sample.prompt),
+            prompt_tokens=exercises.prompt_tokens(sample.prompt),
             seed=self.job.sampling_seed(sample),
         )
-
-    def _prompt_tokens(self, prompt: int) -> list[int]:
-        return self.job.tokenizer.encode_prompt(self.job.task.prompt(prompt).text)
-
-    def _give_rewards(self, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
-        asked = self.job.task.prompt(prompt)
-        for response in responses:
-            response.reward = self.job.task.reward(asked, self.job.tokenizer.decode_response(response.response_tokens))
 
     def _raise_failures(self, generation: _Generation) -> None:
         for call in [call for call in generation.calls if call.done()]:

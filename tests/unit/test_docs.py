@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tidegate.config import JobConfig
+from tidegate.config_faults import section_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-ROW = re.compile(r"^\| `([\w.]+)` \| ([^|]*) \| \S", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w.\[\]]+)` \| ([^|]*) \| \S", re.MULTILINE)
 
 
-def keys(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key that a config file may hold, by its dotted name; sections themselves are left out."""
+def keys(section: type[BaseModel] | None, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every key that a config file may hold, by its dotted name, of a list's items as `list[].key`.
+
+    Sections themselves are left out.
+    """
     found: dict[str, FieldInfo] = {}
+    assert section is not None
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= keys(field.annotation, f"{prefix}{name}.")
+        if section_of(field.annotation) is not None:
+            of_a_list = "[]" if get_origin(field.annotation) is tuple else ""
+            found |= keys(section_of(field.annotation), f"{prefix}{name}{of_a_list}.")
         else:
             found[prefix + name] = field
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.rollout.embedded.probe import CANDIDATE_ROWS
-from tests.component_bench import job_config
+from tests.component_bench import job_config, task_of
 from tidegate.config import ConfigError
 from tidegate.config_checks import MAX_RUNNING_REQUESTS
 from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
@@ -21,8 +21,8 @@ def test_every_process_makes_the_same_job_of_one_config(tmp_path: Path) -> None:
     one, other = load_job(config), load_job(type(config).from_json(config.to_json()))
     assert (one.config, one.model, one.padded_vocab) == (other.config, other.model, other.padded_vocab)
     for index in range(5):
-        text = one.task.prompt(index).text
-        assert other.task.prompt(index).text == text
+        text = task_of(one).prompt(index).text
+        assert task_of(other).prompt(index).text == text
         assert one.tokenizer.encode_prompt(text) == other.tokenizer.encode_prompt(text)
     assert one.model.vocab_size == one.tokenizer.vocab_size
 

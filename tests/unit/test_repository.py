@@ -82,7 +82,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("name", ["base", "dev"])
+@pytest.mark.parametrize("name", ["base", "data", "dev"])
 def test_a_lock_pins_one_public_version_of_each_package_its_source_names(name: str) -> None:
     locked = requirement_lines(f"{name}.txt")
     loose = [str(pin) for pin in locked if not re.fullmatch(r"==[^+*,]+", str(pin.specifier))]
@@ -93,9 +93,10 @@ def test_a_lock_pins_one_public_version_of_each_package_its_source_names(name: s
         assert wanted.specifier.contains(version, prereleases=True), f"{name}.in wants {wanted}, {name}.txt {version}"
 
 
-def test_the_dev_lock_never_contradicts_the_runtime_lock() -> None:
-    runtime = {canonicalize_name(pin.name) for pin in requirement_lines("base.txt")}
-    assert [str(pin) for pin in requirement_lines("dev.txt") if canonicalize_name(pin.name) in runtime] == []
+@pytest.mark.parametrize(("name", "earlier"), [("data", ["base"]), ("dev", ["base", "data"])])
+def test_a_lock_never_contradicts_those_before_it(name: str, earlier: list[str]) -> None:
+    pinned = {canonicalize_name(pin.name) for before in earlier for pin in requirement_lines(f"{before}.txt")}
+    assert [str(pin) for pin in requirement_lines(f"{name}.txt") if canonicalize_name(pin.name) in pinned] == []
 
 
 IMPORT_ALL = """

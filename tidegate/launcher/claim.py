@@ -26,7 +26,7 @@ from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
 
-_DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "algorithm", "actor", "inference")
+_DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "data", "rewards", "algorithm", "actor", "inference")
 """Sections that a resumed run may not change: its samples and weights would not be those of an unbroken run."""
 
 
@@ -168,11 +168,18 @@ def _how_to_run_anew(config: JobConfig, anew: str) -> str:
 
 
 def _deciding(config: JobConfig) -> dict[str, Any]:
-    """What decides samples and weights. The tokenizer is the folder's own after the first start."""
+    """What decides samples and weights.
+
+    The tokenizer is the folder's own after the first start; data may lie elsewhere, under the same checksum.
+    """
     dumped = {
         section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
     }
     del dumped["model"]["tokenizer"]
+    if dumped["data"] is not None:
+        del dumped["data"]["train"], dumped["data"]["chat_template"]
+    for reward in dumped["rewards"]:
+        del reward["import_from"]
     return dumped
 
 

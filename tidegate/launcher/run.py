@@ -1,6 +1,6 @@
 """Runs one job on this machine, from its checked config to its end, and leaves nothing behind.
 
-Order: what can be refused is refused before anything starts (config, tokenizer, layouts, servers' URLs, the folder);
+Order: what can be refused is refused before anything starts (config, tokenizer, layouts, data, servers, folder);
 then the folder's lock, host memory, embedded servers, fork servers, services, and the job's submission. After that the
 launcher only watches: the end is the scheduler's, unless a server dies, a process cannot be kept up or a signal comes.
 The end runs backwards. Invariants: however a run ends, no process, port, socket or host memory of it remains; a signal
@@ -24,6 +24,7 @@ from tidegate.config import JobConfig, ServersSection
 from tidegate.events import EventSource
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Claim, Start, claimed, host_memory_folder, refuse_running, write_private
+from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
 from tidegate.launcher.preflight import check_servers
@@ -64,6 +65,7 @@ async def run_job(order: Order, view: View) -> Outcome:
         try:
             job = load_job(order.config)
             refuse_running(JobFolder.of(order.config))
+            job = await with_checked_data(job)
             await check_servers(order.config, order.start)
             raise_if_cancelled()
             with claimed(job, order.start, anew=order.anew_command, now_unix_s=time.time()) as claim:

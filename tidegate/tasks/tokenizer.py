@@ -1,7 +1,9 @@
 """A job's tokenizer: a Hugging Face `tokenizer.json`, made from a task's words or loaded from a path.
 
+A `tokenizer_config.json` beside the file names the special tokens; then the tokenizer's own rules decide with what a
+prompt begins, as in `transformers`. Without one they are <pad>, <bos> and <eos>, and a prompt begins with <bos>.
 Invariants: the special tokens are ids 0, 1, 2 (pad, bos, eos) in a built file and are found by name in a loaded one;
-a prompt begins with bos, a response ends with eos; a text with a word outside the vocabulary is refused, not dropped.
+a response ends with eos; a text with a word outside the vocabulary is refused, not dropped.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from tidegate.tasks.tokenizer_config import TokenizerConfig, load_tokenizer_config
+
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
 _NO_UNKNOWN = "<unk>"
@@ -20,13 +24,20 @@ _NO_UNKNOWN = "<unk>"
 
 
 class TaskTokenizer:
-    """Texts to ids and back, by a `tokenizers` tokenizer that knows `<pad>`, `<bos>` and `<eos>`."""
+    """Texts to ids and back, by a `tokenizers` tokenizer. `config` is None for one that knows <pad>, <bos>, <eos>."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: TokenizerConfig | None = None) -> None:
         self._tokenizer = tokenizer
-        self.pad_id = _special_id(tokenizer, PAD)
-        self.bos_id = _special_id(tokenizer, BOS)
-        self.eos_id = _special_id(tokenizer, EOS)
+        self.config = config
+        if config is None:
+            self.pad_id = _special_id(tokenizer, PAD)
+            self.bos_id: int | None = _special_id(tokenizer, BOS)
+            self.eos_id = _special_id(tokenizer, EOS)
+            return
+        special = config.special_tokens
+        self.eos_id = _special_id(tokenizer, special.get("eos_token", EOS))
+        self.bos_id = _special_id(tokenizer, special["bos_token"]) if "bos_token" in special else None
+        self.pad_id = _special_id(tokenizer, special["pad_token"]) if "pad_token" in special else self.eos_id
 
     @property
     def vocab_size(self) -> int:
@@ -34,7 +45,15 @@ class TaskTokenizer:
         return max(self._tokenizer.get_vocab().values()) + 1
 
     def encode_prompt(self, text: str) -> list[int]:
+        """A text as a person wrote it."""
+        if self.config is not None:
+            return self._encode(text, add_special_tokens=True)
+        assert self.bos_id is not None, "a tokenizer without a config has all three special tokens"
         return [self.bos_id, *self._encode(text)]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """A text that a chat template made: its special tokens are in it."""
+        return self._encode(text)
 
     def encode_response(self, text: str) -> list[int]:
         return [*self._encode(text), self.eos_id]
@@ -51,12 +70,17 @@ class TaskTokenizer:
         return self._tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json` to `path`, in the form that `load_tokenizer` and `transformers` read."""
-        self._tokenizer.save(str(path))
+        """Write `tokenizer.json` to `path`, in the form that `load_tokenizer` and `transformers` read.
 
-    def _encode(self, text: str) -> list[int]:
+        Its config goes beside it.
+        """
+        self._tokenizer.save(str(path))
+        if self.config is not None:
+            self.config.save(path.parent)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except Exception as error:  # the package raises a bare Exception for a word without an id
             raise ValueError(f"text {text[:80]!r} has a word outside the vocabulary: {error}") from error
 
@@ -83,7 +107,7 @@ def load_tokenizer(path: Path, *, model_vocab_size: int) -> TaskTokenizer:
     if not file.is_file():
         raise ValueError(f"no tokenizer at {file}; give the path of a tokenizer.json, or of the folder that holds one")
     try:
-        tokenizer = TaskTokenizer(Tokenizer.from_file(str(file)))
+        tokenizer = TaskTokenizer(Tokenizer.from_file(str(file)), load_tokenizer_config(file.parent))
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from error
     except Exception as error:  # the package raises a bare Exception for whatever it cannot parse
@@ -101,5 +125,8 @@ def load_tokenizer(path: Path, *, model_vocab_size: int) -> TaskTokenizer:
 def _special_id(tokenizer: Tokenizer, name: str) -> int:
     token = tokenizer.token_to_id(name)
     if token is None:
-        raise ValueError(f"it has no token {name}; needed are {PAD}, {BOS} and {EOS}")
+        raise ValueError(
+            f"it has no token {name}; needed are those that tokenizer_config.json beside it names, or, without one, "
+            f"{PAD}, {BOS} and {EOS}"
+        )
     return int(token)

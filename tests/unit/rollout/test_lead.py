@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.rollout.lead import RolloutLead
-from tests.component_bench import JOB, NODES, PATIENCE_S, Bench, Changes, bench, loaded, replied, snapshot
+from tests.component_bench import JOB, NODES, PATIENCE_S, Bench, Changes, bench, loaded, replied, snapshot, task_of
 from tidegate.codec import decode_sample_id, fate_of
 from tidegate.job import Job
 from tidegate.ports.bus import SampleConsumer, SampleStream, Stage
@@ -82,7 +82,7 @@ class FakeEngine:
 
 def response(job: Job, request: wire.GenerationRequest, *, version: int) -> samples_pb2.Sample:
     """A right answer for even seeds, the start of one for odd ones."""
-    text = job.task.demonstration(request.seed % 50).response
+    text = task_of(job).demonstration(request.seed % 50).response
     tokens = job.tokenizer.encode_response(text)
     if request.seed % 2:
         tokens = tokens[:1]
@@ -177,12 +177,12 @@ async def assert_whole_iteration(of: RolloutBench, *, version: int = 0, iteratio
     job = of.leads[-1].job
     for group in groups:
         assert group.version == version
-        assert list(group.prompt_tokens) == job.tokenizer.encode_prompt(job.task.prompt(group.prompt).text)
+        assert list(group.prompt_tokens) == job.tokenizer.encode_prompt(task_of(job).prompt(group.prompt).text)
         for sample in group.samples:
             seed = job.sampling_seed(decode_sample_id(sample.id))
             want = response(job, wire.GenerationRequest(id=sample.id, seed=seed), version=version)
             text = job.tokenizer.decode_response(want.response_tokens)
-            want.reward = job.task.reward(job.task.prompt(group.prompt), text)
+            want.reward = task_of(job).reward(task_of(job).prompt(group.prompt), text)
             assert sample == want
 
 
@@ -348,7 +348,7 @@ class HeldRewards:
 async def test_a_reward_that_takes_long_holds_up_nothing_else_of_the_lead(tmp_path: Path) -> None:
     async with rollout(tmp_path, Engines()) as of:
         lead = of.new_lead()
-        rewards = HeldRewards(lead.job.task, of.changes)
+        rewards = HeldRewards(task_of(lead.job), of.changes)
         lead.job = replace(lead.job, task=rewards)
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.changes.until(lambda: rewards.is_asked)

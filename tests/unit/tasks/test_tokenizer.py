@@ -110,10 +110,61 @@ def test_a_file_that_is_no_tokenizer_is_refused(path: Path, content: str) -> Non
 
 def test_a_tokenizer_without_an_end_token_is_refused(path: Path) -> None:
     path.write_text(path.read_text().replace("<eos>", "<end>"))
-    with pytest.raises(ValueError, match="has no token <eos>; needed are <pad>, <bos> and <eos>"):
+    with pytest.raises(ValueError, match=r"has no token <eos>; needed are .*, or, without one, <pad>, <bos> and <eos>"):
         load_tokenizer(path, model_vocab_size=64)
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="has 64 ids and the model's vocabulary 63; set the model's vocabulary to at"):
         load_tokenizer(path, model_vocab_size=63)
+
+
+def with_config(path: Path, **content: object) -> Path:
+    (path.parent / "tokenizer_config.json").write_text(json.dumps(content))
+    return path
+
+
+def test_a_config_beside_the_file_names_the_special_tokens(path: Path) -> None:
+    names = {"eos_token": {"content": "liftoff"}, "bos_token": None, "pad_token": "<pad>"}
+    tokenizer = load_tokenizer(with_config(path, **names), model_vocab_size=64)
+    assert tokenizer.bos_id is None
+    assert tokenizer.pad_id == 0
+    (first,) = tokenizer.encode_prompt("from")
+    assert tokenizer.encode_rendered("from") == [first], "this tokenizer has no rule to put anything before a text"
+    assert tokenizer.decode_response([first, tokenizer.eos_id]) == "from"
+
+
+def test_a_saved_tokenizer_brings_its_config_along(path: Path, tmp_path: Path) -> None:
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages }}"}]
+    loaded = load_tokenizer(with_config(path, eos_token="liftoff", chat_template=templates), model_vocab_size=64)
+    (tmp_path / "again").mkdir()
+    loaded.save(tmp_path / "again" / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "again", model_vocab_size=64)
+    assert again.config == loaded.config
+    assert again.config is not None
+    assert again.config.chat_template == "{{ messages }}"
+    assert again.eos_id == loaded.eos_id != 2
+
+
+def test_a_template_file_goes_before_the_one_in_the_config(path: Path) -> None:
+    (path.parent / "chat_template.jinja").write_text("from the file")
+    tokenizer = load_tokenizer(with_config(path, chat_template="from the config"), model_vocab_size=64)
+    assert tokenizer.config is not None
+    assert tokenizer.config.chat_template == "from the file"
+
+
+@pytest.mark.parametrize(
+    ("content", "want"),
+    [
+        pytest.param('{"eos_token": "<|im_end|>"}', r"has no token <\|im_end\|>; needed are", id="a token not there"),
+        pytest.param('{"eos_token": 7}', "has eos_token=7, which is no token", id="a token that is none"),
+        pytest.param('{"chat_template": 7}', "has a chat_template that is no text: 7", id="a template that is none"),
+        pytest.param("{", "cannot be read: Expecting property name", id="no JSON"),
+        pytest.param("[]", "holds no object", id="no object"),
+    ],
+)
+def test_a_config_that_does_not_match_its_tokenizer_is_refused(path: Path, content: str, want: str) -> None:
+    (path.parent / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=want) as told:
+        load_tokenizer(path, model_vocab_size=64)
+    assert str(path) in str(told.value)

@@ -1,0 +1,217 @@
+"""Reward workers for real: functions that hang, die, raise and print, and what is left of them afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tidegate.rewards.pool import FunctionFailed, RewardPool, WorkerNotStarted
+from tidegate.rewards.worker import FunctionPath
+
+GRADERS = "tests.unit.rewards.graders"
+PATIENCE_S = 60.0
+SHORT_S = 0.2
+"""For what never ends; nothing that ends is held to it."""
+
+
+@asynccontextmanager
+async def pool_of(*names: str, size: int = 1) -> AsyncIterator[RewardPool]:
+    paths = [FunctionPath(f"{GRADERS}:{name}", "") for name in names]
+    pool = RewardPool(paths, size=size, start_timeout_s=PATIENCE_S)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+async def told(pool: RewardPool, response: str, *, timeout_s: float = PATIENCE_S) -> float:
+    return await pool.call(0, {"prompt": "p", "response": response}, timeout_s=timeout_s)
+
+
+async def test_a_function_gets_what_it_names_as_the_data_has_it() -> None:
+    async with pool_of("length", "everything", "one_of_many") as pool:
+        arguments = {
+            "prompt": [{"role": "user", "content": "2 + 2"}],
+            "response": "4 für ⅘",
+            "answer": {"value": 4},
+            "level": [1, None],
+        }
+        assert await pool.call(0, arguments, timeout_s=PATIENCE_S) == 7.0
+        assert await pool.call(1, arguments, timeout_s=PATIENCE_S) == 1.0
+        assert await pool.call(2, arguments | {"level": 1.5}, timeout_s=PATIENCE_S) == 3.0
+        required = [signature.required for signature in await pool.signatures()]
+        assert required == [("response",), ("prompt", "response", "answer"), ("response", "level")]
+        assert len(pool.pids) == 1
+
+
+async def test_a_function_that_raises_is_told_and_its_worker_goes_on() -> None:
+    async with pool_of("misbehaving") as pool:
+        before = await told(pool, "pid")
+        for response, want in (
+            ("raise", "raised KeyError: 'no such unit'"),
+            ("leave", "raised SystemExit: had enough"),
+        ):
+            with pytest.raises(FunctionFailed, match=want):
+                await told(pool, response)
+        assert await told(pool, "pid") == before
+
+
+async def test_a_function_that_hangs_is_killed_at_its_limit_and_another_worker_goes_on() -> None:
+    async with pool_of("misbehaving") as pool:
+        before = await told(pool, "pid")
+        with pytest.raises(FunctionFailed, match=r"gave no result within 0\.2 s"):
+            await told(pool, "hang", timeout_s=SHORT_S)
+        assert not psutil.pid_exists(int(before))
+        assert await told(pool, "pid") != before
+
+
+async def test_what_a_function_started_dies_with_its_worker(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    async with pool_of("misbehaving") as pool:
+        hanging = asyncio.create_task(told(pool, f"hang with child {pipe}"))
+        child = psutil.Process(int(await asyncio.to_thread(pipe.read_text)))
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, [child], timeout=PATIENCE_S)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("response", "want"),
+    [("exit 3", "ended the process with status 3"), ("exit 0", "with status 0"), ("die", "died of SIGKILL")],
+)
+async def test_a_function_that_ends_its_process_is_told_and_another_worker_goes_on(response: str, want: str) -> None:
+    async with pool_of("misbehaving") as pool:
+        before = await told(pool, "pid")
+        with pytest.raises(FunctionFailed, match=want):
+            await told(pool, response)
+        assert await told(pool, "pid") != before
+
+
+@pytest.mark.parametrize(
+    ("returned", "want"),
+    [
+        ("None", "returned None, which is no number"),
+        ("nan", "returned nan: a reward is a finite number"),
+        ("text", r"returned '1\.0', which is no number"),
+        ("list", r"returned \[1\.0\], which is no number"),
+    ],
+)
+async def test_what_is_no_finite_number_is_no_reward(returned: str, want: str) -> None:
+    async with pool_of("misbehaving") as pool:
+        with pytest.raises(FunctionFailed, match=want):
+            await told(pool, f"return {returned}")
+        assert await told(pool, "return true") == 1.0
+
+
+async def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    async with pool_of("misbehaving") as pool:
+        assert await told(pool, "print") == 1.0
+        assert await told(pool, "else") == 0.5
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "not an answer" in said.err
+
+
+async def test_workers_take_turns_and_are_never_more_than_asked_for() -> None:
+    async with pool_of("misbehaving", size=2) as pool:
+        pids = await asyncio.gather(*(told(pool, "pid") for _ in range(12)))
+        assert len(set(pids)) <= 2
+        assert pool.pids == {int(pid) for pid in pids}
+
+
+async def test_one_that_hangs_holds_up_no_other() -> None:
+    async with pool_of("misbehaving", size=2) as pool:
+        hanging = asyncio.create_task(told(pool, "hang"))
+        assert [await told(pool, "else") for _ in range(3)] == [0.5] * 3
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        assert len(pool.pids) == 1, "a call that nobody waits for keeps no worker"
+
+
+async def test_nothing_is_left_after_the_end() -> None:
+    async with pool_of("misbehaving", size=2) as pool:
+        hanging = asyncio.create_task(told(pool, "hang"))
+        waiting = [asyncio.create_task(told(pool, "hang")) for _ in range(3)]
+        await told(pool, "pid")
+        pids = pool.pids
+    outcomes = await asyncio.gather(hanging, *waiting, return_exceptions=True)
+    assert all(isinstance(outcome, FunctionFailed | WorkerNotStarted) for outcome in outcomes)
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+UNUSABLE = {
+    "no such module": ("tests.unit.rewards.absent:score", r"cannot be imported: ModuleNotFoundError: No module named"),
+    "no such name": (f"{GRADERS}:scroe", r"graders:scroe cannot be imported: AttributeError: .* no attribute 'scroe'"),
+    "no function": (f"{GRADERS}:NUMBER", r"graders:NUMBER is a int and cannot be called: name a function"),
+    "async": (f"{GRADERS}:later", r"graders:later is async: name a plain function"),
+    "arguments without names": (f"{GRADERS}:nameless", r"graders:nameless has arguments without names"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+async def test_a_function_that_cannot_be_used_says_why(case: str) -> None:
+    path, want = UNUSABLE[case]
+    pool = RewardPool([FunctionPath(path, "")], size=1, start_timeout_s=PATIENCE_S)
+    with pytest.raises(ValueError, match=want):
+        await pool.signatures()
+    assert not pool.pids
+
+
+MODULES = {
+    "raises": ("raise OSError('no licence')", ValueError, r"mine:score cannot be imported: OSError: no licence"),
+    "leaves": ("import sys; sys.exit(4)", ValueError, r"mine:score cannot be imported: SystemExit: 4"),
+    "dies": ("import os; os._exit(4)", WorkerNotStarted, r"imports mine:score ended the process with status 4"),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+async def test_a_module_that_fails_at_its_import_says_how(case: str, tmp_path: Path) -> None:
+    text, kind, want = MODULES[case]
+    (tmp_path / "mine.py").write_text(text)
+    pool = RewardPool([FunctionPath("mine:score", str(tmp_path))], size=1, start_timeout_s=PATIENCE_S)
+    with pytest.raises(kind, match=want):
+        await pool.signatures()
+    assert not pool.pids
+
+
+async def test_a_module_that_hangs_at_its_import_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import threading; threading.Event().wait()")
+    pool = RewardPool([FunctionPath("mine:score", str(tmp_path))], size=1, start_timeout_s=SHORT_S)
+    with pytest.raises(WorkerNotStarted, match=r"imports mine:score gave no result within 0\.2 s"):
+        await pool.signatures()
+    assert not pool.pids
+
+
+PARENT = """
+import asyncio
+from tidegate.rewards.pool import RewardPool
+from tidegate.rewards.worker import FunctionPath
+
+async def main():
+    pool = RewardPool([FunctionPath("tests.unit.rewards.graders:misbehaving", "")], size=1, start_timeout_s=60)
+    print(int(await pool.call(0, {"prompt": "p", "response": "pid"}, timeout_s=60)), flush=True)
+    await pool.call(0, {"prompt": "p", "response": "hang"}, timeout_s=600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_dies_with_its_parent_in_the_middle_of_a_call() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        parent.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs([worker], timeout=PATIENCE_S)
+    assert not alive

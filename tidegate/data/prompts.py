@@ -1,0 +1,199 @@
+"""A data set as the prompts that a job draws from: checked whole before training, then an endless list.
+
+Order: the files and the template, each record's prompt and answer, each prompt's tokens against the limit; the first
+faults are told together, each with its file and line. Invariants: the prompt at an index is a function of (files,
+template, tokenizer, seed, index); a pass over the data has each record once; nothing is cut or skipped silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tidegate.checksums import file_checksum
+from tidegate.config_data import TOKENIZERS_TEMPLATE, DataSection
+from tidegate.data.chat_template import ChatTemplate
+from tidegate.data.records import Record, data_files, read_records
+from tidegate.tasks.tokenizer import TaskTokenizer
+
+ARGUMENTS = ("prompt", "response", "answer")
+"""What a reward is called with besides the columns, which may not have these names for something else."""
+_FAULTS_TOLD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DataPrompt:
+    """One record. `given` is the prompt as the data has it, `text` what the model reads of it.
+
+    `columns` are the others: not the prompt's nor the answer's.
+    """
+
+    where: str
+    given: str | list[dict[str, Any]]
+    text: str
+    answer: Any
+    columns: Mapping[str, Any]
+
+
+class PromptReader:
+    """How the records of a job's data become prompts; training and evaluation read alike."""
+
+    def __init__(self, data: DataSection, tokenizer: TaskTokenizer) -> None:
+        """ValueError when the chat template is missing or is none."""
+        self._data = data
+        self._tokenizer = tokenizer
+        self._template = _chat_template(data, tokenizer)
+
+    def checksum(self, files: Sequence[Path]) -> str:
+        """Of all that decides the prompts but the tokenizer."""
+        digest = hashlib.blake2b(self._template[0].encode() if self._template else b"", digest_size=16)
+        for file in files:
+            digest.update(file_checksum(file).encode())
+        return digest.hexdigest()
+
+    def read(self, files: Sequence[Path], *, max_tokens: int | None) -> tuple[DataPrompt, ...]:
+        """Every record as a prompt of at most `max_tokens`; None leaves lengths to whoever checked them before.
+
+        ValueError lists what is wrong with the records.
+        """
+        faults: list[str] = []
+        prompts: list[DataPrompt] = []
+        for file in files:
+            for record in read_records(file, faults):
+                try:
+                    prompt = self._prompt(record)
+                    if max_tokens is not None:
+                        self._check_length(prompt, max_tokens)
+                    prompts.append(prompt)
+                except ValueError as error:
+                    faults.append(f"{record.where}: {error}")
+        if faults:
+            more = [f"and {len(faults) - _FAULTS_TOLD} more"] if len(faults) > _FAULTS_TOLD else []
+            raise ValueError("\n".join([*faults[:_FAULTS_TOLD], *more]))
+        if not prompts:
+            raise ValueError(f"{', '.join(str(file) for file in files)} holds no record: give data with at least one")
+        return tuple(prompts)
+
+    def encode(self, prompt: DataPrompt) -> list[int]:
+        encode = self._tokenizer.encode_prompt if self._template is None else self._tokenizer.encode_rendered
+        return encode(prompt.text)
+
+    def _prompt(self, record: Record) -> DataPrompt:
+        data = self._data
+        given = _checked_prompt(_value(record, data.prompt_key, "data.prompt_key"))
+        answer = _value(record, data.answer_key, "data.answer_key") if data.answer_key else None
+        columns = {
+            name: value for name, value in record.columns.items() if name not in (data.prompt_key, data.answer_key)
+        }
+        for name in ARGUMENTS:
+            if name in columns:
+                raise ValueError(f"column {name!r} has the name of what a reward is called with: rename it")
+        return DataPrompt(record.where, given, self._text(given), answer, columns)
+
+    def _text(self, given: str | list[dict[str, Any]]) -> str:
+        if self._template is not None:
+            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            return self._template[1].render(messages)
+        if isinstance(given, str):
+            return given
+        raise ValueError(
+            "the prompt is a list of messages and data.chat_template is empty: set it to tokenizer, for the one that "
+            "came with the tokenizer, or to the path of a Jinja file"
+        )
+
+    def _check_length(self, prompt: DataPrompt, max_tokens: int) -> None:
+        num_tokens = len(self.encode(prompt))
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens, more than the limit of {max_tokens} (data.max_prompt_tokens, or "
+                "what algorithm.max_new_tokens leaves of model.max_seq_len): shorten it, remove it or raise the limit"
+            )
+        if num_tokens == 0:
+            raise ValueError("the prompt has no tokens: give it a text")
+
+
+class PromptList:
+    """The endless list: pass after pass over the prompts, each shuffled by (seed, pass) where that is asked for."""
+
+    def __init__(self, prompts: Sequence[DataPrompt], *, seed: int, shuffle: bool) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        # Two passes: an iteration may begin in one and end in the next.
+        self._order: Callable[[int], Sequence[int]] = lru_cache(maxsize=2)(
+            self._shuffled if shuffle else lambda _: range(len(prompts))
+        )
+
+    def __len__(self) -> int:
+        """Of one pass."""
+        return len(self._prompts)
+
+    def at(self, index: int) -> DataPrompt:
+        number, place = divmod(index, len(self._prompts))
+        return self._prompts[self._order(number)[place]]
+
+    def _shuffled(self, number: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        Random(f"tidegate data {self._seed} {number}").shuffle(order)
+        return order
+
+
+def training_files(data: DataSection) -> tuple[Path, ...]:
+    """ValueError as `data_files`."""
+    return data_files(Path(data.train), split="train")
+
+
+def _chat_template(data: DataSection, tokenizer: TaskTokenizer) -> tuple[str, ChatTemplate] | None:
+    """Its source and itself; None when texts go to the model as they are."""
+    if not data.chat_template:
+        return None
+    special = tokenizer.config.special_tokens if tokenizer.config else {}
+    name = "the tokenizer's chat template"
+    if data.chat_template == TOKENIZERS_TEMPLATE:
+        found = tokenizer.config.chat_template if tokenizer.config else None
+        if found is None:
+            raise ValueError(
+                "data.chat_template=tokenizer, and the tokenizer came with none (no chat_template in a "
+                "tokenizer_config.json beside it): give the path of a Jinja file, or leave it empty"
+            )
+        source = found
+    else:
+        name = f"data.chat_template={data.chat_template}"
+        try:
+            source = Path(data.chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name} cannot be read: {error}; give the path of a Jinja file") from error
+    return source, ChatTemplate(source, name=name, names={**special, **data.chat_template_kwargs})
+
+
+def _value(record: Record, key: str, config_key: str) -> Any:
+    """The column, or what lies in one at a dotted path."""
+    if key in record.columns:
+        return record.columns[key]
+    value: Any = record.columns
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ValueError(
+                f"no {key!r} ({config_key}); there are {', '.join(sorted(record.columns)) or 'no columns'}"
+            )
+        value = value[part]
+    return value
+
+
+def _checked_prompt(found: Any) -> str | list[dict[str, Any]]:
+    if isinstance(found, str) and found:
+        return found
+    if isinstance(found, list) and found and all(_is_message(each) for each in found):
+        return found
+    raise ValueError(
+        f"the prompt is {found!r:.60}: it must be a text, or a list of messages such as "
+        '[{"role": "user", "content": "..."}]'
+    )
+
+
+def _is_message(found: object) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("role"), str) and "content" in found

@@ -1,0 +1,113 @@
+"""Which files a data set is, and the records in them: JSON lines, or the rows of Parquet files.
+
+A path is a file, or a folder in the layout of Hugging Face `datasets`: files named for their split, in the folder or in
+its `data`. Files are read in order of name, records in order. Invariants: a record knows its file and its line or row;
+a faulty line is told with both and leaves the others readable; values are what JSON can hold, others are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = (".jsonl", ".parquet")
+_ROWS_AT_ONCE = 1024
+_INSTALL_PYARROW = "install what requirements/data.txt lists (it has pyarrow), or convert it to .jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`where` names it to a person: `train.jsonl:12`."""
+
+    where: str
+    columns: Mapping[str, Any]
+
+
+def data_files(path: Path, *, split: str) -> tuple[Path, ...]:
+    """The files of a split in order of name. ValueError when there are none, or when they are of two kinds."""
+    if path.is_file():
+        if path.suffix not in KINDS:
+            raise ValueError(f"{path} is not a {' or '.join(KINDS)} file: convert it to one of them")
+        return (path,)
+    if not path.is_dir():
+        raise ValueError(f"no data at {path}: give the path of a {' or '.join(KINDS)} file, or of a folder of them")
+    named = re.compile(rf"{re.escape(split)}([-_.].*)?")
+    for folder in (path, path / "data"):
+        found = sorted(each for each in folder.glob("*") if each.suffix in KINDS and named.fullmatch(each.stem))
+        if len({each.suffix for each in found}) > 1:
+            raise ValueError(f"{folder} has {split} in both {' and '.join(KINDS)}: name one file, or remove a kind")
+        if found:
+            return tuple(found)
+    raise ValueError(
+        f"{path} has no files of the split {split}, such as {split}.jsonl or data/{split}-00000-of-00001.parquet: name "
+        "a file, or a folder that has them"
+    )
+
+
+def read_records(file: Path, faults: list[str]) -> Iterator[Record]:
+    """The records of one file; what is wrong with a line is added to `faults`. ValueError for a whole file."""
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file, faults)
+
+
+def _read_lines(file: Path, faults: list[str]) -> Iterator[Record]:
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                where = f"{file.name}:{number}"
+                # A mark that some editors put before the first line is no part of it.
+                content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if not content.strip():
+                    continue
+                try:
+                    yield Record(where, _object(content.rstrip()))
+                except ValueError as error:
+                    faults.append(f"{where}: {error}")
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at column {error.colno}: {error.msg}; each line is one object") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read: it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"not an object but {found!r:.60}: each line is one object of columns, such as {{'prompt': ...}}"
+        )
+    return found
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{file.name} is a Parquet file, and pyarrow is not installed: {_INSTALL_PYARROW}") from error
+    try:
+        row = 0
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
+                for columns in batch.to_pylist():
+                    row += 1
+                    kept = {name: value for name, value in columns.items() if _fits_json(value)}
+                    yield Record(f"{file.name} row {row}", kept)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} cannot be read as Parquet after row {row}: {error}; is it whole?") from error
+
+
+def _fits_json(value: object) -> bool:
+    """Whether JSON has this value: bytes, such as pictures, and times are not among those that it has."""
+    if isinstance(value, dict):
+        return all(_fits_json(item) for item in value.values())
+    if isinstance(value, list):
+        return all(_fits_json(item) for item in value)
+    return value is None or isinstance(value, (str, int, float))

@@ -1,0 +1,128 @@
+"""A sample's reward: the weighted sum of the config's rewards, in their order.
+
+`exact_match` is computed here; `math_verify` and functions run in the pool's processes. One that fails on a sample
+counts 0 there, or raises, as its `on_error` says; either way the fault names reward, sample and record. Invariants: the
+sum is in the order of the config, so that it has the same bits whichever reward came back first; a response is judged
+by its text and its record alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidegate.config_data import OnError, RewardName, RewardSection
+from tidegate.data.prompts import ARGUMENTS, DataPrompt
+from tidegate.rewards.answers import MATH_VERIFY, exact_match, right_answers
+from tidegate.rewards.pool import FunctionFailed, RewardPool
+from tidegate.rewards.worker import FunctionPath
+
+_TOLD = 3
+
+
+class RewardFailed(ValueError):
+    """A reward whose policy is fatal failed on a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A response to a prompt; `sample` is its id."""
+
+    sample: str
+    prompt: DataPrompt
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`faults` are those that were counted as 0."""
+
+    reward: float
+    faults: tuple[str, ...] = ()
+
+
+class Judge:
+    """Of one job. `close` it: it may hold processes."""
+
+    def __init__(self, rewards: Sequence[RewardSection], *, num_workers: int, start_timeout_s: float) -> None:
+        self._rewards = tuple(rewards)
+        # A function that is used by two rewards is imported once and called for each.
+        paths = [path for reward in rewards if (path := _function_of(reward)) is not None]
+        self._functions = tuple(dict.fromkeys(paths))
+        self._pool = RewardPool(self._functions, size=num_workers, start_timeout_s=start_timeout_s)
+
+    async def check(self, prompts: Sequence[DataPrompt]) -> None:
+        """ValueError unless every reward can be called for every prompt; WorkerNotStarted."""
+        if any(reward.name is not RewardName.FUNCTION for reward in self._rewards):
+            _check_answers(prompts)
+        if not self._functions:
+            return
+        for function, signature in zip(self._functions, await self._pool.signatures(), strict=True):
+            needed = [name for name in signature.required if name not in ARGUMENTS]
+            lacking = [(prompt, name) for prompt in prompts for name in needed if name not in prompt.columns]
+            if lacking:
+                prompt, name = lacking[0]
+                raise ValueError(
+                    f"{function.path} needs {name!r}, and {prompt.where} has no such column ({len(lacking)} lacking in "
+                    f"all): it may need prompt, response, answer and columns that every record has; there are "
+                    f"{', '.join(sorted(prompt.columns)) or 'none'}. Give {name!r} a default, or the data the column"
+                )
+
+    async def score(self, answered: Answered) -> Score:
+        """RewardFailed by a reward's policy."""
+        scored = [asyncio.ensure_future(self._value(reward, answered)) for reward in self._rewards]
+        try:
+            values = await asyncio.gather(*scored)
+        finally:
+            for each in scored:
+                each.cancel()
+            await asyncio.gather(*scored, return_exceptions=True)
+        total = sum(reward.weight * value for reward, (value, _) in zip(self._rewards, values, strict=True))
+        return Score(float(total), tuple(fault for _, fault in values if fault))
+
+    def close(self) -> None:
+        self._pool.close()
+
+    async def _value(self, reward: RewardSection, answered: Answered) -> tuple[float, str]:
+        """With the fault, or an empty text."""
+        path = _function_of(reward)
+        if path is None:
+            return exact_match(response=answered.response, answer=answered.prompt.answer), ""
+        try:
+            function = self._functions.index(path)
+            return await self._pool.call(function, _arguments(answered), timeout_s=reward.timeout_s), ""
+        except FunctionFailed as error:
+            fault = f"reward {reward.label} on sample {answered.sample} ({answered.prompt.where}) {error}"
+            if reward.on_error is OnError.FATAL:
+                raise RewardFailed(f"{fault}; on_error: zero would count it as 0") from error
+            return 0.0, fault
+
+
+def _function_of(reward: RewardSection) -> FunctionPath | None:
+    """What a worker process has to import; None for what is computed here."""
+    match reward.name:
+        case RewardName.EXACT_MATCH:
+            return None
+        case RewardName.MATH_VERIFY:
+            return FunctionPath(MATH_VERIFY, "")
+        case RewardName.FUNCTION:
+            return FunctionPath(reward.path, reward.import_from)
+
+
+def _arguments(answered: Answered) -> dict[str, Any]:
+    prompt = answered.prompt
+    return {**prompt.columns, "prompt": prompt.given, "response": answered.response, "answer": prompt.answer}
+
+
+def _check_answers(prompts: Sequence[DataPrompt]) -> None:
+    faults = []
+    for prompt in prompts:
+        try:
+            right_answers(prompt.answer)
+        except ValueError as error:
+            faults.append(f"{prompt.where}: {error}")
+    if faults:
+        more = [f"and {len(faults) - _TOLD} more"] if len(faults) > _TOLD else []
+        raise ValueError("\n".join([*faults[:_TOLD], *more]))

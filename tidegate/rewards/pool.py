@@ -1,0 +1,101 @@
+"""A few reward workers that share the calls of a job.
+
+A worker is started when a call needs it, goes on to the next call when it answered, and is killed when it did not; the
+next call starts another. Invariants: at most `size` of them at a time; a call that ended, however it ended, keeps no
+worker; after `close` none works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidegate.rewards.worker import FunctionPath, FunctionRaised, RewardWorker, Signature, WorkerLost
+
+
+class FunctionFailed(Exception):
+    """A call has no value: the message is what the function did, such as `raised KeyError: 'x'`."""
+
+
+class WorkerNotStarted(RuntimeError):
+    """A worker ended, or took too long, before it had imported the functions."""
+
+
+class RewardPool:
+    """See the module. Use it on the thread that lives as long as the process."""
+
+    def __init__(self, functions: Sequence[FunctionPath], *, size: int, start_timeout_s: float) -> None:
+        self._functions = tuple(functions)
+        self._start_timeout_s = start_timeout_s
+        self._free = asyncio.Semaphore(size)
+        self._idle: list[RewardWorker] = []
+        self._alive: set[RewardWorker] = set()
+        self._is_open = True
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of the workers there are."""
+        return frozenset(worker.pid for worker in self._alive)
+
+    async def signatures(self) -> tuple[Signature, ...]:
+        """Of the functions, by a worker that imported them. ValueError when one cannot be used; WorkerNotStarted."""
+        async with self._free:
+            worker = await self._ready()
+            self._rest(worker)
+            return worker.signatures
+
+    async def call(self, function: int, arguments: Mapping[str, Any], *, timeout_s: float) -> float:
+        """FunctionFailed; ValueError or WorkerNotStarted when another worker cannot use the functions any more."""
+        async with self._free:
+            worker = await self._ready()
+            try:
+                value = await worker.call(function, arguments, timeout_s=timeout_s)
+            except FunctionRaised as error:
+                self._rest(worker)
+                raise FunctionFailed(f"raised {error}") from error
+            except BaseException as error:
+                # Cancelled as well: what it would still answer belongs to nobody.
+                self._end(worker)
+                if isinstance(error, WorkerLost):
+                    raise FunctionFailed(str(error)) from error
+                raise
+            self._rest(worker)
+            return value
+
+    def close(self) -> None:
+        """A call that is under way ends with FunctionFailed, as if its worker had died; there are no further ones."""
+        self._is_open = False
+        for worker in self._idle:
+            self._end(worker)
+        self._idle.clear()
+        for worker in self._alive:
+            worker.strike()
+
+    async def _ready(self) -> RewardWorker:
+        if self._idle:
+            return self._idle.pop()
+        if not self._is_open:
+            raise WorkerNotStarted("the pool was closed")
+        worker = RewardWorker()
+        self._alive.add(worker)
+        try:
+            await worker.load(self._functions, timeout_s=self._start_timeout_s)
+            return worker
+        except WorkerLost as lost:
+            self._end(worker)
+            paths = ", ".join(each.path for each in self._functions)
+            raise WorkerNotStarted(f"the process that imports {paths} {lost}") from lost
+        except BaseException:
+            self._end(worker)
+            raise
+
+    def _rest(self, worker: RewardWorker) -> None:
+        if self._is_open:
+            self._idle.append(worker)
+        else:
+            self._end(worker)
+
+    def _end(self, worker: RewardWorker) -> None:
+        worker.kill()
+        self._alive.discard(worker)
