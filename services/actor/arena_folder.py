@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+from tidegate.elastic.copies import NUM_SLOTS
+from tidegate.elastic.settings import CopyTo
+
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _WEIGHT_BYTES, _MOMENTS_BYTES = 4, 8
@@ -27,10 +30,11 @@ class Choice:
     reason: str
 
 
-def most_bytes(num_parameters: int, *, num_members: int) -> int:
+def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo) -> int:
     """What a node's members hold at most, in the middle of a reshard: two layouts, in which each has all the weights
-    and all have Adam's moments between them."""
-    return 2 * num_parameters * (num_members * _WEIGHT_BYTES + _MOMENTS_BYTES)
+    and all have Adam's moments between them, besides two copies of that, or as many again of others'."""
+    num_copies = {CopyTo.NOWHERE: 0, CopyTo.NODE: NUM_SLOTS, CopyTo.PEER: 2 * NUM_SLOTS}[copies]
+    return 2 * (1 + num_copies) * num_parameters * (num_members * _WEIGHT_BYTES + _MOMENTS_BYTES)
 
 
 def choose(folder: Path, *, needed_bytes: int, device: torch.device) -> Choice:

@@ -124,7 +124,9 @@ class ActorLead(Lead):
             return
         else:
             await self._tell_resized(resize, report, released)
-        await self._world.stand_by()
+        # A process more is of the world for the next resize, and for none that is at work.
+        async with self._at_ranks:
+            await self._world.stand_by()
 
     async def _tell_resized(self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant]) -> None:
         transition = resize.transition

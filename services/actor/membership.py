@@ -93,16 +93,20 @@ class ActorWorld:
         replies = await self._crew.ask_all(calls)
         self._members = frozenset(members)
         measured = {grant: reply.started.memory_bytes for grant, reply in zip(order, replies, strict=True)}
-        return await self._within_budget({grant: size for grant, size in measured.items() if grant.stands_by})
+        standing_by = {grant: size for grant, size in measured.items() if grant.stands_by}
+        if await self._over_budget_ended(standing_by):
+            # The epoch has members that are gone.
+            return await self.join()
+        return max(standing_by.values(), default=0)
 
-    async def _within_budget(self, measured: dict[Grant, int]) -> int:
-        for grant, size_bytes in measured.items():
-            if size_bytes > self._standby_bytes:
-                self._log.warning(
-                    "standby ended",
-                    gpu=grant.gpu,
-                    memory_bytes=size_bytes,
-                    remedy=f"raise actor.standby_memory_mib above {size_bytes >> 20}",
-                )
-                await self._crew.stop([grant], transition="")
-        return max(measured.values(), default=0)
+    async def _over_budget_ended(self, measured: dict[Grant, int]) -> bool:
+        over = {grant: size_bytes for grant, size_bytes in measured.items() if size_bytes > self._standby_bytes}
+        for grant, size_bytes in over.items():
+            self._log.warning(
+                "standby ended",
+                gpu=grant.gpu,
+                memory_bytes=size_bytes,
+                remedy=f"raise actor.standby_memory_mib above {size_bytes >> 20}",
+            )
+            await self._crew.stop([grant], transition="")
+        return bool(over)

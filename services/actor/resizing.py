@@ -2,9 +2,9 @@
 
 Order: who comes is started or takes its GPU; all of the world, those that stand by too, make the new layout beside the
 old one; the store commits the actor's part of the transition; all switch. Invariants: before the commit any failure
-leaves the old layout as it was, in force and able to train; after it there is no way back; whoever is silent at the
-commit is asked until it answers, and the ranks keep both layouts meanwhile. Nobody waits for who only stands by: one
-that is lost at the switch costs the epoch, and the layout in force goes on in the next.
+leaves the old layout as it was, in force and able to train; after it there is no way back: a rank of the new layout
+that does not switch is the actor's end, and one that is late, or a standby that is lost then, costs the epoch, and the
+layout in force goes on in the next.
 A resize after a death is the same, in an epoch without the dead: what they held is read from what they left. It has no
 old layout to go back to, so that any failure of it is the actor's end.
 """
@@ -154,19 +154,21 @@ class Resizing:
                 await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _switch(self, name: str, resize: Resize) -> bool:
-        """Raises what keeps a member of the new layout from it; False when another failed, who is ended."""
-        failed = await self._failed(_commit_of(name))
+        """Raises what keeps a member of the new layout from it. False when the epoch is spent: another failed, who is
+        ended, or one was late and the others gave it up."""
+        replies, failed = await self._asked(_commit_of(name))
         if lost := [failed[grant] for grant in resize.members if grant in failed]:
             raise lost[0]
         self._state_epoch = self._world.epoch
         await self._stop([grant for grant in failed if grant not in resize.leaving])
-        return not failed
+        return not failed and all(reply.committed.in_epoch for reply in replies)
 
-    async def _failed(self, call: wire.WorkerCall) -> dict[Grant, BaseException]:
-        """Who did not do what all of the world were asked, and why."""
+    async def _asked(self, call: wire.WorkerCall) -> tuple[list[wire.WorkerReply], dict[Grant, BaseException]]:
+        """What those of the world reply who did it, and why the others did not."""
         asked = self._world.everyone
         outcomes = await asyncio.gather(*(self._crew.ask(grant, call) for grant in asked), return_exceptions=True)
-        return {grant: it for grant, it in zip(asked, outcomes, strict=True) if isinstance(it, BaseException)}
+        replies = [it for it in outcomes if not isinstance(it, BaseException)]
+        return replies, {grant: it for grant, it in zip(asked, outcomes, strict=True) if isinstance(it, BaseException)}
 
     async def _let_go(self, leaving: Sequence[Grant]) -> tuple[Grant, ...]:
         """Who leaves stands by, or is stopped; those whose GPUs are free for sure."""
@@ -184,7 +186,7 @@ class Resizing:
     async def _abort(self, name: str, resize: Resize) -> bool:
         """Whether all that were asked say that they are where they were. Who is late, or has left the epoch, because
         another was late, does not."""
-        failed = await self._failed(wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name)))
+        _, failed = await self._asked(wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name)))
         await self._stop(resize.coming)
         await self._crew.forget_dead()
         return not failed

@@ -114,7 +114,8 @@ class TrainerWorker:
             else:
                 detail = self._make_trainer(job, world)
         self._job = job
-        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=detail))
+        memory = psutil.Process().memory_info()
+        return Answer(call.call_id, wire.Started(memory_bytes=memory.rss - memory.shared, detail=detail))
 
     def _make_trainer(self, job: Job, world: World) -> str:
         """How the state will be held."""
@@ -124,7 +125,9 @@ class TrainerWorker:
         num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
         choice = arena_folder.choose(
             state_folder(config, node),
-            needed_bytes=arena_folder.most_bytes(num_parameters, num_members=len(slots)),
+            needed_bytes=arena_folder.most_bytes(
+                num_parameters, num_members=len(slots), copies=CopyTo(config.actor.copies)
+            ),
             device=world.device,
         )
         self._trainer = MegatronTrainer(_settings(job), world, shared_memory=choice.folder)
@@ -216,16 +219,17 @@ class TrainerWorker:
     def _commit(self, call: wire.WorkerCall) -> Answer:
         asked, elastic = call.commit_reshard.id, self._member().elastic
         if asked == self._last_committed:
-            return Answer(call.call_id)
+            return Answer(call.call_id, wire.Committed(in_epoch=True))
         if self._open is None or self._open.id != asked:
             raise CallRefused(f"reshard {asked} is not prepared here; open: {self._open.id if self._open else 'none'}")
         prepared, self._open, self._last_committed = self._open.prepared, None, asked
         try:
             elastic.commit(prepared)
         except PeerLost as error:
-            # This member has switched; for one that has not, the next epoch is made.
+            # This member has switched; for one that has not, or was late, the next epoch is made.
             self._epochs.leave(f"at the commit of reshard {asked}: {error}")
-        return Answer(call.call_id, _encode_report(prepared.report()))
+            return Answer(call.call_id, wire.Committed(in_epoch=False))
+        return Answer(call.call_id, wire.Committed(in_epoch=True))
 
     def _abort(self, call: wire.WorkerCall) -> Answer:
         asked = call.abort_reshard.id

@@ -60,7 +60,8 @@ def agree(name: str, sources: Sources, target: Mesh, progress: Progress, world: 
         repr(target),
         progress,
         tuple(version for version, _ in offers),
-        {version.num_updates: note for version, note in offers},
+        # Of several with one number the first: the tensors' own note, which is of later than a copy's.
+        {version.num_updates: note for version, note in reversed(offers)},
     )
     gathered = world.gather(world.membership.members, _CLAIM.dump_json(claim))
     return _conclude(held.mesh, {member: _CLAIM.validate_json(said) for member, said in gathered.items()})

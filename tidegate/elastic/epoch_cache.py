@@ -2,8 +2,9 @@
 
 For each mesh: its groups, this member's tensors, what all its ranks announced of theirs; for each pair of meshes, this
 member's part of the plan. All members call `introduce` alike, those outside the mesh too.
-Invariants: a skeleton's groups are the world's own at each use, else it is built anew; tensors that are not in use hold
-no memory; an arena's file is one member's, in one mesh of one epoch.
+Invariants: a skeleton's groups are the world's own at each use, else it is built anew; of the tensors that are not in
+use only those of the layout left last may hold memory; what fails one member while it builds fails all, and leaves
+nothing; an arena's file is one member's, in one mesh of one epoch.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections.abc import Set as AbstractSet
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tidegate.elastic import catalogue
 from tidegate.elastic.adam import optimizer_form
 from tidegate.elastic.arena_files import arena_path
 from tidegate.elastic.catalogue import Announcement, Extent
 from tidegate.elastic.copies import Copies
-from tidegate.elastic.held import Held, RankState
+from tidegate.elastic.held import Held, RankState, discard
 from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Mesh
 from tidegate.elastic.memory import Arena, OwnArena, SharedArena
@@ -34,6 +36,7 @@ from tidegate.elastic.report import Stopwatch
 from tidegate.elastic.settings import CopyTo, ElasticSettings
 from tidegate.elastic.skeleton import Skeleton
 from tidegate.elastic.stamp import RECORD_BYTES, Stamp
+from tidegate.elastic.together import of_all
 from tidegate.elastic.world import World
 from tidegate.megatron.groups import groups_of, megatron_groups
 from tidegate.megatron.reproducible import wrapper
@@ -57,9 +60,9 @@ class EpochCache:
         self._states: dict[Mesh, RankState] = {}
         self._announced: dict[Mesh, dict[int, Announcement]] = {}
         self._parts: dict[tuple[int, Mesh, Mesh], Part] = {}
-        self._last: RankState | None = None
-        """Set aside."""
         self._num_arenas = 0
+        self._made: list[SharedArena] = []
+        """For the layout that is being built."""
         hosts = world.gather(world.membership.members, socket.gethostname().encode())
         self.hosts = {member: host.decode() for member, host in hosts.items()}
 
@@ -96,51 +99,71 @@ class EpochCache:
         planner = Planner(self._parameters, self._end(source), self._end(target), hosts=hosts)
         return {rank: planner.part(rank) for rank in ranks}
 
-    def leave(self, left: Held, entered: Held) -> None:
+    def leave(self, left: Held) -> None:
         """After a switch: of the memory of what was left, keep what the settings say. It is of this epoch."""
         if left.state is None:
             return
-        is_shared = isinstance(left.state.arena, SharedArena)
-        if self._settings.keeps_last and is_shared and entered.state is not None:
+        if self._settings.keeps_last and isinstance(left.state.arena, SharedArena):
             left.state.set_aside()
-            self._last = left.state
         else:
             left.state.release()
 
-    def make_room(self, mesh: Mesh) -> None:
-        """Before a reshard to the mesh: memory that was kept for another is given back."""
-        if self._last is not None and self._last is not self._states.get(mesh):
-            self._last.release()
-        self._last = None
+    def make_room(self, source: Held, mesh: Mesh) -> None:
+        """Before a reshard to the mesh: what other layouts kept is given back."""
+        for other, state in self._states.items():
+            if other != mesh and state is not source.state:
+                state.release()
 
     def discard(self, *, but: RankState | None = None) -> None:
         """At the epoch's end: give everything back but the tensors that hold the job's state."""
         self._forget({mesh for mesh, state in self._states.items() if state is not but})
 
     def _build(self, mesh: Mesh) -> None:
-        """Make this member's tensors and learn of the others', to be found at the next switch too."""
-        payload = b""
+        """Make this member's tensors and learn of the others', to be found at the next switch too.
+
+        Raises MemberFailed, and what failed this one; nothing is left then."""
         groups = megatron_groups(self.world, mesh)
-        if groups is not None:
-            arena = self._arena(mesh, self.world.device)
-            skeleton = Skeleton(
-                self._provider,
-                mesh,
-                self.world.me,
-                groups,
-                self._optimizer_config,
-                device=self.world.device,
-                arena=arena,
-                wrapper=wrapper(self._settings.num_logical_shards),
-            )
-            state = RankState(skeleton, arena, self._stamp(arena), self._copies(mesh, skeleton))
-            payload = catalogue.encode(state.announcement(self.hosts[self.world.me]))
+        begun: list[tuple[Skeleton, Arena]] = []
+        self._made = []
+
+        def begin() -> bytes:
+            if groups is not None:
+                arena = self._arena(mesh, self.world.device)
+                begun.append((self._skeleton(mesh, groups, arena), arena))
+            return b""
+
+        def complete() -> bytes:
+            if not begun:
+                return b""
+            skeleton, arena = begun[0]
+            state = RankState(skeleton.complete(), arena, self._stamp(arena), self._copies(mesh, skeleton))
             self._states[mesh] = state
-        announced = self.world.gather(self.world.membership.members, payload)
+            return catalogue.encode(state.announcement(self.hosts[self.world.me]))
+
+        try:
+            of_all(self.world, begin)
+            announced = of_all(self.world, complete)
+        except Exception:
+            self._states.pop(mesh, None)
+            for arena in self._made:
+                discard(arena)
+            raise
         self._announced[mesh] = {rank: catalogue.decode(announced[rank]) for rank in mesh.ranks}
         if groups is not None:
             self._send_copies(mesh)
             self._states[mesh].release()
+
+    def _skeleton(self, mesh: Mesh, groups: ProcessGroupCollection, arena: Arena) -> Skeleton:
+        return Skeleton(
+            self._provider,
+            mesh,
+            self.world.me,
+            groups,
+            self._optimizer_config,
+            device=self.world.device,
+            arena=arena,
+            wrapper=wrapper(self._settings.num_logical_shards),
+        )
 
     def _stamp(self, arena: Arena) -> Stamp:
         """In shared memory, for others to read, or in the host's, for it is not the device's business."""
@@ -172,7 +195,9 @@ class EpochCache:
         if folder is None:
             return OwnArena(device)
         self._num_arenas += 1
-        return SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
+        arena = SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
+        self._made.append(arena)
+        return arena
 
     def _forget_dropped(self, mesh: Mesh) -> None:
         """The tensors of meshes of which the world has dropped groups, to make room for those of `mesh`, or its own."""

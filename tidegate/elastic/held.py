@@ -69,11 +69,17 @@ class RankState:
 
     def discard(self) -> None:
         """Give the memory back for good, and the files' names."""
-        self.release()
+        self.skeleton.release()
         for arena in (self.arena, None if self.copies is None else self.copies.arena):
             if isinstance(arena, SharedArena):
-                arena.unlink()
-                arena.close()
+                discard(arena)
+
+
+def discard(arena: SharedArena) -> None:
+    """Give its memory back for good, and its file's name."""
+    arena.release()
+    arena.unlink()
+    arena.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Order: all members agree on what is asked and on the state it starts from; group
 the epoch's cache or made and announced; each target rank plans its part alone, takes fresh memory and fetches its
 regions; both ends are summed and compared. Invariants: nothing of the old layout is written; on a failure what was
 taken for the new one is given back; all members call it alike, those without a part too, for they may be asked next;
-memory that one lacks, or a transfer that fails it, fails all at the end of that step, so that nobody waits for it.
+memory that one lacks, or reading that fails it, fails all at the end of that step, so that nobody waits for it; who
+was to be sent something by a member that fails waits for it as for a dead one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tidegate.elastic import param_groups
 from tidegate.elastic.agreement import Agreement, agree
 from tidegate.elastic.by_host import ByHost
 from tidegate.elastic.certificate import Certificate, certify, decode_all, encode_all, sum_part
@@ -31,6 +33,7 @@ from tidegate.elastic.shared_memory import SharedMemory
 from tidegate.elastic.sources import Sources
 from tidegate.elastic.stamp import Note
 from tidegate.elastic.state import Progress
+from tidegate.elastic.together import MemberFailed, of_all
 from tidegate.elastic.transport import StandIns, Tensors, Transport
 
 At = Callable[[str], None]
@@ -117,12 +120,18 @@ class Preparing:
         self._watch = Stopwatch()
 
     def run(self, name: str, source: Held, mesh: Mesh, progress: Progress) -> Prepared:
+        try:
+            return self._run(name, source, mesh, progress)
+        except MemberFailed as error:
+            raise ReshardAborted(f"the layout stays as it was: {error}") from error
+
+    def _run(self, name: str, source: Held, mesh: Mesh, progress: Progress) -> Prepared:
         self._at("asked")
         watch = self._watch
         world, hosts = self._cache.world, self._cache.hosts
         sources = Sources(source, world.me, hosts, self._reader)
         with watch.part("allocation"):
-            self._cache.make_room(mesh)
+            self._make_room(source, mesh, progress)
         with watch.part("agreement"):
             agreement = agree(name, sources, mesh, progress, world)
         self._at("agreed")
@@ -133,7 +142,7 @@ class Preparing:
             duty = self._duty(sources, agreement.origins, target)
         self._at("planned")
         try:
-            self._of_all("allocation", lambda: self._allocate(source, target))
+            self._of_all("allocation", lambda: self._allocate(target))
             said = self._of_all("certificate", lambda: self._fill(duty, target))
             with watch.part("certificate"):
                 sums = {rank: of for payload in said.values() for rank, of in decode_all(payload).items()}
@@ -159,28 +168,21 @@ class Preparing:
         return Duty(part or Part(me, (), (), (), (), ()), own, stand_ins, self._transport(sources, origins, read_on))
 
     def _of_all(self, waiting: str, step: Callable[[], bytes]) -> dict[int, bytes]:
-        """What the step gave each member; where it fails one, that one raises its error, the others ReshardAborted.
+        return of_all(self._cache.world, step, waiting=self._watch.part(waiting))
 
-        `waiting`: the report's part that the wait for the others counts to."""
-        failure, payload = None, b""
-        try:
-            payload = b"+" + step()
-        except Exception as error:  # noqa: BLE001 - raised again, once the others know
-            failure, payload = error, f"-{type(error).__name__}: {error}".encode()
-        world = self._cache.world
-        with self._watch.part(waiting):
-            said = world.gather(world.membership.members, payload)
-        if failure is not None:
-            raise failure
-        failures = {member: words[1:].decode() for member, words in said.items() if words.startswith(b"-")}
-        if failures:
-            raise ReshardAborted(f"the layout stays as it was: by members, what failed them: {failures}")
-        return {member: words[1:] for member, words in said.items()}
+    def _make_room(self, source: Held, mesh: Mesh, progress: Progress) -> None:
+        """Only the two layouts keep memory, without gradients; and what the caller changed since the last update, in
+        parameter groups say, is noted."""
+        self._cache.make_room(source, mesh)
+        if (state := source.state) is not None:
+            state.skeleton.release_gradients()
+            noted = state.stamp.read()
+            # Who lost a peer in an update may have applied it and not counted it.
+            if noted is not None and noted.progress.num_updates == progress.num_updates:
+                state.stamp.renote(Note(progress, param_groups.values_of(state.skeleton.optimizer)))
 
-    def _allocate(self, source: Held, target: Held) -> bytes:
+    def _allocate(self, target: Held) -> bytes:
         with self._watch.part("allocation"):
-            if source.state is not None:
-                source.state.skeleton.release_gradients()
             if target.state is not None:
                 target.state.materialise()
         self._at("allocated")

@@ -29,8 +29,8 @@ class ElasticSettings:
     tensors in place, and a dead rank's too. None: everything is sent through torch.distributed, and what only a dead
     rank held is gone."""
     keeps_last: bool = True
-    """Whether a member that trains on keeps the shared memory of the layout that was left last, so that a switch back
-    takes none anew: a rank's weights and optimizer state more, as much as the next reshard needs for a while anyway."""
+    """Whether members keep the shared memory of the layout that was left last, so that a switch back takes none anew.
+    It is held beside the gradients of the present one: the most that a rank has at once grows by its gradients."""
     copies: CopyTo = CopyTo.NOWHERE
     copy_every: int = 1
     """Updates from one copy to the next."""

@@ -1,7 +1,8 @@
 """A rank's model, DDP and optimizer in one layout, built once; its memory comes and goes, its objects stay.
 
 Order: refusals, the provider's chunks, DDP around each, their parameters into the arena, the optimizer, its state into
-the arena. Then any number of times: weights and state are filled in (copied from elsewhere, or the provider's first
+the arena. The first half asks nothing of other ranks, so that who fails in it keeps none waiting. Then any number of
+times: weights and state are filled in (copied from elsewhere, or the provider's first
 weights and `start_anew`), `materialise_gradients`, training, `release`, `materialise`.
 Invariants: `tensors()` are exactly what the planner says that this rank holds, and they are all there is: once they are
 filled in, training goes on; the tensors and all views of them that Megatron keeps stay the same objects over a release;
@@ -75,22 +76,29 @@ class Skeleton:
         for chunk in self.chunks:
             place_buffers(chunk, arena)
         place_frozen(self._parameters.values(), arena)
-        parameter_bytes = arena.num_bytes
-        with compat.gathering_within(groups.intra_dist_opt, device=device):
+        self._parameter_bytes = arena.num_bytes
+        self._optimizer_config = optimizer_config
+        self._config_overrides = config_overrides
+        self._device = device
+
+    def complete(self) -> Skeleton:
+        """Itself, with the optimizer; called by all ranks of the mesh once all are made. Raises as the making does."""
+        with compat.gathering_within(self.groups.intra_dist_opt, device=self._device):
             self.optimizer: Any = distributed_optimizer(
-                self.chunks, optimizer_config, groups, config_overrides=config_overrides
+                self.chunks, self._optimizer_config, self.groups, config_overrides=self._config_overrides
             )
         require_supported(compat.class_names(self.optimizer))
         param_groups.mark(self.optimizer)
-        self._shares = place_optimizer_state(self.optimizer, self._parameters, arena)
+        self._shares = place_optimizer_state(self.optimizer, self._parameters, self._arena)
         self._gradient_buffers = [
             buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         self.num_bytes = NumBytes(
-            parameters=parameter_bytes,
-            optimizer=arena.num_bytes - parameter_bytes,
+            parameters=self._parameter_bytes,
+            optimizer=self._arena.num_bytes - self._parameter_bytes,
             gradients=sum(buffer.nbytes for buffer in self._gradient_buffers),
         )
+        return self
 
     def tensors(self) -> dict[TensorKey, torch.Tensor]:
         """All of this rank's state, flat; a parameter's weights as a whole, of its optimizer state the owned range."""

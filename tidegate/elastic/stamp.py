@@ -88,12 +88,7 @@ class Stamp:
         return _NOTE.validate_json(area[8 : 8 + size].clone().numpy().tobytes()) if size else None
 
     def _write(self, note: Note) -> None:
-        text = _NOTE.dump_json(note)
-        if len(text) > _NOTE_BYTES - 8:
-            raise ValueError(
-                f"progress and parameter groups take {len(text)} bytes as JSON, and a rank's record has room for "
-                f"{_NOTE_BYTES - 8}: keep a shorter cursor"
-            )
+        text = encoded(note)
         other = 1 - int(self._counts[2])
         area = self._area(other)
         area[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -103,6 +98,17 @@ class Stamp:
     def _area(self, index: int) -> torch.Tensor:
         start = index * _NOTE_BYTES
         return self.record[start : start + _NOTE_BYTES]
+
+
+def encoded(note: Note) -> bytes:
+    """As it is written. ValueError when a record has no room for it, or what the caller gave is no JSON."""
+    text = _NOTE.dump_json(note)
+    if len(text) > _NOTE_BYTES - 8:
+        raise ValueError(
+            f"progress and parameter groups take {len(text)} bytes as JSON, and a rank's record has room for "
+            f"{_NOTE_BYTES - 8}: keep a shorter cursor"
+        )
+    return text
 
 
 def read_at(reader: ArenaReader, place: Place) -> Note | None:

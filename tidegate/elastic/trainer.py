@@ -4,8 +4,8 @@ Every process of a membership epoch has one and calls it alike; a process that t
 Order of a reshard: `prepare` builds, fills and checks the new layout beside the old one; the members vote; at the
 decision `commit` switches, or `abort` gives the new one back. `reshard` is all of it, decided in the epoch's store.
 Invariants: until the decision nothing of the old layout is written, so that any failure leaves it as it was; the old
-tensors stay until every member has switched; parameters, optimizer state, progress, learning rate and random numbers
-go on as if the job had always been in its layout.
+tensors stay until every member has switched, or one is lost on the way; parameters, optimizer state, progress, learning
+rate and random numbers go on as if the job had always been in its layout.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from tidegate.elastic.provider import ModelProvider
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
-from tidegate.elastic.stamp import Note
+from tidegate.elastic.stamp import Note, encoded
 from tidegate.elastic.state import Progress
+from tidegate.elastic.together import of_all
 from tidegate.elastic.world import World, peers_needed
 from tidegate.megatron.reproducible import check_data_parallel, updater
 from tidegate.megatron.updates import Update
@@ -100,9 +101,10 @@ class ElasticTrainer:
 
     @cursor.setter
     def cursor(self, cursor: Mapping[str, JsonValue]) -> None:
-        self._progress = replace(self._progress, cursor=dict(cursor))
+        progress = replace(self._progress, cursor=dict(cursor))
         if self._held is not None and (state := self._held.state) is not None:
-            state.stamp.renote(Note(self._progress, param_groups.values_of(state.skeleton.optimizer)))
+            state.stamp.renote(Note(progress, param_groups.values_of(state.skeleton.optimizer)))
+        self._progress = progress
 
     @property
     def state(self) -> RankState:
@@ -120,9 +122,20 @@ class ElasticTrainer:
         """
         mesh = self.mesh_of(layout, ranks)
         held = self._cache.introduce(mesh, beside=None, watch=Stopwatch())
-        if held.state is not None:
-            held.state.materialise()
-        self._progress = (fill or self._fill_anew)(held)
+        filled: list[Progress] = []
+
+        def take() -> bytes:
+            if held.state is not None:
+                held.state.materialise()
+            filled.append((fill or self._fill_anew)(held))
+            return b""
+
+        try:
+            of_all(self.world, take)
+        except Exception:
+            held.release()
+            raise
+        (self._progress,) = filled
         self._begin(held)
 
     def train_minibatch(
@@ -162,6 +175,8 @@ class ElasticTrainer:
         def note() -> Note:
             return Note(progress, param_groups.values_of(skeleton.optimizer))
 
+        # What it cannot be written down with is refused before anything is applied.
+        encoded(note())
         with peers_needed(f"update {progress.num_updates}"):
             update = updates.update(batches, on_logits, learning_rate, applying=lambda: state.stamp.applying(note))
         if update.committed:
@@ -174,8 +189,11 @@ class ElasticTrainer:
         """Forget what past gradients were; weights and progress stay. Called by all ranks of the layout alike.
 
         Raises NotInLayout and PeerLost."""
-        state = self.state
+        state, mesh = self.state, self.mesh
+        assert mesh is not None
         state.stamp.spoil()
+        # Nobody has reset while another's state of before could be taken for that of after.
+        self.world.barrier(mesh.ranks)
         state.skeleton.reset_moments()
         # A copy of before has the same count of updates and another state, so that none may be left.
         self._note(state, num_copies=NUM_SLOTS)
@@ -303,7 +321,7 @@ class ElasticTrainer:
 
     def _retire(self, prepared: Prepared) -> None:
         if prepared.source.epoch == prepared.target.epoch:
-            self._cache.leave(prepared.source, prepared.target)
+            self._cache.leave(prepared.source)
         else:
             prepared.source.discard()
 

@@ -34,6 +34,7 @@ ReplyBody: TypeAlias = (
     | wire.PublishedShard
     | wire.SavedShard
     | types_pb2.ReshardReport
+    | wire.Committed
     | wire.Generated
     | wire.Scored
     | wire.LoadedWeights

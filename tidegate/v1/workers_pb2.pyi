@@ -132,6 +132,7 @@ class WorkerReply(_message.Message):
     PUBLISHED_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
@@ -153,6 +154,8 @@ class WorkerReply(_message.Message):
     def saved(self) -> Global___SavedShard: ...
     @_builtins.property
     def prepared(self) -> _types_pb2.ReshardReport: ...
+    @_builtins.property
+    def committed(self) -> Global___Committed: ...
     @_builtins.property
     def generated(self) -> Global___Generated: ...
     @_builtins.property
@@ -177,17 +180,18 @@ class WorkerReply(_message.Message):
         published: Global___PublishedShard | None = ...,
         saved: Global___SavedShard | None = ...,
         prepared: _types_pb2.ReshardReport | None = ...,
+        committed: Global___Committed | None = ...,
         generated: Global___Generated | None = ...,
         scored: Global___Scored | None = ...,
         loaded: Global___LoadedWeights | None = ...,
         warm_up: Global___WarmUpProgress | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "generated", b"generated", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "committed", b"committed", "generated", b"generated", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "generated", "scored", "loaded", "warm_up"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "scored", "loaded", "warm_up"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -359,9 +363,31 @@ class PrepareReshard(_message.Message):
 Global___PrepareReshard: _TypeAlias = PrepareReshard  # noqa: Y015
 
 @_typing.final
-class CommitReshard(_message.Message):
-    """Switch to what was prepared; what was done already is done."""
+class Committed(_message.Message):
+    """Switch to what was prepared; what was done already is done.
+    A member works in the new layout.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_EPOCH_FIELD_NUMBER: _builtins.int
+    in_epoch: _builtins.bool
+    """False where it lost a peer meanwhile: its state is of an epoch that it left."""
+    def __init__(
+        self,
+        *,
+        in_epoch: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_epoch", b"in_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Committed: _TypeAlias = Committed  # noqa: Y015
+
+@_typing.final
+class CommitReshard(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int

@@ -73,7 +73,7 @@ def _skeleton(world: World, layout: Any, dtype: str) -> Skeleton | None:
         bf16=dtype == "bfloat16",
         use_distributed_optimizer=True,
     )
-    return Skeleton(model, mesh, world.me, groups, config, device=CPU, arena=OwnArena(CPU))
+    return Skeleton(model, mesh, world.me, groups, config, device=CPU, arena=OwnArena(CPU)).complete()
 
 
 def _fill(skeleton: Skeleton, me: int, num_steps: int, dtype: str) -> None:

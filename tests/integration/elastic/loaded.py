@@ -54,7 +54,7 @@ def _like(trainer: ElasticTrainer) -> Skeleton:
         trainer.optimizer_config,
         device=device,
         arena=OwnArena(device),
-    )
+    ).complete()
 
 
 def _trained(skeleton: Skeleton) -> Trained:

@@ -151,7 +151,9 @@ def held_tensors(context: RankContext, *, cases: Sequence[dict[str, Any]]) -> Re
             ranges: dict[str, FlatRange] = {}
             if groups is not None:
                 prepare_megatron(groups, seed=1)
-                skeleton = Skeleton(provider, mesh, world.me, groups, config, device=CPU, arena=OwnArena(CPU))
+                skeleton = Skeleton(
+                    provider, mesh, world.me, groups, config, device=CPU, arena=OwnArena(CPU)
+                ).complete()
                 ranges = skeleton.ranges()
             everyone = world.gather(world.membership.members, json.dumps(ranges).encode())
             if groups is not None:
@@ -189,7 +191,7 @@ def released_and_filled(
         def build(number: int) -> tuple[Skeleton, Arena]:
             path = Path(folder or "") / f"{world.me}-{number}"
             arena = SharedArena(path) if folder else OwnArena(CPU)
-            return Skeleton(provider, mesh, world.me, groups, config, device=CPU, arena=arena), arena
+            return Skeleton(provider, mesh, world.me, groups, config, device=CPU, arena=arena).complete(), arena
 
         first, arena = build(1)
         provider.initialise(first.chunks, mesh, world.me, seed=3)
@@ -294,7 +296,7 @@ def scheduled(context: RankContext, *, experts: bool, layout: dict[str, int], ot
                 device=CPU,
                 arena=OwnArena(CPU),
                 config_overrides=overrides,
-            )
+            ).complete()
             provider.initialise(skeleton.chunks, mesh, world.me, seed=3)
             skeleton.start_anew()
             return skeleton

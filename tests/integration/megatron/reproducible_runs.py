@@ -59,7 +59,7 @@ def updates(
         device=CPU,
         arena=OwnArena(CPU),
         wrapper=wrapper(num_logical_shards),
-    )
+    ).complete()
     provider.initialise(skeleton.chunks, mesh, context.rank, seed=3)
     skeleton.start_anew()
     get_model_config(skeleton.chunks[0]).hidden_dropout = dropout

@@ -48,6 +48,8 @@ class FakeRank:
         self.hangs_in = ""
         """The kind of call in which it hangs once, until whoever asked gives up; its peers leave the epoch."""
         self.num_refused = 0
+        self.is_late = False
+        """It comes to the next commit when the others have given it up."""
         self.is_in_epoch = False
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
@@ -133,6 +135,9 @@ class FakeRank:
                 assert self.prepared is not None, "nothing is prepared"
                 ranks, self.weights = self.prepared.ranks, self.prepared.weights
                 self._rank = ranks.index(self.member) if self.member in ranks else PLENTY
+                self.prepared = None
+                self.is_in_epoch, self.is_late = not self.is_late, False
+                return replied(call, wire.Committed(in_epoch=self.is_in_epoch))
         self.prepared = None
         return replied(call)
 

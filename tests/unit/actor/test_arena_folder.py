@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.actor.arena_folder import choose, file_system, most_bytes
+from tidegate.elastic.settings import CopyTo
 
 CPU = torch.device("cpu")
 MOUNTS = """overlay / overlay rw 0 0
@@ -34,7 +35,10 @@ def test_a_path_is_on_the_innermost_mount_above_it(path: str, want: str) -> None
 
 
 def test_a_node_needs_room_for_two_layouts_whose_members_all_have_all_weights() -> None:
-    assert most_bytes(1000, num_members=3) == 2 * (3 * 4000 + 8000)
+    layout = 3 * 4000 + 8000
+    assert most_bytes(1000, num_members=3, copies=CopyTo.NOWHERE) == 2 * layout
+    assert most_bytes(1000, num_members=3, copies=CopyTo.NODE) == 6 * layout
+    assert most_bytes(1000, num_members=3, copies=CopyTo.PEER) == 10 * layout
 
 
 def test_what_fits_in_memory_is_shared_there(memory: Path) -> None:

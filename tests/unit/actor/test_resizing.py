@@ -347,6 +347,19 @@ async def test_a_member_that_does_not_switch_after_the_commit_costs_the_incarnat
         assert "resize_failed" not in await at.of.bench.kinds()
 
 
+async def test_a_rank_that_is_late_at_the_switch_costs_an_epoch(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        first, second = at.of.ranks.of[FIRST], at.of.ranks.of[SECOND]
+        second.is_late = True
+        await at.ask([FIRST, SECOND], Layout(tp=2))
+        await at.committed()
+        await at.of.bench.changes.until(lambda: len(first.resharded) == 4)
+        assert len(first.worlds) == 2
+        assert second.is_in_epoch
+        assert "failed" not in await at.of.bench.kinds()
+
+
 async def test_a_stop_does_not_wait_for_a_resize_that_waits_for_an_update(tmp_path: Path) -> None:
     async with resized(tmp_path, num_permits=0) as at:
         await at.start()

@@ -250,9 +250,9 @@ UNNAMED = {
         "none",
         0,
         SavedStateRefused,
-        r"no file holds .* of rank 0 of tp2, nor .* ranks \[1\]",
+        r"no file holds .* of rank 1 of tp2, nor .* ranks \[0\]",
     ),
-    "of a stage": (Layout(pp=2), "none", 0, SavedStateRefused, r"19 of 38 parameters; the files .* ranks \[1\] of pp2"),
+    "of a stage": (Layout(pp=2), "none", 0, SavedStateRefused, r"19 of 38 parameters; the files .* ranks \[0\] of pp2"),
     "of an owner of optimizer state": (Layout(tp=2), "distributed", 0, SourceMissing, r"no rank holds elements"),
 }
 
