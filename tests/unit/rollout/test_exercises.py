@@ -1,0 +1,82 @@
+"""What the rollout asks, and what it makes of the answers: alike for every lead, and of the data that it began with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.exercises import Exercises, Judged, open_exercises
+from tests.component_bench import job_config
+from tidegate.config import JobConfig, parse_config
+from tidegate.job import Job, load_job
+from tidegate.launcher.data_check import with_checked_data
+from tidegate.tasks.tokenizer import build_tokenizer
+from tidegate.types import SampleId
+
+NUMBERS = ("one", "two", "three", "four", "five")
+
+
+def data_config(tmp_path: Path) -> JobConfig:
+    """Five records that ask for the number after."""
+    rows = [
+        {"prompt": one, "answer": following} for one, following in zip(NUMBERS, NUMBERS[1:] + NUMBERS[:1], strict=True)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_tokenizer(NUMBERS).save(tmp_path / "words.json")
+    raw: dict[str, Any] = job_config(tmp_path, model={"tokenizer": str(tmp_path / "words.json")}).model_dump(
+        mode="json"
+    )
+    raw |= {"task": None, "data": {"train": str(tmp_path / "train.jsonl"), "answer_key": "answer"}}
+    raw["rewards"] = [
+        {"name": "exact_match"},
+        {"name": "function", "path": "tests.unit.rewards.graders:length", "weight": 0.25, "timeout_s": 60},
+    ]
+    return parse_config(raw)
+
+
+async def judged(job: Job, exercises: Exercises, prompt: int, responses: list[str]) -> Judged:
+    samples = [SampleId(1, 0, prompt, draw) for draw in range(len(responses))]
+    return await exercises.judge(prompt, samples, [job.tokenizer.encode_response(text) for text in responses])
+
+
+async def test_every_lead_asks_and_judges_alike(tmp_path: Path) -> None:
+    job = load_job(data_config(tmp_path))
+    first, second = await open_exercises(job), await open_exercises(job)
+    try:
+        asked = [first.prompt_tokens(index) for index in range(12)]
+        assert [second.prompt_tokens(index) for index in range(12)] == asked
+        texts = [job.tokenizer.decode_response(tokens[1:]) for tokens in asked]
+        assert sorted(texts[:5]) == sorted(texts[5:10]) == sorted(NUMBERS)
+        answer = NUMBERS[(NUMBERS.index(texts[7]) + 1) % 5]
+        want = Judged((1.0 + len(answer) / 4, len("one one") / 4))
+        assert (
+            await judged(job, first, 7, [answer, "one one"])
+            == await judged(job, second, 7, [answer, "one one"])
+            == want
+        )
+    finally:
+        first.close()
+        second.close()
+
+
+async def test_data_that_changed_since_the_start_is_refused(tmp_path: Path) -> None:
+    job = await with_checked_data(load_job(data_config(tmp_path)))
+    (await open_exercises(job)).close()
+    with (tmp_path / "train.jsonl").open("a") as stream:
+        stream.write('{"prompt": "one", "answer": "one"}\n')
+    with pytest.raises(ValueError, match=r"train\.jsonl has changed since the job was started: put back what it was"):
+        await open_exercises(job)
+
+
+async def test_a_built_in_tasks_exercises_are_the_tasks(tmp_path: Path) -> None:
+    job = load_job(job_config(tmp_path))
+    assert job.task is not None
+    exercises = await open_exercises(job)
+    asked = job.task.prompt(3)
+    assert exercises.prompt_tokens(3) == job.tokenizer.encode_prompt(asked.text)
+    responses = [job.task.demonstration(index).response for index in range(40)]
+    want = tuple(job.task.reward(asked, text) for text in responses)
+    assert (await judged(job, exercises, 3, responses)).rewards == want
