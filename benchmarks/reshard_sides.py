@@ -31,7 +31,7 @@ class Side(Protocol):
         """Have it in the target layout; this rank's seconds by part."""
 
     def floor(self) -> dict[str, float]:
-        """After a switch: this rank's seconds for the same bytes at the least, as `floor`; empty where unknown."""
+        """After a switch: this rank's seconds for the same bytes at the least, by pattern; empty where unknown."""
 
     def check(self) -> None:
         """AssertionError unless this rank's tensors of the target are those of the logical state."""

@@ -2,13 +2,14 @@
 
 Nothing is built ahead, so that the first switch makes groups and tensors and the later ones find them, and by default
 the memory too, which the last switch left; one side has it taken anew each time, as the switch to a third layout does.
-After each switch its floor is measured: the same bytes to each rank, in one stretch, into memory that was just taken,
+After each switch its floor is measured: the same bytes to each rank, without strides, into memory that was just taken,
 by the same means. Weights alone go between tensors that stand there already at both ends, as Megatron's refit has it.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -56,7 +57,7 @@ class ByGloo:
         return dict(self._trainer.reshard(self._target.layout).seconds)
 
     def floor(self) -> dict[str, float]:
-        return {"floor": self._floor_s(Traffic.of(self._part()))}
+        return self._floors(Traffic.of(self._part()))
 
     def check(self) -> None:
         held = self._now()
@@ -71,9 +72,9 @@ class ByGloo:
     def _settings(self) -> ElasticSettings:
         return ElasticSettings(timeout_s=self._crew.timeout_s)
 
-    def _floor_s(self, traffic: Traffic) -> float:
+    def _floors(self, traffic: Traffic) -> dict[str, float]:
         members = self._world.membership.members
-        return peer_to_peer_seconds(
+        seconds = peer_to_peer_seconds(
             traffic,
             group=self._world.group(members),
             members=members,
@@ -81,6 +82,7 @@ class ByGloo:
             target=OwnArena(CPU),
             barrier=self._crew.meet,
         )
+        return {"floor": seconds}
 
     def _now(self) -> Held:
         assert self._trainer.held is not None
@@ -114,10 +116,16 @@ class BySharedMemory(ByGloo):
         folder.mkdir(exist_ok=True)
         return ElasticSettings(shared_memory=folder, timeout_s=self._crew.timeout_s)
 
-    def _floor_s(self, traffic: Traffic) -> float:
+    def _floors(self, traffic: Traffic) -> dict[str, float]:
+        return {
+            "floor": self._floor_s(traffic.region_sizes),
+            "floor_one_stretch": self._floor_s((traffic.arriving_bytes,)),
+        }
+
+    def _floor_s(self, sizes: Sequence[int]) -> float:
         arenas = [SharedArena(self._crew.folder / f"floor-{self._crew.rank}-{end}") for end in ("from", "to")]
         try:
-            return shared_memory_seconds(traffic, source=arenas[0], target=arenas[1], barrier=self._crew.meet)
+            return shared_memory_seconds(sizes, source=arenas[0], target=arenas[1], barrier=self._crew.meet)
         finally:
             for arena in arenas:
                 arena.unlink()

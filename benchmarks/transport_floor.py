@@ -1,8 +1,10 @@
 """The least time that a transport could take for a reshard's traffic, measured on the ranks that reshard.
 
-Every rank moves as many bytes as its part has, all ranks at once, each piece in one contiguous stretch and into memory
-that was just taken: nothing is cut, packed, merged or scheduled. The slowest rank's seconds are the floor; the busiest
-rank's bytes over them are the rate. The arenas are of the kind that the reshard itself uses.
+Every rank moves as many bytes as its part has, all ranks at once, into memory that was just taken: nothing is planned,
+packed or scheduled. By gloo each peer's bytes lie in one contiguous stretch. In shared memory each region of the plan
+does, since a processor's rate depends on the size of what it copies (glibc writes past the caches only what is larger
+than most of the last one); the rate of one single stretch is measured beside it. The slowest rank's seconds are the
+floor; the busiest rank's bytes over them are the rate. The arenas are of the kind that the reshard itself uses.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -29,6 +32,8 @@ class Traffic:
     """What one rank moves."""
 
     local_bytes: int
+    region_sizes: tuple[int, ...]
+    """Bytes of each region that arrives, from this rank or another."""
     sent_bytes: Mapping[int, int]
     received_bytes: Mapping[int, int]
 
@@ -40,22 +45,29 @@ class Traffic:
             sent[copy.target_rank] += copy.size_bytes
         for copy in part.receives:
             received[copy.source_rank] += copy.size_bytes
-        return cls(sum(copy.size_bytes for copy in part.local), sent, received)
+        sizes = tuple(copy.size_bytes for copy in (*part.local, *part.receives))
+        return cls(sum(copy.size_bytes for copy in part.local), sizes, sent, received)
 
     @property
     def arriving_bytes(self) -> int:
         return self.local_bytes + sum(self.received_bytes.values())
 
 
-def shared_memory_seconds(traffic: Traffic, *, source: SharedArena, target: Arena, barrier: Barrier) -> float:
-    """This rank's seconds; both arenas are new, the source is filled here and read as another rank's would be."""
-    size_bytes = max(traffic.arriving_bytes, 1)
+def shared_memory_seconds(sizes: Sequence[int], *, source: SharedArena, target: Arena, barrier: Barrier) -> float:
+    """This rank's seconds for stretches of `sizes` bytes; both arenas are new, the source is filled here and read as
+    another rank's would be."""
+    size_bytes = max(sum(sizes), 1)
     filled = source.empty(size_bytes, torch.uint8).fill_(1)
     read = ArenaReader().tensor_at(source.place(filled))
     into = _fresh(target, size_bytes)
+    ends = list(accumulate(sizes))
+    stretches = [
+        (into.numpy()[end - size : end], read.numpy()[end - size : end]) for size, end in zip(sizes, ends, strict=True)
+    ]
     barrier()
     begin = time.perf_counter()
-    np.copyto(into.numpy(), read.numpy())
+    for target_bytes, source_bytes in stretches:
+        np.copyto(target_bytes, source_bytes)
     return time.perf_counter() - begin
 
 
