@@ -78,13 +78,7 @@ def claimed(job: Job, start: Start, *, now_unix_s: float, anew: str = "--force")
     `anew` is what a person types to remove the older run and start from the beginning.
     """
     folder = JobFolder.of(job.config)
-    _refuse_without_memory(job.config)
-    if start is Start.FRESH:
-        _refuse_occupied(folder, anew)
-    elif start is Start.RESUME:
-        _refuse_other_job(folder, job.config, anew)
-    elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / LOCK).exists():
-        raise CannotStart(f"{folder.root} is not a job's folder, so it is not removed: choose another output folder")
+    refuse_claim(job.config, start, anew=anew)
     _make_folder(folder.root)
     with _lock(folder.root / LOCK) as lock_fd:
         # Again under the lock: another launcher may have been here since.
@@ -99,6 +93,20 @@ def claimed(job: Job, start: Start, *, now_unix_s: float, anew: str = "--force")
                 yield Claim(folder, _prepared(folder, job), boot, checkpoint)
             finally:
                 folder.endpoint.unlink(missing_ok=True)
+
+
+def refuse_claim(config: JobConfig, start: Start, *, anew: str = "--force") -> None:
+    """CannotStart where `claimed` would say so of what lies there now; nothing is changed."""
+    folder = JobFolder.of(config)
+    _refuse_without_memory(config)
+    if start is Start.FRESH:
+        _refuse_occupied(folder, anew)
+    elif start is Start.RESUME:
+        _refuse_other_job(folder, config, anew)
+    elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / LOCK).exists():
+        raise CannotStart(f"{folder.root} is not a job's folder, so it is not removed: choose another output folder")
+    _refuse_unmakeable(folder.root)
+    _refuse_others_memory(host_memory_folder(config))
 
 
 def refuse_running(folder: JobFolder) -> None:
@@ -192,6 +200,20 @@ def _differences(before: dict[str, Any], after: dict[str, Any], where: str = "")
             yield f"{where}{key} (was {old}, is {new})"
 
 
+def _refuse_unmakeable(root: Path) -> None:
+    nearest = next(path for path in (root, *root.parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise CannotStart(
+            f"the job's folder {root} cannot be made ({nearest} is no folder that can be written to): choose another "
+            "output folder"
+        )
+
+
+def _refuse_others_memory(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
+        raise CannotStart(f"{folder} is another user's: remove it, or set runtime.host_memory_root to another folder")
+
+
 def _make_folder(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -234,8 +256,7 @@ def _empty(root: Path) -> None:
 
 @contextmanager
 def _host_memory(folder: Path) -> Iterator[None]:
-    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
-        raise CannotStart(f"{folder} is another user's: remove it, or set runtime.host_memory_root to another folder")
+    _refuse_others_memory(folder)
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)

@@ -16,7 +16,7 @@ def launcher_pid(folder: JobFolder) -> str | None:
     """Of the launcher that runs the job now; None when none does."""
     try:
         fd = os.open(folder.root / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -22,8 +22,17 @@ import structlog
 
 from tidegate.config import JobConfig, ServersSection
 from tidegate.events import EventSource
-from tidegate.job import JobFolder, load_job
-from tidegate.launcher.claim import Claim, Start, claimed, host_memory_folder, refuse_running, write_private
+from tidegate.job import Job, JobFolder, load_job
+from tidegate.launcher.checkpoint import newest_checkpoint
+from tidegate.launcher.claim import (
+    Claim,
+    Start,
+    claimed,
+    host_memory_folder,
+    refuse_claim,
+    refuse_running,
+    write_private,
+)
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
@@ -57,16 +66,22 @@ class Order:
     anew_command: str
 
 
+async def check_job(order: Order) -> Job:
+    """All that a start checks before it changes anything. ConfigError, or the job with what was found of its data."""
+    job = await _checked(order)
+    refuse_claim(order.config, order.start, anew=order.anew_command)
+    if order.start is Start.RESUME:
+        newest_checkpoint(JobFolder.of(order.config).checkpoints, anew=order.anew_command)
+    return job
+
+
 async def run_job(order: Order, view: View) -> Outcome:
     """ConfigError when the job cannot start as asked, with nothing changed; else how the run ended."""
     start_ns = time.monotonic_ns()
     with _cancelled_by_signals() as signals:
         run: _Run | None = None
         try:
-            job = load_job(order.config)
-            refuse_running(JobFolder.of(order.config))
-            job = await with_checked_data(job)
-            await check_servers(order.config, order.start)
+            job = await _checked(order)
             raise_if_cancelled()
             with claimed(job, order.start, anew=order.anew_command, now_unix_s=time.time()) as claim:
                 configure_logging(SOURCE, path=claim.folder.logs / f"{SOURCE}.jsonl")
@@ -79,6 +94,14 @@ async def run_job(order: Order, view: View) -> Outcome:
             # Before there was anything to record.
             stopped = f"stopped by {signals[0].name} before it began; start it again"
             return _nothing_done(order, stopped, start_ns=start_ns, stopped_by=signals[0])
+
+
+async def _checked(order: Order) -> Job:
+    job = load_job(order.config)
+    refuse_running(JobFolder.of(order.config))
+    job = await with_checked_data(job)
+    await check_servers(order.config, order.start)
+    return job
 
 
 def _warn(config: JobConfig, view: View) -> None:
