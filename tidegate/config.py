@@ -1,8 +1,8 @@
-"""One YAML file -> a checked `JobConfig`; everything that can be known wrong before a process starts is refused here.
+"""What a job may be told, and values -> a checked `JobConfig`: what can be known wrong of them is refused here.
 
-Order: the text (a key given twice is refused), then keys (an unknown one names the nearest known), types and ranges,
-then what must hold between sections: GPUs exist and are named once, layouts fit their GPUs, minibatches divide into
-groups. Every fault of one such step is told at once; the next step looks only at what the one before found right.
+Order: keys (an unknown one names the nearest known), types and ranges, then what must hold between sections: GPUs exist
+and are named once, layouts fit their GPUs, minibatches divide into groups. Every fault of one such step is told at
+once; the next step looks only at what the one before found right. `tidegate.config_files` reads the values from files.
 Invariants: a `JobConfig` is valid when made and never changes; `to_json` and `from_json` are exact inverses, so that
 every process of a job reads the same config.
 """
@@ -10,13 +10,11 @@ every process of a job reads the same config.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat
+from tidegate.config_base import ConfigPath, Count, GpuList, NonNegativeFloat, Positive, PositiveFloat
 from tidegate.config_base import Section as _Section
 from tidegate.config_checks import (
     algorithm_faults,
@@ -26,9 +24,10 @@ from tidegate.config_checks import (
     model_faults,
     placement_faults,
 )
-from tidegate.config_data import DataSection, RewardSection, data_faults, with_absolute_paths
+from tidegate.config_data import DataSection, RewardSection, data_faults
 from tidegate.config_faults import described
-from tidegate.config_yaml import KeyGivenTwice, read_yaml
+from tidegate.config_layers import NOTHING, Layer
+from tidegate.config_origins import with_origin, with_origins
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
@@ -51,16 +50,9 @@ class LayoutSection(_Section):
 class PlacementSection(_Section):
     """Which GPUs each component has, counted over the nodes in order: `0-3`, `0,2,5`, `4`."""
 
-    actor: str
-    rollout: str
-    inference: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _numbers_as_text(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: str(item) if isinstance(item, int) else item for key, item in value.items()}
-        return value
+    actor: GpuList
+    rollout: GpuList
+    inference: GpuList
 
 
 class ClusterSection(_Section):
@@ -87,7 +79,7 @@ class ModelSection(_Section):
     rope_theta: PositiveFloat = 10_000.0
     rms_norm_eps: PositiveFloat = 1e-5
     tied_embeddings: bool = True
-    tokenizer: str = ""
+    tokenizer: ConfigPath = ""
     """Path of a `tokenizer.json`, relative to the config's folder; empty makes one from the task's words."""
 
     def shape(self, vocab_size: int) -> ModelConfig:
@@ -136,7 +128,7 @@ class ActorSection(_Section):
     """Training. The learning rate is constant after `lr_warm_up_samples` trained samples."""
 
     layout: LayoutSection = LayoutSection()
-    standby: str = ""
+    standby: GpuList = ""
     """GPUs that it may get while it works, besides those it is placed on; written as the placement is."""
     standby_memory_mib: Positive = 2048
     """Of the process that stands by on a slot for the actor; one that takes more is ended, and its slot starts cold."""
@@ -270,33 +262,15 @@ class JobConfig(_Section):
         return parse_config(raw)
 
 
-def load_config(path: Path, *, overrides: dict[str, Any] | None = None) -> JobConfig:
-    """Read a YAML file; `overrides` replaces top-level keys. ConfigError as `parse_config`, or of the file itself."""
-    try:
-        raw = read_yaml(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror}; give the path of a YAML file") from error
-    except KeyGivenTwice as error:
-        raise ConfigError(f"config {path}: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not YAML: {error}") from error
-    if raw is None:
-        raise ConfigError(f"config {path} is empty: write the keys of a job, such as those of examples/grpo.yaml")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config {path} must hold keys and values such as job:, found {raw!r}")
-    config = parse_config(raw | (overrides or {}))
-    if config.model.tokenizer and not Path(config.model.tokenizer).is_absolute():
-        tokenizer = str((path.parent / config.model.tokenizer).resolve())
-        config = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": tokenizer})})
-    return with_absolute_paths(config, path.parent)
-
-
-def parse_config(raw: object) -> JobConfig:
+def parse_config(raw: object, *, given: Layer = NOTHING) -> JobConfig:
     """A mapping as read from YAML or JSON -> JobConfig.
 
-    ConfigError lists every wrong key, type and range; once there is none, every fault between the sections.
+    ConfigError lists every wrong key, type and range; once there is none, every fault between the sections. `given`
+    knows where each value was given.
     """
     try:
         return JobConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(described(JobConfig, fault) for fault in error.errors())) from error
+        faults = [(described(JobConfig, fault), fault["loc"]) for fault in error.errors()]
+        told = [with_origin(text, given, at) if at else with_origins(text, given) for text, at in faults]
+        raise ConfigError("\n".join(told)) from error

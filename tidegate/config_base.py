@@ -1,19 +1,66 @@
-"""What every section of the config is made of: frozen, without unknown keys, and the ranges that numbers share."""
+"""What every section of the config is made of: frozen, without unknown keys, and the ranges that numbers share.
+
+`fields_of` lists the keys of a config and of its sections, for whatever goes through all of them: merging layers,
+documentation, the editors' schema.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic.fields import FieldInfo
+
+KeyPath = tuple[str | int, ...]
+"""A key of a config from the top down; a number is a place in a list."""
+ITEM = "[]"
+"""In a key path of `fields_of`: any place of a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """Marks a text as the path of a file or folder, relative to the folder of the config that gives it."""
+
+    other_than: tuple[str, ...] = ()
+    """Words that are no paths."""
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+ConfigPath = Annotated[str, FileName()]
+GpuList = Annotated[
+    str, BeforeValidator(_number_as_text), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]})
+]
+"""GPUs counted over the nodes in order: `0-3`, `0,2,5`, and `4`, which YAML reads as a number."""
 
 
 class Section(BaseModel):
     """Of the config."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """The section that a key holds: itself, none at times (`Section | None`), or a list of them; None for a value."""
+    candidates = (annotation, *get_args(annotation))
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
+
+
+def fields_of(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every key below `section` with its path, sections themselves left out."""
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is None:
+            yield (*at, name), field
+        else:
+            is_list = get_origin(field.annotation) is tuple
+            yield from fields_of(inner, (*at, name, ITEM) if is_list else (*at, name))

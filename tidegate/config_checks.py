@@ -46,7 +46,8 @@ def model_faults(config: JobConfig) -> list[str]:
     try:
         config.model.shape(vocab_size=1)
     except ValueError as error:
-        return [str(error)]
+        # Of a shape it says "model num_layers=0": here it is a key of the config.
+        return [str(error).replace("model ", "model.", 1)]
     return []
 
 

@@ -7,11 +7,12 @@ either a built-in `task`, or `data` with `rewards`, never both and never half of
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tidegate.config_base import Finite, Positive, PositiveFloat, Section
+from tidegate.config_base import ConfigPath, FileName, Finite, KeyPath, Positive, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from tidegate.config import JobConfig
@@ -37,12 +38,12 @@ class OnError(StrEnum):
 class DataSection(Section):
     """Prompts from JSONL or Parquet."""
 
-    train: str
+    train: ConfigPath
     """A file, or a folder in the layout of Hugging Face `datasets`; relative to the config's folder."""
     prompt_key: str = "prompt"
     answer_key: str = ""
     """A column, or a path into one such as `reward_model.ground_truth`; empty: there are no answers."""
-    chat_template: str = ""
+    chat_template: Annotated[str, FileName(other_than=(TOKENIZERS_TEMPLATE,))] = ""
     """`tokenizer`, or the path of a Jinja file; empty gives texts to the model as they are."""
     chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies a default
     """Further names that the template sees, such as `enable_thinking`."""
@@ -61,7 +62,7 @@ class RewardSection(Section):
     weight: Finite = 1.0
     path: str = ""
     """Of a function: `package.module:function`."""
-    import_from: str = ""
+    import_from: ConfigPath = ""
     """Of a function: a folder to import it from besides the installed packages; empty: the config's own."""
     timeout_s: PositiveFloat = 10.0
     on_error: OnError = OnError.ZERO
@@ -130,17 +131,16 @@ def room_for_prompts(config: JobConfig) -> int:
     return config.model.max_seq_len - config.algorithm.max_new_tokens
 
 
-def with_absolute_paths(config: JobConfig, folder: Path) -> JobConfig:
-    """The config with the paths of its data and rewards taken from `folder`, where its file is."""
-    if config.data is None:
-        return config
-    paths = {"train": str((folder / config.data.train).resolve())}
-    if config.data.chat_template not in ("", TOKENIZERS_TEMPLATE):
-        paths["chat_template"] = str((folder / config.data.chat_template).resolve())
-    rewards = tuple(
-        reward.model_copy(update={"import_from": str((folder / reward.import_from).resolve())})
-        if reward.name is RewardName.FUNCTION
-        else reward
-        for reward in config.rewards
-    )
-    return config.model_copy(update={"data": config.data.model_copy(update=paths), "rewards": rewards})
+def with_function_folders(values: dict[str, Any], folder_of: Callable[[KeyPath], Path]) -> dict[str, Any]:
+    """What a config was given; a function that has no `import_from` gets the folder of the config that names it."""
+    rewards = values.get("rewards")
+    if not isinstance(rewards, list):
+        return values
+    return values | {
+        "rewards": [
+            {**reward, "import_from": str(folder_of(("rewards", index)))}
+            if isinstance(reward, dict) and reward.get("name") == RewardName.FUNCTION and not reward.get("import_from")
+            else reward
+            for index, reward in enumerate(rewards)
+        ]
+    }

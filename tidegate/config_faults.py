@@ -6,9 +6,11 @@ Invariant: a line gives the dotted key, what is there or missing, and what may s
 from __future__ import annotations
 
 import difflib
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
+
+from tidegate.config_base import section_of
 
 _LEAST_LIKENESS = 0.5
 """Below it (difflib's ratio, 0 to 1) two keys only share a few letters: naming one as nearest would mislead."""
@@ -55,9 +57,3 @@ def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[Base
             assert found is not None, f"{path} is not a section"
             section = found
     return section
-
-
-def section_of(annotation: object) -> type[BaseModel] | None:
-    """The section that a key holds: itself, none at times (`Section | None`), or a list of them; None for a value."""
-    candidates = (annotation, *get_args(annotation))
-    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)

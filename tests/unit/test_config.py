@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tidegate.config import ConfigError, JobConfig, load_config, parse_config
+from tidegate.config import ConfigError, JobConfig, parse_config
+from tidegate.config_files import load_config
 from tidegate.types import Layout, Role
 
 VALID: dict[str, Any] = {

@@ -5,32 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from tidegate.config import JobConfig
-from tidegate.config_faults import section_of
+from tidegate.config_base import fields_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROW = re.compile(r"^\| `([\w.\[\]]+)` \| ([^|]*) \| \S", re.MULTILINE)
-
-
-def keys(section: type[BaseModel] | None, prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key that a config file may hold, by its dotted name, of a list's items as `list[].key`.
-
-    Sections themselves are left out.
-    """
-    found: dict[str, FieldInfo] = {}
-    assert section is not None
-    for name, field in section.model_fields.items():
-        if section_of(field.annotation) is not None:
-            of_a_list = "[]" if get_origin(field.annotation) is tuple else ""
-            found |= keys(section_of(field.annotation), f"{prefix}{name}{of_a_list}.")
-        else:
-            found[prefix + name] = field
-    return found
 
 
 def as_documented(default: Any) -> str:
@@ -45,8 +28,8 @@ def as_documented(default: Any) -> str:
 def test_the_configuration_page_names_every_key_once_with_its_default() -> None:
     rows = ROW.findall((DOCS / "configuration.md").read_text())
     want = {
-        key: "required" if field.is_required() else as_documented(field.get_default())
-        for key, field in keys(JobConfig).items()
+        ".".join(path).replace(".[]", "[]"): "required" if field.is_required() else as_documented(field.get_default())
+        for path, field in fields_of(JobConfig)
     }
     assert dict(rows) == want
     assert len(rows) == len(want), "a key stands twice"

@@ -27,7 +27,7 @@ BAD_USAGE = 2
 
 def execute(arguments: Sequence[str] | None = None) -> int:
     """`arguments` are this process's when None."""
-    given = _parser().parse_args(arguments)
+    given = _parsed(_parser(), arguments)
     try:
         return _run(given)
     except (ConfigError, UnknownJob) as error:
@@ -38,6 +38,16 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough (`| head`): nothing more can be said, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    given, rest = parser.parse_known_args(arguments)
+    if rest and (given.command != "run" or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        # argparse takes only the first stretch of them: `run a.yaml --resume seed=1` goes on after the flag.
+        given.config += rest
+    return given
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -131,7 +141,15 @@ def _layout(text: str) -> Layout:
 
 def _add_running(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:
     demo.add_argument("--seed", type=int, default=None, help="repeats exactly (default: 0)")
-    run.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    run.add_argument(
+        "config",
+        nargs="+",
+        metavar="CONFIG | key=value",
+        help="YAML files, later ones over earlier ones, and what differs from them, such as algorithm.group_size=8",
+    )
+    run.add_argument(
+        "--dry-run", action="store_true", help="check all, print the config as it is resolved, start nothing"
+    )
     run.add_argument("--force", action="store_true", help="remove what the job left before, and start anew")
     for parser in (demo, run):
         parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")

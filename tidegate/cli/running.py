@@ -1,5 +1,7 @@
 """`tidegate demo` and `tidegate run`: the config they run, what they show, what they print at the end.
 
+`run --dry-run` starts nothing: it checks what a start checks and prints the config to stdout.
+
 Everything while the job runs goes to stderr. Stdout gets the result: a table of the iterations, and as its last line
 one JSON object (`demo` always, `run` with `-o json`).
 """
@@ -12,16 +14,21 @@ import json
 import shlex
 import sys
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 from tidegate.cli import jobs
+from tidegate.cli.resolved import resolved_yaml
 from tidegate.cli.rows import Form, table
 from tidegate.cli.views import UnfailingStream, make_view
-from tidegate.config import JobConfig, load_config
+from tidegate.config import ConfigError, JobConfig
+from tidegate.config_files import Sources, load_sources
+from tidegate.config_layers import Layer, is_override
+from tidegate.config_origins import with_origins
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, Start, saved_config
 from tidegate.launcher.outcome import End, Outcome
-from tidegate.launcher.run import Order, run_job
+from tidegate.launcher.run import Order, check_job, run_job
 from tidegate.logs import configure_logging
 
 
@@ -31,7 +38,7 @@ def demo(given: argparse.Namespace, form: Form) -> int:
     if given.seed is not None:
         overrides["seed"] = given.seed
     with as_file(files("tidegate") / "demo.yaml") as path:
-        config = load_config(path, overrides=overrides)
+        config = load_sources(Sources([path], options=overrides)).config
     if given.resume and given.seed is None:
         config = _with_seed_of_last_start(config)
     command = ["tidegate", "demo"]
@@ -48,13 +55,36 @@ def demo(given: argparse.Namespace, form: Form) -> int:
 def run(given: argparse.Namespace, form: Form) -> int:
     if given.resume and given.force:
         raise CannotStart("--resume goes on with what --force removes: give one of them")
-    overrides = {} if given.output_dir is None else {"output_dir": given.output_dir}
-    config = load_config(given.config, overrides=overrides)
-    command = ["tidegate", "run", str(given.config)]
+    sourced = load_sources(_sources(given))
+    command = ["tidegate", "run", *given.config]
     if given.output_dir is not None:
         command += ["--output-dir", given.output_dir]
     start = Start.RESUME if given.resume else Start.FORCE if given.force else Start.FRESH
-    outcome = _run(_order(config, start, command, anew=["--force"]))
+    order = _order(sourced.config, start, command, anew=["--force"])
+    try:
+        return _dry_run(order, sourced.given, form) if given.dry_run else _whole_run(order, form)
+    except ConfigError as error:
+        raise ConfigError(with_origins(str(error), sourced.given)) from error
+
+
+def _sources(given: argparse.Namespace) -> Sources:
+    files = [Path(word) for word in given.config if not is_override(word)]
+    if not files:
+        raise ConfigError(f"{' '.join(given.config)}: no config to override; name a YAML file before key=value")
+    options = {} if given.output_dir is None else {"output_dir": given.output_dir}
+    return Sources(files, [word for word in given.config if is_override(word)], options)
+
+
+def _dry_run(order: Order, given: Layer, form: Form) -> int:
+    config = asyncio.run(check_job(order)).config
+    for warning in config.warnings():
+        print(f"tidegate: {warning}", file=sys.stderr)
+    print(config.to_json() if form is Form.JSON else resolved_yaml(config, given))
+    return 0
+
+
+def _whole_run(order: Order, form: Form) -> int:
+    outcome = _run(order)
     if form is Form.TABLE:
         _print_iterations(outcome)
     else:

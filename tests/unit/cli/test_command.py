@@ -13,7 +13,7 @@ from tests.unit.cli.configs import small_config, small_file
 from tidegate.cli.__main__ import main
 from tidegate.cli.doctor import Health, examine, host_memory
 from tidegate.cli.running import exit_code
-from tidegate.config import load_config
+from tidegate.config_files import load_config
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.outcome import End, Outcome

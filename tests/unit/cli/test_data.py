@@ -12,7 +12,8 @@ import pytest
 
 from tests.unit.cli.configs import small, small_file
 from tidegate.cli.__main__ import main
-from tidegate.config import ConfigError, JobConfig, load_config, parse_config
+from tidegate.config import ConfigError, JobConfig, parse_config
+from tidegate.config_files import load_config
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start, claimed, saved_config
 from tidegate.launcher.data_check import with_checked_data
