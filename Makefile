@@ -2,7 +2,7 @@
 # make lint   every check that runs no test               make test-long  three full seeds and the whole kill matrix
 # make fmt    format and fix what can be fixed            make test-all   both
 # make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
-# make clean  caches and build outputs (keeps .venv and jobs/)
+# make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps .venv and jobs/)
 #
 # PYTHON       the interpreter .venv is made of (3.11 or newer)
 # TORCH_INDEX  an extra package index that serves torch, such as PyTorch's CPU one; your pip settings apply as well
@@ -28,7 +28,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-all fmt lint proto lock clean
+.PHONY: help demo test test-long test-all fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -83,6 +83,9 @@ fmt: $(DEV)
 
 proto: $(DEV)
 	@$(BIN)/python -m tools.wire generate
+
+schema: $(DEV)
+	@$(BIN)/python -m tools.schema
 
 lock: $(DEV)
 	@$(INSTALL) --upgrade -r requirements/base.in -r requirements/data.in -r requirements/dev.in >&2

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 
 from tidegate.cli import queries
@@ -21,6 +22,7 @@ from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.types import Layout
 
+_SCHEMA = "Print the JSON schema of configs, by which editors check and complete them."
 FAILED = 1
 BAD_USAGE = 2
 
@@ -58,6 +60,9 @@ def _run(given: argparse.Namespace) -> int:
             from tidegate.cli import running
 
             return running.demo(given, form) if given.command == "demo" else running.run(given, form)
+        case "schema":
+            print((files("tidegate") / "config.schema.json").read_text(), end="")
+            return 0
         case "doctor":
             return queries.doctor(output_dir, form)
         case "get":
@@ -97,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", "Run the demo job, from nothing to its result.")
     _add_running(demo, command("run", "Run a job.", output_dir=None))
+    commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
     command("doctor", "Check what this machine has of what a job needs.")
     get = command("get", "List jobs, the GPUs of live jobs, or their dead letters.")
     get.add_argument("what", choices=["jobs", "gpus", "deadletters"])
