@@ -141,6 +141,7 @@ class ActorSection(_Section):
     weight_decay: NonNegativeFloat = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_epsilon: PositiveFloat = 1e-8
     clip_grad: PositiveFloat = 1.0
     micro_batch_size: Positive = 16
     max_skipped_updates: Count = 3

@@ -1,8 +1,8 @@
 """Files and overrides -> a checked `JobConfig` that still knows where each value was given.
 
 Order: every override is read, then every file from left to right, then the overrides from left to right, then
-`options`, which the command's own flags stand for; then paths, then all that `tidegate.config` checks. Invariant: a
-fault names the file and line, or the override, that the value comes from.
+`options`, which the command's own flags stand for; then keys of RLinf's become ours and paths absolute, then comes all
+that `tidegate.config` checks. Invariant: a fault names the file and line, or the override, that the value comes from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_origin
 import yaml
 
 from tidegate.config import ConfigError, JobConfig, parse_config
-from tidegate.config_base import FileName, KeyPath, fields_of
+from tidegate.config_base import ITEM, FileName, KeyPath, fields_of
 from tidegate.config_data import with_function_folders
 from tidegate.config_layers import (
     NOTHING,
@@ -29,9 +29,11 @@ from tidegate.config_layers import (
     with_whole_paths,
 )
 from tidegate.config_yaml import Document, NotAsMeant, read_yaml
+from tidegate.rlinf.reading import read_rlinf
 
 _FIELDS = tuple(fields_of(JobConfig))
 _WHOLE = frozenset(path for path, found in _FIELDS if get_origin(found.annotation) is dict)
+_KEYS = frozenset(path[: path.index(ITEM)] if ITEM in path else path for path, _ in _FIELDS)
 _FILE_NAMES = {path: mark for path, found in _FIELDS for mark in found.metadata if isinstance(mark, FileName)}
 
 
@@ -53,6 +55,8 @@ class SourcedConfig:
 
     config: JobConfig
     given: Layer
+    notes: tuple[str, ...] = ()
+    """On what was read otherwise than it was written, for whoever starts the job."""
 
 
 def load_config(path: Path) -> JobConfig:
@@ -63,12 +67,13 @@ def load_config(path: Path) -> JobConfig:
 def load_sources(sources: Sources) -> SourcedConfig:
     """ConfigError of a file, of an override, or as `parse_config`."""
     try:
-        given = _with_paths(_layered(sources), sources.folder)
+        reading = read_rlinf(_layered(sources), _KEYS)
+        given = _with_paths(reading.layer, sources.folder)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return SourcedConfig(parse_config(given.values, given=given), given)
+    return SourcedConfig(parse_config(given.values, given=given), given, reading.notes)
 
 
 def _layered(sources: Sources) -> Layer:

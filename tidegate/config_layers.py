@@ -104,7 +104,7 @@ def overridden(below: Layer, override: Override, origin: Origin, *, whole: Colle
     kept = {path: written for path, written in below.origins.items() if not _lies_in(path, replaced)}
     made = {at[:length]: origin for length in range(1, len(at)) if at[:length] not in kept}
     given = dict.fromkeys([at, *_paths_in(override.value, at)], origin)
-    return Layer(_replaced(below.values, at, value), {**kept, **made, **given})
+    return Layer(with_value(below.values, at, value), {**kept, **made, **given})
 
 
 def with_whole_paths(layer: Layer, names: Mapping[tuple[str, ...], FileName]) -> Layer:
@@ -114,8 +114,19 @@ def with_whole_paths(layer: Layer, names: Mapping[tuple[str, ...], FileName]) ->
         name = names.get(tuple(ITEM if isinstance(part, int) else part for part in path))
         text = _at(values, path)
         if name is not None and isinstance(text, str) and text and text not in name.other_than:
-            values = _replaced(values, path, absolute(text, origin.folder))
+            values = with_value(values, path, absolute(text, origin.folder))
     return replace(layer, values=values)
+
+
+def with_value(below: Any, path: KeyPath, value: Any) -> Any:
+    """A copy of `below` with another value at `path`."""
+    if not path:
+        return value
+    first, rest = path[0], path[1:]
+    if isinstance(first, int):
+        return [with_value(item, rest, value) if index == first else item for index, item in enumerate(below)]
+    held = below or {}
+    return {**held, first: with_value(held.get(first), rest, value)}
 
 
 def dotted(path: KeyPath) -> str:
@@ -167,17 +178,6 @@ def _place(override: Override, values: dict[str, Any]) -> KeyPath:
 def _items(at: KeyPath, held: list[Any]) -> str:
     count = f"has the items 0 to {len(held) - 1}" if held else "is empty"
     return f"{dotted(at)} {count}; a whole list is given as {dotted(at)}=[...]"
-
-
-def _replaced(below: Any, path: KeyPath, value: Any) -> Any:
-    """A copy of `below` with another value at `path`."""
-    if not path:
-        return value
-    first, rest = path[0], path[1:]
-    if isinstance(first, int):
-        return [_replaced(item, rest, value) if index == first else item for index, item in enumerate(below)]
-    held = below or {}
-    return {**held, first: _replaced(held.get(first), rest, value)}
 
 
 def _paths_in(value: Any, at: KeyPath) -> list[KeyPath]:

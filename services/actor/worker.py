@@ -328,6 +328,7 @@ def _settings(job: Job) -> TrainerSettings:
             weight_decay=actor.weight_decay,
             adam_beta1=actor.adam_beta1,
             adam_beta2=actor.adam_beta2,
+            adam_epsilon=actor.adam_epsilon,
             clip_grad=actor.clip_grad,
         ),
     )

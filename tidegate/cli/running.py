@@ -60,7 +60,7 @@ def run(given: argparse.Namespace, form: Form) -> int:
     if given.output_dir is not None:
         command += ["--output-dir", given.output_dir]
     start = Start.RESUME if given.resume else Start.FORCE if given.force else Start.FRESH
-    order = _order(sourced.config, start, command, anew=["--force"])
+    order = _order(sourced.config, start, command, anew=["--force"], notes=sourced.notes)
     try:
         return _dry_run(order, sourced.given, form) if given.dry_run else _whole_run(order, form)
     except ConfigError as error:
@@ -77,7 +77,7 @@ def _sources(given: argparse.Namespace) -> Sources:
 
 def _dry_run(order: Order, given: Layer, form: Form) -> int:
     config = asyncio.run(check_job(order)).config
-    for warning in config.warnings():
+    for warning in (*order.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
     print(config.to_json() if form is Form.JSON else resolved_yaml(config, given))
     return 0
@@ -103,8 +103,10 @@ def _with_seed_of_last_start(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"seed": saved.seed}) if saved else config
 
 
-def _order(config: JobConfig, start: Start, command: list[str], *, anew: list[str]) -> Order:
-    return Order(config, start, shlex.join([*command, "--resume"]), shlex.join([*command, *anew]))
+def _order(
+    config: JobConfig, start: Start, command: list[str], *, anew: list[str], notes: tuple[str, ...] = ()
+) -> Order:
+    return Order(config, start, shlex.join([*command, "--resume"]), shlex.join([*command, *anew]), notes)
 
 
 def _run(order: Order) -> Outcome:

@@ -64,6 +64,8 @@ class Order:
     start: Start
     resume_command: str
     anew_command: str
+    notes: tuple[str, ...] = ()
+    """On how its config was read, told with the config's warnings."""
 
 
 async def check_job(order: Order) -> Job:
@@ -85,7 +87,7 @@ async def run_job(order: Order, view: View) -> Outcome:
             raise_if_cancelled()
             with claimed(job, order.start, anew=order.anew_command, now_unix_s=time.time()) as claim:
                 configure_logging(SOURCE, path=claim.folder.logs / f"{SOURCE}.jsonl")
-                _warn(order.config, view)
+                _warn(order, view)
                 run = _Run(claim, order, view, start_ns=start_ns)
                 return await run.to_its_end(signals)
         except asyncio.CancelledError:
@@ -104,8 +106,8 @@ async def _checked(order: Order) -> Job:
     return job
 
 
-def _warn(config: JobConfig, view: View) -> None:
-    for warning in config.warnings():
+def _warn(order: Order, view: View) -> None:
+    for warning in (*order.notes, *order.config.warnings()):
         structlog.get_logger(SOURCE).warning("config", message=warning)
         view.note(warning)
 

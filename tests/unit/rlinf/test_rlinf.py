@@ -1,0 +1,202 @@
+"""A config of RLinf's is read as it is: what has our meaning is taken over, what cannot be had is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.test_config_layers import written
+from tidegate.config import ConfigError
+from tidegate.config_files import SourcedConfig, Sources, load_sources
+from tidegate.rlinf.rules import DERIVED, RULES, SAME_AS, WITHOUT_EFFECT, OnlyAs
+from tidegate.types import Layout, Role
+
+PIPELINED = Path(__file__).with_name("pipelined.yaml")
+MENDED = ("algorithm.early_stop_imp_ratio=null", "actor.model.precision=fp32")
+SHAPE = "model={num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_heads: 2, num_kv_heads: 2, head_dim: 8}"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "rlinf.md"
+
+
+def read(*overrides: str) -> SourcedConfig:
+    return load_sources(Sources([PIPELINED], (*MENDED, SHAPE, *overrides)))
+
+
+def refused(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        read(*overrides)
+    return str(error.value).splitlines()
+
+
+def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to_write() -> None:
+    lines = PIPELINED.read_text().splitlines()
+    number = {
+        key: 1 + next(n for n, line in enumerate(lines) if key in line) for key in ("early_stop", "precision: fp16")
+    }
+    with pytest.raises(ConfigError) as error:
+        load_sources(Sources([PIPELINED], [SHAPE]))
+    assert str(error.value).splitlines() == [
+        "algorithm.early_stop_imp_ratio=5.0 cannot be had: set it to null: no micro-batch is left out; clipping and "
+        f"actor.clip_grad bound an update [{PIPELINED}:{number['early_stop']}]",
+        f"actor.model.precision='fp16' cannot be had: set it to fp32 [{PIPELINED}:{number['precision: fp16']}]",
+    ]
+
+
+def test_what_has_our_meaning_is_taken_over() -> None:
+    config = read().config
+    assert (config.job, config.seed, config.output_dir) == ("boba-1-5b-16x512", 1234, "../results")
+    assert config.cluster.nodes == {"n0": 8}
+    assert config.cluster.device == "cpu"
+    assert config.placement(Role.ROLLOUT) == ("n0/2", "n0/3", "n0/4", "n0/5")
+    assert config.layout(Role.ACTOR) == Layout(tp=2)
+    assert config.layout(Role.INFERENCE) == Layout(tp=2)
+    algorithm = config.algorithm
+    assert (algorithm.iterations, algorithm.prompts_per_iteration, algorithm.group_size) == (200, 512, 16)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl_coefficient) == (0.2, 0.28, 0.001)
+    assert (config.model.max_seq_len, algorithm.max_new_tokens, algorithm.old_logprobs) == (2048, 1024, "trainer")
+    actor = config.actor
+    assert (actor.learning_rate, actor.adam_beta2, actor.adam_epsilon) == (2e-5, 0.98, 1e-5)
+    assert (actor.weight_decay, actor.clip_grad, actor.micro_batch_size) == (0.05, 0.8, 1)
+    assert actor.lr_warm_up_samples == 5 * 512 * 16 // 4
+    assert config.rollout.max_running_requests == 64
+    assert config.checkpoint.every == 50
+    assert config.runtime.collective_timeout_s == 1800
+
+
+def test_data_tokenizer_and_reward_are_taken_over_with_paths_from_the_file() -> None:
+    config = read().config
+    assert config.data is not None
+    assert config.data.train == str(PIPELINED.parent / "data" / "train.jsonl")
+    assert (config.data.answer_key, config.data.max_prompt_tokens, config.data.chat_template) == ("solutions", 1024, "")
+    assert config.model.tokenizer == str(PIPELINED.parent / "models" / "Qwen2.5-1.5B")
+    assert [reward.name for reward in config.rewards] == ["math_verify"]
+
+
+def test_every_key_that_is_taken_for_nothing_is_told() -> None:
+    notes = "\n".join(read().notes)
+    for key in ("rollout.gpu_memory_utilization", "actor.offload_grad", "reward.reward_scale", "hydra.run.dir"):
+        assert key in notes
+    assert "runner.experiment_name: the job is named boba-1-5b-16x512" in notes
+    assert "cluster.component_placement.reward: rewards are computed in processes" in notes
+    assert "algorithm.use_valid_token_scale: token-mean is over all tokens of a minibatch" in notes
+
+
+def test_no_key_is_passed_over_without_a_word() -> None:
+    """Each is of ours, is read into one of ours, is told, or may stand only as what happens anyway."""
+    sourced = read()
+    read_from = {origin.told.rpartition(" ")[2] for origin in sourced.given.origins.values()}
+    told = {key for note in sourced.notes for key in note.partition(": ")[0].split(", ")}
+    stands = SAME_AS.keys() | {key for key, rule in RULES.items() if isinstance(rule, OnlyAs)}
+    ours = {".".join(map(str, path)) for path in sourced.given.origins}
+    # Each has another beside it that holds over it.
+    yields = {"algorithm.clip_ratio_low", "actor.lr_sched.lr_warmup_iters", "actor.lr_sched.lr_decay_iters"}
+    given = set(leaves(yaml.safe_load(PIPELINED.read_text())))
+    assert given - read_from - told - stands - ours - yields == set()
+
+
+def leaves(value: Any, at: str = "") -> list[str]:
+    if not isinstance(value, dict):
+        return [at]
+    return [leaf for key, inner in value.items() for leaf in leaves(inner, f"{at}.{key}".lstrip("."))]
+
+
+def test_a_later_layer_holds_whichever_names_it_uses() -> None:
+    assert read("algorithm.prompts_per_iteration=8").config.algorithm.prompts_per_iteration == 8
+    assert read("data.rollout_batch_size=16").config.algorithm.prompts_per_iteration == 16
+    both = read("algorithm.prompts_per_iteration=8", "data.rollout_batch_size=16")
+    assert both.config.algorithm.prompts_per_iteration == 16
+    assert read("actor.layout={tp: 1, pp: 1, dp: 2}").config.layout(Role.ACTOR) == Layout(dp=2)
+    assert read("actor.layout.tp=1").config.layout(Role.ACTOR) == Layout(dp=2)
+
+
+def test_two_names_for_one_thing_in_one_file_are_refused(tmp_path: Path) -> None:
+    over = written(tmp_path, "over.yaml", "algorithm: {prompts_per_iteration: 8}\ndata: {rollout_batch_size: 8}\n")
+    with pytest.raises(ConfigError, match=r"data.rollout_batch_size and algorithm.prompts_per_iteration .*: keep one"):
+        load_sources(Sources([PIPELINED, over], (*MENDED, SHAPE)))
+
+
+def test_a_fault_of_a_value_names_the_key_that_it_was_given_by() -> None:
+    (fault,) = refused("data.rollout_batch_size=510")
+    assert fault.startswith("algorithm.n_minibatches=4 does not divide prompts_per_iteration=510")
+    assert "algorithm.prompts_per_iteration: override data.rollout_batch_size data.rollout_batch_size" in fault
+
+
+PLACEMENTS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "components in one key": (("{'actor,inference': 0, rollout: 1}",), "names GPU 0, which actor has already"),
+    "all of the nodes that are given": (
+        ("{actor: all, rollout: 8, inference: 9}", "cluster.nodes={n0: 10}"),
+        "names GPU 8, which actor has already",
+    ),
+    "all of an unknown number": (("{actor: all, rollout: 8, inference: 9}",), "actor=all: how many GPUs that is"),
+    "a group of nodes": (("{actor: {node_group: a800, placement: 0-1}}",), "groups of nodes are not known; list GPUs"),
+    "processes on a GPU": (("{actor: '0-1:0-3', rollout: 2, inference: 3}",), "a GPU has one process; .* such as 0-1"),
+    "a component that there is not": (("{env: 0-1}",), "there is no component 'env'; leave it out"),
+    "nodes that the GPUs do not divide by": (
+        ("{actor: 0-1, rollout: 2-5, inference: 6}", "cluster.num_nodes=2"),
+        "the 7 that cluster.component_placement reaches do not divide by it; give cluster.nodes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_a_placement_that_cannot_be_had_says_why(case: str, tmp_path: Path) -> None:
+    (placement, *overrides), want = PLACEMENTS[case]
+    raw = yaml.safe_load(PIPELINED.read_text())
+    raw["cluster"]["component_placement"] = yaml.safe_load(placement)
+    with pytest.raises(ConfigError, match=want):
+        load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, SHAPE, *overrides)))
+
+
+def test_several_components_share_a_line_and_nodes_their_number(tmp_path: Path) -> None:
+    raw = yaml.safe_load(PIPELINED.read_text())
+    raw["cluster"] = {"num_nodes": 2, "num_gpus_per_node": 4, "component_placement": {"actor": "0-1", "rollout": "2-5"}}
+    raw["cluster"]["component_placement"]["inference,reward"] = "6-7"
+    config = load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, SHAPE))).config
+    assert config.cluster.nodes == {"n0": 4, "n1": 4}
+    assert config.placement(Role.INFERENCE) == ("n1/2", "n1/3")
+
+
+REFUSED = {
+    "a scheduler that moves GPUs": ("cluster.auto_scheduler=true", "set it to false: GPUs keep their component"),
+    "a task of another kind": ("runner.task_type=embodied", "set it to reasoning"),
+    "a folder to go on from": ("runner.resume_dir=old", "set it to null and start with --resume"),
+    "epochs": ("runner.max_steps=-1", "a job has a number of iterations: set runner.max_steps to it"),
+    "whitened advantages": ("algorithm.normalize_advantages=true", "set it to false, as RLinf's pipelined mode has it"),
+    "a truth written as a number": (
+        "algorithm.normalize_advantages=1",
+        "algorithm.normalize_advantages=1 cannot be had",
+    ),
+    "few likeliest tokens": ("algorithm.sampling_params.top_k=50", "set it to -1; algorithm.top_p narrows sampling"),
+    "another advantage": ("algorithm.adv_type=reinpp", "set it to grpo"),
+    "a critic": ("critic.use_critic_model=true", "GRPO has no critic"),
+    "FSDP": ("actor.training_backend=fsdp", "set it to megatron"),
+    "engines on several GPUs": ("rollout.tensor_parallel_size=2", "set it to 1: an engine has one GPU"),
+    "a schedule of the rate": ("actor.lr_sched.lr_decay_style=cosine", "set it to constant"),
+    "two rates": ("actor.lr_sched.max_lr=1", "actor.lr_sched.max_lr=1 and actor.learning_rate=2e-05 are one number"),
+    "a reward that there is not": ("reward.reward_type=code", "cannot be had: math; others are written as rewards"),
+    "several files": ("data.train_data_paths=[a.jsonl, b.jsonl]", "put several files into a folder"),
+    "a list of files to compose": ("defaults=[model/qwen]", "tidegate run A.yaml B.yaml"),
+    "a key that RLinf has not": ("actor.optim.lrr=1", "unknown key 'actor.optim.lrr'; the nearest that RLinf has is"),
+    "a key that nobody has": ("algorithm.group_sise=1", "unknown key 'algorithm.group_sise'; the nearest known key is"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name_with_what_to_write(case: str) -> None:
+    override, want = REFUSED[case]
+    (fault,) = refused(override)
+    assert want in fault
+    assert f"[override {override.partition('=')[0]}]" in fault
+
+
+def test_a_checkpoint_only_at_the_end_is_that() -> None:
+    assert read("runner.save_interval=-1", "runner.max_steps=7").config.checkpoint.every == 7
+
+
+def test_the_page_names_every_key_that_is_known() -> None:
+    page = PAGE.read_text()
+    known = [*RULES, *DERIVED, *SAME_AS, *(key for keys in WITHOUT_EFFECT.values() for key in keys)]
+    assert [key for key in known if f"`{key}`" not in page] == []
+    assert len(known) == len(set(known)), "a key is in two tables"

@@ -1,0 +1,239 @@
+"""Keys of ours that follow from several of RLinf's: GPUs and layouts, iterations, clipping, the warm-up of the rate.
+
+They are derived of what the keys have come to that go by a rule of their own. Invariant: what cannot be known from the
+config, such as the GPUs of a node behind `all`, is asked for and not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from tidegate.config_checks import gpu_indices
+from tidegate.rlinf.rules import SAME_AS
+from tidegate.rlinf.translation import MISSING, Translation
+
+_COMPONENTS = ("actor", "rollout", "inference")
+_PLACEMENT = "cluster.component_placement"
+_NO_NAME = re.compile(r"[^a-z0-9]+")
+_LONGEST_NAME = 48
+
+
+def derive(config: Translation) -> None:
+    """All of them. Placement comes first: nodes and layouts follow from it."""
+    _composition(config)
+    placement = _placement(config)
+    _nodes(config, placement)
+    for role in ("actor", "inference"):
+        _layout(config, role, placement.get(role))
+    _job(config)
+    _iterations(config)
+    _clipping(config)
+    _warm_up(config)
+    _data(config)
+    _lengths(config)
+    _said_again(config)
+
+
+def _composition(config: Translation) -> None:
+    """Hydra's list of files: those of Hydra's own say nothing of a job."""
+    listed = config.take("defaults")
+    items = listed if isinstance(listed, list) else [] if listed is MISSING else [listed]
+    if other := [item for item in items if "hydra/" not in str(item) and item != "_self_"]:
+        fault = "files are not composed by a list in one of them: name them all, tidegate run A.yaml B.yaml"
+        config.refuse("defaults", f"defaults={other!r}: {fault}")
+    elif items:
+        config.tell("without effect here: they are of Hydra's own", "defaults")
+
+
+def _placement(config: Translation) -> dict[str, list[int]]:
+    """The GPUs of each component, with `all` and `actor,rollout` written out. Empty where something is wrong."""
+    given = config.now(_PLACEMENT)
+    if not isinstance(given, dict):
+        return {}
+    found: dict[str, list[int]] = {}
+    for names, where in given.items():
+        key = f"{_PLACEMENT}.{names}"
+        components = [name.strip() for name in str(names).split(",")]
+        indices = _indices(config, key, where)
+        for name in components:
+            if name in _COMPONENTS and indices is not None:
+                found[name] = indices
+        if components != [names] or names not in _COMPONENTS or where == "all":
+            config.take(key)
+            _write_out(config, key, components, where, indices)
+    return found
+
+
+def _write_out(config: Translation, key: str, components: list[str], where: Any, indices: list[int] | None) -> None:
+    for name in components:
+        if name == "reward":
+            config.tell("rewards are computed in processes beside the rollout's lead, on no GPU", key)
+        elif name not in _COMPONENTS:
+            config.refuse(key, f"{key}: there is no component {name!r}; leave it out (known: {', '.join(_COMPONENTS)})")
+        elif indices is not None:
+            text = f"{indices[0]}-{indices[-1]}" if where == "all" else where
+            config.put(f"{_PLACEMENT}.{name}", text, key)
+
+
+def _indices(config: Translation, key: str, where: Any) -> list[int] | None:
+    """None where they cannot be told; what is no list of GPUs at all is left for the check of ours."""
+    if isinstance(where, dict):
+        config.refuse(key, f"{key}: groups of nodes are not known; list GPUs counted over the nodes, such as 0-3")
+        return None
+    if isinstance(where, str) and ":" in where:
+        config.refuse(key, f"{key}={where}: a GPU has one process; list GPUs only, such as {where.partition(':')[0]}")
+        return None
+    if where == "all":
+        count = _num_gpus(config)
+        if count is None and not key.endswith(".reward"):
+            config.refuse(key, f"{key}=all: how many GPUs that is, is not said; give cluster.nodes, such as {{n0: 8}}")
+        return list(range(count)) if count else None
+    try:
+        return gpu_indices(str(where))
+    except ValueError:
+        return None
+
+
+def _num_gpus(config: Translation) -> int | None:
+    nodes = config.now("cluster.nodes")
+    if isinstance(nodes, dict):
+        return sum(count for count in nodes.values() if isinstance(count, int))
+    count, each = config.now("cluster.num_nodes"), config.now("cluster.num_gpus_per_node")
+    return count * each if isinstance(count, int) and isinstance(each, int) else None
+
+
+def _nodes(config: Translation, placement: dict[str, list[int]]) -> None:
+    count, each = config.take("cluster.num_nodes"), config.take("cluster.num_gpus_per_node")
+    if count is MISSING or config.now("cluster.nodes") is not MISSING:
+        return
+    if not (isinstance(count, int) and count > 0):
+        config.refuse("cluster.num_nodes", f"cluster.num_nodes={count!r} must be a number of 1 or more")
+        return
+    if each is MISSING:
+        named = 1 + max((index for indices in placement.values() for index in indices), default=-1)
+        if not named or named % count:
+            config.refuse(
+                "cluster.num_nodes",
+                f"cluster.num_nodes={count}: how many GPUs a node has is not said, and the {named} that "
+                f"{_PLACEMENT} reaches do not divide by it; give cluster.nodes, such as {{n0: 8, n1: 8}}",
+            )
+            return
+        each = named // count
+        config.tell(
+            f"each node is taken to have {each} GPUs, as {_PLACEMENT} reaches; cluster.nodes says", "cluster.num_nodes"
+        )
+    config.put("cluster.nodes", {f"n{index}": each for index in range(count)}, "cluster.num_nodes")
+
+
+def _layout(config: Translation, role: str, indices: list[int] | None) -> None:
+    """RLinf takes the data parallel size from the number of GPUs."""
+    for axis, name in (("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size")):
+        key = f"{role}.model.{name}"
+        value = config.take(key)
+        if value is not MISSING:
+            config.put(f"{role}.layout.{axis}", value, key)
+    if indices is None or config.now(f"{role}.layout.dp") is not MISSING:
+        return
+    sizes = [config.now(f"{role}.layout.{axis}") for axis in ("tp", "pp")]
+    model_ranks = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    config.put(f"{role}.layout.dp", max(1, len(indices) // model_ranks), _PLACEMENT)
+
+
+def _job(config: Translation) -> None:
+    name = config.take("runner.experiment_name")
+    if name is MISSING:
+        return
+    job = _NO_NAME.sub("-", str(name).lower()).strip("-")[:_LONGEST_NAME].strip("-")
+    if job != name and config.now("job") is MISSING:
+        config.tell(f"the job is named {job}: a name is of a-z, 0-9 and inner dashes", "runner.experiment_name")
+    config.put("job", job, "runner.experiment_name")
+
+
+def _iterations(config: Translation) -> None:
+    steps, epochs = config.take("runner.max_steps"), config.take("runner.max_epochs")
+    if isinstance(steps, int) and steps > 0:
+        config.put("algorithm.iterations", steps, "runner.max_steps")
+        if epochs is not MISSING:
+            config.tell("the data is gone through as often as runner.max_steps needs", "runner.max_epochs")
+    elif config.now("algorithm.iterations") is MISSING and (steps, epochs) != (MISSING, MISSING):
+        source, value = ("runner.max_epochs", epochs) if steps is MISSING else ("runner.max_steps", steps)
+        config.refuse(source, f"{source}={value}: a job has a number of iterations: set runner.max_steps to it")
+    _checkpoints(config)
+
+
+def _checkpoints(config: Translation) -> None:
+    key = "runner.save_interval"
+    every, last = config.take(key), config.now("algorithm.iterations")
+    if isinstance(every, int) and every > 0:
+        config.put("checkpoint.every", every, key)
+    elif every is not MISSING and isinstance(last, int):
+        config.put("checkpoint.every", last, key)
+        config.tell("the last iteration has a checkpoint nevertheless", key)
+
+
+def _clipping(config: Translation) -> None:
+    """`clip_ratio_low` and `clip_ratio_high` hold over `ratio_clip_eps`, unless they are null."""
+    eps_key = "algorithm.ratio_clip_eps"
+    eps = config.take(eps_key)
+    for side in ("low", "high"):
+        key = f"algorithm.clip_ratio_{side}"
+        value = config.take(key)
+        if value is not MISSING and value is not None:
+            config.put(f"algorithm.clip_{side}", value, key)
+        elif eps is not MISSING:
+            config.put(f"algorithm.clip_{side}", eps, eps_key)
+
+
+def _warm_up(config: Translation) -> None:
+    """Megatron counts it in updates, or as a share of `lr_decay_iters` updates if there is one; we count in samples."""
+    schedule = "actor.lr_sched"
+    share, updates, decay = (
+        config.take(f"{schedule}.{name}") for name in ("lr_warmup_fraction", "lr_warmup_iters", "lr_decay_iters")
+    )
+    source = f"{schedule}.lr_warmup_fraction"
+    if share is MISSING or share is None:
+        share, source = None, f"{schedule}.lr_warmup_iters"
+    elif not isinstance(decay, int):
+        config.refuse(source, f"{source}={share}: of how many updates, is not said; set {schedule}.lr_decay_iters")
+        return
+    count = updates if share is None else share * decay
+    if not isinstance(count, int | float) or count == 0:
+        return
+    names = ("prompts_per_iteration", "group_size", "n_minibatches")
+    sizes = [config.now(f"algorithm.{name}") for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        config.refuse(source, f"{source} counts in updates: their samples need {', '.join(names)} of algorithm")
+        return
+    prompts, group, minibatches = sizes
+    config.put("actor.lr_warm_up_samples", round(count * prompts * group / minibatches), source)
+
+
+def _data(config: Translation) -> None:
+    key = "data.train_data_paths"
+    paths = config.take(key)
+    if isinstance(paths, str):
+        paths = [paths]
+    if paths is MISSING:
+        return
+    if not isinstance(paths, list) or len(paths) != 1:
+        config.refuse(key, f"{key} must be one path: put several files into a folder and name that (data.train)")
+        return
+    config.put("data.train", paths[0], key)
+
+
+def _lengths(config: Translation) -> None:
+    length, minutes_key = config.take("runner.seq_length"), "actor.megatron.distributed_timeout_minutes"
+    if length is not MISSING:
+        config.put("model.max_seq_len", length, "runner.seq_length")
+    minutes = config.take(minutes_key)
+    if isinstance(minutes, int | float):
+        config.put("runtime.collective_timeout_s", 60 * minutes, minutes_key)
+
+
+def _said_again(config: Translation) -> None:
+    for key, ours in SAME_AS.items():
+        value, meant = config.take(key), config.now(ours)
+        if value is not MISSING and meant is not MISSING and value != meant:
+            config.refuse(key, f"{key}={value} and {ours}={meant} are one number: leave the first out")

@@ -1,0 +1,146 @@
+"""`${...}` in the values of a config -> what it stands for, in the notation of OmegaConf, which RLinf's configs use.
+
+`${a.b}` is the value of another key, `${.b}` of one in the same section, a further dot one section up; RLinf adds
+`${subtract:x,y}`, `multiply`, `int_div` and `not`. Invariants: a text that is one reference keeps the type of what it
+stands for; a reference to nothing, to itself or to another function is a fault, never a text that stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from tidegate.config_base import KeyPath
+from tidegate.config_layers import Layer, dotted, with_value
+from tidegate.config_origins import with_origin
+
+_OPEN, _CLOSE = "${", "}"
+_FUNCTIONS: Mapping[str, tuple[int, Callable[..., Any]]] = {
+    "multiply": (2, lambda x, y: x * y),
+    "int_div": (2, lambda x, y: x // y),
+    "subtract": (2, lambda x, y: x - y),
+    "not": (1, lambda x: not x),
+}
+"""With the number of their arguments."""
+
+
+def without_references(given: Layer) -> Layer:
+    """ValueError lists every reference that stands for nothing."""
+    resolver, values, faults = _Resolver(given.values), given.values, list[str]()
+    for path, text in _texts(given.values, ()):
+        try:
+            values = with_value(values, path, resolver.value_at(path))
+        except ValueError as error:
+            faults.append(with_origin(f"{dotted(path)}={text!r}: {error}", given, path))
+    if faults:
+        raise ValueError("\n".join(faults))
+    return replace(given, values=values)
+
+
+def _texts(value: Any, at: KeyPath) -> list[tuple[KeyPath, str]]:
+    """Those that hold a reference."""
+    if isinstance(value, str):
+        return [(at, value)] if _OPEN in value else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, inner in items for found in _texts(inner, (*at, key))]
+
+
+class _Resolver:
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._asked: list[KeyPath] = []
+
+    def value_at(self, path: KeyPath) -> Any:
+        """ValueError when there is none, or when it refers to itself."""
+        if path in self._asked:
+            circle = " -> ".join(dotted(each) for each in [*self._asked[self._asked.index(path) :], path])
+            raise ValueError(f"it refers to itself ({circle}): write the value")
+        value = self._held(path)
+        self._asked.append(path)
+        try:
+            return self._resolved(value, path)
+        finally:
+            self._asked.pop()
+
+    def _held(self, path: KeyPath) -> Any:
+        """As it was written."""
+        value: Any = self._values
+        for part in path:
+            is_place = isinstance(value, list) and isinstance(part, int) and part < len(value)
+            if not is_place and not (isinstance(value, dict) and part in value):
+                raise ValueError(f"no key {dotted(path)} is given: give it, or write the value")
+            value = value[part]
+        return value
+
+    def _resolved(self, value: Any, at: KeyPath) -> Any:
+        if isinstance(value, dict):
+            return {key: self._resolved(inner, (*at, key)) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._resolved(inner, (*at, index)) for index, inner in enumerate(value)]
+        return self._read(value, at) if isinstance(value, str) else value
+
+    def _read(self, text: str, at: KeyPath) -> Any:
+        start = text.find(_OPEN)
+        if start < 0:
+            return text
+        end = _closing(text, start)
+        value = self._meant(text[start + len(_OPEN) : end].strip(), at)
+        before, after = text[:start], text[end + len(_CLOSE) :]
+        return value if not before and not after else f"{before}{value}{self._read(after, at)}"
+
+    def _meant(self, inner: str, at: KeyPath) -> Any:
+        name, colon, arguments = inner.partition(":")
+        if not colon:
+            return self.value_at(_path(inner, at))
+        if name not in _FUNCTIONS:
+            known = ", ".join(_FUNCTIONS)
+            raise ValueError(f"{name!r} is no function here (known: {known}): write the value")
+        count, function = _FUNCTIONS[name]
+        values = [self._argument(each.strip(), at) for each in _split(arguments)]
+        try:
+            if len(values) != count:
+                raise TypeError(f"it takes {count}")
+            return function(*values)
+        except (TypeError, ZeroDivisionError) as error:
+            given = ", ".join(map(repr, values))
+            raise ValueError(f"{name} of {given}: {error}") from error
+
+    def _argument(self, text: str, at: KeyPath) -> Any:
+        return self._read(text, at) if _OPEN in text else yaml.safe_load(text)
+
+
+def _path(name: str, at: KeyPath) -> KeyPath:
+    """Of a reference in the value at `at`."""
+    parts = name.lstrip(".")
+    dots = len(name) - len(parts)
+    path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in parts.split("."))
+    return (*at[: max(len(at) - dots, 0)], *path) if dots else path
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the reference that opens at `start` ends."""
+    depth = 0
+    for index in range(start, len(text)):
+        if text.startswith(_OPEN, index):
+            depth += 1
+        elif text[index] == _CLOSE:
+            depth -= 1
+            if depth == 0:
+                return index
+    raise ValueError("a ${ is not closed by }")
+
+
+def _split(arguments: str) -> list[str]:
+    """At the commas outside of references."""
+    parts, depth = [""], 0
+    for index, sign in enumerate(arguments):
+        depth += arguments.startswith(_OPEN, index)
+        depth -= sign == _CLOSE
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
