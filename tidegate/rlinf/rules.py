@@ -1,8 +1,8 @@
 """What each key of an RLinf config comes to here: another key, one value that is what happens anyway, or nothing.
 
-The tables are of RLinf's reasoning jobs on Megatron. Keys whose meaning hangs on others stand in `DERIVED` and `SAME_AS`,
-and are read by `tidegate.rlinf.derived`. Invariants: a key is in one table; a value that cannot be had is refused with
-what to write in its place; a key in `WITHOUT_EFFECT` changes no weight and no sample here, and its reason is told.
+The tables are of RLinf's reasoning jobs on Megatron. Keys whose meaning hangs on others stand in `DERIVED` and in
+`SAME_AS`; `tidegate.rlinf.derived` reads them. Invariants: a key is in one table; a value that cannot be had is refused
+with what to write in its place; a key in `WITHOUT_EFFECT` changes no weight and no sample here, and its reason is told.
 """
 
 from __future__ import annotations

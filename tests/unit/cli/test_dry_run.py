@@ -114,7 +114,7 @@ def test_an_older_run_is_told_and_stays(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["run", str(small_file(tmp_path)), "--resume", "--dry-run", "algorithm.group_size=4"]) == 2
     said = capsys.readouterr().err
     assert "changed are algorithm.group_size (was 2, is 4)" in said
-    assert "[override algorithm.group_size]" in said
+    assert f"run it anew: tidegate run {tmp_path / 'small.yaml'} algorithm.group_size=4 --force [override" in said
     assert sorted(JobFolder.of(config).root.rglob("*")) == before
 
 

@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from tests.unit.test_config_layers import written
+from tidegate.cli.__main__ import main
 from tidegate.config import ConfigError
 from tidegate.config_files import SourcedConfig, Sources, load_sources
 from tidegate.rlinf.rules import DERIVED, RULES, SAME_AS, WITHOUT_EFFECT, OnlyAs
+from tidegate.tasks.tokenizer import build_tokenizer
 from tidegate.types import Layout, Role
 
 PIPELINED = Path(__file__).with_name("pipelined.yaml")
@@ -189,6 +191,22 @@ def test_what_cannot_be_had_is_refused_by_name_with_what_to_write(case: str) -> 
     (fault,) = refused(override)
     assert want in fault
     assert f"[override {override.partition('=')[0]}]" in fault
+
+
+def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_tokenizer(["two", "and", "four"]).save(tmp_path / "words.json")
+    written(tmp_path, "train.jsonl", '{"prompt": "two and two", "solutions": ["four"]}\n')
+    mended = (*MENDED, SHAPE, f"runner.output_dir={tmp_path}", f"data.train_data_paths=[{tmp_path}/train.jsonl]")
+    tokenizer = f"actor.tokenizer.tokenizer_model={tmp_path}/words.json"
+    assert main(["run", str(PIPELINED), *mended, tokenizer, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert f"  prompts_per_iteration: 512  # {PIPELINED}:" in said.out
+    assert "data.rollout_batch_size\n" in said.out
+    assert "actor.offload_weight" in said.err
+    ours = load_sources(Sources([written(tmp_path, "ours.yaml", said.out)]))
+    assert (ours.notes, ours.config.algorithm.clip_high) == ((), 0.28)
 
 
 def test_a_checkpoint_only_at_the_end_is_that() -> None:
