@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 MATH_VERIFY = "tidegate.rewards.answers:math_verify"
+_NOT_INSTALLED = "the reward math_verify needs the math-verify package: install what requirements/data.txt lists"
 
 
 def right_answers(answer: Any) -> list[str]:
@@ -41,6 +43,12 @@ def math_verify(*, response: str, answer: Any) -> float:
     return 0.0
 
 
+def refuse_without_math_verify(find: Callable[[str], object | None] = find_spec) -> None:
+    """ValueError without the package, which is not imported: that takes a second."""
+    if find("math_verify") is None:
+        raise ValueError(_NOT_INSTALLED)
+
+
 def _as_latex(answer: str) -> str:
     """An answer that is marked as mathematics stays; a bare one such as 1/2 or x^2 is marked."""
     return answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
@@ -50,7 +58,5 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
         import math_verify as package
     except ImportError as error:
-        raise ImportError(
-            f"the reward math_verify needs the math-verify package: install what requirements/data.txt lists ({error})"
-        ) from error
+        raise ImportError(f"{_NOT_INSTALLED} ({error})") from error
     return package.parse, package.verify

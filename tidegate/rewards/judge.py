@@ -15,7 +15,7 @@ from typing import Any
 
 from tidegate.config_data import OnError, RewardName, RewardSection
 from tidegate.data.prompts import ARGUMENTS, DataPrompt
-from tidegate.rewards.answers import MATH_VERIFY, exact_match, right_answers
+from tidegate.rewards.answers import MATH_VERIFY, exact_match, refuse_without_math_verify, right_answers
 from tidegate.rewards.pool import FunctionFailed, RewardPool
 from tidegate.rewards.worker import FunctionPath
 
@@ -57,6 +57,8 @@ class Judge:
         """ValueError unless every reward can be called for every prompt; WorkerNotStarted."""
         if any(reward.name is not RewardName.FUNCTION for reward in self._rewards):
             _check_answers(prompts)
+        if any(reward.name is RewardName.MATH_VERIFY for reward in self._rewards):
+            refuse_without_math_verify()
         if not self._functions:
             return
         for function, signature in zip(self._functions, await self._pool.signatures(), strict=True):

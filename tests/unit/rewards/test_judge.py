@@ -10,7 +10,7 @@ import pytest
 
 from tidegate.config_data import RewardSection
 from tidegate.data.prompts import DataPrompt
-from tidegate.rewards.answers import exact_match, math_verify
+from tidegate.rewards.answers import exact_match, math_verify, refuse_without_math_verify
 from tidegate.rewards.judge import Answered, Judge, RewardFailed, Score
 
 GRADERS = "tests.unit.rewards.graders"
@@ -62,6 +62,11 @@ def test_an_exact_match_is_the_answer_and_nothing_else(response: str, answer: An
 def test_math_verify_compares_what_expressions_mean(response: str, answer: Any, want: float) -> None:
     pytest.importorskip("math_verify", reason="what requirements/data.txt lists is not installed")
     assert math_verify(response=response, answer=answer) == want
+
+
+def test_a_job_does_not_start_without_the_package_that_its_reward_needs() -> None:
+    with pytest.raises(ValueError, match=r"needs the math-verify package: install what requirements/data.txt lists"):
+        refuse_without_math_verify(lambda name: None)
 
 
 async def test_math_verify_runs_in_a_worker_of_its_own() -> None:
