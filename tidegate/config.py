@@ -107,7 +107,9 @@ class AlgorithmSection(_Section):
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
     kl_coefficient: NonNegativeFloat = 0.0
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     normalize_std: bool = True
     mask_truncated: bool = False
     filter_zero_std: bool = False

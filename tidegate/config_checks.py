@@ -150,6 +150,12 @@ def config_warnings(config: JobConfig) -> tuple[str, ...]:
             "all log-probabilities are of the whole distribution, so that the update is biased; set it to 1 for GRPO "
             "as published"
         )
+    if config.algorithm.importance_cap is not None and config.algorithm.old_logprobs == "engine":
+        warnings.append(
+            f"algorithm.importance_cap={config.algorithm.importance_cap:g} corrects nothing with old_logprobs: engine, "
+            "whose ratio is to the engine's own log-probabilities already; set old_logprobs to trainer, or the cap to "
+            "null"
+        )
     if config.actor.warm_up.steps == 0:
         remedy = "" if config.task is None else "; set it to 200 or so, as examples/grpo.yaml does"
         warnings.append(

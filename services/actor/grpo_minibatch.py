@@ -43,7 +43,7 @@ class GrpoMinibatch:
         settings = self.settings
         batches = train_batches(
             self.samples,
-            token_weights(self.samples, settings.grpo.aggregation),
+            token_weights(self.samples, settings.grpo),
             settings.limits,
             num_replicas=place.num_replicas,
             replica=place.replica,

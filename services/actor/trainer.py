@@ -68,7 +68,8 @@ class MegatronTrainer:
 
         Raises ValueError with nothing begun, NotInLayout, and PeerLost."""
         update = self._update(GrpoMinibatch(samples, self.settings), learning_rate, cursor)
-        return _report(update, update_metrics(samples, update.sums))
+        importance_cap = self.settings.grpo.importance_cap
+        return _report(update, update_metrics(samples, update.sums, importance_cap=importance_cap))
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
         """One update on the mean negative log-likelihood of the tokens in the masks. Raises as `train_minibatch`."""

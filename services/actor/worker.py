@@ -321,6 +321,7 @@ def _settings(job: Job) -> TrainerSettings:
             aggregation=Aggregation(algorithm.loss_aggregation),
             old_log_probs=OldLogProbs(algorithm.old_logprobs),
             importance_cap=algorithm.importance_cap,
+            max_new_tokens=algorithm.max_new_tokens,
         ),
         copies=CopyTo(actor.copies),
         num_logical_shards=actor.num_logical_shards,

@@ -166,6 +166,14 @@ def test_a_top_p_that_biases_the_update_is_warned_of_with_what_would_not() -> No
     assert parse_config(VALID).warnings() == ()
 
 
+def test_a_correction_of_the_engine_that_corrects_nothing_is_warned_of() -> None:
+    raw = _with("algorithm.importance_cap", 2.0)
+    assert parse_config(raw).warnings() == ()
+    raw["algorithm"]["old_logprobs"] = "engine"
+    (warning,) = parse_config(raw).warnings()
+    assert warning.startswith("algorithm.importance_cap=2 corrects nothing with old_logprobs: engine")
+
+
 def test_a_model_that_starts_from_random_weights_is_warned_of_with_the_remedy() -> None:
     (warning,) = parse_config(_with("actor.warm_up.steps", 0)).warnings()
     assert warning.startswith("actor.warm_up.steps=0: ")

@@ -16,6 +16,8 @@ from tidegate.model_config import ModelConfig
 GROUP_SIZE = 4
 TEMPERATURE = 0.7
 NO_CLIPPING = 1e9
+MAX_NEW_TOKENS = 24
+"""Longer than any of the recorded responses."""
 
 
 def small_model(*, tied: bool = False) -> ModelConfig:
@@ -58,6 +60,7 @@ def grpo_settings(
         aggregation=Aggregation(aggregation),
         old_log_probs=OldLogProbs(old_log_probs),
         importance_cap=importance_cap,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
 
 

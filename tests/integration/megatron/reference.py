@@ -1,12 +1,14 @@
 """GRPO on a Llama-like decoder in fp64, written from the formulas: no code of ours, no batches, padding or shards.
 
 The formulas: RMSNorm (arXiv 1910.07467), rotary embeddings on halves (arXiv 2104.09864), grouped queries (arXiv
-2305.13245), SwiGLU (arXiv 2002.05202), GRPO (arXiv 2402.03300) with asymmetric clipping and truncated importance
-weights. Weights are logical tensors under Megatron's names; the fused projection is [queries, key, value] a group.
+2305.13245), SwiGLU (arXiv 2002.05202), GRPO (arXiv 2402.03300) with asymmetric clipping, truncated importance weights
+and Dr.GRPO's divisor (arXiv 2503.20783). Weights are logical tensors under Megatron's names; the fused projection is
+[queries, key, value] a group.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,7 @@ class Loss:
     absolute_terms: float
     kl: float
     clip_fraction: float
+    mismatch: dict[str, float]
     gradients: Weights
 
 
@@ -45,11 +48,13 @@ def grpo(
     aggregation: str,
     old_log_probs: str,
     importance_cap: float | None,
+    max_new_tokens: int,
 ) -> Loss:
     weights = {name: tensor.double().requires_grad_() for name, tensor in logical.items()}
     samples = [sample for sample in samples if not sample.masked]
     num_tokens = sum(len(sample.response_tokens) for sample in samples)
     loss, absolute, kl_sum, num_clipped = torch.zeros((), dtype=torch.float64), 0.0, 0.0, 0
+    engine_ratios: list[float] = []
     for sample in samples:
         new = response_log_probs(model, weights, sample, temperature)
         engine = torch.tensor(sample.engine_log_probs, dtype=torch.float64)
@@ -67,10 +72,12 @@ def grpo(
             "token-mean": 1 / num_tokens,
             "seq-mean-token-mean": 1 / len(samples) / len(terms),
             "seq-mean-token-sum": 1 / len(samples),
+            "seq-mean-token-sum-norm": 1 / len(samples) / max_new_tokens,
         }[aggregation]
         loss = loss + share * terms.sum()
         absolute += share * float(terms.detach().abs().sum())
         kl_sum += float(k3.detach().sum())
+        engine_ratios += torch.exp(trainer - engine).tolist()
         num_clipped += int((bounded * sample.advantage < ratio * sample.advantage).sum())
     gradients = torch.autograd.grad(loss, list(weights.values()))
     return Loss(
@@ -78,8 +85,21 @@ def grpo(
         absolute_terms=absolute,
         kl=kl_sum / num_tokens,
         clip_fraction=num_clipped / num_tokens,
+        mismatch=_mismatch(engine_ratios, importance_cap),
         gradients=dict(zip(weights, gradients, strict=True)),
     )
+
+
+def _mismatch(ratios: list[float], importance_cap: float | None) -> dict[str, float]:
+    logs = [math.log(ratio) for ratio in ratios]
+    told = {
+        "mismatch_mean": sum(map(abs, logs)) / len(logs),
+        "mismatch_max": max(map(abs, logs)),
+        "mismatch_kl": sum(ratio - log - 1 for ratio, log in zip(ratios, logs, strict=True)) / len(logs),
+    }
+    if importance_cap is not None:
+        told["mismatch_truncated"] = sum(ratio > importance_cap for ratio in ratios) / len(ratios)
+    return told
 
 
 def _logits(model: ModelConfig, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:

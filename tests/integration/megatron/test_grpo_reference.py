@@ -25,6 +25,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "aggregation": "seq-mean-token-sum",
         "importance_cap": 1.02,
     },
+    "mean over sequences of token sums over the longest response, as Dr.GRPO": {
+        "aggregation": "seq-mean-token-sum-norm"
+    },
 }
 
 
@@ -50,14 +53,18 @@ def test_loss_and_gradient_are_those_of_the_formulas(
         aggregation=settings.aggregation.value,
         old_log_probs=settings.old_log_probs.value,
         importance_cap=settings.importance_cap,
+        max_new_tokens=recorded.MAX_NEW_TOKENS,
     )
     assert want.clip_fraction > 0.05, "the samples must be off-policy enough to try the clipping"
+    assert 0.2 < want.mismatch.get("mismatch_truncated", 0.5) < 0.8, "weights on both sides of the cap"
     for rank in got:
         assert bool(rank["committed"])
         assert abs(float(rank["loss"]) - want.loss) <= TOLERANCE * want.absolute_terms
         assert float(rank["metric/absolute_terms"]) == pytest.approx(want.absolute_terms, rel=TOLERANCE)
         assert float(rank["metric/kl"]) == pytest.approx(want.kl, rel=TOLERANCE)
         assert float(rank["metric/clip_fraction"]) == pytest.approx(want.clip_fraction)
+        for name, figure in want.mismatch.items():
+            assert float(rank[f"metric/{name}"]) == pytest.approx(figure), name
         norm = torch.cat([gradient.flatten() for gradient in want.gradients.values()]).norm()
         assert float(rank["grad_norm"]) == pytest.approx(float(norm), rel=TOLERANCE)
     gradients = logical_tensors(got, "grad")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from services.actor.grpo import (
 )
 from services.actor.grpo_loss import grpo_loss
 from services.actor.microbatch import TrainBatch, TrainSample
+from services.actor.mismatch import mismatch
 from tidegate.megatron.batching import TokenBatch
 
 
@@ -53,17 +55,25 @@ WEIGHTS = {
     Aggregation.TOKEN_MEAN: [1 / 5, 1 / 5, 0.0],
     Aggregation.SEQ_MEAN_TOKEN_MEAN: [1 / 2, 1 / 8, 0.0],
     Aggregation.SEQ_MEAN_TOKEN_SUM: [1 / 2, 1 / 2, 0.0],
+    Aggregation.SEQ_MEAN_TOKEN_SUM_NORM: [1 / 20, 1 / 20, 0.0],
 }
 
 
 @pytest.mark.parametrize(("aggregation", "want"), WEIGHTS.items(), ids=WEIGHTS)
 def test_weights_hold_the_denominators_of_the_whole_minibatch(aggregation: Aggregation, want: list[float]) -> None:
-    assert token_weights([sample(1), sample(4), sample(7, masked=True)], aggregation) == pytest.approx(want)
+    settings = GrpoSettings(aggregation=aggregation, max_new_tokens=10)
+    assert token_weights([sample(1), sample(4), sample(7, masked=True)], settings) == pytest.approx(want)
 
 
 @pytest.mark.parametrize("aggregation", Aggregation)
 def test_a_minibatch_that_is_masked_as_a_whole_weighs_nothing(aggregation: Aggregation) -> None:
-    assert token_weights([sample(2, masked=True)], aggregation) == [0.0]
+    settings = GrpoSettings(aggregation=aggregation, max_new_tokens=10)
+    assert token_weights([sample(2, masked=True)], settings) == [0.0]
+
+
+def test_a_constant_divisor_needs_to_know_how_long_responses_may_be() -> None:
+    with pytest.raises(ValueError, match="seq-mean-token-sum-norm divides by max_new_tokens"):
+        GrpoSettings(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM)
 
 
 def test_a_kl_penalty_without_reference_log_probabilities_is_refused() -> None:
@@ -73,7 +83,8 @@ def test_a_kl_penalty_without_reference_log_probabilities_is_refused() -> None:
 
 
 def test_metrics_are_means_over_the_tokens_that_count() -> None:
-    got = update_metrics([sample(1), sample(3), sample(5, masked=True)], [9.0, 2.0, 1.0, 6.0, 0.5])
+    samples = [sample(1), sample(3), sample(5, masked=True)]
+    got = update_metrics(samples, [9.0, 2.0, 1.0, 6.0, 0.5], importance_cap=None)
     want = {
         "kl": 0.5,
         "clip_fraction": 0.25,
@@ -82,8 +93,23 @@ def test_metrics_are_means_over_the_tokens_that_count() -> None:
         "num_tokens": 4.0,
         "mismatch_mean": 0.25,
         "mismatch_max": 0.25,
+        "mismatch_kl": math.exp(0.25) - 1.25,
     }
     assert got == pytest.approx(want)
+
+
+def test_the_mismatch_is_of_the_trained_tokens_and_tells_the_share_of_truncated_weights() -> None:
+    near = replace(sample(3), engine_log_probs=(-1.0, -0.9, -1.1))
+    far = replace(sample(5, masked=True), engine_log_probs=(-9.0,) * 5)
+    exact = [0.0, -0.1, 0.1]
+    want = {
+        "mismatch_mean": 0.2 / 3,
+        "mismatch_max": 0.1,
+        "mismatch_kl": sum(math.exp(x) - 1 - x for x in exact) / 3,
+        "mismatch_truncated": 1 / 3,
+    }
+    assert mismatch([near, far], importance_cap=1.1) == pytest.approx(want)
+    assert set(mismatch([far], importance_cap=1.1).values()) == {0.0}
 
 
 def one_token(*, advantage: float, old: float, engine: float = -1.0, reference: float = -1.0) -> TrainBatch:
@@ -132,6 +158,12 @@ def test_the_loss_of_a_token_and_its_derivative(
     (gradient_BS,) = torch.autograd.grad(terms.loss, log_probs_BS)
     assert float(terms.loss.detach()) == pytest.approx(want_loss, abs=1e-6)
     assert gradient_BS.tolist()[0] == pytest.approx([0.0, want_gradient, 0.0], abs=1e-6)
+
+
+def test_means_over_tokens_are_over_those_of_the_whole_iteration() -> None:
+    updates = [{"kl": 1.0, "loss": 1.0, "num_tokens": 10.0}, {"kl": 4.0, "loss": 2.0, "num_tokens": 20.0}]
+    assert iteration_metrics(updates) == {"kl": 3.0, "loss": 1.5, "num_tokens": 30.0}
+    assert iteration_metrics([{"kl": 1.0}, {"kl": 4.0}]) == {"kl": 2.5}
 
 
 def test_an_iterations_metrics_are_of_all_its_updates() -> None:
