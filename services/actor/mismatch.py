@@ -16,8 +16,8 @@ from services.actor.microbatch import TrainSample
 
 def mismatch(samples: Sequence[TrainSample], *, importance_cap: float | None) -> dict[str, float]:
     """Of |log p_trainer - log p_engine| the mean and the maximum; the k3 estimate of KL(engine || trainer), since the
-    engine drew the tokens (http://joschu.net/blog/kl-approx.html); with a cap, the share of weights p_trainer / p_engine
-    above it. All are 0 where no token is trained."""
+    engine drew the tokens (http://joschu.net/blog/kl-approx.html); with a cap, the share of weights that it truncates,
+    p_trainer / p_engine. All are 0 where no token is trained."""
     counted = [sample for sample in samples if not sample.masked]
     log_ratio = np.concatenate(
         [np.asarray(sample.old_log_probs) - np.asarray(sample.engine_log_probs) for sample in counted] or [np.zeros(1)]

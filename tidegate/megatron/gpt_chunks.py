@@ -8,6 +8,8 @@ virtual stage; weights have no meaning until they are filled.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -24,6 +26,16 @@ from tidegate.megatron.stages import StageLayers
 from tidegate.model_config import ModelConfig
 
 
+class Recompute(StrEnum):
+    """Which activations the backward pass computes again instead of keeping them, in megatron-core's words."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Those inside attention, which grow with the square of a sequence's length."""
+    FULL = "full"
+    """All but the input of each layer."""
+
+
 def build_chunks(
     config: ModelConfig,
     mesh: Mesh,
@@ -33,12 +45,13 @@ def build_chunks(
     padded_vocab: int,
     dtype: torch.dtype,
     device: torch.device,
+    recompute: Recompute = Recompute.NONE,
 ) -> list[GPTModel]:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     layout = mesh.layout
     stage = mesh.coordinates(mesh.ranks.index(me)).stage
-    transformer = transformer_config(config, mesh, stage, dtype=dtype, device=device)
+    transformer = transformer_config(config, mesh, stage, dtype=dtype, device=device, recompute=recompute)
     chunks = []
     for chunk, sizes in enumerate(mesh.chunks):
         model = GPTModel(
@@ -80,7 +93,13 @@ def _layers(config: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
 
 
 def transformer_config(
-    config: ModelConfig, mesh: Mesh, stage: int, *, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    mesh: Mesh,
+    stage: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    recompute: Recompute = Recompute.NONE,
 ) -> TransformerConfig:
     layout = mesh.layout
     return TransformerConfig(
@@ -123,8 +142,20 @@ def transformer_config(
         # same two ranks messages are told apart by their order alone (pipeline_parallel/p2p_communication.py:16).
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
+        **_recompute_settings(recompute),
         **_expert_settings(config, layout.tp, layout.ep),
     )
+
+
+def _recompute_settings(recompute: Recompute) -> dict[str, object]:
+    match recompute:
+        case Recompute.NONE:
+            return {}
+        case Recompute.SELECTIVE:
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        case Recompute.FULL:
+            # One layer at a time: what is computed again then takes the memory of one.
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _expert_settings(config: ModelConfig, tp: int, ep: int) -> dict[str, object]:

@@ -23,7 +23,7 @@ from tidegate.elastic.gpt import EMBEDDING, OUTPUT
 from tidegate.elastic.layout import Edge, Home, LayoutRefused, Mesh, even_chunks
 from tidegate.elastic.parameters import Parameter, Shard, Split, shard_of
 from tidegate.megatron.family import model_parameters
-from tidegate.megatron.gpt_chunks import build_chunks
+from tidegate.megatron.gpt_chunks import Recompute, build_chunks
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 
@@ -55,6 +55,7 @@ class GptProvider:
     """By (pp, vpp), where stages are not to be equal."""
     weights: InitialWeights | None = None
     """None: drawn at random."""
+    recompute: Recompute = Recompute.NONE
 
     def parameters(self) -> tuple[Parameter, ...]:
         return self._parameters
@@ -80,7 +81,14 @@ class GptProvider:
         self, mesh: Mesh, me: int, groups: ProcessGroupCollection, *, device: torch.device
     ) -> list[MegatronModule]:
         chunks = build_chunks(
-            self.config, mesh, me, groups, padded_vocab=self.padded_vocab, dtype=self.dtype, device=device
+            self.config,
+            mesh,
+            me,
+            groups,
+            padded_vocab=self.padded_vocab,
+            dtype=self.dtype,
+            device=device,
+            recompute=self.recompute,
         )
         return list(chunks)
 

@@ -16,6 +16,7 @@ from tidegate.elastic.layout import Mesh
 from tidegate.elastic.rendezvous import connect_store, serve_store
 from tidegate.elastic.world import Membership, World
 from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.gpt_chunks import Recompute
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups, prepare_megatron
 from tidegate.megatron.log_probs import token_log_probs
@@ -56,17 +57,19 @@ SHAPES = ((2, 16), (2, 16), (1, 8), (1, 8), (2, 16), (2, 16))
 """Of the micro-batches: two replicas get equal shapes, and three each, so that interleaved stages need a filler."""
 
 
-def provider_of(*, experts: bool, bf16: bool, uneven: bool) -> GptProvider:
+def provider_of(*, experts: bool, bf16: bool, uneven: bool, recompute: str = "none") -> GptProvider:
     return GptProvider(
         EXPERTS if experts else DENSE,
         padded_vocab=64,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         uneven_stages=UNEVEN if uneven else {},
+        recompute=Recompute(recompute),
     )
 
 
 def gradients(context: RankContext, *, cases: dict[str, dict[str, Any]]) -> Results:
-    """By case: this rank's initial parameters and reduced gradients, and the loss where this rank tells it."""
+    """By case: this rank's initial parameters and reduced gradients, the loss where this rank tells it, and on the last
+    stage the bytes that the first forward pass kept for the backward one."""
     if context.listen_fd is not None:
         store = serve_store(context.listen_fd, timeout_s=context.timeout_s)
     else:
@@ -98,18 +101,28 @@ def _one_backward(provider: GptProvider, mesh: Mesh, me: int, groups: ProcessGro
     get_model_config(chunks[0]).finalize_model_grads_func = _finalize
     at = mesh.coordinates(mesh.ranks.index(me))
     own = range(at.dp, len(SHAPES), mesh.layout.dp)
+    saved_bytes, saved_until_loss = 0, 0
+
+    def count(saved: torch.Tensor) -> torch.Tensor:
+        nonlocal saved_bytes
+        saved_bytes += saved.nbytes
+        return saved
 
     def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
         log_probs_BS = token_log_probs(
             logits_BQV, tokens_BS, vocab_size=provider.config.vocab_size, temperature=0.9, groups=groups
         )
+        nonlocal saved_until_loss
+        saved_until_loss = saved_until_loss or saved_bytes
         generator = torch.Generator().manual_seed(own[number])
         loss = (log_probs_BS * torch.rand(tokens_BS.shape, generator=generator)).sum()
         return loss, float(loss.detach())
 
     batches = [_tokens(number) for number in own]
-    kept = run_micro_batches(wrapped, batches, on_logits, groups=groups, device=CPU, forward_only=False)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+        kept = run_micro_batches(wrapped, batches, on_logits, groups=groups, device=CPU, forward_only=False)
     results: Results = {"loss": np.array(kept)} if at.tp == at.cp == 0 else {}
+    results["saved_bytes"] = np.array(saved_until_loss)
     for name, parameter in provider.local_parameters(wrapped, mesh, me):
         end = "" if f"param/{name}" not in results else "/tied"
         results[f"param/{name}{end}"] = parameter.detach().float().numpy().copy()

@@ -1,0 +1,51 @@
+"""Activations that are computed again: the same gradients to the bit, from less that is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankServer, Results
+from tidegate.megatron.gpt_chunks import Recompute
+
+LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
+    "virtual stages under tensor parallelism": ({"tp": 2, "pp": 2, "vpp": 2}, False),
+    "sequences that are cut": ({"tp": 2, "cp": 2}, False),
+    "experts": ({"tp": 2, "ep": 2, "dp": 2}, True),
+}
+
+
+@pytest.fixture(scope="module")
+def found(ranks: RankServer) -> list[Results]:
+    cases: dict[str, dict[str, Any]] = {
+        f"{name}/{recompute}": {
+            "model": {"experts": experts, "bf16": False, "uneven": False, "recompute": recompute},
+            "layout": layout,
+        }
+        for name, (layout, experts) in LAYOUTS.items()
+        for recompute in Recompute
+    }
+    return ranks.run("tests.integration.megatron.axes:gradients", 4, {"cases": cases})
+
+
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_are_those_without_it_to_the_bit(found: list[Results], name: str, recompute: Recompute) -> None:
+    for rank in found:
+        want = _of(rank, f"{name}/none/")
+        got = _of(rank, f"{name}/{recompute}/")
+        assert got.keys() == want.keys()
+        assert any(key.startswith("grad/") and want[key].any() for key in want)
+        assert [key for key in want if key != "saved_bytes" and got[key].tobytes() != want[key].tobytes()] == []
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_more_is_computed_again_the_less_is_kept(found: list[Results], name: str) -> None:
+    last = found[-1]
+    none, selective, full = (int(last[f"{name}/{recompute}/saved_bytes"]) for recompute in Recompute)
+    assert 0 < full < selective < none
+
+
+def _of(rank: Results, prefix: str) -> Results:
+    return {key.removeprefix(prefix): value for key, value in rank.items() if key.startswith(prefix)}
