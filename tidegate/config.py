@@ -29,7 +29,7 @@ from tidegate.config_faults import described
 from tidegate.config_layers import NOTHING, Layer
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.model_config import ModelConfig
-from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
+from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
 
 
 class ConfigError(ValueError):
@@ -134,6 +134,9 @@ class ActorSection(_Section):
     """GPUs that it may get while it works, besides those it is placed on; written as the placement is."""
     standby_memory_mib: Positive = 2048
     """Of the process that stands by on a slot for the actor; one that takes more is ended, and its slot starts cold."""
+    precision: Precision = Precision.FP32
+    """Of the weights, in training, in snapshots and in the inference, whose log-probabilities are to be the actor's."""
+    recompute: Recompute = Recompute.NONE
     num_logical_shards: Positive | None = None
     """A power of two that every dp divides: updates then have the same bits for every dp and pp."""
     copies: Literal["nowhere", "node", "peer"] = "nowhere"

@@ -38,6 +38,28 @@ class MinibatchOrder(StrEnum):
     ARRIVAL = "arrival"
 
 
+class Precision(StrEnum):
+    """Of weights and arithmetic in training; main parameters, gradients' sums and moments are fp32 in either."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight."""
+        return {Precision.FP32: 4, Precision.BF16: 2}[self]
+
+
+class Recompute(StrEnum):
+    """Which activations the backward pass computes again instead of keeping them, in megatron-core's words."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Those inside attention, which grow with the square of a sequence's length."""
+    FULL = "full"
+    """All but the input of each layer."""
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Token:
     """A fencing token: who holds the larger one is the later owner, across store failovers too."""

@@ -16,11 +16,12 @@ import torch
 
 from tidegate.elastic.copies import NUM_SLOTS
 from tidegate.elastic.settings import CopyTo
+from tidegate.types import Precision
 
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
-_WEIGHT_BYTES, _MOMENTS_BYTES = 4, 8
-"""Of a parameter, in fp32."""
+_OPTIMIZER_BYTES = {Precision.FP32: 8, Precision.BF16: 12}
+"""Of a parameter: Adam's moments, and where the weights are not in fp32 the main parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,11 @@ class Choice:
     reason: str
 
 
-def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo) -> int:
+def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo, precision: Precision) -> int:
     """What a node's members hold at most, in the middle of a reshard: two layouts, in which each has all the weights
-    and all have Adam's moments between them, besides two copies of that, or as many again of others'."""
+    and all have the optimizer's state between them, besides two copies of that, or as many again of others'."""
     num_copies = {CopyTo.NOWHERE: 0, CopyTo.NODE: NUM_SLOTS, CopyTo.PEER: 2 * NUM_SLOTS}[copies]
-    return 2 * (1 + num_copies) * num_parameters * (num_members * _WEIGHT_BYTES + _MOMENTS_BYTES)
+    return 2 * (1 + num_copies) * num_parameters * (num_members * precision.itemsize + _OPTIMIZER_BYTES[precision])
 
 
 def choose(folder: Path, *, needed_bytes: int, device: torch.device) -> Choice:

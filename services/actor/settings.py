@@ -8,6 +8,7 @@ from services.actor.grpo import GrpoSettings
 from tidegate.elastic.settings import CopyTo
 from tidegate.megatron.batching import BatchLimits
 from tidegate.model_config import ModelConfig
+from tidegate.types import Precision, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +36,5 @@ class TrainerSettings:
     copies: CopyTo = CopyTo.NOWHERE
     num_logical_shards: int | None = None
     """A power of two that every dp divides: updates are bitwise the same for every dp and pp. None: they are faster."""
+    precision: Precision = Precision.FP32
+    recompute: Recompute = Recompute.NONE

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from megatron.core.optimizer import OptimizerConfig
 from pydantic import JsonValue
 
@@ -27,9 +26,10 @@ from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
 from tidegate.elastic.world import World
 from tidegate.megatron.batching import replica_batches
-from tidegate.megatron.gpt_provider import GptProvider
+from tidegate.megatron.gpt_provider import DTYPES, GptProvider
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.updates import Update
+from tidegate.types import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,10 @@ class MegatronTrainer:
         """`shared_memory`: as in ElasticSettings."""
         self.settings = settings
         self.elastic = ElasticTrainer(
-            GptProvider(settings.model, settings.padded_vocab),
-            _optimizer_config(settings.optimizer),
+            GptProvider(
+                settings.model, settings.padded_vocab, dtype=DTYPES[settings.precision], recompute=settings.recompute
+            ),
+            _optimizer_config(settings.optimizer, settings.precision),
             world=world,
             settings=ElasticSettings(
                 seed=settings.seed,
@@ -127,7 +129,7 @@ def _report(update: Update, metrics: dict[str, float]) -> UpdateReport:
     return UpdateReport(update.committed, loss=update.sums[0], grad_norm=update.grad_norm, metrics=metrics)
 
 
-def _optimizer_config(settings: OptimizerSettings) -> OptimizerConfig:
+def _optimizer_config(settings: OptimizerSettings, precision: Precision) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=0.0,
@@ -136,6 +138,7 @@ def _optimizer_config(settings: OptimizerSettings) -> OptimizerConfig:
         adam_beta2=settings.adam_beta2,
         adam_eps=settings.adam_epsilon,
         clip_grad=settings.clip_grad,
-        params_dtype=torch.float32,
+        bf16=precision is Precision.BF16,
+        params_dtype=DTYPES[precision],
         use_distributed_optimizer=True,
     )

@@ -126,7 +126,10 @@ class TrainerWorker:
         choice = arena_folder.choose(
             state_folder(config, node),
             needed_bytes=arena_folder.most_bytes(
-                num_parameters, num_members=len(slots), copies=CopyTo(config.actor.copies)
+                num_parameters,
+                num_members=len(slots),
+                copies=CopyTo(config.actor.copies),
+                precision=config.actor.precision,
             ),
             device=world.device,
         )
@@ -325,6 +328,8 @@ def _settings(job: Job) -> TrainerSettings:
         ),
         copies=CopyTo(actor.copies),
         num_logical_shards=actor.num_logical_shards,
+        precision=actor.precision,
+        recompute=actor.recompute,
         optimizer=OptimizerSettings(
             weight_decay=actor.weight_decay,
             adam_beta1=actor.adam_beta1,

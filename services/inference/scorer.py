@@ -20,10 +20,11 @@ from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Mesh
 from tidegate.elastic.optimizers import StateKind
 from tidegate.megatron.batching import BatchLimits, TokenBatch, cut, deal, pad
-from tidegate.megatron.gpt_provider import GptProvider
+from tidegate.megatron.gpt_provider import DTYPES, GptProvider
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.parallel import ParallelRanks
 from tidegate.model_config import ModelConfig
+from tidegate.types import Precision
 
 LogProbs = dict[tuple[int, int], npt.NDArray[np.float32]]
 """By (group, sample) as numbered in the call: one value a token of the sequence, 0 at its first."""
@@ -37,6 +38,7 @@ class ScorerSettings:
     padded_vocab: int
     temperature: float
     limits: BatchLimits
+    precision: Precision = Precision.FP32
 
 
 @dataclass(slots=True)
@@ -58,7 +60,9 @@ class MegatronScorer:
     _reference: _Policy | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._provider = GptProvider(self.settings.model, self.settings.padded_vocab)
+        self._provider = GptProvider(
+            self.settings.model, self.settings.padded_vocab, dtype=DTYPES[self.settings.precision]
+        )
         self._mesh = self._provider.mesh(self.ranks.layout, tuple(range(self.ranks.layout.num_ranks)))
 
     def load(self, files: StateFiles, *, version: int, reference: bool) -> None:

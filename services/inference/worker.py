@@ -52,6 +52,7 @@ class ScorerWorker:
             padded_vocab=job.padded_vocab,
             temperature=job.config.algorithm.temperature,
             limits=BatchLimits(max_tokens=job.config.inference.max_tokens_per_microbatch),
+            precision=job.config.actor.precision,
         )
         self._scorer = MegatronScorer(settings, ranks, device)
         return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))

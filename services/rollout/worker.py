@@ -82,7 +82,8 @@ class EngineWorker:
     def _load(self, call: wire.WorkerCall) -> Answer:
         job, engine = self._started()
         shards = call.load_shards
-        parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
+        itemsize = job.config.actor.precision.itemsize
+        parameters = model_parameters(job.model, padded_vocab=job.padded_vocab, itemsize=itemsize)
         try:
             files = StateFiles(Path(shards.folder), dict(zip(shards.files, shards.checksums, strict=True)))
             engine.update_weights(shards.version, files.read_whole(parameters))

@@ -8,8 +8,6 @@ virtual stage; weights have no meaning until they are filled.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -24,16 +22,7 @@ from tidegate.megatron.norm import RMSNorm
 from tidegate.megatron.rope import inverse_frequencies
 from tidegate.megatron.stages import StageLayers
 from tidegate.model_config import ModelConfig
-
-
-class Recompute(StrEnum):
-    """Which activations the backward pass computes again instead of keeping them, in megatron-core's words."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    """Those inside attention, which grow with the square of a sequence's length."""
-    FULL = "full"
-    """All but the input of each layer."""
+from tidegate.types import Recompute
 
 
 def build_chunks(

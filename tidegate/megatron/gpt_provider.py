@@ -23,13 +23,15 @@ from tidegate.elastic.gpt import EMBEDDING, OUTPUT
 from tidegate.elastic.layout import Edge, Home, LayoutRefused, Mesh, even_chunks
 from tidegate.elastic.parameters import Parameter, Shard, Split, shard_of
 from tidegate.megatron.family import model_parameters
-from tidegate.megatron.gpt_chunks import Recompute, build_chunks
+from tidegate.megatron.gpt_chunks import build_chunks
 from tidegate.model_config import ModelConfig
-from tidegate.types import Layout
+from tidegate.types import Layout, Precision, Recompute
 
 INIT_STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2 and Llama; projections back into the residual stream have it
 divided by sqrt(2 * num_layers), or its variance would grow with depth."""
+
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
 _LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts.local_experts."

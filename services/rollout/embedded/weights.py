@@ -1,4 +1,5 @@
-"""The weights an embedded engine holds: full logical Megatron tensors, kept as they came, so that checksums compare.
+"""The weights an embedded engine holds: full logical Megatron tensors in fp32, as they came, so that checksums compare;
+those in bf16 are widened, which changes no value.
 
 A set is accepted whole or not at all. Fused tensors stay fused: `linear_qkv` is [q x (nq/ng), k, v] per KV group,
 `linear_fc1` is [gate; up]. Rows past the vocabulary in the embedding and the output layer are padding; they are held
@@ -65,7 +66,7 @@ def load_weights(config: ModelConfig, *, version: int, tensors: Iterable[tuple[s
         if name in named:
             raise WeightsRefused(f"weights version {version}: tensor {name!r} came twice; send each once")
         _check_tensor(name, tensor, want[name])
-        named[name] = tensor.detach().to(device="cpu", copy=True).contiguous()
+        named[name] = tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
     missing = [name for name in want if name not in named]
     if missing:
         raise WeightsRefused(
@@ -89,9 +90,9 @@ def _check_tensor(name: str, tensor: torch.Tensor, want: tuple[int, ...]) -> Non
         raise WeightsRefused(
             f"tensor {name!r} has shape {list(got)}, want {list(want)}{more}: send it whole, unsharded"
         )
-    if tensor.dtype != torch.float32:
+    if tensor.dtype not in (torch.float32, torch.bfloat16):
         raise WeightsRefused(
-            f"tensor {name!r} is {tensor.dtype}; the embedded engine computes in torch.float32: cast it"
+            f"tensor {name!r} is {tensor.dtype}; the embedded engine takes torch.float32 and torch.bfloat16: cast it"
         )
 
 

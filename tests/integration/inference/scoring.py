@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
 from tests.integration.elastic.worlds import CPU
@@ -29,13 +30,14 @@ def groups() -> list[list[list[int]]]:
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
-def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: str) -> Results:
+def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: str, precision: str = "fp32") -> Results:
     """The actor publishes version 0, makes an update, publishes version 1; a scorer of its layout loads both.
 
     Each group's log-probabilities by the actor at both versions, by the scorer alone and with all groups in one call,
     and by the scorer's reference.
     """
-    with trainer(context, layout, recorded.trainer_settings()) as actor:
+    settings = recorded.trainer_settings(precision=precision)
+    with trainer(context, layout, settings) as actor:
         results = _by_actor(actor, "actor-0")
         _publish(actor, Path(folder) / "0")
         actor.train_minibatch(recorded.recorded_samples(), RATE)
@@ -45,7 +47,7 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
     # A scorer's process has no actor before it, whose Megatron globals stay.
     parallel.stop()
     with world(context, layout) as ranks:
-        scorer = _scorer(ranks)
+        scorer = _scorer(ranks, settings)
         scorer.load(state_files(Path(folder) / "0"), version=0, reference=True)
         scorer.load(state_files(Path(folder) / "1"), version=1, reference=False)
         for number, group in enumerate(groups()):
@@ -59,7 +61,7 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
 def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) -> Results:
     """A scorer of any layout loads both versions that another one published, then the policy's again as the next."""
     with world(context, layout) as ranks:
-        scorer = _scorer(ranks)
+        scorer = _scorer(ranks, recorded.trainer_settings())
         refusal = ""
         try:
             scorer.policy_log_probs(groups())
@@ -76,14 +78,14 @@ def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) 
         return results | {"version": np.array(scorer.version)}
 
 
-def _scorer(ranks: ParallelRanks) -> MegatronScorer:
-    settings = recorded.trainer_settings()
+def _scorer(ranks: ParallelRanks, settings: TrainerSettings) -> MegatronScorer:
     return MegatronScorer(
         ScorerSettings(
             model=settings.model,
             padded_vocab=settings.padded_vocab,
             temperature=settings.temperature,
             limits=settings.limits,
+            precision=settings.precision,
         ),
         ranks,
         CPU,

@@ -13,7 +13,7 @@ from tests.integration.inference.scoring import groups
 from tests.ranks import RankServer, Results, rank_server
 
 SCORING = "tests.integration.inference.scoring"
-LAYOUTS = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+LAYOUTS = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "tp2 in bf16": {"tp": 2}}
 TOLERANCE = 1e-4
 """Across layouts sums are in another order; the issue allows this much in fp32."""
 
@@ -32,7 +32,8 @@ def published(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Pu
     runs: Published = {}
     for name, layout in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("snapshots")
-        arguments = {"layout": layout, "folder": str(folder)}
+        precision = "bf16" if name.endswith("bf16") else "fp32"
+        arguments = {"layout": layout, "folder": str(folder), "precision": precision}
         got = ranks.run(f"{SCORING}:beside_the_actor", math.prod(layout.values()), arguments)
         runs[name] = (folder, merged(got))
     return runs

@@ -16,13 +16,12 @@ from tidegate.elastic.layout import Mesh
 from tidegate.elastic.rendezvous import connect_store, serve_store
 from tidegate.elastic.world import Membership, World
 from tidegate.megatron.batching import TokenBatch
-from tidegate.megatron.gpt_chunks import Recompute
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups, prepare_megatron
 from tidegate.megatron.log_probs import token_log_probs
 from tidegate.megatron.schedule import run_micro_batches
 from tidegate.model_config import ModelConfig
-from tidegate.types import Layout
+from tidegate.types import Layout, Recompute
 
 CPU = torch.device("cpu")
 DENSE = ModelConfig(

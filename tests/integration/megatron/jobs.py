@@ -72,10 +72,18 @@ def trainer(
 
 
 def one_update(
-    context: RankContext, *, layout: dict[str, int], grpo: dict[str, Any], tied: bool = False, rate: float = 1e-3
+    context: RankContext,
+    *,
+    layout: dict[str, int],
+    grpo: dict[str, Any],
+    tied: bool = False,
+    rate: float = 1e-3,
+    precision: str = "fp32",
 ) -> Results:
     """Initial parameters, and the loss, gradients and metrics of one update, by logical name with their places."""
-    settings = recorded.trainer_settings(tied=tied, grpo=recorded.grpo_settings(**grpo), clip_grad=recorded.NO_CLIPPING)
+    settings = recorded.trainer_settings(
+        tied=tied, grpo=recorded.grpo_settings(**grpo), clip_grad=recorded.NO_CLIPPING, precision=precision
+    )
     with trainer(context, layout, settings) as actor:
         results: Results = {}
         by_name = {parameter.name: parameter for parameter in actor.elastic.provider.parameters()}
@@ -83,7 +91,7 @@ def one_update(
         held = Holders(State(skeleton.mesh))
         for name, tensor in local_parameters(actor):
             (holding,) = held.holdings(by_name[name], Slot.WEIGHT, me)
-            results[f"param/{name}"] = tensor.detach().clone().numpy()
+            results[f"param/{name}"] = tensor.detach().float().clone().numpy()
             results[f"shape/{name}"] = np.array(by_name[name].shape)
             results[f"rows/{name}"] = np.array(shard_of(by_name[name].shape, by_name[name].cut, tp=1, tp_rank=0).rows)
             results[f"blocks/{name}"] = np.array(holding.blocks).reshape(-1, 6)

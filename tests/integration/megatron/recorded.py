@@ -12,6 +12,7 @@ from services.actor.settings import OptimizerSettings, TrainerSettings
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.family import padded_vocab_size
 from tidegate.model_config import ModelConfig
+from tidegate.types import Precision
 
 GROUP_SIZE = 4
 TEMPERATURE = 0.7
@@ -36,7 +37,12 @@ def small_model(*, tied: bool = False) -> ModelConfig:
 
 
 def trainer_settings(
-    *, tied: bool = False, grpo: GrpoSettings | None = None, clip_grad: float = 1.0, seed: int = 0
+    *,
+    tied: bool = False,
+    grpo: GrpoSettings | None = None,
+    clip_grad: float = 1.0,
+    seed: int = 0,
+    precision: str = "fp32",
 ) -> TrainerSettings:
     model = small_model(tied=tied)
     return TrainerSettings(
@@ -47,6 +53,7 @@ def trainer_settings(
         limits=BatchLimits(max_sequences=3, pad_multiple=4),
         grpo=grpo or GrpoSettings(kl_coefficient=0.05),
         optimizer=OptimizerSettings(clip_grad=clip_grad),
+        precision=Precision(precision),
     )
 
 

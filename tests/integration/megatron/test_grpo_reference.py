@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from services.actor.grpo import GrpoSettings
 from tests.integration.megatron import recorded, reference
 from tests.integration.megatron.logical import logical_tensors
-from tests.ranks import RankServer
+from tests.ranks import RankServer, Results
 
 TOLERANCE = 1e-5
 """Of the loss relative to the sum of |terms|, of a gradient in L2: fp32 leaves about 1e-6 of either."""
+BF16_TOLERANCE = 5e-2
+"""Of the same: a weight has 8 bits."""
 
 LAYOUTS = {"on one rank": {}, "on eight ranks, tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -41,20 +44,7 @@ def test_loss_and_gradient_are_those_of_the_formulas(
     got = ranks.run(
         "tests.integration.megatron.jobs:one_update", world_size, {"layout": layout, "grpo": grpo, "tied": tied}
     )
-    settings = recorded.grpo_settings(**grpo)
-    want = reference.grpo(
-        recorded.small_model(tied=tied),
-        logical_tensors(got, "param"),
-        recorded.recorded_samples(),
-        temperature=recorded.TEMPERATURE,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        kl_coefficient=settings.kl_coefficient,
-        aggregation=settings.aggregation.value,
-        old_log_probs=settings.old_log_probs.value,
-        importance_cap=settings.importance_cap,
-        max_new_tokens=recorded.MAX_NEW_TOKENS,
-    )
+    want = _reference(got, recorded.grpo_settings(**grpo), tied=tied)
     assert want.clip_fraction > 0.05, "the samples must be off-policy enough to try the clipping"
     assert 0.2 < want.mismatch.get("mismatch_truncated", 0.5) < 0.8, "weights on both sides of the cap"
     for rank in got:
@@ -71,6 +61,38 @@ def test_loss_and_gradient_are_those_of_the_formulas(
     assert gradients.keys() == want.gradients.keys()
     for name, gradient in gradients.items():
         assert _distance(gradient, want.gradients[name]) <= TOLERANCE, name
+
+
+def test_in_bf16_they_are_so_within_its_rounding(ranks: RankServer) -> None:
+    grpo = {"aggregation": "token-mean"}
+    arguments = {"layout": {"tp": 2, "pp": 2, "dp": 2}, "grpo": grpo, "precision": "bf16"}
+    got = ranks.run("tests.integration.megatron.jobs:one_update", 8, arguments)
+    want = _reference(got, recorded.grpo_settings(**grpo), tied=False)
+    for rank in got:
+        assert bool(rank["committed"])
+        assert abs(float(rank["loss"]) - want.loss) <= BF16_TOLERANCE * want.absolute_terms
+    gradients = logical_tensors(got, "grad")
+    errors = {name: _distance(gradient, want.gradients[name]) for name, gradient in gradients.items()}
+    assert {name: error for name, error in errors.items() if not error <= BF16_TOLERANCE} == {}
+    assert max(errors.values()) > TOLERANCE, "it was computed in bf16"
+
+
+def _reference(got: list[Results], settings: GrpoSettings, *, tied: bool) -> reference.Loss:
+    """Of the parameters that the ranks had."""
+    assert settings.max_new_tokens is not None
+    return reference.grpo(
+        recorded.small_model(tied=tied),
+        logical_tensors(got, "param"),
+        recorded.recorded_samples(),
+        temperature=recorded.TEMPERATURE,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        kl_coefficient=settings.kl_coefficient,
+        aggregation=settings.aggregation.value,
+        old_log_probs=settings.old_log_probs.value,
+        importance_cap=settings.importance_cap,
+        max_new_tokens=settings.max_new_tokens,
+    )
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import RankServer, Results
-from tidegate.megatron.gpt_chunks import Recompute
+from tidegate.types import Recompute
 
 LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
     "virtual stages under tensor parallelism": ({"tp": 2, "pp": 2, "vpp": 2}, False),

@@ -11,6 +11,7 @@ import torch
 
 from services.actor.arena_folder import choose, file_system, most_bytes
 from tidegate.elastic.settings import CopyTo
+from tidegate.types import Precision
 
 CPU = torch.device("cpu")
 MOUNTS = """overlay / overlay rw 0 0
@@ -34,11 +35,20 @@ def test_a_path_is_on_the_innermost_mount_above_it(path: str, want: str) -> None
     assert file_system(Path(path), MOUNTS) == want
 
 
-def test_a_node_needs_room_for_two_layouts_whose_members_all_have_all_weights() -> None:
-    layout = 3 * 4000 + 8000
-    assert most_bytes(1000, num_members=3, copies=CopyTo.NOWHERE) == 2 * layout
-    assert most_bytes(1000, num_members=3, copies=CopyTo.NODE) == 6 * layout
-    assert most_bytes(1000, num_members=3, copies=CopyTo.PEER) == 10 * layout
+NEEDS = {
+    (Precision.FP32, CopyTo.NOWHERE): 2 * (3 * 4000 + 8000),
+    (Precision.FP32, CopyTo.NODE): 6 * (3 * 4000 + 8000),
+    (Precision.FP32, CopyTo.PEER): 10 * (3 * 4000 + 8000),
+    (Precision.BF16, CopyTo.NOWHERE): 2 * (3 * 2000 + 12000),
+}
+
+
+@pytest.mark.parametrize(("precision", "copies"), NEEDS)
+def test_a_node_needs_room_for_two_layouts_whose_members_all_have_all_weights(
+    precision: Precision, copies: CopyTo
+) -> None:
+    want = NEEDS[precision, copies]
+    assert most_bytes(1000, num_members=3, copies=copies, precision=precision) == want
 
 
 def test_what_fits_in_memory_is_shared_there(memory: Path) -> None:

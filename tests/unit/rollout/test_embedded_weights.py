@@ -32,12 +32,20 @@ def changed(name: str, tensor: torch.Tensor) -> Tensors:
             changed(FC1, torch.zeros(161, 48)), r"shape \[161, 48\], want \[160, 48\]:", id="padding in a layer"
         ),
         pytest.param(changed(OUTPUT, torch.zeros(60, 48)), r"\[61, 48\] or more rows", id="too few vocabulary rows"),
-        pytest.param(changed(FC1, torch.zeros(160, 48).bfloat16()), "is torch.bfloat16; .* cast it", id="bf16"),
+        pytest.param(changed(FC1, torch.zeros(160, 48).double()), "is torch.float64; .* cast it", id="fp64"),
     ],
 )
 def test_a_set_that_is_not_the_models_is_refused_by_name(tensors: Tensors, message: str) -> None:
     with pytest.raises(WeightsRefused, match=message):
         load_weights(TINY, version=2, tensors=tensors)
+
+
+def test_weights_in_bf16_are_widened_and_keep_their_values() -> None:
+    rounded = [(name, tensor.bfloat16()) for name, tensor in random_weights(TINY)]
+    held = load_weights(TINY, version=2, tensors=rounded).named
+    for name, tensor in rounded:
+        assert held[name].dtype == torch.float32
+        assert torch.equal(held[name], tensor.float())
 
 
 def test_an_output_layer_for_a_tied_model_is_refused() -> None:
