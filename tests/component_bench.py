@@ -261,17 +261,24 @@ class Bench(Generic[L, W]):
         )
 
     def open_iteration(
-        self, iteration: int = 0, *, incarnation: int = 1, version: int | None = None
+        self,
+        iteration: int = 0,
+        *,
+        incarnation: int = 1,
+        version: int | None = None,
+        first_prompt: int | None = None,
     ) -> commands_pb2.OpenIterationRequest:
+        """Without extra prompts before, the first prompt follows from the iteration."""
         algorithm = self.config.algorithm
         plan = types_pb2.IterationPlan(
             iteration=iteration,
             version=iteration if version is None else version,
-            first_prompt=iteration * algorithm.prompts_per_iteration,
+            first_prompt=iteration * algorithm.prompts_per_iteration if first_prompt is None else first_prompt,
             num_prompts=algorithm.prompts_per_iteration,
             group_size=algorithm.group_size,
             num_minibatches=algorithm.n_minibatches,
             seed=self.config.seed,
+            max_extra_prompts=algorithm.max_extra_prompts,
         )
         return commands_pb2.OpenIterationRequest(header=self.header(incarnation=incarnation), plan=plan)
 

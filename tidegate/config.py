@@ -113,6 +113,8 @@ class AlgorithmSection(_Section):
     normalize_std: bool = True
     mask_truncated: bool = False
     filter_zero_std: bool = False
+    max_extra_prompts: Count = 0
+    """Which an iteration may take to replace the groups that `filter_zero_std` drops."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     importance_cap: PositiveFloat | None = None
     """Truncates the trainer/engine importance weights; null leaves the correction off."""

@@ -128,6 +128,16 @@ def algorithm_faults(config: JobConfig) -> list[str]:
             f"algorithm.max_new_tokens={algorithm.max_new_tokens} leaves no room for a prompt in "
             f"model.max_seq_len={config.model.max_seq_len}: raise the one or lower the other"
         )
+    if algorithm.max_extra_prompts and not algorithm.filter_zero_std:
+        faults.append(
+            f"algorithm.max_extra_prompts={algorithm.max_extra_prompts} replaces groups that filter_zero_std drops, "
+            "and filter_zero_std is false: set it to true, or max_extra_prompts to 0"
+        )
+    if algorithm.filter_zero_std and algorithm.group_size == 1:
+        faults.append(
+            "algorithm.filter_zero_std=true drops every group of group_size=1, whose one reward has no spread: raise "
+            "group_size to 2 or more"
+        )
     if config.rollout.max_running_requests > MAX_RUNNING_REQUESTS:
         faults.append(
             f"rollout.max_running_requests={config.rollout.max_running_requests} is more than an engine generates at "

@@ -22,13 +22,14 @@ from services.actor.minibatches import MinibatchAssembly
 from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
 from services.actor.snapshots import SnapshotShelf
 from services.actor.training import IterationTraining, iteration_report, journal_row, told_update, train_samples
+from tidegate.candidates import has_spread
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
 from tidegate.learning_rate import learning_rate
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
-from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s
+from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, put_off_s, rewards_of
 from tidegate.types import Grant, Layout, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -165,7 +166,8 @@ class ActorLead(Lead):
             await self.tell_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)
         self._num_skipped = 0
         self._ledger = checkpoint.ledger.resumed(self.incarnation) if checkpoint else SampleLedger(self.incarnation)
-        await self.announce_layout(request, next_iteration=checkpoint.next_iteration if checkpoint else 0)
+        next_iteration = checkpoint.next_iteration if checkpoint else 0
+        await self.announce_layout(request, next_iteration=next_iteration, next_prompt=self._ledger.next_prompt)
         await self.begin("first version", self._publish_first(checkpoint))
 
     async def _publish_first(self, checkpoint: Checkpoint | None) -> None:
@@ -179,20 +181,24 @@ class ActorLead(Lead):
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         self._ledger = self._ledger.opened(
-            OpenIteration(plan.iteration, plan.first_prompt, plan.num_prompts, plan.group_size, plan.version)
+            OpenIteration(
+                iteration=plan.iteration,
+                first_prompt=plan.first_prompt,
+                num_prompts=plan.num_prompts,
+                group_size=plan.group_size,
+                version=plan.version,
+                max_extra_prompts=plan.max_extra_prompts,
+            )
         )
-        assembly = MinibatchAssembly(
-            first_prompt=plan.first_prompt,
-            num_prompts=plan.num_prompts,
-            num_minibatches=plan.num_minibatches,
-            order=self.job.config.algorithm.minibatch_order,
-        )
-        training = IterationTraining(plan, assembly)
+        candidates = candidates_of(plan)
+        order = self.job.config.algorithm.minibatch_order
+        training = IterationTraining(plan, MinibatchAssembly(candidates, plan.num_minibatches, order))
         keeping = asyncio.create_task(self._keep_alive(training), name="keep-alive")
         try:
             await self._train_all(training)
         finally:
             keeping.cancel()
+        self._ledger = self._ledger.taking(len(candidates.prompts))
         fates = self._ledger.open_iteration
         assert fates is not None, "the iteration is open until it is closed"
         await self.tell(iteration_report(training, fates))
@@ -249,18 +255,18 @@ class ActorLead(Lead):
                 training.held[group.prompt] = delivery
             case Verdict.NEW if len(ids) == training.plan.group_size and group.version == training.plan.version:
                 training.held[group.prompt] = delivery
-                training.assembly.add(group.prompt)
+                training.assembly.add(group.prompt, has_spread=has_spread(rewards_of(group)))
             case Verdict.SEEN:
                 training.num_duplicates_dropped += len(ids)
                 await delivery.ack()
             case Verdict.SUPERSEDED:
                 await delivery.ack()
             case _:
+                possible = training.assembly.candidates.possible
                 await delivery.dead_letter(
                     f"group of prompt {group.prompt} holds {len(ids)} samples of iteration {group.iteration}, version "
-                    f"{group.version}; iteration {training.plan.iteration} takes prompts "
-                    f"{training.plan.first_prompt}-{training.plan.first_prompt + training.plan.num_prompts - 1} in "
-                    f"groups of {training.plan.group_size} from version {training.plan.version}"
+                    f"{group.version}; iteration {training.plan.iteration} takes prompts {possible[0]}-{possible[-1]} "
+                    f"in groups of {training.plan.group_size} from version {training.plan.version}"
                 )
 
     async def _train(self, prompts: Sequence[int], training: IterationTraining) -> None:
@@ -269,11 +275,11 @@ class ActorLead(Lead):
         deliveries = [training.held[prompt] for prompt in prompts]
         groups = [delivery.group for delivery in deliveries]
         for group in groups:
-            training.rewards.extend(sample.reward for sample in group.samples)
+            training.rewards.extend(rewards_of(group))
             training.lengths.extend(len(sample.response_tokens) for sample in group.samples)
         kept = groups
         if self.job.config.algorithm.filter_zero_std:
-            kept = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
+            kept = [group for group in groups if has_spread(rewards_of(group))]
             filtered = [sample for group in groups if group not in kept for sample in group.samples]
             self._ledger = self._ledger.filtered(_ids(filtered), reason=ZERO_STD)
         if kept:

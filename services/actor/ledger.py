@@ -4,7 +4,8 @@ A ledger is a value: each step returns the next one, so that what a checkpoint s
 Invariants, kept by every step and checked again when one is loaded:
 - a sample has at most one fate (trained, filtered or discarded, the last two with a reason);
 - only samples of the open iteration, in this incarnation, get a fate;
-- an iteration closes only when each of its ids has one; what is closed never changes;
+- an iteration closes only when each of its ids has one, and no other; what is closed never changes;
+- iterations follow each other with no prompt between them, and none in two of them;
 - `num_trained` is the number of samples in the optimizer commits that lead to the present weights.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 from tidegate.types import SampleId
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class LedgerError(ValueError):
@@ -36,13 +37,16 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OpenIteration:
-    """The ids an iteration expects, and the fate each has so far ("" for trained, else `filtered:...` and so on)."""
+    """The ids an iteration expects, and the fate each has so far ("" for trained, else `filtered:...` and so on).
+
+    `num_prompts` may grow by up to `max_extra_prompts`."""
 
     iteration: int
     first_prompt: int
     num_prompts: int
     group_size: int
     version: int
+    max_extra_prompts: int = 0
     trained: frozenset[SampleId] = frozenset()
     filtered: Mapping[str, frozenset[SampleId]] = field(default_factory=dict)
     discarded: Mapping[str, frozenset[SampleId]] = field(default_factory=dict)
@@ -71,6 +75,8 @@ class SampleLedger:
     open_iteration: OpenIteration | None = None
     closed: tuple[ClosedIteration, ...] = ()
     num_trained: int = 0
+    next_prompt: int = 0
+    """The first that no iteration has taken."""
 
     def opened(self, iteration: OpenIteration) -> SampleLedger:
         """Start an iteration; LedgerError unless it is the one that follows and none is open."""
@@ -81,17 +87,30 @@ class SampleLedger:
             )
         if iteration.iteration != want:
             raise LedgerError(f"iteration {iteration.iteration} cannot open: {want} is the one that follows")
+        if iteration.first_prompt != self.next_prompt:
+            raise LedgerError(
+                f"iteration {want} cannot open at prompt {iteration.first_prompt}: {self.next_prompt} is the next one"
+            )
         return replace(self, open_iteration=iteration)
+
+    def taking(self, num_prompts: int) -> SampleLedger:
+        """The open iteration takes so many prompts, extra ones among them."""
+        now = self._open()
+        most = now.num_prompts + now.max_extra_prompts
+        if not now.num_prompts <= num_prompts <= most:
+            raise LedgerError(
+                f"iteration {now.iteration} cannot take {num_prompts} prompts: it has {now.num_prompts}, at most {most}"
+            )
+        grown = replace(now, num_prompts=num_prompts, max_extra_prompts=most - num_prompts)
+        return replace(self, open_iteration=grown)
 
     def expected_ids(self) -> frozenset[SampleId]:
         """Every id of the open iteration."""
-        now = self._open()
-        prompts = range(now.first_prompt, now.first_prompt + now.num_prompts)
-        return frozenset(
-            SampleId(self.incarnation, now.iteration, prompt, draw)
-            for prompt in prompts
-            for draw in range(now.group_size)
-        )
+        return self._ids(self._open().num_prompts)
+
+    def possible_ids(self) -> frozenset[SampleId]:
+        """Those, and the ids of extra prompts."""
+        return self._ids(self._open().num_prompts + self._open().max_extra_prompts)
 
     def verdict(self, ids: Iterable[SampleId]) -> Verdict:
         """Whether a group that arrives is to be used."""
@@ -101,7 +120,7 @@ class SampleLedger:
         closed_below = self.closed[-1].iteration + 1 if self.closed else 0
         if ids and all(sample.incarnation == self.incarnation and sample.iteration < closed_below for sample in ids):
             return Verdict.SEEN
-        if self.open_iteration is None or not ids or not ids <= self.expected_ids():
+        if self.open_iteration is None or not ids or not ids <= self.possible_ids():
             return Verdict.NOT_EXPECTED
         return Verdict.SEEN if ids <= self.open_iteration.with_fate() else Verdict.NEW
 
@@ -137,13 +156,19 @@ class SampleLedger:
             raise LedgerError(
                 f"iteration {now.iteration} cannot close: {len(missing)} samples have no fate ({some} ...)"
             )
+        if beyond := sorted(now.with_fate() - self.expected_ids()):
+            raise LedgerError(
+                f"iteration {now.iteration} cannot close: {len(beyond)} samples have a fate and are of prompts that it "
+                f"did not take, {beyond[0]} among them"
+            )
         over = ClosedIteration(
             iteration=now.iteration,
             num_trained=len(now.trained),
             num_filtered=sum(map(len, now.filtered.values())),
             num_discarded=sum(map(len, now.discarded.values())),
         )
-        return replace(self, open_iteration=None, closed=(*self.closed, over))
+        next_prompt = now.first_prompt + now.num_prompts
+        return replace(self, open_iteration=None, closed=(*self.closed, over), next_prompt=next_prompt)
 
     def resumed(self, incarnation: int) -> SampleLedger:
         """The ledger of a checkpoint, taken up by a later incarnation of the job."""
@@ -163,6 +188,7 @@ class SampleLedger:
                 "format": FORMAT_VERSION,
                 "incarnation": self.incarnation,
                 "num_trained": self.num_trained,
+                "next_prompt": self.next_prompt,
                 "closed": rows,
             }
         )
@@ -180,19 +206,27 @@ class SampleLedger:
                 f"ledger does not add up: {len(closed)} iterations hold {total} trained samples, "
                 f"num_trained says {raw['num_trained']}"
             )
-        return cls(incarnation=raw["incarnation"], closed=closed, num_trained=raw["num_trained"])
+        return cls(raw["incarnation"], closed=closed, num_trained=raw["num_trained"], next_prompt=raw["next_prompt"])
 
     def _open(self) -> OpenIteration:
         if self.open_iteration is None:
             raise LedgerError("no iteration is open")
         return self.open_iteration
 
+    def _ids(self, num_prompts: int) -> frozenset[SampleId]:
+        now = self._open()
+        return frozenset(
+            SampleId(self.incarnation, now.iteration, prompt, draw)
+            for prompt in range(now.first_prompt, now.first_prompt + num_prompts)
+            for draw in range(now.group_size)
+        )
+
     def _fated(self, ids: Iterable[SampleId]) -> frozenset[SampleId]:
         listed = list(ids)
         fated = frozenset(listed)
         if len(listed) != len(fated):
             raise LedgerError(f"{len(listed) - len(fated)} samples are named twice in one step")
-        if foreign := sorted(fated - self.expected_ids()):
+        if foreign := sorted(fated - self.possible_ids()):
             raise LedgerError(f"{len(foreign)} samples are not of the open iteration, {foreign[0]} among them")
         if again := sorted(fated & self._open().with_fate()):
             raise LedgerError(f"{len(again)} samples have met their fate already, {again[0]} among them")

@@ -16,6 +16,7 @@ from services.actor.minibatches import MinibatchAssembly
 from tidegate.codec import fate_of, finite_only
 from tidegate.config import AlgorithmSection
 from tidegate.ports.bus import SampleDelivery
+from tidegate.runtime.lead import rewards_of
 from tidegate.types import SampleId
 from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -38,7 +39,7 @@ class IterationTraining:
 
 def train_samples(group: samples_pb2.SampleGroup, algorithm: AlgorithmSection) -> list[wire.TrainSample]:
     """A group's responses with their advantages, as every rank is given them."""
-    advantages = group_advantages([sample.reward for sample in group.samples], normalize_std=algorithm.normalize_std)
+    advantages = group_advantages(rewards_of(group), normalize_std=algorithm.normalize_std)
     return [
         wire.TrainSample(
             id=sample.id,
@@ -73,12 +74,13 @@ def journal_row(update_id: str, ids: Sequence[SampleId], report: wire.UpdateRepo
 
 def iteration_report(training: IterationTraining, fates: OpenIteration) -> events_pb2.IterationReported:
     """The actor's account of an iteration whose every sample has met its fate."""
-    lengths, rewards = sorted(training.lengths), training.rewards
+    lengths, rewards, spread = sorted(training.lengths), training.rewards, training.assembly.candidates.seen
     metrics = iteration_metrics(training.updates) | {
         "reward_mean": sum(rewards) / len(rewards),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_median": float(lengths[len(lengths) // 2]),
         "response_tokens_max": float(lengths[-1]),
+        "groups_with_spread": sum(spread.values()) / len(spread),
     }
     return events_pb2.IterationReported(
         trained=fate_of(fates.trained),

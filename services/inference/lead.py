@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_layout
 from tidegate.ports.bus import SampleConsumer, SampleDelivery, Stage
 from tidegate.runtime.crew import WorkerGone
-from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s
+from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s, rewards_of
 from tidegate.types import SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -59,14 +60,19 @@ class InferenceLead(Lead):
         consumer = await samples.consumer(
             job, Stage.GENERATED, "inference", on_dead_letter=self.tools.announcer.tell_dead_letter
         )
-        done = set(await self.published(Stage.SCORED, plan))
-        while len(done) < plan.num_prompts:
+        candidates = await self.candidates(Stage.SCORED, plan)
+        while not candidates.is_complete:
             await self._whole.wait()
             deliveries = await consumer.fetch(_MAX_GROUPS_A_CALL, timeout_s=_FETCH_TIMEOUT_S)
-            wanted = [delivery for delivery in deliveries if await self._is_wanted(delivery, done)]
-            if wanted and await self._score(wanted):
-                done |= {delivery.group.prompt for delivery in wanted}
-                await self._tell_where_it_is(consumer, len(done), plan)
+            wanted = {
+                delivery.group.prompt: delivery
+                for delivery in deliveries
+                if await self._is_wanted(delivery, candidates)
+            }
+            if wanted and await self._score(list(wanted.values())):
+                for prompt, delivery in wanted.items():
+                    candidates.add(prompt, has_spread=has_spread(rewards_of(delivery.group)))
+                await self._tell_where_it_is(consumer, candidates)
         await self.tell(events_pb2.IterationReported())
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
@@ -80,14 +86,19 @@ class InferenceLead(Lead):
         self._version = weights.version
         self._whole.set()
 
-    async def _is_wanted(self, delivery: SampleDelivery, done: set[int]) -> bool:
+    async def _is_wanted(self, delivery: SampleDelivery, candidates: Candidates) -> bool:
         """Settles those that are not: let go what was superseded or is scored already, put off what is early."""
         group = delivery.group
         now = (self.incarnation, self.iteration)
         if (group.incarnation, group.iteration) > now:
             await delivery.nak(delay_s=put_off_s(delivery.num_deliveries))
-        elif (group.incarnation, group.iteration) < now or group.prompt in done:
+        elif (group.incarnation, group.iteration) < now or group.prompt in candidates.seen:
             await delivery.ack()
+        elif group.prompt not in candidates.possible:
+            await delivery.dead_letter(
+                f"prompt {group.prompt} is not of iteration {group.iteration}, which takes "
+                f"{candidates.possible[0]}-{candidates.possible[-1]}"
+            )
         elif group.version != self._version:
             await delivery.dead_letter(
                 f"prompt {group.prompt} of iteration {group.iteration} was drawn from version {group.version}, its "
@@ -120,8 +131,8 @@ class InferenceLead(Lead):
             await delivery.ack()
         return True
 
-    async def _tell_where_it_is(self, consumer: SampleConsumer, num_done: int, plan: types_pb2.IterationPlan) -> None:
-        await self.tell_progress("score", num_done, plan.num_prompts)
+    async def _tell_where_it_is(self, consumer: SampleConsumer, candidates: Candidates) -> None:
+        await self.tell_progress("score", len(candidates.seen), len(candidates.prompts))
         await self.tell(events_pb2.Backlog(queue=Stage.GENERATED, num_messages=await consumer.num_waiting()))
 
 

@@ -1,8 +1,8 @@
 """Which responses of an iteration are still to be made, and who is making them. Pure.
 
-A group is all responses to one prompt, complete when each of its draws is in. Requests are given out in order of prompt
-and draw. Invariants: a sample is given out to one engine at a time; what an engine held when it was lost is given
-out again; a sample that came in once is not taken twice.
+A group is all responses to one prompt, complete when each of its draws is in. Groups may be added. Requests are given
+out in order of prompt and draw. Invariants: a sample is given out to one engine at a time; what an engine held when it
+was lost is given out again; a sample that came in once is not taken twice.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ class GroupsInProgress(Generic[Response]):
     _responses: dict[int, dict[int, Response]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._responses = {prompt: {} for prompt in self.prompts}
-        self._waiting = [
-            SampleId(self.incarnation, self.iteration, prompt, draw)
-            for prompt in self.prompts
-            for draw in range(self.group_size)
-        ]
-        heapq.heapify(self._waiting)
+        self.extend(self.prompts)
+
+    def extend(self, prompts: Iterable[int]) -> None:
+        """These are to be made too; ValueError on one that is in progress already."""
+        for prompt in prompts:
+            if prompt in self._responses:
+                raise ValueError(f"prompt {prompt} is in progress already")
+            self._responses[prompt] = {}
+            for draw in range(self.group_size):
+                heapq.heappush(self._waiting, SampleId(self.incarnation, self.iteration, prompt, draw))
 
     @property
     def is_done(self) -> bool:

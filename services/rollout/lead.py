@@ -1,9 +1,10 @@
 """The rollout's lead: assigns an iteration's prompts to engines and publishes each group as soon as it is complete.
 
 An engine is kept as full as it can run; what it held goes to the others when it is lost, and an engine that comes takes
-part at once. A new lead asks the stream which groups are there and has only the others made. Invariants: a group is
-published whole and once; every response of an iteration is drawn from the iteration's version; a response is the same
-whichever engine makes it (its seed is derived from its id).
+part at once. A new lead asks the stream which groups are there and has only the others made. Where the plan has extra
+prompts, groups without spread are replaced (`tidegate.candidates`), and what the stream holds of a group decides.
+Invariants: a group is published whole and once; every response of an iteration is drawn from the iteration's version; a
+response is the same whichever engine makes it (its seed is derived from its id).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass, field
 
 from services.rollout.exercises import Exercises, open_exercises
 from services.rollout.groups import GroupsInProgress
+from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_sample_id, fate_of
 from tidegate.ports.bus import Stage
 from tidegate.runtime.crew import WorkerGone
-from tidegate.runtime.lead import Lead, LeadTools
+from tidegate.runtime.lead import Lead, LeadTools, rewards_of
 from tidegate.types import Grant, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -39,12 +41,12 @@ class _Generation:
 
     plan: types_pb2.IterationPlan
     exercises: Exercises
+    candidates: Candidates
     groups: GroupsInProgress[samples_pb2.Sample]
     calls: set[asyncio.Task[None]] = field(default_factory=set)
     """To engines; also the judging and publishing of groups, which holds up no engine."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_tokens: int = 0
-    num_published: int = 0
     num_failed_rewards: int = 0
 
 
@@ -83,15 +85,14 @@ class RolloutLead(Lead):
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         if self._exercises is None:
             self._exercises = await open_exercises(self.job)
-        prompts = range(plan.first_prompt, plan.first_prompt + plan.num_prompts)
-        done = await self.published(Stage.GENERATED, plan)
+        candidates = await self.candidates(Stage.GENERATED, plan)
         groups = GroupsInProgress[samples_pb2.Sample](
             incarnation=self.incarnation,
             iteration=plan.iteration,
-            prompts=tuple(prompt for prompt in prompts if prompt not in done),
+            prompts=tuple(prompt for prompt in candidates.prompts if prompt not in candidates.seen),
             group_size=plan.group_size,
         )
-        generation = _Generation(plan, self._exercises, groups, num_published=len(done))
+        generation = _Generation(plan, self._exercises, candidates, groups)
         self._generation = generation
         try:
             # A group that is complete is still to be judged and published, so the calls have to end too.
@@ -188,18 +189,28 @@ class RolloutLead(Lead):
                 samples=responses,
                 grants=encode_grants(self.crew.members),
             )
-            await self.tools.samples.publish(Stage.GENERATED, group)
-            generation.num_published += 1
+            is_new = await self.tools.samples.publish(Stage.GENERATED, group)
+            # What a lead before published stands, with its rewards.
+            stands = group if is_new else await self.held(Stage.GENERATED, plan, prompt) or group
+            self._count_in(stands, generation)
             generation.num_failed_rewards += judged.num_failed
             await self._tell_generated(generation)
         finally:
             generation.changed.set()
 
+    def _count_in(self, group: samples_pb2.SampleGroup, generation: _Generation) -> None:
+        """A group is on the stream: the prompt that replaces one without spread is next."""
+        candidates = generation.candidates
+        known = candidates.prompts
+        candidates.add(group.prompt, has_spread=has_spread(rewards_of(group)))
+        generation.groups.extend(range(known.stop, candidates.prompts.stop))
+
     async def _tell_generated(self, generation: _Generation) -> None:
         figures = {"num_tokens": float(generation.num_tokens)}
         if generation.num_failed_rewards:
             figures["num_failed_rewards"] = float(generation.num_failed_rewards)
-        await self.tell_progress("generate", generation.num_published, generation.plan.num_prompts, **figures)
+        candidates = generation.candidates
+        await self.tell_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
 
     def _request(self, sample: SampleId, exercises: Exercises) -> wire.GenerationRequest:
         return wire.GenerationRequest(

@@ -46,6 +46,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         max_actor_restarts=runtime.max_actor_restarts,
         command_deadline_ms=round(runtime.command_deadline_s * 1000),
         standby=config.standby(),
+        max_extra_prompts=algorithm.max_extra_prompts,
     )
 
 
@@ -167,7 +168,7 @@ _BODIES: dict[type, Callable[[Any], ev.Body]] = {
     events_pb2.GpusReleased: lambda body: ev.GpusReleased(decode_grants(body.grants)),
     events_pb2.GpusAcquired: lambda body: ev.GpusAcquired(decode_grants(body.grants)),
     events_pb2.LayoutCommitted: lambda body: ev.LayoutCommitted(
-        decode_layout(body.layout), decode_grants(body.grants), body.next_iteration
+        decode_layout(body.layout), decode_grants(body.grants), body.next_iteration, body.next_prompt
     ),
     events_pb2.Failed: _failed,
     events_pb2.InstanceJoined: _joined,

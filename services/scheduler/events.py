@@ -40,11 +40,12 @@ class GpusAcquired:
 
 @dataclass(frozen=True, slots=True)
 class LayoutCommitted:
-    """`grants` are all members of the layout, in rank order; `next_iteration` is the actor's."""
+    """`grants` are all members of the layout, in rank order; what is next is the actor's word."""
 
     layout: Layout
     grants: tuple[Grant, ...]
     next_iteration: int
+    next_prompt: int = 0
 
 
 class FailedWhat(StrEnum):

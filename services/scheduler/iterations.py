@@ -110,12 +110,14 @@ def _closed_iteration(state: ClusterState) -> ClusterState:
     iteration = state.iteration
     if iteration is None or not iteration.is_accounted or set(iteration.closed) != set(Role):
         return state
+    summary = accounts.summarize(state, iteration)
     return replace(
         state,
-        summaries=(*state.summaries, accounts.summarize(state, iteration)),
+        summaries=(*state.summaries, summary),
         iteration=None,
         next_iteration=iteration.plan.iteration + 1,
         next_version=iteration.plan.version + 1,
+        next_prompt=iteration.plan.first_prompt + summary.generated.num_samples // iteration.plan.group_size,
         snapshots={version: each for version, each in state.snapshots.items() if version > iteration.plan.version},
     )
 
@@ -125,5 +127,5 @@ def _opened_iteration(state: ClusterState, spec: JobSpec) -> ClusterState:
         return state
     if not all(state.holds(role, state.next_version) for role in READERS):
         return state
-    plan = spec.plan(iteration=state.next_iteration, version=state.next_version)
+    plan = spec.plan(iteration=state.next_iteration, version=state.next_version, first_prompt=state.next_prompt)
     return replace(state, phase=Phase.RUNNING, message="", iteration=Iteration(plan=plan))

@@ -160,13 +160,14 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
         num_failed_starts=0,
     )
     state = with_component(state, role, component)
-    return _lineage(state, next_iteration=body.next_iteration) if role is Role.ACTOR else state
+    return _lineage(state, body) if role is Role.ACTOR else state
 
 
-def _lineage(state: ClusterState, *, next_iteration: int) -> ClusterState:
+def _lineage(state: ClusterState, body: ev.LayoutCommitted) -> ClusterState:
     """The actor says from where it really goes on."""
+    next_iteration = body.next_iteration
     state = supersede(state, next_iteration=next_iteration)
     checkpoint = state.checkpoint
     known = checkpoint is not None and checkpoint.next_iteration == next_iteration
     version = checkpoint.version if checkpoint is not None and known else next_iteration
-    return replace(state, next_iteration=next_iteration, next_version=version)
+    return replace(state, next_iteration=next_iteration, next_version=version, next_prompt=body.next_prompt)

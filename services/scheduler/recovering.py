@@ -66,6 +66,6 @@ def _opened(state: ClusterState, event: ev.Event) -> ClusterState:
         return state
     if not isinstance(event.body, ev.IterationReported):
         return state
-    plan = state.spec.plan(iteration=state.next_iteration, version=state.next_version)
+    plan = state.spec.plan(iteration=state.next_iteration, version=state.next_version, first_prompt=state.next_prompt)
     phase = Phase.RUNNING if state.phase is Phase.SUBMITTED else state.phase
     return replace(state, phase=phase, iteration=Iteration(plan=plan))

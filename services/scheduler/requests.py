@@ -91,4 +91,5 @@ def _plan(plan: IterationPlan) -> types_pb2.IterationPlan:
         group_size=plan.group_size,
         num_minibatches=plan.num_minibatches,
         seed=plan.seed,
+        max_extra_prompts=plan.max_extra_prompts,
     )

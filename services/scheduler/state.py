@@ -231,6 +231,8 @@ class ClusterState:
     checkpoint: Checkpoint | None = None
     next_iteration: int = 0
     next_version: int = 0
+    next_prompt: int = 0
+    """The first of the next iteration, by the actor's ledger."""
     iteration: Iteration | None = None
     summaries: tuple[Summary, ...] = ()
     num_restarts: int = 0

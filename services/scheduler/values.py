@@ -55,6 +55,7 @@ class IterationPlan:
     group_size: int
     num_minibatches: int
     seed: int
+    max_extra_prompts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class JobSpec:
     command_deadline_ms: int
     standby: tuple[GpuId, ...] = ()
     """GPUs that the actor may get besides those it is placed on."""
+    max_extra_prompts: int = 0
+    """Which an iteration may take to replace groups that teach nothing."""
 
     def slots(self, role: Role) -> tuple[GpuId, ...]:
         """All GPUs that it may ever have."""
@@ -90,13 +93,14 @@ class JobSpec:
         """Of all components, by id."""
         return tuple(sorted({gpu for role in Role for gpu in self.slots(role)}))
 
-    def plan(self, *, iteration: int, version: int) -> IterationPlan:
+    def plan(self, *, iteration: int, version: int, first_prompt: int) -> IterationPlan:
         return IterationPlan(
             iteration=iteration,
             version=version,
-            first_prompt=iteration * self.num_prompts,
+            first_prompt=first_prompt,
             num_prompts=self.num_prompts,
             group_size=self.group_size,
             num_minibatches=self.num_minibatches,
             seed=self.seed,
+            max_extra_prompts=self.max_extra_prompts,
         )

@@ -276,6 +276,21 @@ async def test_a_group_is_stored_once_however_often_it_is_published(bench: Bench
     assert await consumer.fetch(10, timeout_s=SOON_S) == []
 
 
+async def test_a_group_that_the_stream_holds_can_be_looked_at_acknowledged_or_not(bench: Bench) -> None:
+    samples = bench.bus.samples
+    await publish_groups(bench, 3, 1)
+    consumer = await samples.consumer(bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter)
+    for delivery in await consumer.fetch(1, timeout_s=PATIENT_S):
+        await delivery.ack()
+    place = {"incarnation": 1, "iteration": 0}
+    for prompt in (1, 3):
+        assert await samples.held(bench.job, Stage.GENERATED, **place, prompt=prompt) == a_group(bench.job, prompt)
+    for stage, prompt in ((Stage.GENERATED, 2), (Stage.SCORED, 3)):
+        assert await samples.held(bench.job, stage, **place, prompt=prompt) is None
+    with pytest.raises(JobNotOpen):
+        await samples.held(JobId("nobody"), Stage.GENERATED, **place, prompt=1)
+
+
 async def test_published_names_exactly_the_prompts_of_one_iteration_acknowledged_or_not(bench: Bench) -> None:
     samples = bench.bus.samples
     await publish_groups(bench, 3, 1)

@@ -26,11 +26,11 @@ DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 Victim = Callable[[RunningJob], psutil.Process]
 
 
-def _service(module: str, node: str = "") -> Victim:
+def service_of(module: str, node: str = "") -> Victim:
     return lambda job: job.service(module, node)
 
 
-def _worker(gpu: str) -> Victim:
+def worker_of(gpu: str) -> Victim:
     return lambda job: job.worker(gpu)
 
 
@@ -51,33 +51,36 @@ def _warming(event: Event) -> bool:
 
 
 SURVIVED: dict[str, tuple[Victim, Condition]] = {
-    "the actor's service on node 0, generating": (_service("services.actor", "n0"), generating(1)),
-    "the actor's service on node 1, generating": (_service("services.actor", "n1"), generating(1)),
-    "the actor's service, between two updates": (_service("services.actor", "n0"), updated(1)),
-    "the actor's service, at its start": (_service("services.actor", "n0"), _happened("instance_joined", of="actor")),
-    "the actor's service, warming up": (_service("services.actor", "n1"), _warming),
-    "the actor's service, after a checkpoint": (_service("services.actor", "n0"), _happened("checkpoint_saved")),
-    "the actor's service, after a publish": (_service("services.actor", "n1"), _happened("weights_published", nth=2)),
-    "the rollout's service on node 0": (_service("services.rollout", "n0"), generating(1)),
-    "the rollout's service on node 1": (_service("services.rollout", "n1"), generating(1)),
+    "the actor's service on node 0, generating": (service_of("services.actor", "n0"), generating(1)),
+    "the actor's service on node 1, generating": (service_of("services.actor", "n1"), generating(1)),
+    "the actor's service, between two updates": (service_of("services.actor", "n0"), updated(1)),
+    "the actor's service, at its start": (service_of("services.actor", "n0"), _happened("instance_joined", of="actor")),
+    "the actor's service, warming up": (service_of("services.actor", "n1"), _warming),
+    "the actor's service, after a checkpoint": (service_of("services.actor", "n0"), _happened("checkpoint_saved")),
+    "the actor's service, after a publish": (service_of("services.actor", "n1"), _happened("weights_published", nth=2)),
+    "the rollout's service on node 0": (service_of("services.rollout", "n0"), generating(1)),
+    "the rollout's service on node 1": (service_of("services.rollout", "n1"), generating(1)),
     "the rollout's service, at its start": (
-        _service("services.rollout", "n0"),
+        service_of("services.rollout", "n0"),
         _happened("lead_elected", of="rollout"),
     ),
-    "the rollout's service, loading weights": (_service("services.rollout", "n1"), _happened("weights_published")),
-    "the inference's service without workers": (_service("services.inference", "n0"), generating(1)),
-    "the inference's service with its worker": (_service("services.inference", "n1"), generating(1)),
-    "the inference's service, loading weights": (_service("services.inference", "n1"), _happened("weights_published")),
-    "the scheduler, generating": (_service("services.scheduler"), generating(1)),
-    "the scheduler, at the job's start": (_service("services.scheduler"), _happened("job_submitted")),
-    "the scheduler, as an iteration closes": (_service("services.scheduler"), _happened("checkpoint_saved", nth=2)),
-    "an actor's first rank": (_worker("n0/0"), generating(1)),
-    "an actor's last rank, updating": (_worker("n1/1"), updated(1)),
-    "an engine on node 0": (_worker("n0/2"), generating(1)),
-    "an engine on node 1": (_worker("n1/2"), generating(1)),
-    "the inference's rank": (_worker("n1/3"), generating(1)),
-    "the fork server of node 0": (_service("tidegate.runtime.forkserver", "n0"), generating(1)),
-    "the fork server of node 1": (_service("tidegate.runtime.forkserver", "n1"), updated(1)),
+    "the rollout's service, loading weights": (service_of("services.rollout", "n1"), _happened("weights_published")),
+    "the inference's service without workers": (service_of("services.inference", "n0"), generating(1)),
+    "the inference's service with its worker": (service_of("services.inference", "n1"), generating(1)),
+    "the inference's service, loading weights": (
+        service_of("services.inference", "n1"),
+        _happened("weights_published"),
+    ),
+    "the scheduler, generating": (service_of("services.scheduler"), generating(1)),
+    "the scheduler, at the job's start": (service_of("services.scheduler"), _happened("job_submitted")),
+    "the scheduler, as an iteration closes": (service_of("services.scheduler"), _happened("checkpoint_saved", nth=2)),
+    "an actor's first rank": (worker_of("n0/0"), generating(1)),
+    "an actor's last rank, updating": (worker_of("n1/1"), updated(1)),
+    "an engine on node 0": (worker_of("n0/2"), generating(1)),
+    "an engine on node 1": (worker_of("n1/2"), generating(1)),
+    "the inference's rank": (worker_of("n1/3"), generating(1)),
+    "the fork server of node 0": (service_of("tidegate.runtime.forkserver", "n0"), generating(1)),
+    "the fork server of node 1": (service_of("tidegate.runtime.forkserver", "n1"), updated(1)),
 }
 
 WANT_INCARNATION = {

@@ -130,6 +130,14 @@ WRONG = {
         _with("algorithm.n_minibatches", 3),
         r"n_minibatches=3 does not divide prompts_per_iteration=4; legal: 1, 2, 4",
     ),
+    "extra prompts that replace nothing": (
+        _with("algorithm.max_extra_prompts", 8),
+        r"max_extra_prompts=8 replaces groups that filter_zero_std drops, and filter_zero_std is false: set it to true",
+    ),
+    "groups that can have no spread": (
+        _with("algorithm", VALID["algorithm"] | {"filter_zero_std": True, "group_size": 1}),
+        r"filter_zero_std=true drops every group of group_size=1",
+    ),
     "a negative number": (_with("algorithm.group_size", -1), r"algorithm.group_size=-1: .* greater than or equal to 1"),
     "heads that do not divide": (_with("model.num_kv_heads", 3), r"num_heads=4 does not divide by num_kv_heads=3"),
     "responses that leave no room for a prompt": (

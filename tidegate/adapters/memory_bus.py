@@ -208,6 +208,16 @@ class MemorySampleStream:
         held = [stream.messages[sequence].subject for sequence in stream.of(pattern)]
         return frozenset(subjects.parse_sample_subject(subject)[3] for subject in held)
 
+    async def held(
+        self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
+    ) -> SampleGroup | None:
+        subject = subjects.group_subject(job, stage, incarnation=incarnation, iteration=iteration, prompt=prompt)
+        stream = self._server.stream(subjects.samples_stream(job))
+        payloads = (held.payload for held in stream.messages.values() if held.subject == subject)
+        with suppress(WireError, StopIteration):
+            return decode_group(next(payloads), scored=stage is Stage.SCORED)
+        return None
+
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         stream = self._server.stream(subjects.samples_stream(job))
         for sequence in list(stream.of(subjects.job_samples(job))):

@@ -255,6 +255,15 @@ class NatsSampleStream:
         held = await self._subjects(job, pattern)
         return frozenset(subjects.parse_sample_subject(subject)[3] for subject in held)
 
+    async def held(
+        self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
+    ) -> SampleGroup | None:
+        subject = subjects.group_subject(job, stage, incarnation=incarnation, iteration=iteration, prompt=prompt)
+        payload = await self._link.last_on(subjects.samples_stream(job), subject)
+        with suppress(WireError):
+            return None if payload is None else decode_group(payload, scored=stage is Stage.SCORED)
+        return None
+
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         held = {
             subjects.parse_sample_subject(subject)[:3]

@@ -11,6 +11,7 @@ an answer to a call given up reaches nobody and is delivered again; no error tex
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -195,6 +196,16 @@ class NatsLink:
         """The next stored messages, without a consumer; empty at the end. Their headers carry `Nats-Sequence`."""
         request = {"seq": from_sequence, "batch": _READ_BATCH}
         return await self._collect(f"$JS.API.DIRECT.GET.{stream}", request, num=_READ_BATCH, wait_s=0.0)
+
+    async def last_on(self, stream: str, subject: str) -> bytes | None:
+        """What the last message on a subject holds; None where there is none. JobNotOpen."""
+        try:
+            answer = await self.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
+        except NatsRefused as refused:
+            if refused.err_code == NO_MESSAGE_FOUND:
+                return None
+            raise _not_open(stream, refused) from refused
+        return base64.b64decode(answer["message"].get("data", ""))
 
     async def subscribe(
         self, subject: str, on_message: Callable[[Msg], Awaitable[None]]

@@ -67,8 +67,14 @@ def iteration_samples(job: JobId, stage: Stage, *, incarnation: int, iteration: 
 
 
 def sample_subject(stage: Stage, group: SampleGroup) -> str:
-    place = f"{group.incarnation}.{group.iteration}.{group.prompt}"
-    return f"tg.samples.{job_id(group.job)}.{stage}.{place}"
+    return group_subject(
+        JobId(group.job), stage, incarnation=group.incarnation, iteration=group.iteration, prompt=group.prompt
+    )
+
+
+def group_subject(job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int) -> str:
+    """Of the one message that a group is at a stage."""
+    return f"tg.samples.{job_id(job)}.{stage}.{_count(incarnation)}.{_count(iteration)}.{_count(prompt)}"
 
 
 def parse_sample_subject(subject: str) -> tuple[Stage, int, int, int]:

@@ -190,6 +190,12 @@ class SampleStream(Protocol):
         """Exactly the prompts that the stream holds for this iteration, acknowledged or not."""
         ...
 
+    async def held(
+        self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
+    ) -> SampleGroup | None:
+        """The group that the stream holds, acknowledged or not; None where there is none that can be read."""
+        ...
+
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         """Removes, in both stages, what comes before (incarnation, iteration): what a checkpoint covers."""
         ...

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import structlog
 
+from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout, finite_only
 from tidegate.events import EventBody
 from tidegate.job import Job, JobFolder
@@ -26,7 +27,7 @@ from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerUnreachable
 from tidegate.types import Grant, JobId, Layout, NodeId, node_of
-from tidegate.v1 import commands_pb2, events_pb2, types_pb2
+from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 
 Command: TypeAlias = (
     commands_pb2.ScaleUpRequest
@@ -171,7 +172,22 @@ class Lead(ABC):
         found = await self.tools.samples.published(
             self.tools.job_id, stage, incarnation=self.incarnation, iteration=plan.iteration
         )
-        return found & frozenset(range(plan.first_prompt, plan.first_prompt + plan.num_prompts))
+        return found & frozenset(candidates_of(plan).possible)
+
+    async def candidates(self, stage: Stage, plan: types_pb2.IterationPlan) -> Candidates:
+        """The iteration's, with the groups that are on the stream counted in."""
+        candidates = candidates_of(plan)
+        for prompt in sorted(await self.published(stage, plan)):
+            # What is in a group matters only where it may be replaced.
+            group = await self.held(stage, plan, prompt) if plan.max_extra_prompts else None
+            candidates.add(prompt, has_spread=group is None or has_spread(rewards_of(group)))
+        return candidates
+
+    async def held(self, stage: Stage, plan: types_pb2.IterationPlan, prompt: int) -> samples_pb2.SampleGroup | None:
+        """What the stream has of a group; None where there is none that can be read."""
+        return await self.tools.samples.held(
+            self.tools.job_id, stage, incarnation=self.incarnation, iteration=plan.iteration, prompt=prompt
+        )
 
     @abstractmethod
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
@@ -203,12 +219,14 @@ class Lead(ABC):
     async def supersede(self) -> None:  # noqa: B027 - the default is to have nothing to end
         """A newer incarnation, or a new lead, begins: end what workers still do for what was before."""
 
-    async def announce_layout(self, request: commands_pb2.ScaleUpRequest, *, next_iteration: int = 0) -> None:
+    async def announce_layout(
+        self, request: commands_pb2.ScaleUpRequest, *, next_iteration: int = 0, next_prompt: int = 0
+    ) -> None:
         """Tell that the GPUs are acquired and the layout is in force."""
         grants, transition = decode_grants(request.grants), request.header.transition_id
         await self.tell(events_pb2.GpusAcquired(grants=request.grants), transition=transition, grants=grants)
         committed = events_pb2.LayoutCommitted(
-            layout=request.layout, grants=request.members, next_iteration=next_iteration
+            layout=request.layout, grants=request.members, next_iteration=next_iteration, next_prompt=next_prompt
         )
         await self.tell(committed, transition=transition, grants=decode_grants(request.members))
 
@@ -342,6 +360,15 @@ class Lead(ABC):
             self._num_breaks += 1
             again = f" ({self._num_breaks} times in a row)" if self._num_breaks > 1 else ""
             await self.fail(f"iteration {plan.iteration}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
+
+
+def candidates_of(plan: types_pb2.IterationPlan) -> Candidates:
+    """Before any group is in."""
+    return Candidates(plan.first_prompt, plan.num_prompts, plan.max_extra_prompts)
+
+
+def rewards_of(group: samples_pb2.SampleGroup) -> list[float]:
+    return [sample.reward for sample in group.samples]
 
 
 def put_off_s(num_deliveries: int) -> float:

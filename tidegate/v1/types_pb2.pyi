@@ -168,6 +168,7 @@ class IterationPlan(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     NUM_MINIBATCHES_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MAX_EXTRA_PROMPTS_FIELD_NUMBER: _builtins.int
     iteration: _builtins.int
     version: _builtins.int
     """The published weights that every sample of this iteration is drawn from and scored by."""
@@ -176,6 +177,8 @@ class IterationPlan(_message.Message):
     group_size: _builtins.int
     num_minibatches: _builtins.int
     seed: _builtins.int
+    max_extra_prompts: _builtins.int
+    """How many prompts may follow the first `num_prompts`, one for each group whose rewards are all equal."""
     def __init__(
         self,
         *,
@@ -186,10 +189,11 @@ class IterationPlan(_message.Message):
         group_size: _builtins.int = ...,
         num_minibatches: _builtins.int = ...,
         seed: _builtins.int = ...,
+        max_extra_prompts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "group_size", b"group_size", "iteration", b"iteration", "num_minibatches", b"num_minibatches", "num_prompts", b"num_prompts", "seed", b"seed", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "group_size", b"group_size", "iteration", b"iteration", "max_extra_prompts", b"max_extra_prompts", "num_minibatches", b"num_minibatches", "num_prompts", b"num_prompts", "seed", b"seed", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

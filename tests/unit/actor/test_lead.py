@@ -261,6 +261,67 @@ async def test_groups_of_equal_rewards_are_filtered_when_asked_for_and_accounted
         assert sorted(of.watch.prompts("ack")) == [0, 1, 2, 3]
 
 
+REPLACED = {"filter_zero_std": True, "max_extra_prompts": 3}
+
+
+async def test_groups_without_spread_are_filtered_and_others_take_their_places_in_order_of_prompts(
+    tmp_path: Path,
+) -> None:
+    async with training(tmp_path, algorithm=REPLACED) as of:
+        of.start()
+        await of.scored([5])
+        await of.scored([3, 1], rewards=(1.0, 1.0))
+        await of.scored([2, 0])
+        await of.until_acked(0, 1, 2)
+        assert of.ranks.minibatches() == [ids(0, 2)], "it starts when its groups are there"
+        await of.scored([4])
+        report = await of.report()
+        assert of.ranks.minibatches() == [ids(0, 2), ids(4, 5)]
+        assert report.trained == fate_of(ids(0, 2, 4, 5))
+        assert list(report.filtered) == [fate_of(ids(1, 3), reason="zero_std")]
+        assert report.metrics["groups_with_spread"] == 4 / 6
+        assert sorted(of.watch.prompts("ack")) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_when_extra_prompts_run_out_the_groups_with_spread_are_trained_as_they_are(tmp_path: Path) -> None:
+    async with training(tmp_path, algorithm=REPLACED) as of:
+        of.start()
+        await of.scored([1, 2, 4, 5], rewards=(1.0, 1.0))
+        await of.scored([0, 3, 6])
+        report = await of.report()
+        assert of.ranks.minibatches() == [ids(0, 3), ids(6)]
+        assert report.trained == fate_of(ids(0, 3, 6))
+        assert list(report.filtered) == [fate_of(ids(1, 2, 4, 5), reason="zero_std")]
+
+
+async def test_an_iteration_without_any_spread_trains_nothing_and_accounts_for_all(tmp_path: Path) -> None:
+    async with training(tmp_path, algorithm=REPLACED) as of:
+        of.start()
+        await of.scored(range(7), rewards=(0.0, 0.0))
+        report = await of.report()
+        assert of.ranks.same().trained == []
+        assert list(report.filtered) == [fate_of(ids(*range(7)), reason="zero_std")]
+        assert of.journal() == []
+
+
+async def test_a_resume_goes_on_after_the_extra_prompts_that_the_checkpoint_covers(tmp_path: Path) -> None:
+    async with training(tmp_path, algorithm=REPLACED) as of:
+        await of.scored([1], rewards=(0.0, 0.0))
+        await of.scored([0, 2, 3, 4])
+        old = of.start()
+        of.close()
+        await of.bench.told("weights_published", count=2)
+        await old.aclose()
+        of.bench.new_lead()
+        of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
+        first, again = await of.bench.told("layout_committed", count=2)
+        assert [each.layout_committed.next_prompt for each in (first, again)] == [0, 5]
+        await of.scored(range(5, 9), incarnation=2, iteration=1, version=1)
+        of.take(of.bench.open_iteration(1, incarnation=2, first_prompt=5))
+        *_, report = await of.bench.told("iteration_reported", count=2)
+        assert report.iteration_reported.trained == fate_of(ids(5, 6, 7, 8, incarnation=2, iteration=1))
+
+
 async def test_figures_that_are_not_finite_are_left_out_of_events_and_null_in_the_journal(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up())

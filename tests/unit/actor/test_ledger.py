@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -32,6 +33,30 @@ def test_an_iteration_closes_when_each_id_has_met_its_fate() -> None:
 def test_what_is_missing_is_named_when_an_iteration_cannot_close() -> None:
     with pytest.raises(LedgerError, match=r"4 samples have no fate \(0.0.1.0, 0.0.1.1"):
         _opened().committed("u0", _group(0)).closed_now()
+
+
+def test_extra_prompts_are_taken_and_those_after_them_are_the_next_iterations() -> None:
+    ledger = SampleLedger(incarnation=0).opened(replace(PLAN, max_extra_prompts=2))
+    assert ledger.verdict(_group(4)) is Verdict.NEW, "it may come before the group that it replaces"
+    assert ledger.verdict(_group(5)) is Verdict.NOT_EXPECTED
+    ledger = ledger.filtered(_group(1), reason="zero_std").committed("u0", _group(0) + _group(2) + _group(3))
+    ledger = ledger.taking(4).closed_now()
+    assert (ledger.next_prompt, ledger.num_trained) == (4, 6)
+    assert SampleLedger.from_json(ledger.to_json()) == ledger
+    ledger.opened(replace(PLAN, iteration=1, first_prompt=4))
+    with pytest.raises(LedgerError, match="iteration 1 cannot open at prompt 3: 4 is the next one"):
+        ledger.opened(replace(PLAN, iteration=1, first_prompt=3))
+
+
+def test_an_iteration_closes_with_the_prompts_that_it_took() -> None:
+    ledger = SampleLedger(incarnation=0).opened(replace(PLAN, max_extra_prompts=2))
+    ledger = ledger.committed("u0", [sample for prompt in range(4) for sample in _group(prompt)])
+    with pytest.raises(LedgerError, match=r"2 samples have a fate and are of prompts that it did not take, 0.0.3.0"):
+        ledger.closed_now()
+    with pytest.raises(LedgerError, match="2 samples have no fate"):
+        ledger.taking(5).closed_now()
+    with pytest.raises(LedgerError, match="cannot take 6 prompts: it has 3, at most 5"):
+        ledger.taking(6)
 
 
 REFUSED: dict[str, tuple[Callable[[SampleLedger], SampleLedger], str]] = {

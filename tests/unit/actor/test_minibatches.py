@@ -1,4 +1,5 @@
-"""Minibatches: every group once, in the order that the config names."""
+"""Minibatches: every group once, in the order that the config names; groups without spread fill none where they are
+replaced."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.actor.minibatches import MinibatchAssembly
+from tidegate.candidates import Candidates
 from tidegate.types import MinibatchOrder
 
 
-def _assembly(order: MinibatchOrder) -> MinibatchAssembly:
-    return MinibatchAssembly(first_prompt=10, num_prompts=4, num_minibatches=2, order=order)
+def _assembly(order: MinibatchOrder, *, max_extra_prompts: int = 0) -> MinibatchAssembly:
+    return MinibatchAssembly(Candidates(10, 4, max_extra_prompts), num_minibatches=2, order=order)
 
 
 def test_fixed_order_waits_for_its_prompts() -> None:
     assembly = _assembly(MinibatchOrder.FIXED)
     for prompt in (13, 12, 11):
-        assembly.add(prompt)
+        assembly.add(prompt, has_spread=True)
         assert assembly.take() is None
-    assembly.add(10)
+    assembly.add(10, has_spread=True)
     assert assembly.take() == (10, 11)
     assert assembly.take() == (12, 13)
     assert assembly.take() is None
@@ -28,35 +30,89 @@ def test_fixed_order_waits_for_its_prompts() -> None:
 
 def test_arrival_order_takes_the_first_complete_groups() -> None:
     assembly = _assembly(MinibatchOrder.ARRIVAL)
-    assembly.add(13)
+    assembly.add(13, has_spread=True)
     assert assembly.take() is None
-    assembly.add(11)
+    assembly.add(11, has_spread=True)
     assert assembly.take() == (13, 11)
 
 
 @pytest.mark.parametrize("order", MinibatchOrder)
-@given(arrivals=st.permutations(range(10, 14)))
-def test_every_prompt_is_given_out_once(order: MinibatchOrder, arrivals: list[int]) -> None:
+@given(arrivals=st.permutations(range(10, 14)), spread=st.lists(st.booleans(), min_size=4, max_size=4))
+def test_every_prompt_is_given_out_once(order: MinibatchOrder, arrivals: list[int], spread: list[bool]) -> None:
     assembly = _assembly(order)
     given_out: list[int] = []
     for prompt in arrivals:
-        assembly.add(prompt)
+        assembly.add(prompt, has_spread=spread[prompt - 10])
         while (minibatch := assembly.take()) is not None:
+            assert len(minibatch) == 2
             given_out.extend(minibatch)
     assert sorted(given_out) == [10, 11, 12, 13]
     assert assembly.is_done
 
 
+def test_a_minibatch_holds_as_many_groups_with_spread_as_one_without_filtering_and_those_between() -> None:
+    assembly = _assembly(MinibatchOrder.FIXED, max_extra_prompts=4)
+    for prompt in (10, 11, 12):
+        assembly.add(prompt, has_spread=prompt != 11)
+    assert assembly.take() == (10, 11, 12)
+    for prompt in (13, 14):
+        assembly.add(prompt, has_spread=True)
+    assert assembly.take() == (13, 14)
+    assert assembly.is_done
+
+
+def test_when_the_extra_prompts_are_used_up_what_is_left_is_the_last_minibatch() -> None:
+    assembly = _assembly(MinibatchOrder.FIXED, max_extra_prompts=2)
+    for prompt in range(10, 16):
+        assembly.add(prompt, has_spread=prompt in (10, 11, 13))
+    assert [assembly.take() for _ in range(3)] == [(10, 11), (12, 13, 14, 15), None]
+    assert assembly.is_done
+
+
+SPREAD = st.lists(st.booleans(), min_size=10, max_size=10)
+
+
+@pytest.mark.parametrize("order", MinibatchOrder)
+@given(spread=SPREAD, ranking=st.permutations(range(10)))
+def test_with_replacement_too_every_candidate_is_given_out_once(
+    order: MinibatchOrder, spread: list[bool], ranking: list[int]
+) -> None:
+    minibatches, candidates = _run(order, spread, ranking)
+    assert sorted(prompt for minibatch in minibatches for prompt in minibatch) == list(candidates.prompts)
+    counted = [sum(map(candidates.counts, minibatch)) for minibatch in minibatches]
+    assert all(count == 2 for count in counted[:-1])
+    assert sum(counted) == sum(spread[: len(candidates.prompts)])
+
+
+@given(spread=SPREAD, ranking=st.permutations(range(10)))
+def test_in_fixed_order_minibatches_do_not_depend_on_when_groups_come(spread: list[bool], ranking: list[int]) -> None:
+    minibatches, _ = _run(MinibatchOrder.FIXED, spread, ranking)
+    assert minibatches == _run(MinibatchOrder.FIXED, spread, list(range(10)))[0]
+
+
+def _run(order: MinibatchOrder, spread: list[bool], ranking: list[int]) -> tuple[list[tuple[int, ...]], Candidates]:
+    """Of the candidates that are known, the one that `ranking` puts first is in next."""
+    assembly = _assembly(order, max_extra_prompts=6)
+    candidates = assembly.candidates
+    minibatches: list[tuple[int, ...]] = []
+    while not assembly.is_done:
+        prompt = min(set(candidates.prompts) - set(candidates.seen), key=lambda each: ranking[each - 10])
+        assembly.add(prompt, has_spread=spread[prompt - 10])
+        while (minibatch := assembly.take()) is not None:
+            minibatches.append(minibatch)
+    return minibatches, candidates
+
+
 def test_a_prompt_of_another_iteration_is_refused() -> None:
     with pytest.raises(ValueError, match=r"prompt 14 is not of this iteration \(10-13\)"):
-        _assembly(MinibatchOrder.FIXED).add(14)
+        _assembly(MinibatchOrder.FIXED).add(14, has_spread=True)
 
 
 @pytest.mark.parametrize("order", MinibatchOrder)
 def test_a_prompt_added_twice_is_refused_even_after_it_was_given_out(order: MinibatchOrder) -> None:
     assembly = _assembly(order)
-    assembly.add(10)
-    assembly.add(11)
+    assembly.add(10, has_spread=True)
+    assembly.add(11, has_spread=True)
     assert assembly.take() == (10, 11)
     with pytest.raises(ValueError, match="prompt 11 was added before"):
-        assembly.add(11)
+        assembly.add(11, has_spread=True)

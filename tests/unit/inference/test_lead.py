@@ -199,6 +199,41 @@ async def test_a_group_of_the_iteration_drawn_from_another_version_is_dead_lette
         assert [kept.reason for kept in await of.bench.bus.dead_letters.list(JOB)] == [want]
 
 
+async def test_a_group_of_no_prompt_of_the_iteration_is_dead_lettered_with_what_it_takes(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        await of.generated([7])
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        (letter,) = await of.bench.told("dead_lettered")
+        assert letter.dead_lettered.reason == "prompt 7 is not of iteration 0, which takes 0-3"
+
+
+REPLACED = {"filter_zero_std": True, "max_extra_prompts": 2}
+
+
+async def test_an_iteration_goes_on_until_the_groups_that_replace_others_are_scored(tmp_path: Path) -> None:
+    async with scoring(tmp_path, algorithm=REPLACED) as of:
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.generated([4, 0, 1, 3])
+        await of.generated([2], rewards=(0.5, 0.5))
+        await of.bench.told("iteration_reported")
+        assert sorted(group.prompt for group in await of.on_stream()) == [0, 1, 2, 3, 4]
+
+
+async def test_a_new_lead_knows_from_the_stream_which_groups_are_still_to_come(tmp_path: Path) -> None:
+    async with scoring(tmp_path, algorithm=REPLACED) as of:
+        old = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.generated([0, 1, 2])
+        await of.generated([3], rewards=(0.5, 0.5))
+        await of.bench.changes.until(lambda: sorted(of.watch.prompts("ack")) == [0, 1, 2, 3])
+        await old.aclose()
+        of.new_lead(of.load(0), of.bench.open_iteration())
+        await of.bench.told("weights_loaded")
+        assert "iteration_reported" not in await of.bench.kinds()
+        await of.generated([4])
+        await of.bench.told("iteration_reported")
+        assert of.watch.prompts("publish scored") == [0, 1, 2, 3, 4]
+
+
 async def test_groups_of_older_incarnations_and_iterations_are_let_go_unscored(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         await of.generated([4], incarnation=1, iteration=1, version=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,18 @@ def test_samples_are_given_out_in_order_and_a_group_comes_out_when_it_is_complet
     assert groups.add(third, "c") is None
     assert groups.add(first, "a") == ["a", "b"]
     assert not groups.is_done
+
+
+def test_groups_that_are_added_are_made_after_those_that_wait() -> None:
+    groups = _groups()
+    for sample in groups.take(4):
+        groups.add(sample, "x")
+    assert groups.is_done
+    groups.extend([9])
+    assert not groups.is_done
+    assert groups.take(9) == (SampleId(1, 2, 9, 0), SampleId(1, 2, 9, 1))
+    with pytest.raises(ValueError, match="prompt 9 is in progress already"):
+        groups.extend([9])
 
 
 def test_what_a_lost_engine_held_is_given_out_again_before_what_follows() -> None:

@@ -14,10 +14,12 @@ import pytest
 
 from services.rollout.lead import RolloutLead
 from tests.component_bench import JOB, NODES, PATIENCE_S, Bench, Changes, bench, loaded, replied, snapshot, task_of
+from tidegate.candidates import has_spread
 from tidegate.codec import decode_sample_id, fate_of
 from tidegate.job import Job
 from tidegate.ports.bus import SampleConsumer, SampleStream, Stage
 from tidegate.runtime.crew import WorkerRefused
+from tidegate.runtime.lead import rewards_of
 from tidegate.tasks import Demonstration, Prompt, Task
 from tidegate.types import Grant, JobId, Role, SampleId
 from tidegate.v1 import commands_pb2, samples_pb2
@@ -101,13 +103,14 @@ class HeldPublishing:
     def __init__(self, samples: SampleStream, changes: Changes, *, prompt: int) -> None:
         self.let_go = asyncio.Event()
         self.is_holding = False
+        self.group: samples_pb2.SampleGroup | None = None
         self._samples = samples
         self._changes = changes
         self._prompt = prompt
 
     async def publish(self, stage: Stage, group: samples_pb2.SampleGroup) -> bool:
         if group.prompt == self._prompt:
-            self.is_holding = True
+            self.is_holding, self.group = True, group
             self._changes.tell()
             await self.let_go.wait()
         return await self._samples.publish(stage, group)
@@ -117,6 +120,9 @@ class HeldPublishing:
 
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
         return await self._samples.published(job, stage, incarnation=incarnation, iteration=iteration)
+
+    async def held(self, job: JobId, stage: Stage, **place: int) -> samples_pb2.SampleGroup | None:
+        return await self._samples.held(job, stage, **place)
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)
@@ -319,15 +325,11 @@ async def test_the_iteration_does_not_end_while_a_group_is_being_published(tmp_p
         await assert_whole_iteration(of)
 
 
-class HeldRewards:
-    """The task, with rewards that take until `let_go`."""
+class LongIsRight:
+    """The task, with every answer of several words right."""
 
-    def __init__(self, task: Task, changes: Changes) -> None:
-        self.let_go = threading.Event()
-        self.is_asked = False
+    def __init__(self, task: Task) -> None:
         self._task = task
-        self._changes = changes
-        self._loop = asyncio.get_running_loop()
 
     def words(self) -> tuple[str, ...]:
         return self._task.words()
@@ -337,6 +339,20 @@ class HeldRewards:
 
     def demonstration(self, index: int) -> Demonstration:
         return self._task.demonstration(index)
+
+    def reward(self, prompt: Prompt, response_text: str) -> float:
+        return float(" " in response_text)
+
+
+class HeldRewards(LongIsRight):
+    """The task, with rewards that take until `let_go`."""
+
+    def __init__(self, task: Task, changes: Changes) -> None:
+        super().__init__(task)
+        self.let_go = threading.Event()
+        self.is_asked = False
+        self._changes = changes
+        self._loop = asyncio.get_running_loop()
 
     def reward(self, prompt: Prompt, response_text: str) -> float:
         self.is_asked = True
@@ -356,6 +372,96 @@ async def test_a_reward_that_takes_long_holds_up_nothing_else_of_the_lead(tmp_pa
         await of.told("weights_loaded")
         rewards.let_go.set()
         await assert_whole_iteration(of)
+
+
+def replacing(of: RolloutBench) -> RolloutLead:
+    """A lead of a job in which many groups have no spread."""
+    lead = of.new_lead()
+    lead.job = replace(lead.job, task=LongIsRight(task_of(lead.job)))
+    return lead
+
+
+REPLACED = {"filter_zero_std": True, "max_extra_prompts": 40}
+
+
+async def assert_enough_with_spread(of: RolloutBench, groups: list[Any]) -> None:
+    """The shortest run of prompts that holds as many groups with spread as the iteration wants; all reported."""
+    report = (await of.told("iteration_reported"))[-1].iteration_reported
+    assert report.generated == fate_of([decode_sample_id(sample.id) for group in groups for sample in group.samples])
+    assert [group.prompt for group in groups] == list(range(len(groups)))
+    spread = [has_spread(rewards_of(group)) for group in groups]
+    assert (sum(spread), spread[-1]) == (4, True)
+    assert len(groups) > 4, "some were replaced"
+
+
+async def test_groups_without_spread_are_replaced_by_the_prompts_that_follow(tmp_path: Path) -> None:
+    async with rollout(tmp_path, Engines(), algorithm=REPLACED) as of:
+        replacing(of)
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.told("iteration_reported")
+        groups = await groups_on_stream(of)
+        await assert_enough_with_spread(of, groups)
+        progress = [each.progress for each in await of.told("progress", count=len(groups))]
+        assert [each.num_done for each in progress] == list(range(1, len(groups) + 1))
+        assert progress[-1].num_total == len(groups)
+
+
+async def test_no_more_groups_are_replaced_than_there_are_extra_prompts(tmp_path: Path) -> None:
+    async with rollout(tmp_path, Engines(), algorithm=REPLACED | {"max_extra_prompts": 1}) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.told("iteration_reported")
+        groups = await groups_on_stream(of)
+        assert [group.prompt for group in groups] == [0, 1, 2, 3, 4]
+        assert not any(has_spread(rewards_of(group)) for group in groups)
+
+
+async def test_a_new_lead_replaces_the_same_groups(tmp_path: Path) -> None:
+    async with rollout(tmp_path / "whole", Engines(), algorithm=REPLACED) as of:
+        replacing(of)
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.told("iteration_reported")
+        want = await groups_on_stream(of)
+    engines = Engines()
+    engines.num_permits = {FIRST: 7, SECOND: 0}
+    async with rollout(tmp_path / "broken", engines, algorithm=REPLACED) as of:
+        old = replacing(of)
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.told("progress", count=2)
+        await old.aclose()
+        new = replacing(of)
+        for gpu in (FIRST, SECOND):
+            engines.open(gpu)
+        new.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
+        new.take(of.open_iteration())
+        await of.told("iteration_reported")
+        got = await groups_on_stream(of)
+        await assert_enough_with_spread(of, got)
+        assert [(each.prompt, list(each.samples)) for each in got] == [
+            (each.prompt, list(each.samples)) for each in want
+        ]
+
+
+async def test_what_a_lead_before_published_of_a_group_decides_whether_it_is_replaced(tmp_path: Path) -> None:
+    held: list[HeldPublishing] = []
+
+    def wrap(samples: SampleStream, changes: Changes) -> SampleStream:
+        held.append(HeldPublishing(samples, changes, prompt=1))
+        return held[0]
+
+    async with rollout(tmp_path, Engines(), wrap=wrap, algorithm=REPLACED | {"max_extra_prompts": 4}) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await of.changes.until(lambda: held[0].is_holding)
+        assert held[0].group is not None
+        other = samples_pb2.SampleGroup()
+        other.CopyFrom(held[0].group)
+        other.samples[0].reward = 1.0
+        await of.bus.samples.publish(Stage.GENERATED, other)
+        held[0].let_go.set()
+        await of.told("iteration_reported")
+        groups = await groups_on_stream(of)
+        assert [group.prompt for group in groups] == list(range(8)), "all of equal rewards but the one on the stream"
+        (progress, *_) = reversed(await of.told("progress", count=8))
+        assert (progress.progress.num_done, progress.progress.num_total) == (8, 8)
 
 
 async def test_an_engine_generates_only_once_it_holds_the_version_of_the_iteration(tmp_path: Path) -> None:

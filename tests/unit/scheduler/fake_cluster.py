@@ -55,6 +55,7 @@ def spec(
     max_actor_restarts: int = 3,
     deadline_ms: int = 1000,
     standby: tuple[GpuId, ...] = (),
+    max_extra_prompts: int = 0,
 ) -> JobSpec:
     return JobSpec(
         placement={
@@ -71,6 +72,7 @@ def spec(
         max_actor_restarts=max_actor_restarts,
         command_deadline_ms=deadline_ms,
         standby=standby,
+        max_extra_prompts=max_extra_prompts,
     )
 
 
@@ -146,6 +148,8 @@ class FakeCluster:
     epochs: dict[Role, int] = field(default_factory=dict)
     answers: dict[str, tuple[bool, str]] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
+    next_prompts: dict[str, int] = field(default_factory=dict)
+    """By checkpoint; others have taken as many as each iteration must."""
     outbox: list[ev.Event] = field(default_factory=list)
     log: list[cmd.Command] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
@@ -502,13 +506,15 @@ class FakeCluster:
             gate.highest, gate.is_held = grant.token, True
         lead.members = command.members
         next_iteration = self.checkpoints.get(command.checkpoint, 0)
+        next_prompt = self.next_prompts.get(command.checkpoint, next_iteration * self.job_spec.num_prompts)
         said: dict[str, Any] = {
             "incarnation": header.incarnation,
             "transition_id": header.transition_id,
             "grants": command.members,
         }
         self.say(lead.instance, ev.GpusAcquired(command.grants), **said)
-        self.say(lead.instance, ev.LayoutCommitted(command.layout, command.members, next_iteration), **said)
+        committed = ev.LayoutCommitted(command.layout, command.members, next_iteration, next_prompt)
+        self.say(lead.instance, committed, **said)
         # Weights that come with the command are loaded without a word: a whole component is asked for them afterwards.
         if header.role is Role.ACTOR:
             self._publish(lead, header.incarnation, next_iteration)
@@ -567,6 +573,7 @@ class FakeCluster:
             return
         name, next_iteration = f"step-{lead.incarnation}-{plan.iteration + 1}", plan.iteration + 1
         self.checkpoints[name] = next_iteration
+        self.next_prompts[name] = plan.first_prompt + num_prompts(plan)
         body = ev.CheckpointSaved(next_iteration, plan.version + 1, name, 0)
         self.say(lead.instance, body, incarnation=lead.incarnation, grants=lead.members)
 
@@ -575,9 +582,14 @@ def role_of(name: InstanceId) -> Role:
     return Role(name.partition("@")[0])
 
 
+def num_prompts(plan: IterationPlan) -> int:
+    """That an iteration takes: the later the more, while there are extra ones."""
+    return plan.num_prompts + min(plan.iteration, plan.max_extra_prompts)
+
+
 def samples(plan: IterationPlan, incarnation: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Hashes of the ids that are trained, filtered and discarded."""
-    count = plan.num_prompts * plan.group_size
+    count = num_prompts(plan) * plan.group_size
     ids = [hash_of(incarnation, plan.iteration, index) for index in range(count)]
     return tuple(ids[: count - 3]), tuple(ids[count - 3 : count - 1]), tuple(ids[count - 1 :])
 

@@ -45,6 +45,8 @@ CONFIG: dict[str, Any] = {
         "n_minibatches": 2,
         "max_new_tokens": 16,
         "kl_coefficient": 0.1,
+        "filter_zero_std": True,
+        "max_extra_prompts": 6,
     },
     "actor": {"layout": {"dp": 2}, "learning_rate": 1e-3},
     "runtime": {"command_deadline_s": 2.5, "max_actor_restarts": 1},
@@ -129,8 +131,8 @@ BODIES: dict[str, tuple[Any, ev.Body]] = {
     "released": (events_pb2.GpusReleased(grants=[GRANT]), ev.GpusReleased((WANT_GRANT,))),
     "acquired": (events_pb2.GpusAcquired(grants=[GRANT]), ev.GpusAcquired((WANT_GRANT,))),
     "layout committed": (
-        events_pb2.LayoutCommitted(layout=types_pb2.Layout(dp=2), grants=[GRANT], next_iteration=4),
-        ev.LayoutCommitted(Layout(dp=2), (WANT_GRANT,), 4),
+        events_pb2.LayoutCommitted(layout=types_pb2.Layout(dp=2), grants=[GRANT], next_iteration=4, next_prompt=9),
+        ev.LayoutCommitted(Layout(dp=2), (WANT_GRANT,), 4, 9),
     ),
     "failed": (
         events_pb2.Failed(what=events_pb2.Failed.WHAT_WORKER, grants=[GRANT], exit_status=-9, message="killed"),
@@ -218,7 +220,8 @@ def test_a_submission_carries_what_the_scheduler_needs_of_the_config() -> None:
     assert (got.uses_reference, got.max_actor_restarts, got.command_deadline_ms) == (True, 1, 2500)
     assert got.placement[Role.ACTOR].gpus == (gpu("n0", 0), gpu("n0", 1))
     assert got.placement[Role.ACTOR].layout == Layout(dp=2)
-    assert got.plan(iteration=2, version=2).first_prompt == 16
+    plan = got.plan(iteration=2, version=2, first_prompt=17)
+    assert (plan.iteration, plan.first_prompt, plan.max_extra_prompts) == (2, 17, 6)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

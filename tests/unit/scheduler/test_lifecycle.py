@@ -14,7 +14,7 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import Checkpoint, ClusterState, Phase
 from services.scheduler.values import Fate
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
 from tidegate.types import Role, instance_id
 
 
@@ -37,6 +37,26 @@ def test_a_job_starts_iterates_and_gives_everything_back() -> None:
     assert state.final_checksum == "sum-3"
     assert state.checkpoint is not None
     assert state.checkpoint.next_iteration == 3
+
+
+def test_an_iteration_begins_after_the_prompts_that_the_one_before_took_and_after_those_of_the_checkpoint() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=4, max_extra_prompts=2), keeps_state=False))
+    drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
+    drive.cluster.kill_worker(gpu("n0", 0))
+
+    state = drive.run()
+
+    opens = [command for command in drive.cluster.log if isinstance(command, cmd.OpenIteration)]
+    of_actor = [command for command in opens if command.header.role is Role.ACTOR]
+    assert [(each.header.incarnation, each.plan.iteration, each.plan.first_prompt) for each in of_actor] == [
+        (1, 0, 0),
+        (1, 1, 4),
+        (1, 2, 9),
+        (2, 2, 9),
+        (2, 3, 15),
+    ]
+    assert {each.plan.max_extra_prompts for each in opens} == {2}
+    assert [each.generated.num_samples for each in state.summaries if not each.is_superseded] == [8, 10, 12, 12]
 
 
 def test_each_command_of_an_undisturbed_job_is_issued_once() -> None:

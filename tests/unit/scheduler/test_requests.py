@@ -97,14 +97,12 @@ def test_a_load_carries_the_published_snapshot_unread() -> None:
 
 
 def test_an_iteration_is_opened_by_its_whole_plan_and_closed_by_its_number() -> None:
-    plan = IterationPlan(
-        iteration=3, version=4, first_prompt=12, num_prompts=4, group_size=2, num_minibatches=2, seed=11
-    )
+    numbers = {"iteration": 3, "version": 4, "first_prompt": 12, "num_prompts": 4, "group_size": 2}
+    numbers |= {"num_minibatches": 2, "seed": 11, "max_extra_prompts": 5}
+    plan = IterationPlan(**numbers)
     opened = encode_command(cmd.OpenIteration(HEADER, plan), config_json="{}")
     assert isinstance(opened, commands_pb2.OpenIterationRequest)
-    assert opened.plan == types_pb2.IterationPlan(
-        iteration=3, version=4, first_prompt=12, num_prompts=4, group_size=2, num_minibatches=2, seed=11
-    )
+    assert opened.plan == types_pb2.IterationPlan(**numbers)
     closed = encode_command(cmd.CloseIteration(HEADER, 3, last=True), config_json="{}")
     assert isinstance(closed, commands_pb2.CloseIterationRequest)
     assert (closed.iteration, closed.last) == (3, True)
