@@ -218,3 +218,14 @@ def updated(iteration: int) -> Condition:
         and event.progress.phase == "train"
         and event.progress.num_done < event.progress.num_total
     )
+
+
+Victim = Callable[[RunningJob], psutil.Process]
+
+
+def service_of(module: str, node: str = "") -> Victim:
+    return lambda job: job.service(module, node)
+
+
+def worker_of(gpu: str) -> Victim:
+    return lambda job: job.worker(gpu)

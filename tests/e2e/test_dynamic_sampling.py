@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
+from tests.e2e.jobs import (
+    Condition,
+    RunningJob,
+    Victim,
+    generating,
+    running,
+    service_of,
+    small_job,
+    updated,
+    worker_of,
+)
 from tests.e2e.lineage import trained_draws, without_incarnation
-from tests.e2e.test_kills import Victim, service_of, worker_of
 from tidegate.tasks.tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]

@@ -9,29 +9,29 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
+from tests.e2e.jobs import (
+    Condition,
+    RunningJob,
+    Victim,
+    generating,
+    running,
+    service_of,
+    small_job,
+    updated,
+    worker_of,
+)
 from tests.e2e.lineage import expected_draws, trained_draws
 from tidegate.v1.events_pb2 import Event
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
-Victim = Callable[[RunningJob], psutil.Process]
-
-
-def service_of(module: str, node: str = "") -> Victim:
-    return lambda job: job.service(module, node)
-
-
-def worker_of(gpu: str) -> Victim:
-    return lambda job: job.worker(gpu)
 
 
 def _happened(body: str, *, of: str = "", nth: int = 1) -> Condition:
