@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf.message import DecodeError, Message
 
+from tidegate.candidates import has_spread
 from tidegate.types import GpuId, Grant, JobId, Layout, Role, SampleId, Token, job_id
 from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 
@@ -153,16 +154,19 @@ def decode_event(payload: bytes) -> events_pb2.Event:
 
 
 def check_group(group: samples_pb2.SampleGroup, *, scored: bool) -> None:
-    """WireError unless the group is whole and agrees with itself; `scored`: it must carry old log-probabilities."""
+    """WireError unless the group is whole and agrees with itself; `scored`: it must carry old log-probabilities, or
+    none at all where its rewards have no spread, and it is to be dropped."""
     require(group, "job", "prompt_tokens", "samples")
     decode_job(group.job, field="SampleGroup.job")
+    has_some = any(sample.old_log_probs for sample in group.samples)
+    must_have = scored and (has_some or has_spread(sample.reward for sample in group.samples))
     draws: set[int] = set()
     for sample in group.samples:
         _check_sample(sample, group)
         if sample.id.draw in draws:
             raise WireError(f"Sample.id {decode_sample_id(sample.id)} is twice in its group; each draw is there once")
         draws.add(sample.id.draw)
-        if scored:
+        if must_have:
             require(sample, "old_log_probs")
 
 

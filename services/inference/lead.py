@@ -1,8 +1,8 @@
 """The inference's lead: has complete groups scored as they come, and sends them on to the actor.
 
 A group is acknowledged after its scored form is on the stream, so that a new lead gets again what was not. Groups of
-another incarnation than the present one are let go (older) or wait (newer). Invariants: a group is scored by the
-version it was drawn from; it is sent on whole and once.
+another incarnation than the present one are let go (older) or wait (newer). Groups that the actor will drop are sent on
+as they are. Invariants: a group is scored by the version it was drawn from; it is sent on whole and once.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ class InferenceLead(Lead):
 
     async def _score(self, deliveries: Sequence[SampleDelivery]) -> bool:
         """False when a rank was lost: the groups wait until all ranks are up again."""
-        groups = [delivery.group for delivery in deliveries]
+        drops = self.job.config.algorithm.filter_zero_std
+        groups = [each.group for each in deliveries if not drops or has_spread(rewards_of(each.group))]
         call = wire.WorkerCall(score=wire.Score(groups=groups))
         try:
-            replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
+            replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call)) if groups else []
         except WorkerGone as error:
             self._log.warning("rank lost", error=str(error))
             self._whole.clear()
@@ -139,10 +140,11 @@ class InferenceLead(Lead):
 def _with_log_probs(
     group: samples_pb2.SampleGroup, scored: dict[SampleId, samples_pb2.Sample]
 ) -> samples_pb2.SampleGroup:
+    """A group that was not asked for has none."""
     complete = samples_pb2.SampleGroup()
     complete.CopyFrom(group)
     for sample in complete.samples:
-        answer = scored[decode_sample_id(sample.id)]
+        answer = scored.get(decode_sample_id(sample.id), samples_pb2.Sample())
         sample.old_log_probs.extend(answer.old_log_probs)
         sample.reference_log_probs.extend(answer.reference_log_probs)
     return complete

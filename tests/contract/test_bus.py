@@ -349,10 +349,26 @@ async def test_two_stages_have_consumers_of_their_own(bench: Bench) -> None:
 
 async def test_a_group_without_its_old_log_probabilities_is_not_let_into_the_scored_stage(bench: Bench) -> None:
     group = a_group(bench.job, 1)
+    second = group.samples.add()
+    second.CopyFrom(group.samples[0])
+    second.id.draw = 1
+    del second.old_log_probs[:]
+    with pytest.raises(WireError, match=r"Sample\.old_log_probs is missing"):
+        await bench.bus.samples.publish(Stage.SCORED, group)
     del group.samples[0].old_log_probs[:]
+    second.reward = 1.0
     with pytest.raises(WireError, match=r"Sample\.old_log_probs is missing"):
         await bench.bus.samples.publish(Stage.SCORED, group)
     assert await bench.bus.samples.publish(Stage.GENERATED, group) is True
+
+
+async def test_a_group_that_is_dropped_for_its_equal_rewards_needs_no_log_probabilities(bench: Bench) -> None:
+    group = a_group(bench.job, 1)
+    del group.samples[0].old_log_probs[:]
+    assert await bench.bus.samples.publish(Stage.SCORED, group) is True
+    actor = await bench.bus.samples.consumer(bench.job, Stage.SCORED, "actor", on_dead_letter=bench.on_dead_letter)
+    (delivery,) = await actor.fetch(1, timeout_s=PATIENT_S)
+    assert delivery.group == group
 
 
 async def test_an_unsettled_group_comes_again_and_counts_its_deliveries(bench: Bench) -> None:

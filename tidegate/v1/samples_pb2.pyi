@@ -91,7 +91,7 @@ class Sample(_message.Message):
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionRun]: ...
     @_builtins.property
     def old_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Filled by the inference: one a response token."""
+        """Filled by the inference: one a response token; empty in a group that the actor drops for its equal rewards."""
 
     @_builtins.property
     def reference_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...

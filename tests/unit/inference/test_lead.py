@@ -219,6 +219,21 @@ async def test_an_iteration_goes_on_until_the_groups_that_replace_others_are_sco
         assert sorted(group.prompt for group in await of.on_stream()) == [0, 1, 2, 3, 4]
 
 
+async def test_groups_that_the_actor_drops_are_sent_on_as_they_are(tmp_path: Path) -> None:
+    async with scoring(tmp_path, algorithm={"filter_zero_std": True}) as of:
+        await of.generated([1, 3], rewards=(0.5, 0.5))
+        await of.generated([0, 2])
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.told("iteration_reported")
+        assert sorted(prompt for prompts in of.ranks[FIRST].scored for prompt in prompts) == [0, 2]
+        on_stream = {group.prompt: group for group in await of.on_stream()}
+        assert [on_stream[prompt] for prompt in (1, 3)] == [
+            generated_group(prompt, rewards=(0.5, 0.5)) for prompt in (1, 3)
+        ]
+        assert all(sample.old_log_probs for sample in on_stream[2].samples)
+        assert await of.num_unsettled() == 0
+
+
 async def test_a_new_lead_knows_from_the_stream_which_groups_are_still_to_come(tmp_path: Path) -> None:
     async with scoring(tmp_path, algorithm=REPLACED) as of:
         old = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
