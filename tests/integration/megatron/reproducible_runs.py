@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tidegate.megatron.log_probs import token_log_probs
 from tidegate.megatron.reproducible import updater, wrapper
 from tidegate.megatron.updates import Update, Updater
 from tidegate.model_config import ModelConfig
-from tidegate.types import Layout
+from tidegate.types import Layout, Recompute
 
 VOCAB, PADDED_VOCAB = 61, 64
 TEMPERATURE = 0.7
@@ -41,11 +42,12 @@ def updates(
     dropout: float = 0.0,
     threads: int = 1,
     rate: float = 1e-2,
+    recompute: str = "none",
 ) -> Results:
     """Losses and norms of a run, and this rank's state after it, NaN where another holds it."""
     torch.set_num_threads(threads)
     world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
-    provider = _provider(tied=tied, bf16=bf16, experts=experts)
+    provider = replace(_provider(tied=tied, bf16=bf16, experts=experts), recompute=Recompute(recompute))
     mesh = provider.mesh(Layout(**layout), tuple(range(context.world_size)))
     groups = megatron_groups(world, mesh)
     assert groups is not None

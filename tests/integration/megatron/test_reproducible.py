@@ -102,6 +102,12 @@ def test_more_replicas_have_the_same_bits_at_one_tp_too(run: Run) -> None:
     assert different(run({"tp": 2, "dp": 2}, tied=True), run({"tp": 2}, tied=True)) == []
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_activations_that_are_computed_again_change_no_bit(run: Run, recompute: str) -> None:
+    layout = {"pp": 2, "dp": 2}
+    assert different(run(layout, tied=True, recompute=recompute), run(layout, tied=True)) == []
+
+
 REFUSED = {
     "a number of shards that is no power of two": (
         {"num_logical_shards": 3},
