@@ -64,7 +64,7 @@ def test_loss_and_gradient_are_those_of_the_formulas(
 
 
 def test_in_bf16_they_are_so_within_its_rounding(ranks: RankServer) -> None:
-    grpo = {"aggregation": "token-mean"}
+    grpo: dict[str, Any] = {"aggregation": "token-mean"}
     arguments = {"layout": {"tp": 2, "pp": 2, "dp": 2}, "grpo": grpo, "precision": "bf16"}
     got = ranks.run("tests.integration.megatron.jobs:one_update", 8, arguments)
     want = _reference(got, recorded.grpo_settings(**grpo), tied=False)

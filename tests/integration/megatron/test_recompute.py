@@ -14,38 +14,37 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
     "sequences that are cut": ({"tp": 2, "cp": 2}, False),
     "experts": ({"tp": 2, "ep": 2, "dp": 2}, True),
 }
+EVERYDAY = "virtual stages under tensor parallelism"
 
 
-@pytest.fixture(scope="module")
-def found(ranks: RankServer) -> list[Results]:
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name == EVERYDAY else pytest.mark.long) for name in LAYOUTS]
+)
+def found(request: pytest.FixtureRequest, ranks: RankServer) -> list[Results]:
+    layout, experts = LAYOUTS[request.param]
     cases: dict[str, dict[str, Any]] = {
-        f"{name}/{recompute}": {
+        recompute: {
             "model": {"experts": experts, "bf16": False, "uneven": False, "recompute": recompute},
             "layout": layout,
         }
-        for name, (layout, experts) in LAYOUTS.items()
         for recompute in Recompute
     }
     return ranks.run("tests.integration.megatron.axes:gradients", 4, {"cases": cases})
 
 
 @pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_gradients_are_those_without_it_to_the_bit(found: list[Results], name: str, recompute: Recompute) -> None:
+def test_gradients_are_those_without_it_to_the_bit(found: list[Results], recompute: Recompute) -> None:
     for rank in found:
-        want = _of(rank, f"{name}/none/")
-        got = _of(rank, f"{name}/{recompute}/")
+        want, got = _of(rank, "none"), _of(rank, recompute)
         assert got.keys() == want.keys()
         assert any(key.startswith("grad/") and want[key].any() for key in want)
         assert [key for key in want if key != "saved_bytes" and got[key].tobytes() != want[key].tobytes()] == []
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_more_is_computed_again_the_less_is_kept(found: list[Results], name: str) -> None:
-    last = found[-1]
-    none, selective, full = (int(last[f"{name}/{recompute}/saved_bytes"]) for recompute in Recompute)
+def test_the_more_is_computed_again_the_less_is_kept(found: list[Results]) -> None:
+    none, selective, full = (int(_of(found[-1], recompute)["saved_bytes"]) for recompute in Recompute)
     assert 0 < full < selective < none
 
 
-def _of(rank: Results, prefix: str) -> Results:
-    return {key.removeprefix(prefix): value for key, value in rank.items() if key.startswith(prefix)}
+def _of(rank: Results, case: str) -> Results:
+    return {key.removeprefix(f"{case}/"): value for key, value in rank.items() if key.startswith(f"{case}/")}
