@@ -89,7 +89,9 @@ RULES: Mapping[str, Rule] = {
     ),
     "algorithm.clip_ratio_c": OnlyAs((None,), "set it to null: ratios are clipped once"),
     "algorithm.entropy_bonus": OnlyAs((0,), "set it to 0: the loss has no term of entropy"),
-    "algorithm.max_num_gen_batches": OnlyAs((1,), "set it to 1: an iteration samples its prompts once"),
+    "algorithm.max_num_gen_batches": OnlyAs(
+        (1,), "set it to 1; algorithm.filter_zero_std and max_extra_prompts sample dynamically"
+    ),
     "algorithm.shuffle_rollout": OnlyAs((False,), "set it to false; algorithm.minibatch_order says which come first"),
     "algorithm.importance_sampling_fix": OnlyAs(
         (False,), "set it to false, and algorithm.importance_cap to a cap of the trainer/engine weights"
@@ -121,7 +123,12 @@ RULES: Mapping[str, Rule] = {
     "actor.model.megatron_checkpoint": OnlyAs((None,), _WEIGHTS),
     "actor.megatron.use_hf_ckpt": OnlyAs((True,), "set it to true: weights are read from rollout.model.model_path"),
     "actor.megatron.distributed_backend": Becomes("cluster.device", {"nccl": "cuda", "gloo": "cpu"}, "nccl or gloo"),
-    "actor.model.precision": OnlyAs(("fp32", "32", 32), "set it to fp32"),
+    "actor.model.precision": Becomes(
+        "actor.precision", {"fp32": "fp32", "32": "fp32", 32: "fp32", "bf16": "bf16"}, "set it to fp32 or bf16"
+    ),
+    "actor.model.recompute_granularity": Becomes(
+        "actor.recompute", {None: "none", "selective": "selective", "full": "full"}, "set it to selective or full"
+    ),
     "actor.model.attention_softmax_in_fp32": OnlyAs((True,), "set it to true"),
     "actor.model.add_bias_linear": OnlyAs((False,), _LLAMA),
     "actor.model.activation": OnlyAs(("swiglu",), _LLAMA),
@@ -206,7 +213,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "actor.offload_grad",
         "actor.enable_dp_load_balance",
         "actor.model.sequence_parallel",
-        "actor.model.recompute_granularity",
         "actor.model.recompute_method",
         "actor.model.recompute_num_layers",
         "actor.model.apply_rope_fusion",

@@ -42,7 +42,7 @@ def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to
     assert str(error.value).splitlines() == [
         "algorithm.early_stop_imp_ratio=5.0 cannot be had: set it to null: no micro-batch is left out; clipping and "
         f"actor.clip_grad bound an update [{PIPELINED}:{number['early_stop']}]",
-        f"actor.model.precision='fp16' cannot be had: set it to fp32 [{PIPELINED}:{number['precision: fp16']}]",
+        f"actor.model.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: fp16']}]",
     ]
 
 
@@ -59,6 +59,7 @@ def test_what_has_our_meaning_is_taken_over() -> None:
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl_coefficient) == (0.2, 0.28, 0.001)
     assert (config.model.max_seq_len, algorithm.max_new_tokens, algorithm.old_logprobs) == (2048, 1024, "trainer")
     actor = config.actor
+    assert (actor.precision, actor.recompute) == ("fp32", "full")
     assert (actor.learning_rate, actor.adam_beta2, actor.adam_epsilon) == (2e-5, 0.98, 1e-5)
     assert (actor.weight_decay, actor.clip_grad, actor.micro_batch_size) == (0.05, 0.8, 1)
     assert actor.lr_warm_up_samples == 5 * 512 * 16 // 4
