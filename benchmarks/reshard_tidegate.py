@@ -18,13 +18,11 @@ from benchmarks.reshard_sides import Crew, Parts
 from benchmarks.reshard_state import NUM_STEPS, LogicalState, adam
 from benchmarks.transport_floor import Traffic, peer_to_peer_seconds, shared_memory_seconds
 from tidegate.elastic import catalogue
-from tidegate.elastic.adam import optimizer_form
 from tidegate.elastic.catalogue import Announcement, Extent
 from tidegate.elastic.held import Held
 from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Mesh
 from tidegate.elastic.memory import ArenaReader, OwnArena, Place, SharedArena
-from tidegate.elastic.optimizers import DistributedOptimizer
 from tidegate.elastic.plan import Holding, Part
 from tidegate.elastic.planner import Planner
 from tidegate.elastic.settings import ElasticSettings
@@ -96,15 +94,7 @@ class ByGloo:
 
     def _part(self) -> Part:
         """Of this rank, in the switch that was."""
-        ends = [
-            State(
-                held.mesh,
-                DistributedOptimizer(
-                    {rank: entry.ranges for rank, entry in held.announcements.items()}, *optimizer_form(adam())
-                ),
-            )
-            for held in (self._source, self._now())
-        ]
+        ends = [held.as_end(adam()) for held in (self._source, self._now())]
         return _part(self._crew, self._state, *ends)
 
 

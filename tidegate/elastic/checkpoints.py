@@ -13,11 +13,9 @@ from pydantic import TypeAdapter
 
 from tidegate.checksums import WrittenFile
 from tidegate.elastic import files
-from tidegate.elastic.adam import optimizer_form
 from tidegate.elastic.files import StateFiles, write_rank
 from tidegate.elastic.held import Held
 from tidegate.elastic.holders import State
-from tidegate.elastic.optimizers import DistributedOptimizer
 from tidegate.elastic.state import Progress
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.types import Layout
@@ -36,7 +34,7 @@ def save(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None
         folder,
         file,
         parameters=trainer.provider.parameters(),
-        state=_with_optimizer(trainer, held),
+        state=held.as_end(trainer.optimizer_config),
         me=trainer.world.me,
         tensors=tensors,
         notes={_NOTE: _PROGRESS.dump_python(trainer.progress, mode="json")},
@@ -69,7 +67,7 @@ def start_from(
         if held.state is not None:
             saved.read(
                 parameters=trainer.provider.parameters(),
-                state=_with_optimizer(trainer, held),
+                state=held.as_end(trainer.optimizer_config),
                 me=trainer.world.me,
                 targets=held.tensors(),
             )
@@ -77,8 +75,3 @@ def start_from(
         return _PROGRESS.validate_python(saved.notes.get(_NOTE, {}))
 
     trainer.start(layout, ranks=ranks, fill=fill)
-
-
-def _with_optimizer(trainer: ElasticTrainer, held: Held) -> State:
-    ranges = {rank: entry.ranges for rank, entry in held.announcements.items()}
-    return State(held.mesh, DistributedOptimizer(ranges, *optimizer_form(trainer.optimizer_config)))

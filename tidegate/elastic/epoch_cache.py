@@ -19,15 +19,12 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tidegate.elastic import catalogue
-from tidegate.elastic.adam import optimizer_form
 from tidegate.elastic.arena_files import arena_path
 from tidegate.elastic.catalogue import Announcement, Extent
 from tidegate.elastic.copies import Copies
 from tidegate.elastic.held import Held, RankState, discard
-from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Mesh
 from tidegate.elastic.memory import Arena, OwnArena, SharedArena
-from tidegate.elastic.optimizers import DistributedOptimizer
 from tidegate.elastic.plan import Part
 from tidegate.elastic.planner import Planner
 from tidegate.elastic.provider import ModelProvider
@@ -96,7 +93,9 @@ class EpochCache:
 
     def parts_of(self, source: Held, target: Held, hosts: Mapping[int, str], ranks: Iterable[int]) -> dict[int, Part]:
         """Those of other ranks, for whom this member stands in."""
-        planner = Planner(self._parameters, self._end(source), self._end(target), hosts=hosts)
+        planner = Planner(
+            self._parameters, source.as_end(self._optimizer_config), target.as_end(self._optimizer_config), hosts=hosts
+        )
         return {rank: planner.part(rank) for rank in ranks}
 
     def leave(self, left: Held) -> None:
@@ -185,10 +184,6 @@ class EpochCache:
         if copies is not None and self._settings.copies is CopyTo.PEER and guardian:
             ward = next(rank for rank, keeper in guardian.items() if keeper == me)
             copies.send_to(guardian[me], ward=ward, ward_tensors=announced[ward].tensors)
-
-    def _end(self, held: Held) -> State:
-        ranges = {rank: entry.ranges for rank, entry in held.announcements.items()}
-        return State(held.mesh, DistributedOptimizer(ranges, *optimizer_form(self._optimizer_config)))
 
     def _arena(self, mesh: Mesh, device: torch.device) -> Arena:
         folder = self._settings.shared_memory

@@ -9,13 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from pydantic import TypeAdapter
 
 from tidegate.elastic import catalogue
+from tidegate.elastic.adam import optimizer_form
 from tidegate.elastic.catalogue import Announcement, Extent
 from tidegate.elastic.copies import Copies
+from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Mesh
 from tidegate.elastic.memory import Arena, ArenaFull, SharedArena
+from tidegate.elastic.optimizers import DistributedOptimizer
 from tidegate.elastic.skeleton import Skeleton
 from tidegate.elastic.stamp import Stamp
 from tidegate.elastic.transport import TensorKey
@@ -95,6 +99,11 @@ class Held:
     def tensors(self) -> Mapping[TensorKey, torch.Tensor]:
         """This member's; none where it is not in the mesh."""
         return {} if self.state is None else self.state.skeleton.tensors()
+
+    def as_end(self, optimizer_config: OptimizerConfig) -> State:
+        """This mesh with what its ranks announced of their optimizer, as the planner takes either end of a reshard."""
+        ranges = {rank: entry.ranges for rank, entry in self.announcements.items()}
+        return State(self.mesh, DistributedOptimizer(ranges, *optimizer_form(optimizer_config)))
 
     def hosts(self) -> dict[int, str]:
         """By rank, the dead ones' too."""

@@ -6,7 +6,7 @@ columns; all is taken modulo 2**64, so that an element counts alone as in its wo
 tensor add up to the tensor's, however it is cut; padding lies in no box and does not count. Odd weights show every
 single changed bit. Two elements that changed places go unseen with a probability below 2**-30, where two bytes are an
 element below 2**-14; more of them, as a misplaced region has, with one that is far smaller.
-Invariant: memory beyond the tensor's is bounded by CHUNK elements, which leaves numpy's reduction in the cache.
+Invariant: memory beyond the tensor's is bounded by CHUNK elements and a few MiB of weights.
 """
 
 from __future__ import annotations
@@ -25,18 +25,49 @@ BLOCK = 1024
 CHUNK = 1 << 22
 """Elements that are brought to the host at once from another device."""
 _WORD_BYTES = 8
+_MAX_KEPT = 1 << 18
+"""Of a sequence's numbers: more than a large vocabulary has rows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Numbers = npt.NDArray[np.uint64]
 
 
+class OddNumbers:
+    """A sequence of odd 64-bit numbers: splitmix64 (Steele, Lea, Flood 2014), made odd. Keeps what was asked for."""
+
+    def __init__(self, sequence: int) -> None:
+        self._offset = np.uint64(sequence << 56)
+        self._kept = self._made(0, 1)
+
+    def at(self, first: int, count: int) -> Numbers:
+        """Elements `first` and on, to be read only."""
+        end = first + count
+        if end > _MAX_KEPT:
+            return self._made(first, count)
+        if end > len(self._kept):
+            self._kept = self._made(0, min(2 * end, _MAX_KEPT))
+        return self._kept[first:end]
+
+    def _made(self, first: int, count: int) -> Numbers:
+        mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) + self._offset
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(30)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(27)
+        mixed *= np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+        return mixed | np.uint64(1)
+
+
 class WeightedSums:
-    """Keeps the weights of a block's columns, by the bytes of what is summed with them: of words and of elements."""
+    """Keeps the weights: of a block's columns by the bytes of what is summed with them, words and elements."""
 
     def __init__(self) -> None:
-        words = _odd_numbers(0, BLOCK, sequence=1)
+        words, self._rows, self._blocks = (OddNumbers(sequence) for sequence in (1, 2, 3))
         self._weights = {
-            itemsize: np.left_shift.outer(words, 8 * np.arange(0, _WORD_BYTES, itemsize, dtype=np.uint64)).reshape(-1)
+            itemsize: np.left_shift.outer(
+                words.at(0, BLOCK), 8 * np.arange(0, _WORD_BYTES, itemsize, dtype=np.uint64)
+            ).reshape(-1)
             for itemsize in _INTEGERS
         }
 
@@ -55,8 +86,8 @@ class WeightedSums:
                 offset = begin + row * block.stride + at * BLOCK
                 found = _on_host(bits, (rows, count, width), (block.stride, BLOCK, 1), offset)
                 sums = np.einsum("rbc,c->rb", found.view(f"u{size}"), weights)
-                sums *= _odd_numbers(block.row + row, rows, sequence=2)[:, None]
-                sums *= _odd_numbers(first + at, count, sequence=3)
+                sums *= self._rows.at(block.row + row, rows)[:, None]
+                sums *= self._blocks.at(first + at, count)
                 total += int(sums.sum())
         return total
 
@@ -65,11 +96,13 @@ def _on_host(
     bits: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> npt.NDArray[np.uint8]:
     """Their bytes."""
-    region = bits.as_strided(shape, strides, bits.storage_offset() + offset)
+    if bits.device.type != "cpu":
+        bits = bits.as_strided(shape, strides, bits.storage_offset() + offset).cpu()
+        strides, offset = bits.stride(), 0
     # By its address, since `Tensor.numpy` forbids the storage to be resized from then on; the last stride is 1.
-    host = region if region.device.type == "cpu" else region.cpu()
-    byte_strides = (*(stride * bits.itemsize for stride in host.stride()[:-1]), 1)
-    return memory_at(host.data_ptr(), (*shape[:-1], shape[-1] * bits.itemsize), byte_strides, owner=host)
+    byte_strides = (*(stride * bits.itemsize for stride in strides[:-1]), 1)
+    address = bits.data_ptr() + offset * bits.itemsize
+    return memory_at(address, (*shape[:-1], shape[-1] * bits.itemsize), byte_strides, owner=bits)
 
 
 def _spans(col: int, cols: int, itemsize: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -106,15 +139,3 @@ def _chunks(rows: int, num: int, width: int) -> Iterator[tuple[int, int, int, in
     for row in range(0, rows, step):
         for at in range(0, num, blocks):
             yield row, min(step, rows - row), at, min(blocks, num - at)
-
-
-def _odd_numbers(first: int, count: int, *, sequence: int) -> Numbers:
-    """Elements `first` and on of a sequence: splitmix64 (Steele, Lea, Flood 2014), made odd."""
-    mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) + np.uint64(sequence << 56)
-    mixed *= np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed | np.uint64(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.integration.elastic.test_deaths import NEW, OLD, check_as_undisturbed, killed, undisturbed
@@ -28,6 +30,22 @@ def test_a_kill_leaves_the_old_or_the_new_layout_and_training_goes_on(
 ) -> None:
     said, *members = killed(ranks, VICTIMS[victim], point=point)
 
+    check(said, members, undisturbed, point=point)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["introduced", "transferring", "summed", "voted", "switched", "released"])
+@pytest.mark.parametrize("copies", [{"shared": False, "copies": "peer"}, {"copies": "node"}], ids=["peer", "node"])
+def test_so_does_one_where_copies_are_kept(
+    ranks: RankServer, undisturbed: list[Results], copies: dict[str, Any], point: str
+) -> None:
+    said, *members = killed(ranks, VICTIMS["in both layouts"], point=point, **copies)
+
+    check(said, members, undisturbed, point=point)
+
+
+def check(said: Results, members: list[Results], undisturbed: list[Results], *, point: str) -> None:
+    """`said` by the rank that says who is a member; `point`, at which one died."""
     want = NEW if point in SECOND_PHASE else OLD
     assert [of_rank["meshes"].tolist() for of_rank in members] == [[want]] * 3
     assert int(said["committed"]) == (point in SECOND_PHASE)

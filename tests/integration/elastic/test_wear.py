@@ -49,12 +49,18 @@ def test_switches_leak_nothing(ranks: RankServer, num_switches: int, options: di
         assert (np.median(resident[-3:]) - np.median(resident[4:7])) / MIB <= GROWTH_MIB
 
 
-def test_members_keep_the_memory_of_the_layout_left_last_and_of_no_other(ranks: RankServer) -> None:
+@pytest.mark.parametrize(
+    ("keeps_last", "trains_on", "stands_by"),
+    [(True, [1, 2, 2, 2, 2, 2], [1, 1, 0, 0, 1, 1]), (False, [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 1, 0])],
+    ids=["kept", "given back"],
+)
+def test_members_keep_the_memory_of_the_layout_left_last_if_they_are_to_and_of_no_other(
+    ranks: RankServer, keeps_last: bool, trains_on: list[int], stands_by: list[int]
+) -> None:
     one, two = {"layout": {"pp": 2}}, {"layout": {"dp": 2}}
     places = [PLACES[0], one, two, one, PLACES[0], one]
 
-    found = ranks.run("tests.integration.elastic.wearing:walk", 4, {"places": places})
+    found = ranks.run("tests.integration.elastic.wearing:walk", 4, {"places": places, "keeps_last": keeps_last})
 
-    trains_on, stands_by = [1, 2, 2, 2, 2, 2], [1, 1, 0, 0, 1, 1]
     assert [of_rank["counts"].tolist() for of_rank in found] == [trains_on] * 2 + [stands_by] * 2
     assert all(of_rank["kept"] for of_rank in found)

@@ -18,11 +18,9 @@ from megatron.core.transformer import MegatronModule, TransformerLayer
 
 from tests.integration.elastic.worlds import TIMEOUT_S, join, open_store
 from tests.ranks import RankContext, Results
-from tidegate.elastic.adam import optimizer_form
-from tidegate.elastic.holders import State
 from tidegate.elastic.layout import Mesh
 from tidegate.elastic.minibatch import NextTokens
-from tidegate.elastic.optimizers import DistributedOptimizer, StateKind
+from tidegate.elastic.optimizers import StateKind
 from tidegate.elastic.parameters import Parameter, Split
 from tidegate.elastic.planner import Planner
 from tidegate.elastic.preparing import At, nowhere
@@ -111,6 +109,7 @@ def started(
     shards: int | None = None,
     at: At = nowhere,
     max_groups: int = MAX_GROUPS,
+    keeps_last: bool = True,
     **model: bool,
 ) -> Iterator[ElasticTrainer]:
     """A trainer over all ranks of the context, in its first layout."""
@@ -118,7 +117,9 @@ def started(
     members = tuple(range(context.world_size))
     world = join(context, store, epoch=1, members=members, max_groups=max_groups)
     folder = context.tmpfs if shared else None
-    settings = ElasticSettings(seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S, num_logical_shards=shards)
+    settings = ElasticSettings(
+        seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S, num_logical_shards=shards, keeps_last=keeps_last
+    )
     optimizer_config = adam(bf16=model.get("bf16", False))
     trainer = ElasticTrainer(provider(**model), optimizer_config, world=world, settings=settings, at=at)
     trainer.start(layout, ranks=ranks)
@@ -133,8 +134,7 @@ def logical_state(trainer: ElasticTrainer) -> Logical:
     Every member calls it, and the others get nothing."""
     held, parameters = trainer.held, provider_parameters(trainer)
     assert held is not None
-    ranges = {rank: entry.ranges for rank, entry in held.announcements.items()}
-    end = State(held.mesh, DistributedOptimizer(ranges, *optimizer_form(trainer.optimizer_config)))
+    end = held.as_end(trainer.optimizer_config)
     planner = Planner(list(parameters.values()), end, end)
     own = b""
     if held.state is not None:

@@ -43,10 +43,10 @@ def switches(
     return {"measures": np.array(measures), "seconds": np.array(seconds), "kept": np.array(kept)}
 
 
-def walk(context: RankContext, *, places: list[dict[str, Any]]) -> Results:
+def walk(context: RankContext, *, places: list[dict[str, Any]], **options: Any) -> Results:
     """After each switch, of how many layouts this member has memory; whether the state was the same all the way."""
     first, *others = places
-    with started(context, Layout(**first["layout"]), first.get("ranks")) as trainer:
+    with started(context, Layout(**first["layout"]), first.get("ranks"), **options) as trainer:
         before = logical_state(trainer)
         kept, counts = True, [_num_with_pages(context)]
         for place in others:
