@@ -103,7 +103,7 @@ def overridden(below: Layer, override: Override, origin: Origin, *, whole: Colle
         value, replaced = _merged(old, value, at, whole)
     kept = {path: written for path, written in below.origins.items() if not _lies_in(path, replaced)}
     made = {at[:length]: origin for length in range(1, len(at)) if at[:length] not in kept}
-    given = dict.fromkeys([at, *_paths_in(override.value, at)], origin)
+    given = dict.fromkeys([at, *paths_in(override.value, at)], origin)
     return Layer(with_value(below.values, at, value), {**kept, **made, **given})
 
 
@@ -127,6 +127,12 @@ def with_value(below: Any, path: KeyPath, value: Any) -> Any:
         return [with_value(item, rest, value) if index == first else item for index, item in enumerate(below)]
     held = below or {}
     return {**held, first: with_value(held.get(first), rest, value)}
+
+
+def paths_in(value: Any, at: KeyPath) -> list[KeyPath]:
+    """Of every key and item within a value that stands at `at`."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, inner in items for path in ((*at, key), *paths_in(inner, (*at, key)))]
 
 
 def dotted(path: KeyPath) -> str:
@@ -178,11 +184,6 @@ def _place(override: Override, values: dict[str, Any]) -> KeyPath:
 def _items(at: KeyPath, held: list[Any]) -> str:
     count = f"has the items 0 to {len(held) - 1}" if held else "is empty"
     return f"{dotted(at)} {count}; a whole list is given as {dotted(at)}=[...]"
-
-
-def _paths_in(value: Any, at: KeyPath) -> list[KeyPath]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path for key, inner in items for path in ((*at, key), *_paths_in(inner, (*at, key)))]
 
 
 def _at(values: Any, path: KeyPath) -> Any:

@@ -8,7 +8,7 @@ stays as it is.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,11 @@ def read_rlinf(given: Layer, ours: Collection[tuple[str, ...]]) -> Reading:
     derive(config)
     if config.faults:
         raise ValueError("\n".join(config.faults))
-    return Reading(config.layer, tuple(f"{', '.join(keys)}: {note}" for note, keys in config.notes.items()))
+    return Reading(config.layer, tuple(_told(note, keys) for note, keys in config.notes.items()))
+
+
+def _told(note: str, keys: Sequence[str]) -> str:
+    return f"{keys[0]}: {note}" if len(keys) == 1 else f"{note}: {', '.join(keys)}"
 
 
 def _leaves(value: Any, at: KeyPath) -> Iterator[KeyPath]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tidegate.config_base import KeyPath
-from tidegate.config_layers import Layer, with_value
+from tidegate.config_layers import Layer, paths_in, with_value
 from tidegate.config_origins import with_origin
 
 MISSING = object()
@@ -60,7 +60,8 @@ class Translation:
             return
         origin = replace(origin, told=f"{origin.told} {source}")
         sections = {path[:n]: origin for n in range(1, len(path)) if path[:n] not in self.layer.origins}
-        self.layer = Layer(with_value(self.layer.values, path, value), {**self.layer.origins, **sections, path: origin})
+        within = dict.fromkeys([path, *paths_in(value, path)], origin)
+        self.layer = Layer(with_value(self.layer.values, path, value), {**self.layer.origins, **sections, **within})
 
     def refuse(self, source: str, fault: str) -> None:
         self.faults.append(with_origin(fault, self._given, key_path(source)))

@@ -90,7 +90,7 @@ def test_no_key_is_passed_over_without_a_word() -> None:
     """Each is of ours, is read into one of ours, is told, or may stand only as what happens anyway."""
     sourced = read()
     read_from = {origin.told.rpartition(" ")[2] for origin in sourced.given.origins.values()}
-    told = {key for note in sourced.notes for key in note.partition(": ")[0].split(", ")}
+    told = {word.strip(",:") for note in sourced.notes for word in note.split()}
     stands = SAME_AS.keys() | {key for key, rule in RULES.items() if isinstance(rule, OnlyAs)}
     ours = {".".join(map(str, path)) for path in sourced.given.origins}
     # Each has another beside it that holds over it.
