@@ -48,15 +48,21 @@ def read_yaml(text: str) -> Document:
     """NotAsMeant, or yaml.YAMLError when the text is not YAML."""
     loader = _UniqueKeyLoader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return Document(None, {})
-        # Before values are made of it, for these may hold themselves; after, merges have put their keys into it.
-        _refuse_cycles(node, within=())
-        value = loader.construct_document(node)
-        return Document(value, dict(_lines(node, ())))
+        return _document(loader)
+    except RecursionError as error:
+        raise NotAsMeant("sections and lists lie too deep in each other to be read: no key of a config does") from error
     finally:
         loader.dispose()
+
+
+def _document(loader: _UniqueKeyLoader) -> Document:
+    node = loader.get_single_node()
+    if node is None:
+        return Document(None, {})
+    # Before values are made of it, for these may hold themselves; after, merges have put their keys into it.
+    _refuse_cycles(node, within=())
+    value = loader.construct_document(node)
+    return Document(value, dict(_lines(node, ())))
 
 
 def _refuse_cycles(node: yaml.Node, *, within: tuple[yaml.Node, ...]) -> None:

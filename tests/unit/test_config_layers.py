@@ -99,6 +99,7 @@ MALFORMED = {
     "no value": ("seed=", "override 'seed=' has no value: write seed=null for none, seed=\"''\" for an empty text"),
     "a value that is no YAML": ("cluster.nodes={a: 1", "override 'cluster.nodes={a: 1': the value is not YAML"),
     "a key twice": ("cluster.nodes={a: 1, a: 2}", "key 'a' is given twice"),
+    "lists without end": (f"seed={'[' * 5000}", "sections and lists lie too deep in each other to be read"),
     "a key below a value": ("seed.low=1", "override 'seed.low=1': seed is 0, which holds no key 'low'"),
     "no place of a list": (
         "rewards.first.weight=1",
