@@ -61,22 +61,22 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+VOCAB_SIZE = 61
 _COMMON = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
-    "vocab_size": 61,
     "max_position_embeddings": 256,
     "bos_token_id": None,
     "eos_token_id": None,
 }
 
 
-def model_named(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
+def model_named(name: str, *, dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB_SIZE) -> Any:
     """A model of `CONFIGS`, whose every tensor, norms and biases too, is drawn; the same draw in each dtype."""
     said = dict(CONFIGS[name])
-    config = AutoConfig.for_model(said.pop("model_type"), **_COMMON, **said)
+    config = AutoConfig.for_model(said.pop("model_type"), **_COMMON, vocab_size=vocab_size, **said)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -87,8 +87,15 @@ def model_named(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def save(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> Any:
+def save(
+    folder: Path,
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    vocab_size: int = VOCAB_SIZE,
+) -> Any:
     """What was saved."""
-    model = model_named(name, dtype=dtype)
+    model = model_named(name, dtype=dtype, vocab_size=vocab_size)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

@@ -67,23 +67,29 @@ class ClusterSection(_Section):
 
 
 class ModelSection(_Section):
-    """The model's shape. Its vocabulary is the tokenizer's."""
+    """A checkpoint, or a shape of a Llama, drawn at random, whose vocabulary is the tokenizer's."""
 
-    num_layers: Positive
-    hidden_size: Positive
-    ffn_hidden_size: Positive
-    num_heads: Positive
-    num_kv_heads: Positive
-    head_dim: Positive
+    num_layers: Positive | None = None
+    hidden_size: Positive | None = None
+    ffn_hidden_size: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
     max_seq_len: Positive
     rope_theta: PositiveFloat = 10_000.0
     rms_norm_eps: PositiveFloat = 1e-5
     tied_embeddings: bool = True
+    path: ConfigPath = ""
+    """Folder of a Hugging Face checkpoint, relative to the config's folder; the shape is the checkpoint's then."""
+    torch_dist: ConfigPath = ""
+    """Folder of one saved iteration of Megatron's, relative to the config's folder: the weights, of the same shape."""
     tokenizer: ConfigPath = ""
-    """Path of a `tokenizer.json`, relative to the config's folder; empty makes one from the task's words."""
+    """Path of a `tokenizer.json`, relative to the config's folder; empty takes the checkpoint's, or makes one from the
+    task's words."""
 
     def shape(self, vocab_size: int) -> ModelConfig:
-        fields = self.model_dump(exclude={"tokenizer"})
+        """Of a model that is no checkpoint's."""
+        fields = self.model_dump(exclude={"path", "torch_dist", "tokenizer"})
         return ModelConfig(vocab_size=vocab_size, **fields)
 
 
@@ -176,6 +182,8 @@ class CheckpointSection(_Section):
 
     every: Positive = 1
     keep: Positive = 2
+    export: bool = False
+    """The final weights as a Hugging Face checkpoint, in the job's folder."""
 
 
 class RuntimeSection(_Section):

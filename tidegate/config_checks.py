@@ -43,6 +43,17 @@ def job_faults(config: JobConfig) -> list[str]:
 
 
 def model_faults(config: JobConfig) -> list[str]:
+    """Of a shape that is named, and of one that is named beside a checkpoint's."""
+    model = config.model
+    fields = type(model).model_fields
+    sizes = [name for name, field in fields.items() if name != "path" and field.default is None]
+    if model.path:
+        shape = [*sizes, "rope_theta", "rms_norm_eps", "tied_embeddings"]
+        given = [f"model.{name}" for name in shape if getattr(model, name) != fields[name].default]
+        remedy = "leave them out, or the path, for a model drawn at random"
+        return [f"model.path says the shape, and so do {', '.join(given)}: {remedy}"] if given else []
+    if missing := [f"model.{name}" for name in sizes if getattr(model, name) is None]:
+        return [f"{', '.join(missing)} missing: name the whole shape, or a checkpoint's folder by model.path"]
     try:
         config.model.shape(vocab_size=1)
     except ValueError as error:
@@ -166,11 +177,11 @@ def config_warnings(config: JobConfig) -> tuple[str, ...]:
             "whose ratio is to the engine's own log-probabilities already; set old_logprobs to trainer, or the cap to "
             "null"
         )
-    if config.actor.warm_up.steps == 0:
-        remedy = "" if config.task is None else "; set it to 200 or so, as examples/grpo.yaml does"
+    if config.actor.warm_up.steps == 0 and not (config.model.path or config.model.torch_dist):
+        remedy = "" if config.task is None else "set it to 200 or so, as examples/grpo.yaml does, or "
         warnings.append(
             "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; its rewards stay 0, "
-            f"and nothing is learnt, unless it earns one by chance{remedy}"
+            f"and nothing is learnt, unless it earns one by chance; {remedy}name a checkpoint by model.path"
         )
     if idle := _unused_gpus(config):
         warnings.append(

@@ -87,7 +87,7 @@ def _missing(config: JobConfig) -> list[str]:
         faults.append("rewards is empty: list at least one, such as - name: exact_match")
     elif not any(reward.weight for reward in config.rewards):
         faults.append("rewards: every weight is 0, so that nothing could be learnt: give one of them another")
-    if not config.model.tokenizer:
+    if not (config.model.tokenizer or config.model.path):
         faults.append(
             "model.tokenizer is empty: data needs the tokenizer of the model, as the path of a tokenizer.json or of "
             "the folder that holds it"

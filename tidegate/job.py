@@ -7,11 +7,13 @@ Invariants: every process of a job makes the same `Job` of the same config; the 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidegate.config import ConfigError, JobConfig
-from tidegate.megatron.family import check_layout, padded_vocab_size, possible_tp_sizes
+from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
+from tidegate.megatron.family import check_layout, model_parameters, padded_vocab_size, possible_tp_sizes
+from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist
 from tidegate.model_config import ModelConfig
 from tidegate.tasks import Task, find_task
 from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokenizer
@@ -72,6 +74,11 @@ class JobFolder:
         return self.root / "checkpoints"
 
     @property
+    def export(self) -> Path:
+        """The final weights as a Hugging Face checkpoint."""
+        return self.root / "export"
+
+    @property
     def servers(self) -> Path:
         """Data of the embedded NATS and Redis."""
         return self.root / "servers"
@@ -115,6 +122,10 @@ class Job:
     task: Task | None
     """The built-in one; None for a job on `data`."""
     model: ModelConfig
+    checkpoint: HuggingFaceCheckpoint | None = None
+    """What the model is, and where its weights come from; None: they are drawn at random."""
+    torch_dist: TorchDistCheckpoint | None = None
+    """Where the weights come from in place of these."""
 
     @property
     def padded_vocab(self) -> int:
@@ -130,17 +141,25 @@ class Job:
 
 
 def load_job(config: JobConfig) -> Job:
-    """Make a job of its config. ConfigError where the tokenizer, the task or a layout does not fit."""
+    """Make a job of its config. ConfigError where checkpoint, tokenizer, task or a layout do not fit."""
     try:
         task = find_task(config.task.name, config.seed) if config.task else None
-        if config.model.tokenizer:
-            tokenizer = load_tokenizer(Path(config.model.tokenizer), model_vocab_size=MAX_VOCAB_SIZE)
+        checkpoint = open_checkpoint(Path(config.model.path)) if config.model.path else None
+        limit = checkpoint.model.vocab_size if checkpoint else MAX_VOCAB_SIZE
+        if (file := tokenizer_file(config)) is not None:
+            tokenizer = load_tokenizer(file, model_vocab_size=limit)
+            if checkpoint is not None:
+                _check_ends(checkpoint, tokenizer, file)
         else:
             assert task is not None, "the config was checked: data comes with a tokenizer"
             tokenizer = build_tokenizer(task.words())
-        job = Job(config, tokenizer, task, config.model.shape(tokenizer.vocab_size))
+        model = _limited(checkpoint, config) if checkpoint else config.model.shape(tokenizer.vocab_size)
+        job = Job(config, tokenizer, task, model, checkpoint)
         for role in (Role.ACTOR, Role.INFERENCE):
             check_layout(job.model, config.layout(role), padded_vocab=job.padded_vocab)
+        if config.model.torch_dist:
+            parameters = model_parameters(model, padded_vocab=job.padded_vocab)
+            job = replace(job, torch_dist=open_torch_dist(Path(config.model.torch_dist), parameters))
         if task is not None:
             _check_room(job, task)
     except ConfigError:
@@ -148,6 +167,35 @@ def load_job(config: JobConfig) -> Job:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return job
+
+
+def tokenizer_file(config: JobConfig) -> Path | None:
+    """The `tokenizer.json` that the job reads; None: it is made of the task's words."""
+    named = config.model.tokenizer or config.model.path
+    if not named:
+        return None
+    return Path(named) / TOKENIZER if Path(named).is_dir() else Path(named)
+
+
+def _check_ends(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, file: Path) -> None:
+    """ConfigError when what ends the model's texts ends none of the tokenizer's: the two are of different models."""
+    if checkpoint.end_ids and not any(map(tokenizer.is_special, checkpoint.end_ids)):
+        ends = " or ".join(map(str, checkpoint.end_ids))
+        raise ConfigError(
+            f"tokenizer {file} has no special token of the id {ends}, with which {checkpoint.folder} ends its texts "
+            f"(eos_token_id): it is another model's; name the one that belongs to the checkpoint by model.tokenizer"
+        )
+
+
+def _limited(checkpoint: HuggingFaceCheckpoint, config: JobConfig) -> ModelConfig:
+    """The checkpoint's model, for sequences as long as the job's."""
+    longest, wanted = checkpoint.model.max_seq_len, config.model.max_seq_len
+    if wanted > longest:
+        raise ConfigError(
+            f"model.max_seq_len={wanted} is more than the {longest} positions of {checkpoint.folder} "
+            "(max_position_embeddings): lower it"
+        )
+    return replace(checkpoint.model, max_seq_len=wanted)
 
 
 def _check_room(job: Job, task: Task) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
@@ -348,7 +349,10 @@ class ActorLead(Lead):
             replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
         files = tuple(WrittenFile(r.saved.file, r.saved.size_bytes, r.saved.checksum) for r in replies if r.saved.file)
         checkpoint = Checkpoint(next_iteration, version, layout, self._ledger, files)
-        await asyncio.to_thread(self._checkpoints.commit, checkpoint)
+        path = await asyncio.to_thread(self._checkpoints.commit, checkpoint)
+        if config.checkpoint.export and next_iteration == config.algorithm.iterations:
+            # Before the save is told: a job that dies meanwhile comes here again.
+            await self._export(path)
         await self.tell(
             events_pb2.CheckpointSaved(
                 next_iteration=next_iteration,
@@ -360,6 +364,11 @@ class ActorLead(Lead):
         # Only now: until it is told, a resume takes the one before.
         await asyncio.to_thread(self._checkpoints.prune)
         await self.tools.samples.purge(self.tools.job_id, incarnation=self.incarnation, iteration=next_iteration)
+
+    async def _export(self, checkpoint: Path) -> None:
+        export = wire.Export(checkpoint_dir=str(checkpoint), folder=str(self.tools.folder.export))
+        async with self._at_ranks:
+            await self.crew.ask(self.crew.members[0], wire.WorkerCall(export=export))
 
     async def _publish(self, version: int) -> None:
         async with self._at_ranks:

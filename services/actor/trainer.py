@@ -26,7 +26,7 @@ from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
 from tidegate.elastic.world import World
 from tidegate.megatron.batching import replica_batches
-from tidegate.megatron.gpt_provider import DTYPES, GptProvider
+from tidegate.megatron.gpt_provider import DTYPES, GptProvider, InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.updates import Update
 from tidegate.types import Precision
@@ -46,12 +46,23 @@ class UpdateReport:
 class MegatronTrainer:
     """Made on every member of an epoch; updates and log-probabilities are asked of all ranks of the layout alike."""
 
-    def __init__(self, settings: TrainerSettings, world: World, *, shared_memory: Path | None = None) -> None:
-        """`shared_memory`: as in ElasticSettings."""
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        world: World,
+        *,
+        shared_memory: Path | None = None,
+        weights: InitialWeights | None = None,
+    ) -> None:
+        """`shared_memory`: as in ElasticSettings; `weights`: as in GptProvider."""
         self.settings = settings
         self.elastic = ElasticTrainer(
             GptProvider(
-                settings.model, settings.padded_vocab, dtype=DTYPES[settings.precision], recompute=settings.recompute
+                settings.model,
+                settings.padded_vocab,
+                dtype=DTYPES[settings.precision],
+                recompute=settings.recompute,
+                weights=weights,
             ),
             _optimizer_config(settings.optimizer, settings.precision),
             world=world,

@@ -26,6 +26,7 @@ from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings
 from services.actor.trainer import MegatronTrainer
+from services.actor.weights import WEIGHTS_REFUSED, export_weights, initial_weights
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_layout, encode_layout
 from tidegate.config import JobConfig
@@ -86,6 +87,8 @@ class TrainerWorker:
                 yield self._publish(call)
             case "save":
                 yield self._save(call)
+            case "export":
+                yield self._export(call)
             case "prepare_reshard":
                 yield self._prepare(call)
             case "commit_reshard":
@@ -133,7 +136,9 @@ class TrainerWorker:
             ),
             device=world.device,
         )
-        self._trainer = MegatronTrainer(_settings(job), world, shared_memory=choice.folder)
+        self._trainer = MegatronTrainer(
+            _settings(job), world, shared_memory=choice.folder, weights=initial_weights(job)
+        )
         return choice.reason
 
     def _start(self, call: wire.WorkerCall) -> Answer:
@@ -150,7 +155,7 @@ class TrainerWorker:
                     elastic.start(layout, ranks=ranks)
             except (CheckpointError, FileCorrupt, SavedStateRefused) as error:
                 raise CallRefused(f"checkpoint {start.checkpoint_dir}: {error}") from error
-            except LayoutRefused as error:
+            except (LayoutRefused, *WEIGHTS_REFUSED) as error:
                 raise CallRefused(str(error)) from error
         rss = psutil.Process().memory_info().rss
         return Answer(call.call_id, wire.Started(memory_bytes=rss, detail=f"{layout} on members {ranks}"))
@@ -202,6 +207,16 @@ class TrainerWorker:
         trainer, file = self._holding()
         written = checkpoints.save(trainer.elastic, Path(call.save.folder), file)
         return Answer(call.call_id, wire.SavedShard(**_told(written)))
+
+    def _export(self, call: wire.WorkerCall) -> Answer:
+        asked, job = call.export, self._job
+        if job is None:
+            raise CallRefused("the worker has no job yet; send JoinWorld and StartActor first")
+        try:
+            export_weights(job, Path(asked.checkpoint_dir), Path(asked.folder))
+        except (*WEIGHTS_REFUSED, CheckpointError, FileCorrupt, SavedStateRefused, OSError) as error:
+            raise CallRefused(f"export of {asked.checkpoint_dir} to {asked.folder}: {error}") from error
+        return Answer(call.call_id)
 
     def _prepare(self, call: wire.WorkerCall) -> Answer:
         asked, elastic = call.prepare_reshard, self._member().elastic

@@ -92,6 +92,15 @@ WRONG = {
         _with("cluster.nodes", 8),
         r"^cluster.nodes must hold keys and values such as n0: 4, found 8$",
     ),
+    "a shape that lacks keys": (
+        _with("model", {"num_layers": 2, "max_seq_len": 64}),
+        r"^model.hidden_size, model.ffn_hidden_size, model.num_heads, model.num_kv_heads, model.head_dim missing: name "
+        r"the whole shape, or a checkpoint's folder by model.path$",
+    ),
+    "a shape beside a checkpoint's": (
+        _with("model", {"path": "somewhere", "num_layers": 2, "rope_theta": 1e6, "max_seq_len": 64}),
+        r"^model.path says the shape, and so do model.num_layers, model.rope_theta: leave them out",
+    ),
     "a missing key is named": (_with("actor", {}), r"key 'actor.learning_rate' is missing"),
     "a layout that does not fit gives the equation and the legal size": (
         _with("actor.layout", {"tp": 2, "dp": 2}),
@@ -244,3 +253,5 @@ def test_a_tokenizer_path_is_relative_to_the_configs_folder(tmp_path: Path) -> N
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(_with("model.tokenizer", "words.json")))
     assert load_config(path).model.tokenizer == str(tmp_path / "words.json")
+    path.write_text(yaml.safe_dump(_with("model", {"path": "../models/small", "max_seq_len": 64})))
+    assert load_config(path).model.path == str(tmp_path.parent / "models" / "small")

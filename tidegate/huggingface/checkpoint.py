@@ -23,6 +23,7 @@ from tidegate.model_config import ModelConfig
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 RECOMPUTED = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Ends of names of what old checkpoints keep, and transformers passes over: it follows from the config."""
@@ -37,6 +38,8 @@ class HuggingFaceCheckpoint:
     """In the order of their names."""
     file_of: Mapping[str, TensorFile]
     """By the name of a tensor."""
+    end_ids: tuple[int, ...] = ()
+    """Of the tokens that end a text, as the files say; empty where they do not."""
 
     def stored(self, name: str) -> StoredTensor:
         return self.file_of[name].tensors[name]
@@ -49,13 +52,16 @@ def open_checkpoint(folder: Path) -> HuggingFaceCheckpoint:
             f"{folder} is not a folder: give the one that holds a model's {CONFIG} and its safetensors"
         )
     try:
-        model = model_of(_json(folder / CONFIG))
+        raw = _json(folder / CONFIG)
+        model = model_of(raw)
         files = tuple(open_tensor_file(folder / name) for name in _file_names(folder))
         file_of = _placed(folder, files)
         _check_tensors(folder, model, files, file_of)
+        beside = _json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+        end_ids = tuple(sorted({*_end_ids(raw), *_end_ids(beside)}))
     except CheckpointRefused as error:
         raise CheckpointRefused(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
-    return HuggingFaceCheckpoint(folder, model, files, MappingProxyType(file_of))
+    return HuggingFaceCheckpoint(folder, model, files, MappingProxyType(file_of), end_ids)
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -128,6 +134,11 @@ def _check_tensors(
                     f"{file.path}: tensor {name} has shape {list(stored.shape)}, by {CONFIG} "
                     f"{list(want[name])}: the files are of two models"
                 )
+
+
+def _end_ids(raw: Mapping[str, Any]) -> list[int]:
+    found = raw.get("eos_token_id")
+    return [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
 
 
 def _json(path: Path) -> dict[str, Any]:

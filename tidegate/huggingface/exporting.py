@@ -23,6 +23,7 @@ import torch
 from tidegate.elastic.parameters import Parameter
 from tidegate.huggingface.checkpoint import (
     CONFIG,
+    GENERATION,
     INDEX,
     RECOMPUTED,
     SINGLE_FILE,
@@ -34,23 +35,21 @@ from tidegate.huggingface.importing import DTYPES, mapped
 from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf, tensors_of
 from tidegate.huggingface.tensor_file import StoredTensor, header_of
 from tidegate.model_config import ModelConfig
+from tidegate.tasks.tokenizer_config import CONFIG_FILE, TEMPLATE_FILE
 
-BESIDE = (
-    CONFIG,
-    INDEX,
-    "generation_config.json",
+TOKENIZERS = (
     TOKENIZER,
-    "tokenizer_config.json",
+    CONFIG_FILE,
+    TEMPLATE_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
     "chat_template.json",
-    "LICENSE",
 )
-"""What goes along from the checkpoint that the weights came from."""
+BESIDE = (CONFIG, INDEX, GENERATION, "LICENSE")
+"""What goes along from the checkpoint that the weights came from, besides a tokenizer's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +69,21 @@ def export(
 ) -> None:
     """Write `folder`, in place of what has its name; `weights` are the parameters by name, whole, in any order.
 
-    `tokenizer` is a tokenizer.json, where it is not the source's. Raises CheckpointRefused for a model of no family,
-    ValueError when not every parameter came.
+    `tokenizer` is a tokenizer.json, which with the config beside it takes the place of the source's. Raises
+    CheckpointRefused for a model of no family, ValueError when not every parameter came.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     if source:
         files = {file.path.name: _NewFile(file.head, file.tensors) for file in source.files}
-        _copy_beside(source.folder, partial)
+        _copy(source.folder, partial, BESIDE if tokenizer else (*BESIDE, *TOKENIZERS))
     else:
         files = {SINGLE_FILE: _new_file(model, parameters)}
         (partial / CONFIG).write_text(json.dumps(config_of(model, dtype="float32"), indent=2) + "\n")
     if tokenizer is not None:
         shutil.copyfile(tokenizer, partial / TOKENIZER)
+        _copy(tokenizer.parent, partial, (CONFIG_FILE, TEMPLATE_FILE))
     with ExitStack() as stack:
         streams = {name: stack.enter_context((partial / name).open("wb")) for name in files}
         writer = _Writer(files, streams)
@@ -153,8 +153,9 @@ def _new_file(model: ModelConfig, parameters: Iterable[Parameter]) -> _NewFile:
     return _NewFile(*header_of(tensors))
 
 
-def _copy_beside(source: Path, target: Path) -> None:
-    for name in BESIDE:
+def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Those that there are."""
+    for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 

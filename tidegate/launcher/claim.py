@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import ConfigError, JobConfig
-from tidegate.job import Job, JobFolder
+from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
@@ -276,6 +276,9 @@ def _prepared(folder: JobFolder, job: Job) -> JobConfig:
         made.mkdir(exist_ok=True)
     if not folder.tokenizer.exists():
         job.tokenizer.save(folder.tokenizer)
+        if (file := tokenizer_file(job.config)) is not None:
+            # The same bytes, which an export gives back.
+            shutil.copyfile(file, folder.tokenizer)
     config = job.config
     config = config.model_copy(
         update={

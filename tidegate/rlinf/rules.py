@@ -43,7 +43,6 @@ SAME_AS: Mapping[str, str] = {
 
 _ONE_ENGINE_A_GPU = "set it to 1: an engine has one GPU; cluster.component_placement.rollout gives more of them"
 _DENSE_JOB = "set it to 1: a job's layout has tensor, pipeline and data parallel axes"
-_NO_CHECKPOINT = "leave it out, and give the model's shape: weights are made on the spot (model: {num_layers: ...})"
 _LLAMA = "leave it out: models are Llama, Qwen2, Qwen3 and Qwen3-MoE"
 _NO_CRITIC = "set it to false: GRPO has no critic, and rewards come from functions (rewards: [{name: function, ...}])"
 _WEIGHTS = "set it to null, and actor.megatron.use_hf_ckpt to true: weights are read from rollout.model.model_path"
@@ -148,8 +147,8 @@ RULES: Mapping[str, Rule] = {
     "actor.lr_sched.lr_decay_style": OnlyAs(("constant",), "set it to constant: the rate stays after its warm-up"),
     "actor.lr_sched.lr_warmup_init": OnlyAs((0,), "set it to 0: the warm-up begins there"),
     "actor.tokenizer.tokenizer_model": Becomes("model.tokenizer"),
-    "rollout.model_dir": OnlyAs((None,), _NO_CHECKPOINT),
-    "rollout.model.model_path": OnlyAs((None,), _NO_CHECKPOINT),
+    "rollout.model_dir": Becomes("model.path"),
+    "rollout.model.model_path": Becomes("model.path"),
     "rollout.rollout_backend": OnlyAs(("sglang",), "leave it out", told={"sglang": "the embedded engine generates"}),
     "rollout.tensor_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),
     "rollout.pipeline_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),

@@ -19,7 +19,7 @@ from tidegate.v1 import workers_pb2 as wire
 
 Result = TypeVar("Result")
 
-_WORK = frozenset({"warm_up", "train", "generate", "score"})
+_WORK = frozenset({"warm_up", "train", "export", "generate", "score"})
 """Calls that take as long as the model and the data make them. The others are bounded like a command."""
 
 

@@ -60,6 +60,7 @@ _STATE_OF_CALL = {
     "train": SlotState.TRAINING,
     "publish": SlotState.PUBLISHING,
     "save": SlotState.SAVING,
+    "export": SlotState.SAVING,
     "prepare_reshard": SlotState.SWITCHING,
     "commit_reshard": SlotState.SWITCHING,
     "abort_reshard": SlotState.SWITCHING,

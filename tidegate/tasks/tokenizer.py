@@ -9,6 +9,7 @@ a response ends with eos; a text with a word outside the vocabulary is refused, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -18,6 +19,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tidegate.tasks.tokenizer_config import TokenizerConfig, load_tokenizer_config
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+NO_TOKEN = "\ufffd"
+"""What an id shows as that is no token's."""
 
 _NO_UNKNOWN = "<unk>"
 """Not in the vocabulary, on purpose: the package then refuses an unknown word instead of mapping it to this."""
@@ -44,6 +47,11 @@ class TaskTokenizer:
         """One more than the largest id: the rows an embedding needs."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
+    def is_special(self, token: int) -> bool:
+        """Whether the id is a special token's."""
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and added.special
+
     def encode_prompt(self, text: str) -> list[int]:
         """A text as a person wrote it."""
         if self.config is not None:
@@ -61,13 +69,14 @@ class TaskTokenizer:
     def decode_response(self, ids: Sequence[int]) -> str:
         """The text without its end token; any other special token shows, so that no reward overlooks it.
 
-        ValueError for an id outside the vocabulary.
+        So does, as U+FFFD, an id that no token has: models have more rows than their tokenizers ids, and may draw one.
         """
-        unknown = [token for token in ids if not 0 <= token < self.vocab_size]
-        if unknown:
-            raise ValueError(f"token ids {unknown[:8]} are not in the vocabulary of {self.vocab_size} ids")
-        ended = bool(ids) and ids[-1] == self.eos_id
-        return self._tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=False)
+        shown = ids[:-1] if ids and ids[-1] == self.eos_id else ids
+        runs = groupby(shown, key=lambda token: self._tokenizer.id_to_token(token) is not None)
+        return "".join(
+            self._tokenizer.decode(list(run), skip_special_tokens=False) if is_known else NO_TOKEN * len(list(run))
+            for is_known, run in runs
+        )
 
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` to `path`, in the form that `load_tokenizer` and `transformers` read.

@@ -38,6 +38,7 @@ class WorkerCall(_message.Message):
     PREPARE_RESHARD_FIELD_NUMBER: _builtins.int
     COMMIT_RESHARD_FIELD_NUMBER: _builtins.int
     ABORT_RESHARD_FIELD_NUMBER: _builtins.int
+    EXPORT_FIELD_NUMBER: _builtins.int
     START_ENGINE_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
@@ -70,6 +71,8 @@ class WorkerCall(_message.Message):
     @_builtins.property
     def abort_reshard(self) -> Global___AbortReshard: ...
     @_builtins.property
+    def export(self) -> Global___Export: ...
+    @_builtins.property
     def start_engine(self) -> Global___StartEngine: ...
     @_builtins.property
     def generate(self) -> Global___Generate: ...
@@ -100,6 +103,7 @@ class WorkerCall(_message.Message):
         prepare_reshard: Global___PrepareReshard | None = ...,
         commit_reshard: Global___CommitReshard | None = ...,
         abort_reshard: Global___AbortReshard | None = ...,
+        export: Global___Export | None = ...,
         start_engine: Global___StartEngine | None = ...,
         generate: Global___Generate | None = ...,
         abort: Global___Abort | None = ...,
@@ -109,11 +113,11 @@ class WorkerCall(_message.Message):
         stop: Global___Stop | None = ...,
         stand_down: Global___StandDown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "commit_reshard", b"commit_reshard", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "start_engine", "generate", "abort", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -747,6 +751,30 @@ class SavedShard(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SavedShard: _TypeAlias = SavedShard  # noqa: Y015
+
+@_typing.final
+class Export(_message.Message):
+    """Write a saved checkpoint's weights as a Hugging Face checkpoint, in place of what the folder held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    checkpoint_dir: _builtins.str
+    folder: _builtins.str
+    def __init__(
+        self,
+        *,
+        checkpoint_dir: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "folder", b"folder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Export: _TypeAlias = Export  # noqa: Y015
 
 @_typing.final
 class StartEngine(_message.Message):

@@ -1,14 +1,19 @@
-"""Logits of a checkpoint in one layout after another, in one world of as many ranks as the widest."""
+"""What ranks make of a checkpoint: its logits in one layout after another, and what a trainer saves of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from services.actor.worker import rank_file
+from tests.integration.megatron import recorded
+from tests.integration.megatron.jobs import trainer
 from tests.ranks import RankContext, Results
+from tidegate.elastic import checkpoints
 from tidegate.elastic.rendezvous import connect_store, serve_store
 from tidegate.elastic.world import Membership, World
 from tidegate.huggingface.checkpoint import open_checkpoint
@@ -38,6 +43,17 @@ def logits(context: RankContext, *, cases: dict[str, dict[str, Any]]) -> Results
     world.barrier(everyone.members)
     world.leave()
     return results
+
+
+def saved(context: RankContext, *, checkpoint: str, layout: dict[str, int], folder: str) -> Results:
+    """A trainer that starts from the checkpoint saves its state as `untrained`, and after an update as `trained`."""
+    opened = open_checkpoint(Path(checkpoint))
+    settings = replace(recorded.trainer_settings(), model=opened.model, padded_vocab=PADDED_VOCAB)
+    with trainer(context, layout, settings, weights=CheckpointWeights(opened)) as actor:
+        checkpoints.save(actor.elastic, Path(folder) / "untrained", rank_file(context.rank))
+        report = actor.train_minibatch(recorded.recorded_samples(), 1e-3)
+        checkpoints.save(actor.elastic, Path(folder) / "trained", rank_file(context.rank))
+    return {"loss": np.array(report.loss), "committed": np.array(report.committed)}
 
 
 def _logits(world: World, me: int, folder: Path, layout: Layout, tokens: list[list[int]]) -> list[Any]:

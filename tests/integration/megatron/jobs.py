@@ -30,6 +30,7 @@ from tidegate.elastic.parameters import shard_of
 from tidegate.elastic.rendezvous import listening_socket
 from tidegate.megatron import cpu_stand_in
 from tidegate.megatron.batching import replica_batches
+from tidegate.megatron.gpt_provider import InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel
 from tidegate.types import Layout
@@ -55,13 +56,14 @@ def trainer(
     settings: TrainerSettings,
     *,
     source: StateFiles | None = None,
+    weights: InitialWeights | None = None,
     store: TCPStore | None = None,
     epoch: int = 1,
 ) -> Iterator[MegatronTrainer]:
-    """One that is started in this layout on all ranks, from `source` where it is given."""
+    """One that is started in this layout on all ranks, from `source` or `weights` where they are given."""
     members = tuple(range(context.world_size))
     epoch_world = join(context, store or open_store(context), epoch=epoch, members=members)
-    actor = MegatronTrainer(settings, epoch_world)
+    actor = MegatronTrainer(settings, epoch_world, weights=weights)
     if source is None:
         actor.elastic.start(Layout(**layout))
     else:

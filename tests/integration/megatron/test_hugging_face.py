@@ -1,4 +1,4 @@
-"""A checkpoint's logits are transformers' own, in one rank and in layouts that cut it."""
+"""A checkpoint's logits are transformers' own, in one rank and in layouts that cut it, and its weights come back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from tests.hugging_face import CONFIGS, save
+from tests.integration.megatron.hugging_face_ranks import PADDED_VOCAB
+from tests.integration.megatron.jobs import state_files
 from tests.ranks import RankServer, Results
+from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
+from tidegate.huggingface.exporting import export
+from tidegate.megatron.family import model_parameters
 
 TOLERANCE = 1e-4
 NUM_RANKS = 4
@@ -73,6 +78,35 @@ def test_logits_are_those_of_transformers(results: list[Results], folders: Saved
     for first in range(0, len(parts), tp):
         got = np.concatenate(parts[first : first + tp], axis=-1)[..., : want.shape[-1]]
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Qwen2.5", {"tp": 2, "pp": 2}),
+        pytest.param("Llama 3.2", {"dp": 2, "pp": 2}, marks=pytest.mark.long),
+        pytest.param("Qwen3 MoE", {"tp": 2, "dp": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_what_a_trainer_saves_goes_out_bit_for_bit_until_it_trains(
+    ranks: RankServer, tmp_path: Path, name: str, layout: dict[str, int]
+) -> None:
+    source = tmp_path / "source"
+    save(source, name, dtype=torch.bfloat16)
+    arguments = {"checkpoint": str(source), "layout": layout, "folder": str(tmp_path)}
+    results = ranks.run("tests.integration.megatron.hugging_face_ranks:saved", NUM_RANKS, arguments)
+    assert all(rank["committed"] for rank in results)
+    checkpoint = open_checkpoint(source)
+    parameters = model_parameters(checkpoint.model, padded_vocab=PADDED_VOCAB)
+    for state in ("untrained", "trained"):
+        weights = state_files(tmp_path / state).read_whole(parameters)
+        export(tmp_path / f"{state} out", checkpoint.model, parameters, weights, source=checkpoint)
+    want, untrained, trained = (
+        (tmp_path / folder / SINGLE_FILE).read_bytes() for folder in ("source", "untrained out", "trained out")
+    )
+    assert untrained == want
+    assert trained != want
+    assert len(trained) == len(want)
 
 
 def _run(ranks: RankServer, folders: Saved, cases: list[tuple[str, str]]) -> list[Results]:

@@ -105,6 +105,10 @@ class FakeRank:
                 saved = wire.SavedShard(file=path.name, size_bytes=path.stat().st_size, checksum=file_checksum(path))
                 yield replied(call, saved)
 
+            case "export":
+                _written(Path(call.export.folder) / "of", [Path(call.export.checkpoint_dir).name])
+                yield replied(call)
+
     def _start(self, call: wire.WorkerCall) -> wire.WorkerReply:
         if self.member not in call.start_actor.ranks:
             return replied(call, wire.Started())

@@ -456,6 +456,19 @@ async def test_checkpoints_come_as_often_as_asked_for_and_after_the_last_iterati
         assert (await of.bench.kinds()).count("checkpoint_saved") == 2
 
 
+async def test_the_last_checkpoint_is_exported_before_it_is_told(tmp_path: Path) -> None:
+    async with training(tmp_path, checkpoint={"export": True}) as of:
+        of.take(of.bench.scale_up())
+        for iteration in range(3):
+            await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
+            of.take(of.bench.open_iteration(iteration))
+            of.close(iteration)
+            *_, saved = await of.bench.told("checkpoint_saved", count=iteration + 1)
+            exported = of.bench.folder.export / "of"
+            assert exported.exists() == (iteration == 2)
+        assert json.loads(exported.read_text()) == [saved.checkpoint_saved.name] == ["inc001-it000003"]
+
+
 async def test_a_resume_takes_the_checkpoint_up_in_a_higher_incarnation(tmp_path: Path) -> None:
     async with training(tmp_path, actor={"lr_warm_up_samples": 16}) as of:
         await of.scored(range(4))

@@ -158,6 +158,26 @@ def test_an_export_takes_the_place_of_the_former_only_when_it_is_whole(tmp_path:
     assert not list(tmp_path.glob(".target*former"))
 
 
+def test_a_tokenizer_of_ones_own_takes_the_place_of_all_that_the_checkpoints_had(tmp_path: Path) -> None:
+    source, target, own = (tmp_path / name for name in ("source", "target", "own"))
+    save(source, "Llama 2")
+    own.mkdir()
+    for folder, names in (
+        (source, ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja")),
+        (own, ("tokenizer.json", "tokenizer_config.json")),
+    ):
+        for name in names:
+            (folder / name).write_text(folder.name)
+    checkpoint = open_checkpoint(source)
+    for tokenizer, want in ((None, "source"), (own / "tokenizer.json", "own")):
+        weights = put_together(checkpoint, tp=1)
+        parameters = parameters_of(checkpoint)
+        export(target, checkpoint.model, parameters, weights, source=checkpoint, tokenizer=tokenizer)
+        assert (target / "tokenizer.json").read_text() == (target / "tokenizer_config.json").read_text() == want
+        assert (target / "merges.txt").exists() == (target / "chat_template.jinja").exists() == (want == "source")
+        assert (target / CONFIG).read_bytes() == (source / CONFIG).read_bytes()
+
+
 def test_a_model_of_no_family_is_not_exported(tmp_path: Path) -> None:
     save(tmp_path / "source", "Qwen3")
     checkpoint = open_checkpoint(tmp_path / "source")

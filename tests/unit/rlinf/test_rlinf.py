@@ -212,6 +212,12 @@ def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
     assert (ours.notes, ours.config.algorithm.clip_high) == ((), 0.28)
 
 
+@pytest.mark.parametrize("key", ["rollout.model.model_path", "rollout.model_dir"])
+def test_the_checkpoint_to_start_from_is_taken_over(key: str) -> None:
+    config = load_sources(Sources([PIPELINED], (*MENDED, f"{key}=/models/Qwen2.5-1.5B"))).config
+    assert config.model.path == "/models/Qwen2.5-1.5B"
+
+
 def test_a_checkpoint_only_at_the_end_is_that() -> None:
     assert read("runner.save_interval=-1", "runner.max_steps=7").config.checkpoint.every == 7
 

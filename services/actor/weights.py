@@ -1,0 +1,51 @@
+"""Where the actor's first weights come from, and where its last ones go: a checkpoint of Hugging Face's or Megatron's.
+
+The checkpoints were opened, and checked against the model, when the job was made; `WEIGHTS_REFUSED` is raised where
+tensors turn out to be damaged. Invariant: an export has the tokenizer that the job was trained with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.actor.checkpoints import files_of
+from tidegate.elastic.files import StateFiles
+from tidegate.huggingface.checkpoint import TOKENIZER
+from tidegate.huggingface.exporting import export
+from tidegate.huggingface.families import CheckpointRefused
+from tidegate.huggingface.importing import CheckpointWeights
+from tidegate.job import Job, JobFolder
+from tidegate.megatron.family import model_parameters
+from tidegate.megatron.gpt_provider import InitialWeights
+from tidegate.megatron.torch_dist import TorchDistWeights
+from tidegate.megatron.torch_dist_index import TorchDistRefused
+from tidegate.tasks.tokenizer_config import load_tokenizer_config
+
+WEIGHTS_REFUSED = (CheckpointRefused, TorchDistRefused)
+
+
+def initial_weights(job: Job) -> InitialWeights | None:
+    """None: they are drawn at random."""
+    if job.torch_dist is not None:
+        return TorchDistWeights(job.torch_dist)
+    return CheckpointWeights(job.checkpoint) if job.checkpoint else None
+
+
+def export_weights(job: Job, checkpoint: Path, folder: Path) -> None:
+    """Write a saved checkpoint's weights for Hugging Face, tensor by tensor, from the files of all ranks.
+
+    Raises CheckpointError and what `StateFiles` does, with the former export as it was."""
+    itemsize = job.config.actor.precision.itemsize
+    parameters = model_parameters(job.model, padded_vocab=job.padded_vocab, itemsize=itemsize)
+    weights = StateFiles(checkpoint, files_of(checkpoint)).read_whole(parameters)
+    tokenizer = JobFolder.of(job.config).tokenizer
+    is_sources = job.checkpoint is not None and _came_with(job.checkpoint.folder, tokenizer)
+    export(folder, job.model, parameters, weights, source=job.checkpoint, tokenizer=None if is_sources else tokenizer)
+
+
+def _came_with(source: Path, tokenizer: Path) -> bool:
+    """Whether the job's tokenizer is the source's own, whose further files then go along."""
+    file = source / TOKENIZER
+    if not file.is_file() or file.read_bytes() != tokenizer.read_bytes():
+        return False
+    return load_tokenizer_config(source) == load_tokenizer_config(tokenizer.parent)
