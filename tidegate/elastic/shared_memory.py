@@ -8,7 +8,9 @@ Invariants: every strip lies in its tensor at both ends; other ranks' files are 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import numpy as np
@@ -45,12 +47,13 @@ class SharedMemory:
     def pull(
         self, local: Iterable[RegionCopy], receives: Iterable[RegionCopy], sources: Tensors, targets: Tensors
     ) -> None:
-        held: dict[int, Tensors] = {}
-        strips = [_strip(copy, sources, targets) for copy in local]
+        receives = tuple(receives)
+        wanted: defaultdict[int, set[TensorKey]] = defaultdict(set)
         for copy in receives:
-            if copy.source_rank not in held:
-                held[copy.source_rank] = self._tensors_of(copy.source_rank)
-            strips.append(_strip(copy, held[copy.source_rank], targets))
+            wanted[copy.source_rank].add((copy.name, copy.kind))
+        held = {rank: self._tensors_of(rank, keys) for rank, keys in wanted.items()}
+        strips = [_strip(copy, sources, targets) for copy in local]
+        strips += [_strip(copy, held[copy.source_rank], targets) for copy in receives]
         alive = (sources, held, targets)
         for source, target, rows, row_bytes, source_stride, target_stride in merged(strips):
             shape = (rows, row_bytes)
@@ -59,9 +62,11 @@ class SharedMemory:
                 memory_at(source, shape, (source_stride, 1), owner=alive),
             )
 
-    def _tensors_of(self, rank: int) -> Tensors:
+    def _tensors_of(self, rank: int, keys: AbstractSet[TensorKey]) -> Tensors:
+        """Those of the keys that the rank has."""
+        places = self._places[rank]
         try:
-            return {key: self._reader.tensor_at(place) for key, place in self._places[rank].items()}
+            return {key: self._reader.tensor_at(places[key]) for key in keys & places.keys()}
         except FileNotFoundError as error:
             raise TransferFailed(f"the arena of rank {rank} is gone: {error}") from error
 
