@@ -32,6 +32,7 @@ def derive(config: Translation) -> None:
     _clipping(config)
     _warm_up(config)
     _data(config)
+    _weights(config)
     _lengths(config)
     _said_again(config)
 
@@ -221,6 +222,28 @@ def _data(config: Translation) -> None:
         config.refuse(key, f"{key} must be one path: put several files into a folder and name that (data.train)")
         return
     config.put("data.train", paths[0], key)
+
+
+def _weights(config: Translation) -> None:
+    """Megatron's, if a folder of them is named, else those of `model.path`, which RLinf's `use_hf_ckpt` stands for."""
+    megatron = "actor.megatron"
+    is_hugging_face = config.take(f"{megatron}.use_hf_ckpt")
+    formats = {key: config.take(key) for key in (f"{megatron}.use_dist_ckpt", f"{megatron}.ckpt_format")}
+    named = {key: config.take(key) for key in ("actor.checkpoint_load_path", "actor.model.megatron_checkpoint")}
+    folders = {key: folder for key, folder in named.items() if folder not in (MISSING, None)}
+    for key, folder in folders.items():
+        if True in formats.values() or "torch_dist" in formats.values():
+            config.put("model.torch_dist", folder, key)
+        else:
+            remedy = f"set it to null and {megatron}.use_hf_ckpt to true, for weights from rollout.model.model_path"
+            config.refuse(
+                key, f"{key}={folder}: of Megatron's formats torch_dist alone is read (ckpt_format); {remedy}"
+            )
+    for key in (key for key, said in formats.items() if said is not MISSING and not folders):
+        config.tell("without effect here: no weights of Megatron's are named", key)
+    if is_hugging_face is False and not folders:
+        key = f"{megatron}.use_hf_ckpt"
+        config.refuse(key, f"{key}=False: no weights are named; set it to true, for those of rollout.model.model_path")
 
 
 def _lengths(config: Translation) -> None:

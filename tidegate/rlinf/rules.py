@@ -45,7 +45,6 @@ _ONE_ENGINE_A_GPU = "set it to 1: an engine has one GPU; cluster.component_place
 _DENSE_JOB = "set it to 1: a job's layout has tensor, pipeline and data parallel axes"
 _LLAMA = "leave it out: models are Llama, Qwen2, Qwen3 and Qwen3-MoE"
 _NO_CRITIC = "set it to false: GRPO has no critic, and rewards come from functions (rewards: [{name: function, ...}])"
-_WEIGHTS = "set it to null, and actor.megatron.use_hf_ckpt to true: weights are read from rollout.model.model_path"
 _LENGTH_PENALTY = "leave it out; a penalty on length is a reward of its own (rewards: [{name: function, ...}])"
 
 RULES: Mapping[str, Rule] = {
@@ -118,9 +117,6 @@ RULES: Mapping[str, Rule] = {
     "actor.training_backend": OnlyAs(("megatron",), "set it to megatron"),
     "actor.mcore_gpt": OnlyAs((True,), "set it to true: models are megatron-core's"),
     "actor.spec_name": OnlyAs(("decoder_gpt", "local_gpt"), "set it to decoder_gpt"),
-    "actor.checkpoint_load_path": OnlyAs((None,), _WEIGHTS),
-    "actor.model.megatron_checkpoint": OnlyAs((None,), _WEIGHTS),
-    "actor.megatron.use_hf_ckpt": OnlyAs((True,), "set it to true: weights are read from rollout.model.model_path"),
     "actor.megatron.distributed_backend": Becomes("cluster.device", {"nccl": "cuda", "gloo": "cpu"}, "nccl or gloo"),
     "actor.model.precision": Becomes(
         "actor.precision", {"fp32": "fp32", "32": "fp32", 32: "fp32", "bf16": "bf16"}, "set it to fp32 or bf16"
@@ -183,6 +179,11 @@ DERIVED = (
     "actor.lr_sched.lr_warmup_fraction",
     "actor.lr_sched.lr_warmup_iters",
     "actor.lr_sched.lr_decay_iters",
+    "actor.checkpoint_load_path",
+    "actor.model.megatron_checkpoint",
+    "actor.megatron.use_hf_ckpt",
+    "actor.megatron.use_dist_ckpt",
+    "actor.megatron.ckpt_format",
     "actor.megatron.distributed_timeout_minutes",
     "inference.model.tensor_model_parallel_size",
     "inference.model.pipeline_model_parallel_size",

@@ -18,12 +18,15 @@ from tidegate.types import Layout, Role
 
 PIPELINED = Path(__file__).with_name("pipelined.yaml")
 MENDED = ("algorithm.early_stop_imp_ratio=null", "actor.model.precision=fp32")
-SHAPE = "model={num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_heads: 2, num_kv_heads: 2, head_dim: 8}"
+SHAPE = (
+    "model={num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_heads: 2, num_kv_heads: 2, head_dim: 8}",
+    "rollout.model.model_path=''",
+)
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "rlinf.md"
 
 
 def read(*overrides: str) -> SourcedConfig:
-    return load_sources(Sources([PIPELINED], (*MENDED, SHAPE, *overrides)))
+    return load_sources(Sources([PIPELINED], (*MENDED, *overrides)))
 
 
 def refused(*overrides: str) -> list[str]:
@@ -38,7 +41,7 @@ def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to
         key: 1 + next(n for n, line in enumerate(lines) if key in line) for key in ("early_stop", "precision: fp16")
     }
     with pytest.raises(ConfigError) as error:
-        load_sources(Sources([PIPELINED], [SHAPE]))
+        load_sources(Sources([PIPELINED]))
     assert str(error.value).splitlines() == [
         "algorithm.early_stop_imp_ratio=5.0 cannot be had: set it to null: no micro-batch is left out; clipping and "
         f"actor.clip_grad bound an update [{PIPELINED}:{number['early_stop']}]",
@@ -73,7 +76,7 @@ def test_data_tokenizer_and_reward_are_taken_over_with_paths_from_the_file() -> 
     assert config.data is not None
     assert config.data.train == str(PIPELINED.parent / "data" / "train.jsonl")
     assert (config.data.answer_key, config.data.max_prompt_tokens, config.data.chat_template) == ("solutions", 1024, "")
-    assert config.model.tokenizer == str(PIPELINED.parent / "models" / "Qwen2.5-1.5B")
+    assert config.model.path == config.model.tokenizer == str(PIPELINED.parent / "models" / "Qwen2.5-1.5B")
     assert [reward.name for reward in config.rewards] == ["math_verify"]
 
 
@@ -93,8 +96,9 @@ def test_no_key_is_passed_over_without_a_word() -> None:
     told = {word.strip(",:") for note in sourced.notes for word in note.split()}
     stands = SAME_AS.keys() | {key for key, rule in RULES.items() if isinstance(rule, OnlyAs)}
     ours = {".".join(map(str, path)) for path in sourced.given.origins}
-    # Each has another beside it that holds over it.
+    # Each has another beside it that holds over it, or says what happens anyway.
     yields = {"algorithm.clip_ratio_low", "actor.lr_sched.lr_warmup_iters", "actor.lr_sched.lr_decay_iters"}
+    yields |= {"actor.model.megatron_checkpoint", "actor.megatron.use_hf_ckpt"}
     given = set(leaves(yaml.safe_load(PIPELINED.read_text())))
     assert given - read_from - told - stands - ours - yields == set()
 
@@ -117,7 +121,7 @@ def test_a_later_layer_holds_whichever_names_it_uses() -> None:
 def test_two_names_for_one_thing_in_one_file_are_refused(tmp_path: Path) -> None:
     over = written(tmp_path, "over.yaml", "algorithm: {prompts_per_iteration: 8}\ndata: {rollout_batch_size: 8}\n")
     with pytest.raises(ConfigError, match=r"data.rollout_batch_size and algorithm.prompts_per_iteration .*: keep one"):
-        load_sources(Sources([PIPELINED, over], (*MENDED, SHAPE)))
+        load_sources(Sources([PIPELINED, over], MENDED))
 
 
 def test_a_fault_of_a_value_names_the_key_that_it_was_given_by() -> None:
@@ -149,14 +153,14 @@ def test_a_placement_that_cannot_be_had_says_why(case: str, tmp_path: Path) -> N
     raw = yaml.safe_load(PIPELINED.read_text())
     raw["cluster"]["component_placement"] = yaml.safe_load(placement)
     with pytest.raises(ConfigError, match=want):
-        load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, SHAPE, *overrides)))
+        load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, *overrides)))
 
 
 def test_several_components_share_a_line_and_nodes_their_number(tmp_path: Path) -> None:
     raw = yaml.safe_load(PIPELINED.read_text())
     raw["cluster"] = {"num_nodes": 2, "num_gpus_per_node": 4, "component_placement": {"actor": "0-1", "rollout": "2-5"}}
     raw["cluster"]["component_placement"]["inference,reward"] = "6-7"
-    config = load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, SHAPE))).config
+    config = load_sources(Sources([written(tmp_path, "r.yaml", raw)], MENDED)).config
     assert config.cluster.nodes == {"n0": 4, "n1": 4}
     assert config.placement(Role.INFERENCE) == ("n1/2", "n1/3")
 
@@ -199,7 +203,7 @@ def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
 ) -> None:
     build_tokenizer(["two", "and", "four"]).save(tmp_path / "words.json")
     written(tmp_path, "train.jsonl", '{"prompt": "two and two", "solutions": ["four"]}\n')
-    mended = (*MENDED, SHAPE, f"runner.output_dir={tmp_path}", f"data.train_data_paths=[{tmp_path}/train.jsonl]")
+    mended = (*MENDED, *SHAPE, f"runner.output_dir={tmp_path}", f"data.train_data_paths=[{tmp_path}/train.jsonl]")
     tokenizer = f"actor.tokenizer.tokenizer_model={tmp_path}/words.json"
     # math_verify needs a package of its own.
     rewards = "rewards=[{name: exact_match}]"
@@ -213,9 +217,25 @@ def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
 
 
 @pytest.mark.parametrize("key", ["rollout.model.model_path", "rollout.model_dir"])
-def test_the_checkpoint_to_start_from_is_taken_over(key: str) -> None:
-    config = load_sources(Sources([PIPELINED], (*MENDED, f"{key}=/models/Qwen2.5-1.5B"))).config
+def test_the_checkpoint_to_start_from_is_taken_over(key: str, tmp_path: Path) -> None:
+    raw = yaml.safe_load(PIPELINED.read_text())
+    del raw["rollout"]["model"], raw["actor"]["tokenizer"], raw["actor"]["megatron"], raw["reward"]["tokenizer"]
+    config = load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, f"{key}=/models/Qwen2.5-1.5B"))).config
     assert config.model.path == "/models/Qwen2.5-1.5B"
+
+
+@pytest.mark.parametrize("says", ["use_dist_ckpt=true", "ckpt_format=torch_dist"])
+@pytest.mark.parametrize("key", ["actor.model.megatron_checkpoint", "actor.checkpoint_load_path"])
+def test_megatrons_weights_are_taken_over_in_the_format_that_is_read(key: str, says: str) -> None:
+    given = ("actor.megatron.use_hf_ckpt=false", f"{key}=/saved/iter_0000007")
+    assert read(*given, f"actor.megatron.{says}").config.model.torch_dist == "/saved/iter_0000007"
+    (fault,) = refused(*given)
+    assert fault.startswith(f"{key}=/saved/iter_0000007: of Megatron's formats torch_dist alone is read")
+
+
+def test_weights_that_are_named_nowhere_are_asked_for() -> None:
+    (fault,) = refused("actor.megatron.use_hf_ckpt=false")
+    assert "no weights are named; set it to true, for those of rollout.model.model_path" in fault
 
 
 def test_a_checkpoint_only_at_the_end_is_that() -> None:
