@@ -33,6 +33,7 @@ def derive(config: Translation) -> None:
     _warm_up(config)
     _data(config)
     _weights(config)
+    _reward_scale(config)
     _lengths(config)
     _said_again(config)
 
@@ -244,6 +245,18 @@ def _weights(config: Translation) -> None:
     if is_hugging_face is False and not folders:
         key = f"{megatron}.use_hf_ckpt"
         config.refuse(key, f"{key}=False: no weights are named; set it to true, for those of rollout.model.model_path")
+
+
+def _reward_scale(config: Translation) -> None:
+    key = "reward.reward_scale"
+    scale = config.take(key)
+    if scale is MISSING:
+        return
+    if config.now("algorithm.normalize_std") is False:
+        remedy = "leave it out and give rewards their weights; RLinf's answers are worth the scale or its negative"
+        config.refuse(key, f"{key}={scale} counts where algorithm.normalize_std is false: {remedy}")
+    else:
+        config.tell("without effect here: advantages are divided by the standard deviation, which takes it away", key)
 
 
 def _lengths(config: Translation) -> None:

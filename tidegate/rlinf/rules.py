@@ -187,6 +187,7 @@ DERIVED = (
     "actor.megatron.distributed_timeout_minutes",
     "inference.model.tensor_model_parallel_size",
     "inference.model.pipeline_model_parallel_size",
+    "reward.reward_scale",
 )
 
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
@@ -286,6 +287,5 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "actor.tokenizer.trust_remote_code",
         "actor.tokenizer.padding_side",
     ),
-    "dividing by the group's standard deviation takes a scale of rewards away": ("reward.reward_scale",),
 }
 """By reason. A star stands for all that is below."""

@@ -181,6 +181,7 @@ REFUSED = {
     "FSDP": ("actor.training_backend=fsdp", "set it to megatron"),
     "engines on several GPUs": ("rollout.tensor_parallel_size=2", "set it to 1: an engine has one GPU"),
     "a schedule of the rate": ("actor.lr_sched.lr_decay_style=cosine", "set it to constant"),
+    "a task without a word": ("runner.task_type=null", "set it to reasoning"),
     "two rates": ("actor.lr_sched.max_lr=1", "actor.lr_sched.max_lr=1 and actor.learning_rate=2e-05 are one number"),
     "a reward that there is not": ("reward.reward_type=code", "cannot be had: math; others are written as rewards"),
     "several files": ("data.train_data_paths=[a.jsonl, b.jsonl]", "put several files into a folder"),
@@ -231,6 +232,14 @@ def test_megatrons_weights_are_taken_over_in_the_format_that_is_read(key: str, s
     assert read(*given, f"actor.megatron.{says}").config.model.torch_dist == "/saved/iter_0000007"
     (fault,) = refused(*given)
     assert fault.startswith(f"{key}=/saved/iter_0000007: of Megatron's formats torch_dist alone is read")
+
+
+def test_a_scale_of_rewards_is_refused_where_nothing_takes_it_away() -> None:
+    (fault,) = refused("algorithm.normalize_std=false")
+    assert fault.startswith(
+        "reward.reward_scale=5.0 counts where algorithm.normalize_std is false: leave it out and give"
+    )
+    assert read("algorithm.normalize_std=true").config.algorithm.normalize_std
 
 
 def test_weights_that_are_named_nowhere_are_asked_for() -> None:
