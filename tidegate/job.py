@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tidegate.attempts import AttemptFolder, newest_attempt
 from tidegate.config import ConfigError, JobConfig
 from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
 from tidegate.megatron.family import check_layout, model_parameters, padded_vocab_size, possible_tp_sizes
@@ -54,20 +55,17 @@ class JobFolder:
 
     @property
     def events(self) -> Path:
-        """The event stream, a JSON line each, written when the job ends."""
+        """The event stream, a JSON line each, written as they come."""
         return self.root / "events.jsonl"
 
     @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    def readme(self) -> Path:
+        """Says what each file here is."""
+        return self.root / "README.txt"
 
-    @property
-    def timeline(self) -> Path:
-        return self.root / "timeline"
-
-    @property
-    def trace(self) -> Path:
-        return self.root / "timeline.json"
+    def attempt(self) -> AttemptFolder:
+        """What the newest start of the job writes: its logs and its timeline."""
+        return newest_attempt(self.root)
 
     @property
     def checkpoints(self) -> Path:

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ def configure_logging(source: str, *, path: Path | None = None, level: str = "IN
         old.close()
     root.addHandler(handler)
     root.setLevel(levels[level])
+
+
+def without_credentials(value: Any) -> Any:
+    """A JSON value without the user and password of any URL in its texts, whatever it is nested in."""
+    match value:
+        case str():
+            return _URL_CREDENTIALS.sub("", value)
+        case Mapping():
+            return {key: without_credentials(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [without_credentials(inner) for inner in value]
+        case _:
+            return value
 
 
 def _named(source: str) -> Processor:

@@ -60,7 +60,7 @@ async def run(config: JobConfig) -> None:
             log=bus.events,
             dead_letters=bus.dead_letters,
             announcer=announcer,
-            logs=folder.logs,
+            logs=folder.attempt().logs,
         )
         descriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
         served = Service(descriptor, lambda server: control_pb2_grpc.add_ControlServicer_to_server(control, server))
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.scheduler", description="One replica of the scheduler.")
     parser.add_argument("--config", type=Path, required=True, help="the job's resolved config.json")
     config = JobConfig.from_json(parser.parse_args().config.read_text())
-    configure_logging(SOURCE, path=JobFolder.of(config).logs / f"{SOURCE}.jsonl")
+    configure_logging(SOURCE, path=JobFolder.of(config).attempt().logs / f"{SOURCE}.jsonl")
     asyncio.run(run(config))
 
 

@@ -19,6 +19,7 @@ from services.scheduler.state import ClusterState, Component, Phase, Summary
 from services.scheduler.values import Placed, total
 from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
 from tidegate.events import EventBody
+from tidegate.logs import without_credentials
 from tidegate.ports.bus import DeadLetters, EventLog
 from tidegate.ports.store import OwnershipMap
 from tidegate.runtime.announcer import Announcer
@@ -98,6 +99,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._own(request.job)
         events = self._log.read(self._job, after_sequence=request.after_sequence, follow=request.follow)
         async for sequence, event in events:
+            if event.HasField("job_submitted"):
+                # The config in it holds the servers' URLs, with passwords.
+                event.job_submitted.config_json = without_credentials(event.job_submitted.config_json)
             yield control_pb2.ListEventsResponse(stream_sequence=sequence, event=event)
 
     async def ReadLogs(

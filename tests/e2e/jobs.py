@@ -106,7 +106,7 @@ class RunningJob:
 
     async def until_logged(self, words: str) -> None:
         """By any service. AssertionError when the job ends without it."""
-        while not any(words in path.read_text(errors="replace") for path in self.folder.logs.glob("*.jsonl")):
+        while not any(words in path.read_text(errors="replace") for path in self.folder.attempt().logs.glob("*.jsonl")):
             assert self.process.returncode is None, f"the job ended with {self.process.returncode} before {words!r}"
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), _LOOK_AGAIN_S)

@@ -68,7 +68,7 @@ async def test_a_job_on_data_trains_each_sample_once_and_names_those_on_which_a_
     async with running(raw, tmp_path) as job:
         summary = (await job.result())["summary"]
         assert trained_draws(job.folder.journal) == DRAWS
-        log = (job.folder.logs / "rollout@n0.jsonl").read_text()
+        log = (job.folder.attempt().logs / "rollout@n0.jsonl").read_text()
     assert {key: summary[key] for key in WANT} == WANT
     assert 0 < summary["reward_first"] < 1
     faults = [json.loads(line)["fault"] for line in log.splitlines() if '"reward counted as 0"' in line]

@@ -9,9 +9,11 @@ import pytest
 
 from services.rollout.embedded.probe import CANDIDATE_ROWS
 from tests.component_bench import job_config, task_of
+from tidegate.attempts import AttemptFolder
 from tidegate.config import ConfigError
 from tidegate.config_checks import MAX_RUNNING_REQUESTS
 from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
+from tidegate.launcher.readme import README
 from tidegate.megatron.family import padded_vocab_size
 from tidegate.types import NodeId, SampleId
 
@@ -90,14 +92,30 @@ def test_the_config_allows_an_engine_as_many_requests_as_its_largest_batch_has_r
     assert max(CANDIDATE_ROWS) == MAX_RUNNING_REQUESTS
 
 
+def paths_of(folder: JobFolder | AttemptFolder) -> dict[str, Path]:
+    """What its properties name."""
+    names = [name for name, value in vars(type(folder)).items() if isinstance(value, property)]
+    return {name: path for name in names if isinstance(path := getattr(folder, name), Path)}
+
+
 def test_a_jobs_folder_lies_under_its_name_and_nothing_in_it_collides(tmp_path: Path) -> None:
     folder = JobFolder.of(job_config(tmp_path))
     assert folder.root == tmp_path / "jobs" / "bench"
-    names = [name for name, value in vars(JobFolder).items() if isinstance(value, property)]
-    paths = [getattr(folder, name) for name in names]
-    assert len(set(paths)) == len(paths) >= 10
-    assert {path.parent for path in paths} == {folder.root}
+    paths = paths_of(folder)
+    assert len(set(paths.values())) == len(paths) >= 10
+    assert {path.parent for path in paths.values()} == {folder.root}
     assert folder.node(NodeId("n0")) != folder.node(NodeId("n1"))
+
+
+@pytest.mark.parametrize("page", ["the folder's own", "the docs'"])
+def test_what_a_jobs_folder_holds_is_named_by_its_readme_and_by_the_docs(tmp_path: Path, page: str) -> None:
+    folder = JobFolder.of(job_config(tmp_path))
+    docs = Path(__file__).resolve().parents[2] / "docs" / "run-directory.md"
+    text = README if page == "the folder's own" else docs.read_text()
+    paths = paths_of(folder) | paths_of(folder.attempt()) | {"nodes": folder.root / "nodes"}
+    del paths["readme"]
+    missing = [path.name for path in paths.values() if path.name not in text]
+    assert missing == []
 
 
 def test_snapshots_lie_in_host_memory_by_node_job_incarnation_and_version(tmp_path: Path) -> None:

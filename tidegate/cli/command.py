@@ -72,7 +72,8 @@ def _run(given: argparse.Namespace) -> int:
         case "events":
             return asyncio.run(queries.events(given.job, output_dir, form, follow=given.follow))
         case "logs":
-            return asyncio.run(queries.logs(given.job, given.source, output_dir, form, follow=given.follow))
+            logs = queries.logs(given.job, given.source, output_dir, form, follow=given.follow, attempt=given.attempt)
+            return asyncio.run(logs)
         case "cancel":
             return asyncio.run(queries.cancel(given.job, given.reason, output_dir, form))
         case "scale":
@@ -115,8 +116,10 @@ def _parser() -> argparse.ArgumentParser:
         ("scale", "Move a live job's actor to more, fewer or other GPUs, or into another layout, while it trains."),
     ):
         command(name, told).add_argument("job", metavar="JOB")
-    for name in ("events", "logs"):
-        commands.choices[name].add_argument("--follow", action="store_true", help="go on with what comes")
+    which = commands.choices["logs"].add_mutually_exclusive_group()
+    for asked in (commands.choices["events"], which):
+        asked.add_argument("--follow", action="store_true", help="go on with what comes")
+    which.add_argument("--attempt", type=int, metavar="N", help="of this start of the job, from 1 (default: the last)")
     commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
     commands.choices["cancel"].add_argument("--reason", default="", help="told to whoever reads the job's end")
     scale = commands.choices["scale"]

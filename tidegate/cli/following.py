@@ -11,11 +11,11 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
-from google.protobuf.json_format import ParseDict
-
+from tidegate.attempts import AttemptFolder, attempts_in
 from tidegate.cli.jobs import UnknownJob
 from tidegate.job import JobFolder
 from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
+from tidegate.launcher.event_file import read_events
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
@@ -25,7 +25,7 @@ _BEAT_S = 0.3
 
 
 async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
-    """In the stream's order. NotRunning when the run was killed, before it could write them down."""
+    """In the stream's order; of a run that was killed, those that it had written. NotRunning when there are none."""
     last, has_failed = 0, False
     while not _is_written(folder):
         try:
@@ -51,7 +51,7 @@ async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb
 
 
 async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator[str]:
-    """JSON lines of one source, or of all. UnknownJob when the source has no log."""
+    """JSON lines of one source, or of all, of the newest attempt. UnknownJob when the source has no log."""
     shown: Counter[str] = Counter()
     while not folder.result.exists():
         again = Counter(shown)
@@ -69,9 +69,18 @@ async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator
             if not follow:
                 return
         await asyncio.sleep(_BEAT_S)
-    for line in _written_logs(folder, source):
+    for line in _written_logs(folder.attempt(), source):
         if _is_new(line, shown):
             yield line
+
+
+def logs_of_attempt(folder: JobFolder, number: int, *, source: str) -> Iterator[str]:
+    """As far as they are. UnknownJob when there is no such attempt, or the source has no log in it."""
+    attempts = {attempt.number: attempt for attempt in attempts_in(folder.root)}
+    if number not in attempts:
+        known = ", ".join(map(str, attempts)) or "none"
+        raise UnknownJob(f"job {folder.root.name} has no attempt {number}; there are {known}")
+    return _written_logs(attempts[number], source)
 
 
 def end_line(folder: JobFolder) -> str:
@@ -97,28 +106,26 @@ def _goes_on_or_is_over(folder: JobFolder) -> bool:
 
 
 def _is_written(folder: JobFolder) -> bool:
-    """Whether all events are in the folder: the result is written after them."""
+    """Whether the folder has all events that it will: the result is written after them."""
     return folder.result.exists() or (folder.events.exists() and launcher_pid(folder) is None)
 
 
 def _written_events(folder: JobFolder) -> Iterator[control_pb2.ListEventsResponse]:
     try:
-        lines = folder.events.read_text().splitlines()
+        yield from read_events(folder.events)
     except FileNotFoundError as error:
         raise NotRunning(
-            f"the events of job {folder.root.name} were not written, for their server had died; a resumed run "
-            "(--resume) writes them"
+            f"job {folder.root.name} has no events: nothing had happened when its run ended; a resumed run (--resume) "
+            "writes those to come"
         ) from error
-    for line in lines:
-        yield ParseDict(json.loads(line), control_pb2.ListEventsResponse())
 
 
-def _written_logs(folder: JobFolder, source: str) -> Iterator[str]:
-    files = sorted(folder.logs.glob("*.jsonl"))
+def _written_logs(attempt: AttemptFolder, source: str) -> Iterator[str]:
+    files = sorted(attempt.logs.glob("*.jsonl"))
     chosen = [path for path in files if source in ("", path.stem)]
     if not chosen:
         known = ", ".join(path.stem for path in files) or "none"
-        raise UnknownJob(f"job {folder.root.name} has no log of {source!r}; there are {known}")
+        raise UnknownJob(f"attempt {attempt.number} has no log of {source!r}; there are {known}")
     lines = [line for path in chosen for line in path.read_text(errors="replace").splitlines()]
     yield from sorted(lines, key=_time_of)
 

@@ -79,8 +79,12 @@ async def events(job: str, output_dir: Path, form: Form, *, follow: bool) -> int
     return 0
 
 
-async def logs(job: str, source: str, output_dir: Path, form: Form, *, follow: bool) -> int:
+async def logs(job: str, source: str, output_dir: Path, form: Form, *, follow: bool, attempt: int | None = None) -> int:
     folder = jobs.job_folder(output_dir, job)
+    if attempt is not None:
+        for line in following.logs_of_attempt(folder, attempt, source=source):
+            print(line if form is Form.JSON else jobs.log_line(line))
+        return 0
     async for line in following.logs(folder, source=source, follow=follow):
         print(line if form is Form.JSON else jobs.log_line(line))
         _flush(follow)

@@ -12,22 +12,28 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tidegate.attempts import AttemptFolder, begin_attempt
 from tidegate.config import ConfigError, JobConfig
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.launcher.readme import README
 
 _DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "data", "rewards", "algorithm", "actor", "inference")
 """Sections that a resumed run may not change: its samples and weights would not be those of an unbroken run."""
+
+_TOLD_PACKAGES = ("tidegate", "torch", "megatron-core")
 
 
 class CannotStart(ConfigError):
@@ -51,6 +57,7 @@ class Claim:
     """
 
     folder: JobFolder
+    attempt: AttemptFolder
     config: JobConfig
     boot: int
     checkpoint: FoundCheckpoint | None
@@ -90,7 +97,12 @@ def claimed(job: Job, start: Start, *, now_unix_s: float, anew: str = "--force")
             _empty(folder.root)
         with _host_memory(host_memory_folder(job.config)):
             try:
-                yield Claim(folder, _prepared(folder, job), boot, checkpoint)
+                config = _prepared(folder, job)
+                record = _record(start, boot, checkpoint)
+                attempt = begin_attempt(
+                    folder.root, config=config.model_dump(mode="json"), record=record, now_unix_s=now_unix_s
+                )
+                yield Claim(folder, attempt, config, boot, checkpoint)
             finally:
                 folder.endpoint.unlink(missing_ok=True)
 
@@ -268,12 +280,10 @@ def _host_memory(folder: Path) -> Iterator[None]:
 
 def _prepared(folder: JobFolder, job: Job) -> JobConfig:
     """Makes what a run needs in the folder; the config with every path resolved."""
-    for ended in (folder.result, folder.endpoint, folder.events, folder.trace):
+    for ended in (folder.result, folder.endpoint):
         ended.unlink(missing_ok=True)
-    # Spans are of one boot of the machine at most, and the trace of one start of the job.
-    shutil.rmtree(folder.timeline, ignore_errors=True)
-    for made in (folder.logs, folder.timeline, folder.checkpoints):
-        made.mkdir(exist_ok=True)
+    folder.checkpoints.mkdir(exist_ok=True)
+    folder.readme.write_text(README)
     if not folder.tokenizer.exists():
         job.tokenizer.save(folder.tokenizer)
         if (file := tokenizer_file(job.config)) is not None:
@@ -289,3 +299,24 @@ def _prepared(folder: JobFolder, job: Job) -> JobConfig:
     )
     write_private(folder.config, config.to_json())
     return config
+
+
+def _record(start: Start, boot: int, checkpoint: FoundCheckpoint | None) -> dict[str, Any]:
+    """What an attempt says of itself: who runs it, from where, by which versions."""
+    return {
+        "start": start,
+        "checkpoint": checkpoint.name if checkpoint else None,
+        "boot": boot,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _TOLD_PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    """None of one that is used from a source tree."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,17 +1,17 @@
 """Follows a job from its submission to its end.
 
 The end is the scheduler's word (Control.GetJob), asked at a slow beat; events only feed the view. So a scheduler that
-is restarted, moved to another port or slow delays the end and never hides it. Invariant: the end of an earlier run is
-not taken for this one's: a terminal phase counts from the submission's incarnation on.
+is restarted, moved to another port or slow delays the end and never hides it. Invariants: the end of an earlier run is
+not taken for this one's: a terminal phase counts from the submission's incarnation on; every event is written to the
+job's folder, as it comes or, where that failed, at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import suppress
 
-from google.protobuf.json_format import MessageToDict
+import structlog
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.config import JobConfig
@@ -19,6 +19,7 @@ from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.event_file import EventFile
 from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
 from tidegate.ports.bus import BusUnavailable
@@ -44,9 +45,14 @@ class JobFollower:
         self._job = JobId(config.job)
         self._folder = folder
         self._view = view
-        self._sequence = 0
+        self._file = EventFile(folder.events)
+        self._read_to = 0
+        """On the stream: what was written to the file, and from `_submitted` on shown."""
+        self._is_writing = True
+        self._submitted = 0
         self._incarnation = 1
         self._noted = ""
+        self._log = structlog.get_logger("follow")
         self.status = control_pb2.GetJobResponse(job=config.job)
 
     async def submit(self, source: EventSource, *, resume: bool, checkpoint: FoundCheckpoint | None) -> None:
@@ -55,8 +61,10 @@ class JobFollower:
         The incarnation is above every one that the stream has seen, and above the checkpoint's. Where the scheduler
         still knows what it knew, the checkpoint is nothing new to it.
         """
-        async for _, event in self._bus.events.read(self._job):
+        async for sequence, event in self._bus.events.read(self._job):
             self._incarnation = max(self._incarnation, event.incarnation + 1)
+            if (sequence, event.id) == (self._file.sequence, self._file.event_id):
+                self._read_to = sequence
         if checkpoint is not None:
             self._incarnation = max(self._incarnation, checkpoint.incarnation + 1)
             saved = events_pb2.CheckpointSaved(
@@ -68,11 +76,11 @@ class JobFollower:
             await self._bus.events.publish(source.event(saved, job=self._job, incarnation=self._incarnation))
         submitted = events_pb2.JobSubmitted(config_json=self._config.to_json(), resume=resume)
         event = source.event(submitted, job=self._job, incarnation=self._incarnation)
-        self._sequence = await self._bus.events.publish(event) - 1
+        self._submitted = await self._bus.events.publish(event)
 
     async def end(self) -> End:
         """Waits until the scheduler says that the job is over."""
-        showing = asyncio.create_task(self._show_events(), name="show-events")
+        showing = asyncio.create_task(self._take_events(), name="take-events")
         try:
             while True:
                 raise_if_cancelled()
@@ -105,15 +113,17 @@ class JobFollower:
                     )
             await asyncio.sleep(_LOOK_AT_ROOM_S)
 
-    async def dump_events(self) -> list[events_pb2.Event]:
-        """Write the job's events to its folder, a JSON line each, in the form of the Control API."""
-        events = []
-        with self._folder.events.open("w") as lines:
-            async for sequence, event in self._bus.events.read(self._job):
-                row = control_pb2.ListEventsResponse(stream_sequence=sequence, event=event)
-                lines.write(json.dumps(MessageToDict(row, preserving_proto_field_name=True)) + "\n")
-                events.append(event)
-        return events
+    async def last_events(self) -> list[events_pb2.Event]:
+        """All of the job; those that are not written yet are written."""
+        rows = [row async for row in self._bus.events.read(self._job)]
+        try:
+            for sequence, event in rows:
+                if sequence > self._read_to:
+                    self._file.append(sequence, event)
+                    self._read_to = sequence
+        except OSError as error:  # they stay in the server's data, and a resumed run writes them
+            self._log.warning("last events not written", error=str(error))
+        return [event for _, event in rows]
 
     async def _follow_control(self) -> End:
         async with control_of(self._folder) as control:
@@ -137,12 +147,24 @@ class JobFollower:
             self._noted = message
             self._view.note(message)
 
-    async def _show_events(self) -> None:
+    async def _take_events(self) -> None:
+        at = self._read_to
         while True:
             with suppress(BusUnavailable):  # the view waits for the server; its death is noticed elsewhere
-                async for sequence, event in self._bus.events.read(
-                    self._job, after_sequence=self._sequence, follow=True
-                ):
-                    self._sequence = sequence
-                    self._view.event(event)
+                async for sequence, event in self._bus.events.read(self._job, after_sequence=at, follow=True):
+                    at = sequence
+                    self._write(sequence, event)
+                    if sequence >= self._submitted:
+                        self._view.event(event)
             await asyncio.sleep(BEAT_S)
+
+    def _write(self, sequence: int, event: events_pb2.Event) -> None:
+        """Until it fails: then all that is left is written at the end, so that the order stays."""
+        if not self._is_writing:
+            return
+        try:
+            self._file.append(sequence, event)
+            self._read_to = sequence
+        except OSError as error:
+            self._is_writing = False
+            self._log.warning("events not written until the end", error=str(error))

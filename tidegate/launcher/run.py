@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 
+from tidegate.attempts import end_attempt
 from tidegate.config import JobConfig, ServersSection
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
@@ -86,7 +87,7 @@ async def run_job(order: Order, view: View) -> Outcome:
             job = await _checked(order)
             raise_if_cancelled()
             with claimed(job, order.start, anew=order.anew_command, now_unix_s=time.time()) as claim:
-                configure_logging(SOURCE, path=claim.folder.logs / f"{SOURCE}.jsonl")
+                configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
                 _warn(order, view)
                 run = _Run(claim, order, view, start_ns=start_ns)
                 return await run.to_its_end(signals)
@@ -179,18 +180,21 @@ class _Run:
     def _recorded(self, end: End, message: str, signals: list[signal.Signals]) -> Outcome:
         end_ns = time.monotonic_ns()
         window = Window(self._start_ns, end_ns)
-        write_trace(self._folder.timeline, self._folder.trace, gpus=self._config.cluster.gpus(), window=window)
+        attempt = self._claim.attempt
+        write_trace(attempt.timeline, attempt.trace, gpus=self._config.cluster.gpus(), window=window)
         outcome = Outcome(
             end=end,
             message=message,
             seed=self._config.seed,
             wall_s=window.wall_ns / 1e9,
             job=self._status(),
-            timeline=str(self._folder.trace),
+            timeline=str(attempt.trace),
             seconds=self._seconds,
             stopped_by=signals[0] if end is End.INTERRUPTED and signals else None,
         )
         outcome.write(self._folder.result)
+        told = {"end": end, "message": message, "wall_s": round(outcome.wall_s, 3)}
+        end_attempt(attempt, told, now_unix_s=time.time())
         return outcome
 
     async def _with_servers(self) -> End:
@@ -243,9 +247,9 @@ class _Run:
         if not self._has_bus:
             return
         try:
-            self._seconds = iteration_seconds(await follower.dump_events())
-        except BusUnavailable as error:  # its server is dead: the events stay in its data, a resumed run writes them
-            self._log.warning("events not written", error=str(error))
+            self._seconds = iteration_seconds(await follower.last_events())
+        except BusUnavailable as error:  # its server is dead: they stay in its data, and a resumed run writes them
+            self._log.warning("last events not written", error=str(error))
 
     async def _services_failed(self, services: JobServices) -> End:
         while True:

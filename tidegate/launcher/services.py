@@ -31,6 +31,7 @@ class JobServices:
     def __init__(self, config: JobConfig, folder: JobFolder, *, sockets: Path) -> None:
         self._config = config
         self._folder = folder
+        self._attempt = folder.attempt()
         self._sockets = sockets
         self._supervisor = Supervisor()
         self._started: list[str] = []
@@ -48,7 +49,7 @@ class JobServices:
 
     def log_of(self, name: str) -> Path:
         """What a process says that is no log line: why it could not start."""
-        return self._folder.logs / f"{name}.out"
+        return self._attempt.logs / f"{name}.out"
 
     async def stop(self) -> None:
         """Returns when every process, and what it forked, is gone. Nothing happens for those that were not started."""

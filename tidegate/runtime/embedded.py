@@ -195,7 +195,7 @@ class EmbeddedServers:
 
     async def start(self) -> None:
         """FolderInUse, ServerPackageMissing, PortTaken, ServerFailed; then none of them runs."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._lock_fd < 0:
             self._lock_fd = await _lock(self._folder)
         try:

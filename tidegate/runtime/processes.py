@@ -200,7 +200,8 @@ async def _end_session(session: int) -> None:
 
 def _spawn(spec: ServiceSpec) -> subprocess.Popen[bytes]:
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-    with spec.log_path.open("ab") as log:
+    # For this user only: unlike a log line, what a process prints was looked through by nobody.
+    with open(spec.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *spec.command],
             stdin=subprocess.DEVNULL,

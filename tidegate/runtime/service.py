@@ -76,7 +76,7 @@ def run_instance(role: Role, *, worker_entry: str, make_lead: Callable[[LeadTool
     """The `main` of a component's service; returns after an orderly stop."""
     arguments = parse_arguments(role)
     instance = instance_id(role, arguments.node)
-    configure_logging(instance, path=JobFolder.of(arguments.config).logs / f"{instance}.jsonl")
+    configure_logging(instance, path=JobFolder.of(arguments.config).attempt().logs / f"{instance}.jsonl")
     asyncio.run(_Instance(role, arguments, worker_entry=worker_entry, make_lead=make_lead).run())
 
 
@@ -123,6 +123,7 @@ class _Instance:
         self._job_id: JobId = job_id(self._config.job)
         self._name: InstanceId = instance_id(role, arguments.node)
         self._folder = JobFolder.of(self._config)
+        self._attempt = self._folder.attempt()
         self._worker_entry = worker_entry
         self._make_lead = make_lead
         self._host: ComponentHost | None = None
@@ -188,8 +189,8 @@ class _Instance:
         closing.push_async_callback(launcher.close)
         home = WorkerHome(
             entry=self._worker_entry,
-            log_dir=self._folder.logs / str(self._role),
-            timeline=self._folder.timeline / f"{self._name}.jsonl",
+            log_dir=self._attempt.logs / str(self._role),
+            timeline=self._attempt.timeline / f"{self._name}.jsonl",
             start_timeout_s=times.command_deadline_s,
         )
         workers = LocalWorkers(

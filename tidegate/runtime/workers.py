@@ -236,7 +236,7 @@ class LocalWorkers:
 
 def _append(path: Path, lines: bytes) -> None:
     """In one write: whole lines at the end of the file, whoever else writes there."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         os.write(fd, lines)
     finally:

@@ -51,7 +51,7 @@ def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(moment: str, launc
     assert "Traceback" not in launched.said
     assert_nothing_is_left(launched)
     assert Outcome.read(launched.job_folder().result).end is End.INTERRUPTED
-    assert launched.job_folder().trace.exists()
+    assert launched.job_folder().attempt().trace.exists()
 
 
 def test_everything_dies_with_a_launcher_that_is_killed_and_the_job_can_be_resumed(launch: Launch) -> None:
@@ -100,7 +100,7 @@ def test_what_is_seldom_meant_is_said_at_the_start_and_logged(launch: Launch) ->
     launched.until_it_says("algorithm.top_p=0.9: ")
     launched.send(signal.SIGINT)
     assert launched.ended() == 130
-    assert "the update is biased" in (launched.job_folder().logs / "launcher.jsonl").read_text()
+    assert "the update is biased" in (launched.job_folder().attempt().logs / "launcher.jsonl").read_text()
 
 
 def test_a_run_that_fills_its_stream_of_events_stops_and_goes_on_once_the_stream_is_larger(

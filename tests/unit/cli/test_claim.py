@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.configs import small_config
+from tidegate.attempts import attempts_in
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import CannotStart, Start, claimed, host_memory_folder, refuse_running, saved_config
 from tidegate.launcher.outcome import End, Outcome
@@ -37,6 +39,31 @@ def test_a_claimed_folder_holds_a_private_config_with_absolute_paths(tmp_path: P
         assert load_job(saved).tokenizer.vocab_size == load_job(config).tokenizer.vocab_size
         assert Path(saved.runtime.host_memory_root) == host_memory_folder(config)
         assert stat.S_IMODE(host_memory_folder(config).stat().st_mode) == 0o700
+
+
+def test_each_start_is_an_attempt_of_its_own_and_a_forced_one_counts_from_one_again(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    run_once(tmp_path, Start.RESUME)
+    attempts = attempts_in(JobFolder.of(small_config(tmp_path)).root)
+    starts = [json.loads(attempt.record.read_text())["start"] for attempt in attempts]
+    assert (starts, [attempt.number for attempt in attempts]) == (["fresh", "resume"], [1, 2])
+    run_once(tmp_path, Start.FORCE)
+    (attempt,) = attempts_in(JobFolder.of(small_config(tmp_path)).root)
+    assert json.loads(attempt.record.read_text())["start"] == "force"
+
+
+def test_only_what_may_hold_a_password_is_private(tmp_path: Path) -> None:
+    servers = {"nats_url": "nats://me:secret@host:4222"}
+    umask = os.umask(0o022)
+    try:
+        with claimed(load_job(small_config(tmp_path, servers=servers)), Start.FRESH, now_unix_s=0.0) as claim:
+            files = {path: stat.S_IMODE(path.stat().st_mode) for path in claim.folder.root.rglob("*") if path.is_file()}
+    finally:
+        os.umask(umask)
+    assert [path for path in files if "secret" in path.read_text()] == [claim.folder.config]
+    private = {path.name for path, mode in files.items() if mode == 0o600}
+    assert private == {"config.json", "launcher.lock"}
+    assert set(files.values()) == {0o600, 0o644}
 
 
 def test_nothing_is_left_in_host_memory_and_what_a_kill_left_there_goes_at_the_next_start(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def finished(tmp_path: Path) -> Path:
     """The output folder of a job that is over."""
     config = small_config(tmp_path)
     folder = JobFolder.of(config)
-    folder.logs.mkdir(parents=True)
+    folder.attempt().logs.mkdir(parents=True)
     write_private(folder.config, config.to_json())
     status = control_pb2.GetJobResponse(job="small", iteration=1, num_iterations=1, incarnation=1)
     status.components.add(role=types_pb2.ROLE_ACTOR, state="down", lead="actor@n0")
@@ -51,7 +51,7 @@ def finished(tmp_path: Path) -> Path:
             "event": "serving",
             "boot": 1,
         }
-        (folder.logs / f"{source}.jsonl").write_text(json.dumps(line) + "\n")
+        (folder.attempt().logs / f"{source}.jsonl").write_text(json.dumps(line) + "\n")
     return folder.root.parent
 
 

@@ -14,9 +14,11 @@ from google.protobuf.json_format import MessageToDict
 
 from tests.unit.cli.configs import small_config
 from tidegate.cli import following
+from tidegate.cli.jobs import UnknownJob
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claimed
 from tidegate.launcher.control import NotRunning
+from tidegate.launcher.event_file import EventFile
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.ports.rpc import PeerRefused
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
@@ -92,7 +94,7 @@ class RestartedScheduler(LeavingScheduler):
 
 def end_job(folder: JobFolder, rows: Iterable[control_pb2.ListEventsResponse], lines: Iterable[str]) -> None:
     folder.events.write_text("".join(json.dumps(MessageToDict(row)) + "\n" for row in rows))
-    (folder.logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder.attempt().logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in lines))
     status = control_pb2.GetJobResponse(job="small")
     Outcome(End.CANCELLED, "cancelled: enough", seed=0, wall_s=1.0, job=status).write(folder.result)
 
@@ -149,8 +151,29 @@ async def test_a_fault_of_a_live_scheduler_is_told_and_not_asked_for_ever(job: A
                 _ = [row async for row in following.events(claim.folder, follow=True)]
 
 
-async def test_events_of_a_killed_run_are_told_as_missing_and_not_waited_for(job: Any) -> None:
+async def test_a_run_that_was_killed_before_anything_happened_has_no_events_and_is_not_waited_for(job: Any) -> None:
     with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
         pass
     with pytest.raises(NotRunning):
         _ = [row async for row in following.events(claim.folder, follow=True)]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+async def test_a_run_that_was_killed_has_the_events_that_were_written_as_they_came(job: Any, follow: bool) -> None:
+    with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
+        file = EventFile(claim.folder.events)
+        file.append(1, events_pb2.Event(id="e1"))
+        file.append(2, events_pb2.Event(id="e2"))
+        with claim.folder.events.open("a") as lines:
+            lines.write('{"stream_sequence": "3", "event": {"id": "e')
+    assert [row.stream_sequence async for row in following.events(claim.folder, follow=follow)] == [1, 2]
+
+
+async def test_logs_are_of_the_newest_attempt_unless_another_is_named(job: Any) -> None:
+    for start, word in ((Start.FRESH, "first"), (Start.RESUME, "second")):
+        with claimed(job, start, now_unix_s=0.0) as claim:
+            (claim.attempt.logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in log_of(word)))
+    assert [line async for line in following.logs(claim.folder, source="", follow=False)] == log_of("second")
+    assert list(following.logs_of_attempt(claim.folder, 1, source="")) == log_of("first")
+    with pytest.raises(UnknownJob, match="job small has no attempt 3; there are 1, 2"):
+        following.logs_of_attempt(claim.folder, 3, source="")

@@ -1,0 +1,74 @@
+"""The file of a job's events: whole lines, each event once, no password, whatever cut off the writer before."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tidegate.launcher.event_file import EventFile, read_events
+from tidegate.v1 import events_pb2
+
+
+def an_event(number: int) -> events_pb2.Event:
+    return events_pb2.Event(id=f"actor@n0/1/{number}", progress=events_pb2.Progress(phase="train", num_done=number))
+
+
+def sequences(path: Path) -> list[int]:
+    return [row.stream_sequence for row in read_events(path)]
+
+
+def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "events.jsonl")
+    for number in (1, 2):
+        file.append(number, an_event(number))
+    assert [row.event for row in read_events(tmp_path / "events.jsonl")] == [an_event(1), an_event(2)]
+
+
+def test_who_goes_on_knows_the_last_event_by_its_place_and_id(tmp_path: Path) -> None:
+    assert (EventFile(tmp_path / "events.jsonl").sequence, EventFile(tmp_path / "events.jsonl").event_id) == (0, "")
+    EventFile(tmp_path / "events.jsonl").append(7, an_event(3))
+    again = EventFile(tmp_path / "events.jsonl")
+    assert (again.sequence, again.event_id) == (7, "actor@n0/1/3")
+    again.append(8, an_event(4))
+    assert sequences(tmp_path / "events.jsonl") == [7, 8]
+
+
+@pytest.mark.parametrize("rest", ['{"stream_sequence": "2", "ev', "\0\0\0", '{"a": 1}'])
+def test_a_line_that_was_cut_off_is_not_read_and_goes_when_the_next_is_written(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "events.jsonl"
+    EventFile(path).append(1, an_event(1))
+    with path.open("a") as lines:
+        lines.write(rest)
+    assert sequences(path) == [1]
+    EventFile(path).append(2, an_event(2))
+    assert [json.loads(line)["stream_sequence"] for line in path.read_text().splitlines()] == ["1", "2"]
+
+
+def test_a_file_that_cannot_be_written_says_so_and_takes_the_event_later(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / "events.jsonl"
+    file = EventFile(path)
+    with pytest.raises(FileNotFoundError):
+        file.append(1, an_event(1))
+    path.parent.mkdir()
+    file.append(1, an_event(1))
+    assert sequences(path) == [1]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no disk that is always full")
+def test_a_full_disk_is_an_error_and_no_event(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left|Invalid argument"):
+        EventFile(tmp_path / "events.jsonl").append(1, an_event(1))
+
+
+def test_the_config_in_an_event_loses_its_passwords(tmp_path: Path) -> None:
+    config = json.dumps({"servers": {"redis_url": "rediss://me:secret@host:6379"}})
+    submitted = events_pb2.Event(id="launcher/1/1", job_submitted=events_pb2.JobSubmitted(config_json=config))
+    EventFile(tmp_path / "events.jsonl").append(1, submitted)
+    assert "secret" not in (tmp_path / "events.jsonl").read_text()
+    (row,) = read_events(tmp_path / "events.jsonl")
+    assert json.loads(row.event.job_submitted.config_json) == {"servers": {"redis_url": "rediss://host:6379"}}
+    assert submitted.job_submitted.config_json == config
