@@ -7,7 +7,7 @@ either a built-in `task`, or `data` with `rewards`, never both and never half of
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,6 +70,15 @@ class RewardSection(Section):
     @property
     def label(self) -> str:
         return self.path if self.name is RewardName.FUNCTION else self.name.value
+
+
+def reward_names(rewards: Sequence[RewardSection]) -> tuple[str, ...]:
+    """One for each, in order: its label, and from the second of a label on its number among them."""
+    labels = [reward.label for reward in rewards]
+    return tuple(
+        label if (number := labels[: place + 1].count(label)) == 1 else f"{label}#{number}"
+        for place, label in enumerate(labels)
+    )
 
 
 def data_faults(config: JobConfig) -> list[str]:

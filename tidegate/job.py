@@ -86,6 +86,11 @@ class JobFolder:
         """Which samples each optimizer commit held, a JSON line each."""
         return self.root / "journal.jsonl"
 
+    @property
+    def samples(self) -> Path:
+        """Some samples of each iteration, as a person reads them."""
+        return self.root / "samples"
+
     def node(self, node: NodeId) -> Path:
         """What a node keeps on its local disk: the gate's lock files."""
         return self.root / "nodes" / node

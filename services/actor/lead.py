@@ -21,6 +21,7 @@ from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
+from services.actor.sample_log import Fate, SampleLog, fate_of_update
 from services.actor.snapshots import SnapshotShelf
 from services.actor.training import IterationTraining, iteration_report, journal_row, told_update, train_samples
 from tidegate.candidates import has_spread
@@ -71,6 +72,8 @@ class ActorLead(Lead):
         """Set by the next resize that is in force."""
         self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
         self._shelf = SnapshotShelf(tools)
+        per_iteration = self.job.config.samples.per_iteration
+        self._samples = SampleLog(tools.folder.samples, self.job.tokenizer, per_iteration=per_iteration)
         self._ledger = SampleLedger(incarnation=0)
         self._layout = Layout()
         self._num_skipped = 0
@@ -78,6 +81,7 @@ class ActorLead(Lead):
     async def aclose(self) -> None:
         await self._end_resizes()
         await super().aclose()
+        self._samples.close()
 
     async def supersede(self) -> None:
         await self._end_resizes()
@@ -202,6 +206,7 @@ class ActorLead(Lead):
         self._ledger = self._ledger.taking(len(candidates.prompts))
         fates = self._ledger.open_iteration
         assert fates is not None, "the iteration is open until it is closed"
+        await self._samples.written()
         await self.tell(iteration_report(training, fates))
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
@@ -281,8 +286,10 @@ class ActorLead(Lead):
         kept = groups
         if self.job.config.algorithm.filter_zero_std:
             kept = [group for group in groups if has_spread(rewards_of(group))]
-            filtered = [sample for group in groups if group not in kept for sample in group.samples]
+            left_out = [group for group in groups if group not in kept]
+            filtered = [sample for group in left_out for sample in group.samples]
             self._ledger = self._ledger.filtered(_ids(filtered), reason=ZERO_STD)
+            self._samples.note(training.plan, left_out, Fate("filtered", ZERO_STD))
         if kept:
             await self._update(kept, training)
         await asyncio.gather(*(delivery.ack() for delivery in deliveries))
@@ -308,6 +315,7 @@ class ActorLead(Lead):
         row = journal_row(update_id, ids, report, rate)
         with self.tools.folder.journal.open("a") as journal:
             journal.write(json.dumps(row, allow_nan=False) + "\n")
+        self._samples.note(plan, groups, fate_of_update(report, samples, reason=NONFINITE_UPDATE))
         metrics = {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
         training.updates.append(metrics)
         await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **metrics)

@@ -7,12 +7,13 @@ lead asks and judges alike; judging holds up nothing else of the lead.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
+from tidegate.config_data import reward_names
 from tidegate.data.prompts import PromptList, PromptReader, training_files
 from tidegate.job import Job
 from tidegate.rewards.judge import Answered, Judge
@@ -22,9 +23,13 @@ from tidegate.types import SampleId
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Rewards in the order of the responses; `num_failed` is how often a reward failed and counted 0."""
+    """Rewards in the order of the responses, and of each response every reward by name, before its weight.
+
+    `num_failed` is how often a reward failed and counted 0.
+    """
 
     rewards: tuple[float, ...]
+    by_name: tuple[Mapping[str, float], ...]
     num_failed: int = 0
 
 
@@ -53,8 +58,10 @@ class TaskExercises:
     """Of a built-in task."""
 
     def __init__(self, job: Job, task: Task) -> None:
+        assert job.config.task is not None, "the task is the config's"
         self._tokenizer = job.tokenizer
         self._task = task
+        self._name = job.config.task.name
 
     def prompt_tokens(self, prompt: int) -> list[int]:
         return self._tokenizer.encode_prompt(self._task.prompt(prompt).text)
@@ -69,7 +76,8 @@ class TaskExercises:
     def _judge(self, prompt: int, responses: Sequence[Sequence[int]]) -> Judged:
         asked = self._task.prompt(prompt)
         texts = [self._tokenizer.decode_response(response) for response in responses]
-        return Judged(tuple(self._task.reward(asked, text) for text in texts))
+        rewards = tuple(self._task.reward(asked, text) for text in texts)
+        return Judged(rewards, tuple({self._name: reward} for reward in rewards))
 
 
 class DataExercises:
@@ -91,6 +99,7 @@ class DataExercises:
             num_workers=config.rollout.num_reward_workers,
             start_timeout_s=config.runtime.command_deadline_s,
         )
+        self._names = reward_names(config.rewards)
         self._log = structlog.get_logger("rewards")
 
     def prompt_tokens(self, prompt: int) -> list[int]:
@@ -106,7 +115,8 @@ class DataExercises:
         faults = [fault for score in scores for fault in score.faults]
         for fault in faults:
             self._log.warning("reward counted as 0", fault=fault)
-        return Judged(tuple(score.reward for score in scores), num_failed=len(faults))
+        by_name = tuple(dict(zip(self._names, score.values, strict=True)) for score in scores)
+        return Judged(tuple(score.reward for score in scores), by_name, num_failed=len(faults))
 
     def close(self) -> None:
         self._judge.close()

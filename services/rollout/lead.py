@@ -177,8 +177,9 @@ class RolloutLead(Lead):
         try:
             samples = [decode_sample_id(response.id) for response in responses]
             judged = await exercises.judge(prompt, samples, [response.response_tokens for response in responses])
-            for response, reward in zip(responses, judged.rewards, strict=True):
+            for response, reward, by_name in zip(responses, judged.rewards, judged.by_name, strict=True):
                 response.reward = reward
+                response.rewards.update(by_name)
             group = samples_pb2.SampleGroup(
                 job=self.tools.job_id,
                 incarnation=self.incarnation,

@@ -13,6 +13,7 @@ Of the job, over all its attempts:
   result.json       how the newest attempt ended, with the metrics of each iteration; not there while it runs
   events.jsonl      what happened, a line an event, as it came: tidegate events JOB
   journal.jsonl     a line for each optimizer update: its samples, loss, gradient norm, learning rate
+  samples/          some samples of each iteration, a line each: texts, rewards by name, advantage, what became of them
   checkpoints/      inc<incarnation>-it<next iteration>/, complete once it has that name; the newest ones stay
   reference/        the policy that the KL term is taken to, where there is one
   tokenizer.json    the tokenizer in use; tokenizer_config.json beside it, where it came with one

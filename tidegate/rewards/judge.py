@@ -37,9 +37,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`faults` are those that were counted as 0."""
+    """`values` are those of each reward, before its weight; `faults` are those that were counted as 0."""
 
     reward: float
+    values: tuple[float, ...]
     faults: tuple[str, ...] = ()
 
 
@@ -82,7 +83,7 @@ class Judge:
                 each.cancel()
             await asyncio.gather(*scored, return_exceptions=True)
         total = sum(reward.weight * value for reward, (value, _) in zip(self._rewards, values, strict=True))
-        return Score(float(total), tuple(fault for _, fault in values if fault))
+        return Score(float(total), tuple(value for value, _ in values), tuple(fault for _, fault in values if fault))
 
     def close(self) -> None:
         self._pool.close()

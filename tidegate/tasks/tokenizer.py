@@ -71,8 +71,11 @@ class TaskTokenizer:
 
         So does, as U+FFFD, an id that no token has: models have more rows than their tokenizers ids, and may draw one.
         """
-        shown = ids[:-1] if ids and ids[-1] == self.eos_id else ids
-        runs = groupby(shown, key=lambda token: self._tokenizer.id_to_token(token) is not None)
+        return self.decode(ids[:-1] if ids and ids[-1] == self.eos_id else ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As `decode_response`, an end token at the end included."""
+        runs = groupby(ids, key=lambda token: self._tokenizer.id_to_token(token) is not None)
         return "".join(
             self._tokenizer.decode(list(run), skip_special_tokens=False) if is_known else NO_TOKEN * len(list(run))
             for is_known, run in runs

@@ -67,6 +67,26 @@ Global___VersionRun: _TypeAlias = VersionRun  # noqa: Y015
 class Sample(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ID_FIELD_NUMBER: _builtins.int
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_LOG_PROBS_FIELD_NUMBER: _builtins.int
@@ -75,6 +95,7 @@ class Sample(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     OLD_LOG_PROBS_FIELD_NUMBER: _builtins.int
     REFERENCE_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
     finish: Global___FinishReason.ValueType
     reward: _builtins.float
     @_builtins.property
@@ -95,6 +116,10 @@ class Sample(_message.Message):
 
     @_builtins.property
     def reference_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What each reward gave, by its name and before its weight; `reward` is the sum."""
+
     def __init__(
         self,
         *,
@@ -106,10 +131,11 @@ class Sample(_message.Message):
         reward: _builtins.float = ...,
         old_log_probs: _abc.Iterable[_builtins.float] | None = ...,
         reference_log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_log_probs", b"engine_log_probs", "finish", b"finish", "id", b"id", "old_log_probs", b"old_log_probs", "reference_log_probs", b"reference_log_probs", "response_tokens", b"response_tokens", "reward", b"reward", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_log_probs", b"engine_log_probs", "finish", b"finish", "id", b"id", "old_log_probs", b"old_log_probs", "reference_log_probs", b"reference_log_probs", "response_tokens", b"response_tokens", "reward", b"reward", "rewards", b"rewards", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,22 +72,26 @@ def test_a_job_does_not_start_without_the_package_that_its_reward_needs() -> Non
 async def test_math_verify_runs_in_a_worker_of_its_own() -> None:
     pytest.importorskip("math_verify", reason="what requirements/data.txt lists is not installed")
     async with judge_of({"name": "math_verify", "timeout_s": 60}) as judge:
-        assert await judge.score(answered("\\boxed{0.5}", answer="1/2")) == Score(1.0)
-        assert await judge.score(answered("\\boxed{0.6}", answer="1/2")) == Score(0.0)
+        assert await judge.score(answered("\\boxed{0.5}", answer="1/2")) == Score(1.0, (1.0,))
+        assert await judge.score(answered("\\boxed{0.6}", answer="1/2")) == Score(0.0, (0.0,))
 
 
 async def test_a_reward_is_the_weighted_sum_of_all() -> None:
     rewards = [{"name": "exact_match", "weight": 2.0}, function("length", weight=-0.25), function("one_of_many")]
     async with judge_of(*rewards) as judge:
-        assert await judge.score(answered("four", answer="four", level=0.5)) == Score(2.0 - 0.25 * 4 + 0.5 * 2)
-        assert await judge.score(answered("five!", answer="four", level=0.5)) == Score(-0.25 * 5 + 0.5 * 2)
+        assert await judge.score(answered("four", answer="four", level=0.5)) == Score(
+            2.0 - 0.25 * 4 + 0.5 * 2, (1.0, 4.0, 1.0)
+        )
+        assert await judge.score(answered("five!", answer="four", level=0.5)) == Score(
+            -0.25 * 5 + 0.5 * 2, (0.0, 5.0, 1.0)
+        )
 
 
 async def test_a_failure_counts_0_in_its_summand_and_names_reward_sample_and_record() -> None:
     async with judge_of({"name": "exact_match"}, function("misbehaving")) as judge:
         score = await judge.score(answered("raise", answer="raise"))
     want = f"reward {GRADERS}:misbehaving on sample 1.0.3.2 (train.jsonl:17) raised KeyError: 'no such unit'"
-    assert score == Score(1.0, (want,))
+    assert score == Score(1.0, (1.0, 0.0), (want,))
 
 
 async def test_a_time_limit_counts_0_and_names_the_sample() -> None:

@@ -51,7 +51,11 @@ async def test_every_lead_asks_and_judges_alike(tmp_path: Path) -> None:
         texts = [job.tokenizer.decode_response(tokens[1:]) for tokens in asked]
         assert sorted(texts[:5]) == sorted(texts[5:10]) == sorted(NUMBERS)
         answer = NUMBERS[(NUMBERS.index(texts[7]) + 1) % 5]
-        want = Judged((1.0 + len(answer) / 4, len("one one") / 4))
+        length = "tests.unit.rewards.graders:length"
+        want = Judged(
+            (1.0 + len(answer) / 4, len("one one") / 4),
+            ({"exact_match": 1.0, length: len(answer)}, {"exact_match": 0.0, length: len("one one")}),
+        )
         assert (
             await judged(job, first, 7, [answer, "one one"])
             == await judged(job, second, 7, [answer, "one one"])
@@ -79,4 +83,5 @@ async def test_a_built_in_tasks_exercises_are_the_tasks(tmp_path: Path) -> None:
     assert exercises.prompt_tokens(3) == job.tokenizer.encode_prompt(asked.text)
     responses = [job.task.demonstration(index).response for index in range(40)]
     want = tuple(job.task.reward(asked, text) for text in responses)
-    assert (await judged(job, exercises, 3, responses)).rewards == want
+    given = await judged(job, exercises, 3, responses)
+    assert given == Judged(want, tuple({"countdown": reward} for reward in want))

@@ -189,6 +189,7 @@ async def assert_whole_iteration(of: RolloutBench, *, version: int = 0, iteratio
             want = response(job, wire.GenerationRequest(id=sample.id, seed=seed), version=version)
             text = job.tokenizer.decode_response(want.response_tokens)
             want.reward = task_of(job).reward(task_of(job).prompt(group.prompt), text)
+            want.rewards["countdown"] = want.reward
             assert sample == want
 
 

@@ -1,0 +1,134 @@
+"""Some samples of each iteration in the job's folder, a line each, for people: texts, rewards, what became of them.
+
+Which ones is decided by the iteration's plan alone: whole groups, evenly over its prompts, as many as
+`samples.per_iteration` has room for. A file holds those of one iteration in one incarnation; its lines come with the
+minibatches. Invariants: a sample is written after it met its fate, once, with the text that the model saw and wrote;
+what cannot be written costs the lines and a warning, never the training, which waits for none of this before the
+iteration's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from tidegate.codec import decode_sample_id
+from tidegate.tasks.tokenizer import TaskTokenizer
+from tidegate.types import SampleId
+from tidegate.v1 import samples_pb2, types_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+_FINISHES = {samples_pb2.FINISH_REASON_STOP: "stop", samples_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """`name` is `trained`, `filtered` or `discarded`; the last two have a reason, and `update` is the one that it met.
+
+    `masked`: it was trained with, and by `mask_truncated` took no part in the loss.
+    """
+
+    name: str
+    reason: str = ""
+    update: str = ""
+    advantages: Mapping[SampleId, float] | None = None
+    masked: frozenset[SampleId] = frozenset()
+
+
+def fate_of_update(report: wire.UpdateReport, samples: Sequence[wire.TrainSample], *, reason: str) -> Fate:
+    """Of a minibatch's samples; `reason` is that of an update which was not applied."""
+    return Fate(
+        "trained" if report.committed else "discarded",
+        reason="" if report.committed else reason,
+        update=report.update_id,
+        advantages={decode_sample_id(sample.id): sample.advantage for sample in samples},
+        masked=frozenset(decode_sample_id(sample.id) for sample in samples if sample.masked),
+    )
+
+
+def chosen_draws(plan: types_pb2.IterationPlan, per_iteration: int | None) -> dict[int, int]:
+    """Of which prompts how many draws are kept; None keeps all."""
+    size = plan.group_size
+    wanted = plan.num_prompts * size if per_iteration is None else min(per_iteration, plan.num_prompts * size)
+    num_groups = -(-wanted // size)
+    prompts = [plan.first_prompt + place * plan.num_prompts // num_groups for place in range(num_groups)]
+    return {prompt: min(size, wanted - place * size) for place, prompt in enumerate(prompts)}
+
+
+class SampleLog:
+    """Of one actor's lead. `close` it: it may hold a thread."""
+
+    def __init__(self, folder: Path, tokenizer: TaskTokenizer, *, per_iteration: int | None) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._per_iteration = per_iteration
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sample-log")
+        """One, so that lines come in the order of the updates."""
+        self._pending: set[asyncio.Future[None]] = set()
+        self._log = structlog.get_logger("samples")
+
+    def note(self, plan: types_pb2.IterationPlan, groups: Sequence[samples_pb2.SampleGroup], fate: Fate) -> None:
+        """Begins to write those of the groups that are to be kept; all of them met this fate."""
+        draws = chosen_draws(plan, self._per_iteration)
+        kept = [group for group in groups if group.prompt in draws]
+        if kept:
+            writing = asyncio.get_running_loop().run_in_executor(self._writer, self._write, kept, draws, fate)
+            self._pending.add(writing)
+            writing.add_done_callback(self._pending.discard)
+
+    async def written(self) -> None:
+        """Waits for what was begun."""
+        await asyncio.gather(*self._pending, return_exceptions=True)
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, groups: Sequence[samples_pb2.SampleGroup], draws: Mapping[int, int], fate: Fate) -> None:
+        path = self._folder / f"inc{groups[0].incarnation:03}-it{groups[0].iteration:06}.jsonl"
+        try:
+            rows = [
+                self._row(group, sample, fate) for group in groups for sample in group.samples[: draws[group.prompt]]
+            ]
+            self._folder.mkdir(exist_ok=True)
+            _append(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode())
+        except (OSError, ValueError) as error:
+            self._log.warning("samples not written", path=str(path), error=str(error))
+
+    def _row(self, group: samples_pb2.SampleGroup, sample: samples_pb2.Sample, fate: Fate) -> dict[str, Any]:
+        sample_id = decode_sample_id(sample.id)
+        return {
+            "sample": str(sample_id),
+            "iteration": group.iteration,
+            "version": group.version,
+            "fate": fate.name,
+            "reason": fate.reason or None,
+            "update": fate.update or None,
+            "masked": sample_id in fate.masked,
+            "reward": sample.reward,
+            "rewards": dict(sorted(sample.rewards.items())),
+            "advantage": fate.advantages[sample_id] if fate.advantages is not None else None,
+            "finish": _FINISHES.get(sample.finish),
+            "num_prompt_tokens": len(group.prompt_tokens),
+            "num_response_tokens": len(sample.response_tokens),
+            "prompt": self._tokenizer.decode(group.prompt_tokens),
+            "response": self._tokenizer.decode(sample.response_tokens),
+        }
+
+
+def _append(path: Path, lines: bytes) -> None:
+    """After what is there; a line that a kill cut off there is ended first."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size_bytes = os.fstat(fd).st_size
+        is_cut = size_bytes > 0 and os.pread(fd, 1, size_bytes - 1) != b"\n"
+        os.write(fd, b"\n" + lines if is_cut else lines)
+    finally:
+        os.close(fd)
