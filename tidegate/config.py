@@ -28,7 +28,7 @@ from tidegate.config_data import DataSection, RewardSection, data_faults
 from tidegate.config_faults import described
 from tidegate.config_layers import NOTHING, Layer
 from tidegate.config_origins import with_origin, with_origins
-from tidegate.config_record import SamplesSection
+from tidegate.config_record import SamplesSection, TrackingSection
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
 
@@ -232,6 +232,7 @@ class JobConfig(_Section):
     inference: InferenceSection = InferenceSection()
     checkpoint: CheckpointSection = CheckpointSection()
     samples: SamplesSection = SamplesSection()
+    tracking: TrackingSection = TrackingSection()
     runtime: RuntimeSection = RuntimeSection()
     servers: ServersSection = ServersSection()
 

@@ -91,6 +91,11 @@ class JobFolder:
         """Some samples of each iteration, as a person reads them."""
         return self.root / "samples"
 
+    @property
+    def tensorboard(self) -> Path:
+        """Metrics of iterations, where `tracking.tensorboard` asks for them: a file a start of the job."""
+        return self.root / "tensorboard"
+
     def node(self, node: NodeId) -> Path:
         """What a node keeps on its local disk: the gate's lock files."""
         return self.root / "nodes" / node

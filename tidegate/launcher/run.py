@@ -21,7 +21,8 @@ from typing import Any
 import structlog
 
 from tidegate.attempts import end_attempt
-from tidegate.config import JobConfig, ServersSection
+from tidegate.config import ConfigError, JobConfig, ServersSection
+from tidegate.config_record import tracking_faults
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
 from tidegate.launcher.checkpoint import newest_checkpoint
@@ -38,7 +39,7 @@ from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
 from tidegate.launcher.preflight import check_servers
-from tidegate.launcher.services import JobServices
+from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
 from tidegate.ports.bus import BusUnavailable, StreamFull
@@ -102,6 +103,8 @@ async def run_job(order: Order, view: View) -> Outcome:
 async def _checked(order: Order) -> Job:
     job = load_job(order.config)
     refuse_running(JobFolder.of(order.config))
+    if faults := tracking_faults(order.config.tracking):
+        raise ConfigError("\n".join(faults))
     job = await with_checked_data(job)
     await check_servers(order.config, order.start)
     return job
@@ -226,7 +229,9 @@ class _Run:
             closing.push_async_callback(bus.close)
             self._follower = JobFollower(bus, self._config, self._folder, self._view)
             closing.push_async_callback(self._keep_events, self._follower)
-            services = JobServices(self._config, self._folder, sockets=host_memory_folder(self._order.config))
+            services = JobServices(
+                self._config, self._folder, sockets=host_memory_folder(self._order.config), boot=self._claim.boot
+            )
             closing.push_async_callback(services.stop)
             closing.push_async_callback(self._follower.look_once_more)
             raise_if_cancelled()
@@ -255,6 +260,12 @@ class _Run:
         while True:
             ended = await services.next_end()
             self._log.warning("process ended", name=ended.name, pid=ended.pid, status=ended.exit_status)
+            if ended.name == TRACKER:
+                log = services.log_of(ended.name)
+                self._view.note(
+                    f"{ended.name} {_how(ended)}{_last_words(log)}: metrics are told to nobody from here on"
+                )
+                continue
             if ended.restarts_in_s is None:
                 log = services.log_of(ended.name)
                 raise RunBroken(

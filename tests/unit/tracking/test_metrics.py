@@ -1,0 +1,145 @@
+"""What of a job's events becomes a metric, at which iteration, and that a restart is told from its first one on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tidegate.tracking.metrics import IterationMetrics, Row
+from tidegate.v1 import events_pb2, types_pb2
+
+ACTOR, ROLLOUT, INFERENCE = types_pb2.ROLE_ACTOR, types_pb2.ROLE_ROLLOUT, types_pb2.ROLE_INFERENCE
+GRANTS = [types_pb2.Grant(gpu=f"n0/{index}") for index in range(4)]
+
+
+def event(at_s: float, role: Any, body: Any, *, iteration: int = 0, incarnation: int = 1) -> events_pb2.Event:
+    made = events_pb2.Event(
+        role=role, iteration=iteration, incarnation=incarnation, occurred_unix_ns=int((100 + at_s) * 1e9)
+    )
+    (name,) = [
+        field.name for field in made.DESCRIPTOR.oneofs_by_name["body"].fields if field.message_type is body.DESCRIPTOR
+    ]
+    getattr(made, name).SetInParent()
+    getattr(made, name).CopyFrom(body)
+    return made
+
+
+def report(**fields: Any) -> events_pb2.IterationReported:
+    metrics = {"reward_mean": 0.5, "loss": 0.01, "response_tokens_mean": 20.0}
+    trained, fate = types_pb2.Fate(num_samples=12), types_pb2.Fate
+    return events_pb2.IterationReported(
+        trained=trained, filtered=[fate(num_samples=3), fate(num_samples=1)], metrics=metrics, **fields
+    )
+
+
+def begun(*, incarnation: int = 1, at_s: float = 0.0) -> list[events_pb2.Event]:
+    """As an incarnation starts: the layouts, then the weights, which all hold one second later."""
+    told = [
+        (0.0, ROLLOUT, events_pb2.LayoutCommitted(grants=GRANTS[:3])),
+        (0.0, ACTOR, events_pb2.LayoutCommitted(grants=GRANTS)),
+        (0.5, ACTOR, events_pb2.WeightsPublished()),
+        (0.75, ROLLOUT, events_pb2.WeightsLoaded()),
+        (1.0, INFERENCE, events_pb2.WeightsLoaded()),
+    ]
+    return [event(at_s + after_s, role, body, incarnation=incarnation) for after_s, role, body in told]
+
+
+def rows(*events: events_pb2.Event) -> list[Row]:
+    metrics = IterationMetrics()
+    return [row for each in events if (row := metrics.take(each)) is not None]
+
+
+def test_the_actors_report_becomes_a_row_with_its_metrics_samples_rates_and_gpus() -> None:
+    told = rows(*begun(), event(6.0, ACTOR, report(num_duplicates_dropped=2)))
+    assert told == [
+        Row(
+            step=0,
+            incarnation=1,
+            unix_s=106.0,
+            values={
+                "seconds/train": 5.0,
+                "iteration/reward_mean": 0.5,
+                "iteration/loss": 0.01,
+                "iteration/response_tokens_mean": 20.0,
+                "samples/trained": 12,
+                "samples/filtered": 4,
+                "samples/discarded": 0,
+                "samples/duplicates_dropped": 2,
+                "seconds/iteration": 5.0,
+                "throughput/samples_per_s": 16 / 5,
+                "throughput/response_tokens_per_s": 16 * 20 / 5,
+                "gpus/actor": 4,
+                "gpus/rollout": 3,
+                "resizes/count": 0,
+                "resizes/seconds": 0.0,
+                "resizes/moved_bytes": 0,
+            },
+        )
+    ]
+
+
+def test_the_stretches_of_an_iteration_follow_one_another_and_add_up_to_its_seconds() -> None:
+    told = rows(
+        *begun(),
+        event(4.0, ROLLOUT, events_pb2.IterationReported()),
+        event(4.5, INFERENCE, events_pb2.IterationReported()),
+        event(6.0, ACTOR, report()),
+        event(6.5, ACTOR, events_pb2.CheckpointSaved()),
+        event(6.75, ACTOR, events_pb2.WeightsPublished()),
+        event(7.0, INFERENCE, events_pb2.WeightsLoaded()),
+        event(8.0, ROLLOUT, events_pb2.WeightsLoaded()),
+        event(10.0, ROLLOUT, events_pb2.IterationReported(), iteration=1),
+        event(13.0, ACTOR, report(), iteration=1),
+    )
+    seconds = {
+        (row.step, name.partition("/")[2]): value
+        for row in told
+        for name, value in row.values.items()
+        if name.startswith("seconds/")
+    }
+    first = {"generate": 3.0, "train": 2.0, "iteration": 5.0, "save": 0.5, "publish": 0.25, "load": 1.25}
+    want = {(0, name): value for name, value in first.items()}
+    assert seconds == want | {(1, "generate"): 2.0, (1, "train"): 3.0, (1, "iteration"): 7.0}
+    assert sum(first[name] for name in ("save", "publish", "load")) + 2.0 + 3.0 == 7.0
+
+
+def test_resizes_are_told_with_the_report_that_follows_them_and_once() -> None:
+    reshard = types_pb2.ReshardReport(moved_bytes=1000, seconds={"plan": 0.25, "move": 0.5})
+    smaller = events_pb2.LayoutCommitted(grants=GRANTS[:2], reshard=reshard)
+    told = rows(
+        *begun(),
+        event(2.0, ACTOR, smaller),
+        event(3.0, ACTOR, smaller),
+        event(4.0, ACTOR, report()),
+        event(5.0, ACTOR, report(), iteration=1),
+    )
+    names = ("resizes/count", "resizes/seconds", "resizes/moved_bytes", "gpus/actor")
+    assert [[row.values[name] for name in names] for row in told] == [[2, 1.5, 2000, 2], [0, 0.0, 0, 2]]
+
+
+def test_an_incarnation_begins_anew_and_what_is_left_of_an_older_one_says_nothing() -> None:
+    told = rows(
+        *begun(),
+        event(6.0, ACTOR, report()),
+        *begun(incarnation=2, at_s=20.0),
+        event(25.0, ACTOR, report(), iteration=1),
+        event(26.0, ACTOR, report(), incarnation=2),
+    )
+    assert [(row.step, row.incarnation, row.values["seconds/iteration"]) for row in told] == [(0, 1, 5.0), (0, 2, 5.0)]
+
+
+def test_a_report_that_comes_twice_is_told_once() -> None:
+    assert len(rows(*begun(), event(6.0, ACTOR, report()), event(6.5, ACTOR, report()))) == 1
+
+
+def test_metrics_of_other_components_bear_their_names() -> None:
+    told = rows(*begun(), event(4.0, ROLLOUT, events_pb2.IterationReported(metrics={"tokens_per_s": 9.0})))
+    assert told[0].values == {"seconds/generate": 3.0, "rollout/tokens_per_s": 9.0}
+
+
+@pytest.mark.parametrize(
+    "body", [events_pb2.Progress(phase="train", num_done=1), events_pb2.Backlog(), events_pb2.CommandAnswered()]
+)
+def test_most_events_say_nothing(body: Any) -> None:
+    assert rows(event(1.0, ACTOR, body)) == []

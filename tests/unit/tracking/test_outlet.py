@@ -1,0 +1,116 @@
+"""Outlets: nobody waits for a sink, and every row that it did not take is accounted for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from tests.unit.tracking.rows import a_row
+from tidegate.tracking.metrics import Row
+from tidegate.tracking.outlet import MAX_FAILURES, Account, Outlet, Sink, close_all
+
+PATIENCE_S = 20.0
+AT_ONCE_S = 0.5
+
+
+class Written:
+    """Takes every row for which `fails` does not hold, once it is let go."""
+
+    def __init__(self, *, fails: Callable[[Row], bool] = lambda _: False, is_free: bool = True) -> None:
+        self.steps: list[int] = []
+        self.is_closed = False
+        self.reached = threading.Event()
+        self.let_go = threading.Event()
+        self._fails = fails
+        if is_free:
+            self.let_go.set()
+
+    def write(self, row: Row) -> None:
+        self.reached.set()
+        self.let_go.wait()
+        if self._fails(row):
+            raise ConnectionError("no route to host")
+        self.steps.append(row.step)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def outlet(sink: Sink, *, capacity: int = 100) -> Outlet:
+    return Outlet("sink", lambda: sink, capacity=capacity)
+
+
+def test_rows_are_written_in_order_and_the_sink_is_closed_after_the_last() -> None:
+    sink = Written()
+    of = outlet(sink)
+    for step in range(50):
+        of.offer(a_row(step))
+    assert of.closed(timeout_s=PATIENCE_S) == Account(50, 0, 0, None, None, "")
+    assert sink.steps == list(range(50))
+    assert sink.is_closed
+
+
+def test_a_sink_that_blocks_holds_up_nobody_and_what_finds_no_room_is_counted() -> None:
+    sink = Written(is_free=False)
+    of = outlet(sink, capacity=3)
+    of.offer(a_row(0))
+    assert sink.reached.wait(PATIENCE_S)
+    began_s = time.monotonic()
+    for step in range(1, 10):
+        of.offer(a_row(step))
+    assert time.monotonic() - began_s < AT_ONCE_S
+    sink.let_go.set()
+    account = of.closed(timeout_s=PATIENCE_S)
+    assert account == Account(written=3, dropped=7, pending=0, first_dropped=3, last_dropped=9, error="")
+    assert sink.steps == [0, 1, 2]
+
+
+def test_a_sink_that_never_returns_delays_the_end_no_longer_than_it_may_and_its_rows_are_told_as_pending() -> None:
+    stuck, sound = Written(is_free=False), Written()
+    outlets = [Outlet("stuck", lambda: stuck, capacity=10), Outlet("sound", lambda: sound, capacity=10)]
+    for each in outlets:
+        each.offer(a_row(0))
+        each.offer(a_row(1))
+    assert stuck.reached.wait(PATIENCE_S)
+    began_s = time.monotonic()
+    accounts = close_all(outlets, timeout_s=0.05)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    assert (accounts["stuck"].written, accounts["stuck"].pending) == (0, 2)
+    assert outlets[1].closed(timeout_s=PATIENCE_S).written == 2
+    stuck.let_go.set()
+    assert outlets[0].closed(timeout_s=PATIENCE_S).written == 2
+
+
+def test_a_row_that_fails_costs_itself_and_the_next_ones_go_on() -> None:
+    sink = Written(fails=lambda row: row.step in (1, 2, 4))
+    of = outlet(sink)
+    for step in range(6):
+        of.offer(a_row(step))
+    assert of.closed(timeout_s=PATIENCE_S) == Account(3, 3, 0, 1, 4, "")
+    assert sink.steps == [0, 3, 5]
+
+
+def test_a_sink_that_fails_again_and_again_is_given_up_closed_and_said_why() -> None:
+    sink = Written(fails=lambda row: row.step > 0)
+    of = outlet(sink)
+    for step in range(10):
+        of.offer(a_row(step))
+    account = of.closed(timeout_s=PATIENCE_S)
+    assert (account.written, account.dropped, account.pending) == (1, 9, 0)
+    assert account.error == f"{MAX_FAILURES} rows in a row failed, the last with ConnectionError: no route to host"
+    assert sink.is_closed
+
+
+def test_a_sink_that_cannot_be_opened_drops_all_that_it_is_offered() -> None:
+    def open_sink() -> NoReturn:
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    of = Outlet("sink", open_sink, capacity=10)
+    of.offer(a_row(0))
+    account = of.closed(timeout_s=PATIENCE_S)
+    of.offer(a_row(1))
+    assert account.written == account.pending == 0
+    assert account.error == "it could not be opened: ModuleNotFoundError: No module named 'wandb'"
+    assert of.closed(timeout_s=PATIENCE_S).dropped == 2

@@ -1,0 +1,145 @@
+"""Events in, rows of metrics out: what TensorBoard and W&B are told of an iteration.
+
+A row comes with the actor's report (its metrics, samples, rates, resizes since the last one), and one with each other
+stretch of time that ends. Stretches follow one another: `load` ends when rollout and inference hold the weights,
+`generate` with the rollout's report, `train` with the actor's, then `save` and `publish`. Invariants: the same events
+give the same rows; an incarnation reports an iteration once; an event of an older one than was seen says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tidegate.v1 import events_pb2, types_pb2
+
+_NS_PER_S = 1e9
+_STRETCHES = ("load", "generate", "train", "save", "publish")
+_LOADERS = frozenset({types_pb2.ROLE_ROLLOUT, types_pb2.ROLE_INFERENCE})
+_ROLES: dict[int, str] = {
+    types_pb2.ROLE_ACTOR: "actor",
+    types_pb2.ROLE_ROLLOUT: "rollout",
+    types_pb2.ROLE_INFERENCE: "inference",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Metrics by name, as `<group>/<metric>`, of iteration `step` as `incarnation` did it."""
+
+    step: int
+    incarnation: int
+    unix_s: float
+    values: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Resizes:
+    """Of the actor, since it last reported."""
+
+    count: int = 0
+    seconds: float = 0.0
+    moved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    """What is remembered of one."""
+
+    number: int
+    stretch: str = ""
+    """The last that ended; empty before the first."""
+    ended_ns: int = 0
+    began_ns: int | None = None
+    """When the iteration under way began: with the report before it, or with its weights."""
+    last_reported: int = -1
+    loaded: set[int] = field(default_factory=set)
+    """Roles that hold the version which was published last."""
+    num_gpus: dict[str, int] = field(default_factory=dict)
+    resizes: _Resizes = field(default_factory=_Resizes)
+
+
+class IterationMetrics:
+    """Of one job; takes its events in the stream's order."""
+
+    def __init__(self) -> None:
+        self._now = _Incarnation(0)
+
+    def take(self, event: events_pb2.Event) -> Row | None:
+        """What the event adds; most add nothing."""
+        if event.incarnation < self._now.number:
+            return None
+        if event.incarnation > self._now.number:
+            self._now = _Incarnation(event.incarnation)
+        values = dict(self._values(event))
+        if not values:
+            return None
+        return Row(event.iteration, event.incarnation, event.occurred_unix_ns / _NS_PER_S, values)
+
+    def _values(self, event: events_pb2.Event) -> Iterator[tuple[str, float]]:
+        now, at_ns = self._now, event.occurred_unix_ns
+        match event.WhichOneof("body"):
+            case "layout_committed":
+                self._note_layout(event)
+            case "weights_loaded":
+                now.loaded.add(event.role)
+                if now.loaded >= _LOADERS:
+                    now.began_ns = at_ns if now.began_ns is None else now.began_ns
+                    yield from self._ended("load", at_ns)
+            case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
+                if event.iteration > now.last_reported:
+                    now.last_reported = event.iteration
+                    yield from self._ended("train", at_ns)
+                    yield from self._reported(event.iteration_reported, at_ns)
+            case "iteration_reported":
+                if event.role == types_pb2.ROLE_ROLLOUT:
+                    yield from self._ended("generate", at_ns)
+                for name, value in event.iteration_reported.metrics.items():
+                    yield f"{_ROLES.get(event.role, 'other')}/{name}", value
+            case "checkpoint_saved":
+                yield from self._ended("save", at_ns)
+            case "weights_published":
+                now.loaded.clear()
+                yield from self._ended("publish", at_ns)
+
+    def _note_layout(self, event: events_pb2.Event) -> None:
+        committed = event.layout_committed
+        self._now.num_gpus[_ROLES.get(event.role, "other")] = len(committed.grants)
+        if committed.HasField("reshard"):
+            resizes = self._now.resizes
+            resizes.count += 1
+            resizes.seconds += sum(committed.reshard.seconds.values())
+            resizes.moved_bytes += committed.reshard.moved_bytes
+
+    def _ended(self, stretch: str, at_ns: int) -> Iterator[tuple[str, float]]:
+        """Its seconds. Nothing for what came before the incarnation's first iteration, or does not come next."""
+        now = self._now
+        if now.stretch not in ("", "publish") and _STRETCHES.index(stretch) <= _STRETCHES.index(now.stretch):
+            return
+        if now.stretch and (stretch in ("generate", "train") or now.last_reported >= 0):
+            yield f"seconds/{stretch}", max(0, at_ns - now.ended_ns) / _NS_PER_S
+        now.stretch, now.ended_ns = stretch, at_ns
+
+    def _reported(self, report: events_pb2.IterationReported, at_ns: int) -> Iterator[tuple[str, float]]:
+        now = self._now
+        for name, value in report.metrics.items():
+            yield f"iteration/{name}", value
+        trained = report.trained.num_samples
+        filtered = sum(fate.num_samples for fate in report.filtered)
+        discarded = sum(fate.num_samples for fate in report.discarded)
+        yield from (("samples/trained", trained), ("samples/filtered", filtered), ("samples/discarded", discarded))
+        yield "samples/duplicates_dropped", report.num_duplicates_dropped
+        seconds = (at_ns - now.began_ns) / _NS_PER_S if now.began_ns is not None else 0.0
+        if seconds > 0:
+            num_samples = trained + filtered + discarded
+            yield "seconds/iteration", seconds
+            yield "throughput/samples_per_s", num_samples / seconds
+            if "response_tokens_mean" in report.metrics:
+                tokens = num_samples * report.metrics["response_tokens_mean"]
+                yield "throughput/response_tokens_per_s", tokens / seconds
+        now.began_ns = at_ns
+        for role, count in sorted(now.num_gpus.items()):
+            yield f"gpus/{role}", count
+        yield from (("resizes/count", now.resizes.count), ("resizes/seconds", now.resizes.seconds))
+        yield "resizes/moved_bytes", now.resizes.moved_bytes
+        now.resizes = _Resizes()
