@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Literal
 
@@ -47,15 +48,19 @@ class TrackingSection(Section):
         return self.tensorboard or self.wandb.is_on
 
 
-def tracking_faults(tracking: TrackingSection) -> list[str]:
+def is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def tracking_faults(tracking: TrackingSection, *, has: Callable[[str], bool] = is_installed) -> list[str]:
     """What is asked for and cannot be had on this machine, one a text."""
     faults = []
-    if tracking.tensorboard and find_spec(_TENSORBOARD) is None:
+    if tracking.tensorboard and not has(_TENSORBOARD):
         faults.append(
             f"tracking.tensorboard needs the package {_TENSORBOARD}, which is not installed: install what "
             "requirements/base.txt lists, or set it to false"
         )
-    if tracking.wandb.is_on and find_spec(_WANDB) is None:
+    if tracking.wandb.is_on and not has(_WANDB):
         faults.append(
             f"tracking.wandb.mode={tracking.wandb.mode} needs the package {_WANDB}, which is not installed: install "
             "what requirements/wandb.in lists, or set it to disabled"

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 import tidegate
 from tidegate.config import JobConfig
 from tidegate.job import JobFolder
@@ -40,6 +42,7 @@ class JobServices:
         self._sockets = sockets
         self._boot = boot
         self._supervisor = Supervisor()
+        self._log = structlog.get_logger("services")
         self._started: list[str] = []
 
     def start(self) -> None:
@@ -67,7 +70,10 @@ class JobServices:
             [TRACKER],
             [_forkserver(node) for node in self._nodes()],
         ):
-            await self._supervisor.stop(*(name for name in names if name in self._started))
+            ends = await self._supervisor.stop(*(name for name in names if name in self._started))
+            for end in ends:
+                if end.name == TRACKER and end.was_asked and end.exit_status:
+                    self._log.warning("tracker killed: some metrics may not be told", status=end.exit_status)
 
     def _start_tracker(self) -> None:
         numbers = ("--attempt", str(self._attempt.number), "--boot", str(self._boot))

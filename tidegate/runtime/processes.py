@@ -80,9 +80,9 @@ class Supervisor:
         """Ends of services, asked for or not, in order."""
         return await self._ends.get()
 
-    async def stop(self, *names: str) -> None:
-        """SIGTERM, then SIGKILL to what is left after its time; returns when they and their sessions are gone."""
-        await asyncio.gather(*(self._services[name].stop() for name in names))
+    async def stop(self, *names: str) -> list[ServiceEnd]:
+        """SIGTERM, then SIGKILL to what is left after its time; returns how each ended, with its session gone."""
+        return await asyncio.gather(*(self._services[name].stop() for name in names))
 
     async def aclose(self) -> None:
         """Stops what still runs, one by one, the last started first: nobody loses what he was started on."""
@@ -114,23 +114,23 @@ class _Service:
     def is_over(self) -> bool:
         return self._life.done()
 
-    async def stop(self) -> None:
+    async def stop(self) -> ServiceEnd:
         self._stopping.set()
-        await asyncio.shield(self._life)
+        return await asyncio.shield(self._life)
 
-    async def _live(self) -> None:
+    async def _live(self) -> ServiceEnd:
+        """The last of its ends."""
         while True:
             exit_status = await self._until_ended()
             self._is_up = False
             delay_s = self._restart_delay(exit_status)
-            self._ends.put_nowait(
-                ServiceEnd(self._spec.name, self._process.pid, exit_status, self._stopping.is_set(), delay_s)
-            )
+            end = ServiceEnd(self._spec.name, self._process.pid, exit_status, self._stopping.is_set(), delay_s)
+            self._ends.put_nowait(end)
             if delay_s is None:
-                return
+                return end
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
-                return
+                return end
             self._process = _spawn(self._spec)
             self._is_up = True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,51 +20,13 @@ from tidegate.adapters.nats_bus import NatsBus
 from tidegate.config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.logs import configure_logging, without_credentials
-from tidegate.ports.bus import BusUnavailable, EventLog
+from tidegate.ports.bus import BusUnavailable
 from tidegate.runtime.cancelling import end_task
-from tidegate.tracking.metrics import IterationMetrics
 from tidegate.tracking.outlet import Outlet, Sink, close_all
-from tidegate.types import JobId, job_id
-from tidegate.v1 import events_pb2
+from tidegate.tracking.tracker import Tracker
+from tidegate.types import job_id
 
 SOURCE = "tracking"
-_AGAIN_S = 0.5
-
-
-class Tracker:
-    """Of one attempt. `at` is how far it read."""
-
-    def __init__(self, log: EventLog, job: JobId, outlets: Sequence[Outlet], *, boot: int) -> None:
-        self._log = log
-        self._job = job
-        self._outlets = outlets
-        self._boot = boot
-        self._metrics: IterationMetrics | None = None
-        """None before the attempt's submission: what came before it was told by the tracker of its time."""
-        self._at = 0
-
-    async def follow(self) -> None:
-        while True:
-            with suppress(BusUnavailable):  # it comes back, or the launcher ends the run
-                await self._read(follow=True)
-            await asyncio.sleep(_AGAIN_S)
-
-    async def rest(self) -> None:
-        """What is on the stream now. BusUnavailable."""
-        await self._read(follow=False)
-
-    async def _read(self, *, follow: bool) -> None:
-        async for sequence, event in self._log.read(self._job, after_sequence=self._at, follow=follow):
-            self._at = sequence
-            self._take(event)
-
-    def _take(self, event: events_pb2.Event) -> None:
-        if event.HasField("job_submitted") and event.boot == self._boot:
-            self._metrics = IterationMetrics()
-        row = self._metrics.take(event) if self._metrics is not None else None
-        if row is not None:
-            for outlet in self._outlets:
-                outlet.offer(row)
 
 
 def open_outlets(config: JobConfig, *, attempt: int, boot: int) -> list[Outlet]:

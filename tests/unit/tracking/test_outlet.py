@@ -23,6 +23,7 @@ class Written:
         self.is_closed = False
         self.reached = threading.Event()
         self.let_go = threading.Event()
+        self._wrote = threading.Condition()
         self._fails = fails
         if is_free:
             self.let_go.set()
@@ -32,7 +33,14 @@ class Written:
         self.let_go.wait()
         if self._fails(row):
             raise ConnectionError("no route to host")
-        self.steps.append(row.step)
+        with self._wrote:
+            self.steps.append(row.step)
+            self._wrote.notify_all()
+
+    def until(self, num_rows: int) -> None:
+        """Waits until it has so many."""
+        with self._wrote:
+            assert self._wrote.wait_for(lambda: len(self.steps) >= num_rows, PATIENCE_S)
 
     def close(self) -> None:
         self.is_closed = True

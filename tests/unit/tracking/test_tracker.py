@@ -1,0 +1,64 @@
+"""The tracker: of a stream that several starts of a job share, it tells what its own one did, to the last event."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.unit.tracking.test_metrics import report
+from tests.unit.tracking.test_outlet import PATIENCE_S, Written, outlet
+from tidegate.adapters.memory_bus import MemoryBus
+from tidegate.config_record import TrackingSection, WandbSection, tracking_faults
+from tidegate.events import EventSource
+from tidegate.runtime.cancelling import end_task
+from tidegate.tracking.tracker import Tracker
+from tidegate.types import JobId, Role
+from tidegate.v1 import events_pb2
+
+JOB = JobId("tracked")
+
+
+async def tell(bus: MemoryBus, source: EventSource, body: Any, *, incarnation: int, iteration: int = 0) -> None:
+    await bus.events.publish(source.event(body, job=JOB, incarnation=incarnation, iteration=iteration))
+
+
+async def test_a_tracker_tells_its_own_starts_events_and_those_that_came_while_it_was_asked_to_end() -> None:
+    bus, sink = MemoryBus(), Written()
+    await bus.streams.open_job(JOB)
+    # Each start of the job is an incarnation, and has a boot of its own.
+    for boot, iterations in ((1, range(3)), (2, range(2, 4))):
+        source = EventSource("actor@n0", role=Role.ACTOR, boot=boot, now_ns=lambda: 1)
+        await tell(bus, source, events_pb2.JobSubmitted(), incarnation=boot)
+        for iteration in iterations:
+            await tell(bus, source, report(), incarnation=boot, iteration=iteration)
+    of = outlet(sink)
+    tracker = Tracker(bus.events, JOB, [of], boot=2)
+    following = asyncio.create_task(tracker.follow())
+    await asyncio.to_thread(sink.until, 2)
+    await end_task(following)
+    await tell(bus, source, report(), incarnation=2, iteration=4)
+    await tracker.rest()
+    assert of.closed(timeout_s=PATIENCE_S).written == 3
+    assert sink.steps == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("tracking", "lacks", "want"),
+    [
+        pytest.param(
+            {"tensorboard": True}, "tensorboardX", "tracking.tensorboard needs the package tensorboardX", id="TB"
+        ),
+        pytest.param({"wandb": WandbSection(mode="offline")}, "wandb", "tracking.wandb.mode=offline needs", id="W&B"),
+    ],
+)
+def test_a_library_that_is_asked_for_and_missing_is_named_with_the_remedy(
+    tracking: dict[str, Any], lacks: str, want: str
+) -> None:
+    section = TrackingSection(**tracking)
+    (fault,) = tracking_faults(section, has=lambda package: package != lacks)
+    assert want in fault
+    assert ", which is not installed: install what requirements/" in fault
+    assert tracking_faults(section, has=lambda _: True) == []
+    assert tracking_faults(TrackingSection(), has=lambda _: False) == []
