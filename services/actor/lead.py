@@ -28,6 +28,7 @@ from tidegate.candidates import has_spread
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
 from tidegate.learning_rate import learning_rate
+from tidegate.lines import append_lines
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
@@ -313,8 +314,7 @@ class ActorLead(Lead):
             self._num_skipped += 1
             self._ledger = self._ledger.discarded(ids, reason=NONFINITE_UPDATE)
         row = journal_row(update_id, ids, report, rate)
-        with self.tools.folder.journal.open("a") as journal:
-            journal.write(json.dumps(row, allow_nan=False) + "\n")
+        append_lines(self.tools.folder.journal, (json.dumps(row, allow_nan=False) + "\n").encode())
         self._samples.note(plan, groups, fate_of_update(report, samples, reason=NONFINITE_UPDATE))
         metrics = {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
         training.updates.append(metrics)

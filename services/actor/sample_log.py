@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import structlog
 
 from tidegate.codec import decode_sample_id
+from tidegate.lines import append_lines
 from tidegate.tasks.tokenizer import TaskTokenizer
 from tidegate.types import SampleId
 from tidegate.v1 import samples_pb2, types_pb2
@@ -98,7 +98,9 @@ class SampleLog:
                 self._row(group, sample, fate) for group in groups for sample in group.samples[: draws[group.prompt]]
             ]
             self._folder.mkdir(exist_ok=True)
-            _append(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode())
+            append_lines(
+                path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
+            )
         except (OSError, ValueError) as error:
             self._log.warning("samples not written", path=str(path), error=str(error))
 
@@ -121,14 +123,3 @@ class SampleLog:
             "prompt": self._tokenizer.decode(group.prompt_tokens),
             "response": self._tokenizer.decode(sample.response_tokens),
         }
-
-
-def _append(path: Path, lines: bytes) -> None:
-    """After what is there; a line that a kill cut off there is ended first."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        size_bytes = os.fstat(fd).st_size
-        is_cut = size_bytes > 0 and os.pread(fd, 1, size_bytes - 1) != b"\n"
-        os.write(fd, b"\n" + lines if is_cut else lines)
-    finally:
-        os.close(fd)

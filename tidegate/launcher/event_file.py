@@ -3,13 +3,12 @@
 The file goes on over the job's attempts. Where it went on is known by the last line's sequence and id: a stream that
 holds no such event is another one (the servers' data was lost), and all of it follows. Invariants: lines are whole, but
 for the last one after a kill, which the next writer cuts off; none carries the password of a URL, though the config in
-an event does; a disk that is full costs lines until the next `append`, never the run.
+an event does.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
+from tidegate.lines import append_lines
 from tidegate.logs import without_credentials
 from tidegate.v1 import control_pb2, events_pb2
 
@@ -26,22 +26,14 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        last, self._size_bytes = _last_line(path)
-        row = _row(last)
+        row = _row(_last_line(path))
         self.sequence = row.stream_sequence if row is not None else 0
         self.event_id = row.event.id if row is not None else ""
 
     def append(self, sequence: int, event: events_pb2.Event) -> None:
-        """OSError leaves the file as it was, or with half a line that the next call cuts off."""
-        line = (json.dumps(event_row(sequence, event), ensure_ascii=False) + "\n").encode()
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            os.ftruncate(fd, self._size_bytes)
-            if (written := os.pwrite(fd, line, self._size_bytes)) < len(line):
-                raise OSError(f"{self._path} took {written} of {len(line)} bytes: its disk is full")
-        finally:
-            os.close(fd)
-        self._size_bytes += len(line)
+        """OSError."""
+        line = json.dumps(event_row(sequence, event), ensure_ascii=False) + "\n"
+        append_lines(self._path, line.encode())
         self.sequence, self.event_id = sequence, event.id
 
 
@@ -59,14 +51,13 @@ def read_events(path: Path) -> Iterator[control_pb2.ListEventsResponse]:
             yield row
 
 
-def _last_line(path: Path) -> tuple[bytes, int]:
-    """The last whole one, and where it ends; empty and 0 where there is none."""
-    last, end = b"", 0
+def _last_line(path: Path) -> bytes:
+    """The last whole one; empty where there is none."""
+    last = b""
     with suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
-            if line.endswith(b"\n"):
-                last, end = line, end + len(line)
-    return last, end
+            last = line if line.endswith(b"\n") else last
+    return last
 
 
 def _row(line: bytes) -> control_pb2.ListEventsResponse | None:

@@ -46,9 +46,9 @@ class JobFollower:
         self._folder = folder
         self._view = view
         self._file = EventFile(folder.events)
-        self._read_to = 0
-        """On the stream: what was written to the file, and from `_submitted` on shown."""
         self._is_writing = True
+        self._written_to = 0
+        """On the stream; known once it was read."""
         self._submitted = 0
         self._incarnation = 1
         self._noted = ""
@@ -63,8 +63,7 @@ class JobFollower:
         """
         async for sequence, event in self._bus.events.read(self._job):
             self._incarnation = max(self._incarnation, event.incarnation + 1)
-            if (sequence, event.id) == (self._file.sequence, self._file.event_id):
-                self._read_to = sequence
+            self._note_place(sequence, event)
         if checkpoint is not None:
             self._incarnation = max(self._incarnation, checkpoint.incarnation + 1)
             saved = events_pb2.CheckpointSaved(
@@ -116,11 +115,12 @@ class JobFollower:
     async def last_events(self) -> list[events_pb2.Event]:
         """All of the job; those that are not written yet are written."""
         rows = [row async for row in self._bus.events.read(self._job)]
+        for sequence, event in rows:
+            self._note_place(sequence, event)
         try:
             for sequence, event in rows:
-                if sequence > self._read_to:
+                if sequence > self._written_to:
                     self._file.append(sequence, event)
-                    self._read_to = sequence
         except OSError as error:  # they stay in the server's data, and a resumed run writes them
             self._log.warning("last events not written", error=str(error))
         return [event for _, event in rows]
@@ -147,8 +147,13 @@ class JobFollower:
             self._noted = message
             self._view.note(message)
 
+    def _note_place(self, sequence: int, event: events_pb2.Event) -> None:
+        """Of a stream that is read from its beginning: where the file's last event is."""
+        if (sequence, event.id) == (self._file.sequence, self._file.event_id):
+            self._written_to = sequence
+
     async def _take_events(self) -> None:
-        at = self._read_to
+        at = self._written_to
         while True:
             with suppress(BusUnavailable):  # the view waits for the server; its death is noticed elsewhere
                 async for sequence, event in self._bus.events.read(self._job, after_sequence=at, follow=True):
@@ -164,7 +169,6 @@ class JobFollower:
             return
         try:
             self._file.append(sequence, event)
-            self._read_to = sequence
         except OSError as error:
             self._is_writing = False
             self._log.warning("events not written until the end", error=str(error))

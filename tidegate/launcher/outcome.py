@@ -7,6 +7,7 @@ Invariant: `summary` has the same keys for every run, and for two runs of one se
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -76,6 +77,7 @@ class Outcome:
         }
 
     def write(self, path: Path) -> None:
+        """The file appears whole."""
         record = {
             "end": self.end,
             "message": self.message,
@@ -83,7 +85,9 @@ class Outcome:
             "seconds": {str(iteration): seconds for iteration, seconds in sorted(self.seconds.items())},
             "job": MessageToDict(self.job, preserving_proto_field_name=True),
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(partial, path)
 
     @classmethod
     def read(cls, path: Path) -> Outcome:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ import structlog
 
 from tidegate.codec import encode_token
 from tidegate.gate import Gate, GateClosed
+from tidegate.lines import append_lines
 from tidegate.runtime.crew import WorkerGone
 from tidegate.runtime.launch import WorkerFds, WorkerLauncher, WorkerSpec
 from tidegate.runtime.local_worker import LocalWorker, hand_over
@@ -224,7 +224,7 @@ class LocalWorkers:
             for span in spans
         ]
         try:
-            _append(self._home.timeline, "".join(f"{line}\n" for line in lines).encode())
+            append_lines(self._home.timeline, "".join(f"{line}\n" for line in lines).encode())
         except OSError as error:
             # A full disk costs the timeline its spans, not the worker its life; said once until it is written again.
             if self._tells_spans:
@@ -232,12 +232,3 @@ class LocalWorkers:
             self._tells_spans = False
         else:
             self._tells_spans = True
-
-
-def _append(path: Path, lines: bytes) -> None:
-    """In one write: whole lines at the end of the file, whoever else writes there."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        os.write(fd, lines)
-    finally:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""What a launcher tells the job's stream before anyone works: the checkpoint it found, then that the job shall run."""
+"""What a launcher tells the job's stream before anyone works, and what of the stream it keeps in the job's folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tidegate.cli.views import LinesView, UnfailingStream
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
+from tidegate.launcher.event_file import EventFile, read_events
 from tidegate.launcher.follow import JobFollower
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connected_bus
@@ -47,3 +48,48 @@ async def test_a_resumed_job_has_an_incarnation_above_its_streams_and_above_its_
     )
     assert submitted.job_submitted.resume
     assert [event.incarnation for event in told] == [want, want]
+
+
+def sequences(folder: JobFolder) -> list[int]:
+    return [row.stream_sequence for row in read_events(folder.events)]
+
+
+@pytest.mark.parametrize(
+    ("left", "want"),
+    [
+        pytest.param("as it was", [1, 2, 3, 4], id="goes on where it ended"),
+        pytest.param("cut off", [1, 2, 3, 4], id="loses the line that a kill cut off, and gets it again"),
+        pytest.param("of another stream", [7, 1, 2, 3, 4], id="takes all of a stream that it does not know"),
+    ],
+)
+async def test_the_file_of_events(left: str, want: list[int], tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
+        folder = JobFolder.of(config)
+        folder.root.mkdir(parents=True)
+        bus = await connected_bus(config, name="test")
+        try:
+            for boot in (1, 2):
+                source = EventSource("launcher", role=None, boot=boot, now_ns=lambda: 1)
+                with (tmp_path / "shown").open("w") as shown:
+                    follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)))
+                    await follower.submit(source, resume=boot == 2, checkpoint=None)
+                    failed = events_pb2.Failed(message=f"of boot {boot}")
+                    await bus.events.publish(source.event(failed, job=JobId(config.job), incarnation=1))
+                    await follower.last_events()
+                    assert [event.boot for event in await follower.last_events()] == [1, 1, 2, 2][: 2 * boot]
+                if boot == 1:
+                    leave(folder, left)
+        finally:
+            await bus.close()
+    assert sequences(folder) == want
+
+
+def leave(folder: JobFolder, left: str) -> None:
+    """The file as a later start finds it."""
+    match left:
+        case "cut off":
+            folder.events.write_bytes(folder.events.read_bytes()[:-10])
+        case "of another stream":
+            folder.events.unlink()
+            EventFile(folder.events).append(7, events_pb2.Event(id="launcher/0/1"))
