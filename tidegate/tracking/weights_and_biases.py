@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import wandb
-
 from tidegate.config_record import WandbSection
 from tidegate.tracking.metrics import Row
 
@@ -21,6 +19,9 @@ class WandbSink:
     def __init__(
         self, section: WandbSection, folder: Path, *, job: str, attempt: int, boot: int, config: Mapping[str, Any]
     ) -> None:
+        # Here, for it is installed only where somebody asks for it.
+        import wandb
+
         self._run = wandb.init(
             project=section.project,
             entity=section.entity or None,

@@ -69,6 +69,7 @@ def _fields(message: bytes) -> dict[int, list[Any]]:
     """A protobuf message by its fields' numbers: integers, and bytes of all else."""
     fields: dict[int, list[Any]] = {}
     at = 0
+    value: int | bytes
     while at < len(message):
         key, at = _varint(message, at)
         match key & 7:
