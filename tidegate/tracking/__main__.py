@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -82,6 +83,8 @@ def main() -> None:
     parser.add_argument("--attempt", type=int, required=True, help="the number of this start of the job")
     parser.add_argument("--boot", type=int, required=True, help="the launcher's")
     given = parser.parse_args()
+    # tensorboardX imports torch wherever it is, for what is not used here: seconds at each end, and 150 MB.
+    sys.modules["torch"] = None  # type: ignore[assignment]  # what Python has for "cannot be imported"
     config = JobConfig.from_json(given.config.read_text())
     configure_logging(SOURCE, path=JobFolder.of(config).attempt().logs / f"{SOURCE}.jsonl")
     asyncio.run(run(config, attempt=given.attempt, boot=given.boot))
