@@ -55,11 +55,12 @@ def fate_of_update(report: wire.UpdateReport, samples: Sequence[wire.TrainSample
 
 
 def chosen_draws(plan: types_pb2.IterationPlan, per_iteration: int | None) -> dict[int, int]:
-    """Of which prompts how many draws are kept; None keeps all."""
-    size = plan.group_size
-    wanted = plan.num_prompts * size if per_iteration is None else min(per_iteration, plan.num_prompts * size)
+    """Of which prompts how many draws are kept; None keeps all. Prompts that replace others come after all of these."""
+    size, num_possible = plan.group_size, plan.num_prompts + plan.max_extra_prompts
+    wanted = num_possible * size if per_iteration is None else min(per_iteration, num_possible * size)
     num_groups = -(-wanted // size)
-    prompts = [plan.first_prompt + place * plan.num_prompts // num_groups for place in range(num_groups)]
+    first, step = plan.first_prompt, max(plan.num_prompts, num_groups)
+    prompts = [first + place * step // num_groups for place in range(num_groups)]
     return {prompt: min(size, wanted - place * size) for place, prompt in enumerate(prompts)}
 
 

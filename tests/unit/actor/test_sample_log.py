@@ -17,8 +17,12 @@ from tidegate.ports.bus import Stage
 from tidegate.v1 import samples_pb2, types_pb2
 
 
-def plan(*, first_prompt: int = 0, num_prompts: int = 8, group_size: int = 4) -> types_pb2.IterationPlan:
-    return types_pb2.IterationPlan(first_prompt=first_prompt, num_prompts=num_prompts, group_size=group_size)
+def plan(
+    *, first_prompt: int = 0, num_prompts: int = 8, group_size: int = 4, extra: int = 0
+) -> types_pb2.IterationPlan:
+    return types_pb2.IterationPlan(
+        first_prompt=first_prompt, num_prompts=num_prompts, group_size=group_size, max_extra_prompts=extra
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,13 @@ def plan(*, first_prompt: int = 0, num_prompts: int = 8, group_size: int = 4) ->
 )
 def test_samples_are_kept_by_groups_evenly_over_the_prompts(per_iteration: int | None, want: dict[int, int]) -> None:
     assert chosen_draws(plan(first_prompt=16), per_iteration) == want
+
+
+@pytest.mark.parametrize(
+    ("per_iteration", "want"), [(8, [0, 4]), (32, [*range(8)]), (37, [*range(10)]), (None, [*range(12)])]
+)
+def test_prompts_that_replace_others_are_kept_after_all_others(per_iteration: int | None, want: list[int]) -> None:
+    assert list(chosen_draws(plan(extra=4), per_iteration)) == want
 
 
 @pytest.mark.parametrize("num_prompts", [1, 7, 512])
