@@ -28,6 +28,7 @@ def derive(config: Translation) -> None:
     for role in ("actor", "inference"):
         _layout(config, role, placement.get(role))
     _job(config)
+    _trackers(config)
     _iterations(config)
     _clipping(config)
     _warm_up(config)
@@ -151,6 +152,21 @@ def _job(config: Translation) -> None:
     if job != name and config.now("job") is MISSING:
         config.tell(f"the job is named {job}: a name is of a-z, 0-9 and inner dashes", "runner.experiment_name")
     config.put("job", job, "runner.experiment_name")
+
+
+def _trackers(config: Translation) -> None:
+    key = "runner.logger.logger_backends"
+    names = config.take(key)
+    if names is MISSING or names is None:
+        return
+    for name in names if isinstance(names, list) else [names]:
+        match name:
+            case "tensorboard":
+                config.put("tracking.tensorboard", True, key)
+            case "wandb":
+                config.put("tracking.wandb.mode", "online", key)
+            case _:
+                config.refuse(key, f"{key} names {name!r}: there are tensorboard and wandb")
 
 
 def _iterations(config: Translation) -> None:

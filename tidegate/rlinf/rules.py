@@ -55,6 +55,7 @@ RULES: Mapping[str, Rule] = {
     "runner.enable_dynamic_batch_size": OnlyAs(
         (False,), "set it to false: micro-batches are counted in sequences, by algorithm.training_batch_size_per_gpu"
     ),
+    "runner.logger.project_name": Becomes("tracking.wandb.project"),
     "runner.resume_dir": OnlyAs((None,), "set it to null and start with --resume: a job goes on from its own folder"),
     "runner.val_check_interval": OnlyAs((None, -1), "set it to -1: there is no validation"),
     "algorithm.training_batch_size_per_gpu": Becomes("actor.micro_batch_size"),
@@ -166,6 +167,7 @@ DERIVED = (
     "cluster.num_nodes",
     "cluster.num_gpus_per_node",
     "runner.experiment_name",
+    "runner.logger.logger_backends",
     "runner.max_epochs",
     "runner.max_steps",
     "runner.save_interval",

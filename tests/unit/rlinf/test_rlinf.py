@@ -247,6 +247,15 @@ def test_weights_that_are_named_nowhere_are_asked_for() -> None:
     assert "no weights are named; set it to true, for those of rollout.model.model_path" in fault
 
 
+def test_who_is_told_metrics_is_taken_over() -> None:
+    tracking = read().config.tracking
+    assert (tracking.tensorboard, tracking.wandb.mode, tracking.wandb.project) == (True, "disabled", "rlinf")
+    tracking = read("runner.logger.logger_backends=[wandb]").config.tracking
+    assert (tracking.tensorboard, tracking.wandb.mode) == (False, "online")
+    (fault,) = refused("runner.logger.logger_backends=[tensorboard, swanlab]")
+    assert "runner.logger.logger_backends names 'swanlab': there are tensorboard and wandb" in fault
+
+
 def test_a_checkpoint_only_at_the_end_is_that() -> None:
     assert read("runner.save_interval=-1", "runner.max_steps=7").config.checkpoint.every == 7
 
