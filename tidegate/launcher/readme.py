@@ -15,6 +15,7 @@ Of the job, over all its attempts:
   journal.jsonl     a line for each optimizer update: its samples, loss, gradient norm, learning rate
   samples/          some samples of each iteration, a line each: texts, rewards by name, advantage, what became of them
   checkpoints/      inc<incarnation>-it<next iteration>/, complete once it has that name; the newest ones stay
+  export/           the final weights as a Hugging Face checkpoint, where the config asks for it
   tensorboard/      metrics of iterations, where tracking asks for them; wandb/ likewise
   reference/        the policy that the KL term is taken to, where there is one
   tokenizer.json    the tokenizer in use; tokenizer_config.json beside it, where it came with one
