@@ -206,9 +206,9 @@ def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
     written(tmp_path, "train.jsonl", '{"prompt": "two and two", "solutions": ["four"]}\n')
     mended = (*MENDED, *SHAPE, f"runner.output_dir={tmp_path}", f"data.train_data_paths=[{tmp_path}/train.jsonl]")
     tokenizer = f"actor.tokenizer.tokenizer_model={tmp_path}/words.json"
-    # math_verify needs a package of its own.
-    rewards = "rewards=[{name: exact_match}]"
-    assert main(["run", str(PIPELINED), *mended, tokenizer, rewards, "--dry-run"]) == 0
+    # math_verify and trackers need packages of their own.
+    plain = ("rewards=[{name: exact_match}]", "runner.logger.logger_backends=[]")
+    assert main(["run", str(PIPELINED), *mended, tokenizer, *plain, "--dry-run"]) == 0
     said = capsys.readouterr()
     assert f"  prompts_per_iteration: 512  # {PIPELINED}:" in said.out
     assert "data.rollout_batch_size\n" in said.out
