@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -77,6 +78,14 @@ def _data_parallel_rank(rank: int) -> Iterator[None]:
         parallel_state._MPU_DATA_PARALLEL_RANK = before
 
 
+class _AlongsideSharedWriting(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Of a rank without a part: those that share the writing look at the whole again, with all of WORLD."""
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> Any:
+        determine_global_metadata(sharded_state_dict)
+        return super().save(sharded_state_dict, checkpoint_dir)
+
+
 def save(source: Trained | None, folder: Path, *, on_first_replica: bool = False) -> None:
     """Collective over WORLD; the folder is there and empty. ValueError where WORLD's first rank has no part.
 
@@ -87,11 +96,11 @@ def save(source: Trained | None, folder: Path, *, on_first_replica: bool = False
     # A save that is not asynchronous would still start a manager process, which outlives a rank that is killed.
     filesystem_async._results_queue = queue.Queue()
     state: dict[str, Any] = {}
-    strategy: Any = TorchDistSaveShardedStrategy()
+    strategy: Any = TorchDistSaveShardedStrategy() if on_first_replica else _AlongsideSharedWriting()
     if source is not None:
         state = source.sharded_state(is_loading=False, on_first_replica=on_first_replica)
         if not on_first_replica:
-            strategy = FullyParallelSaveStrategyWrapper(strategy, source.groups.dp_cp)
+            strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), source.groups.dp_cp)
     dist_checkpointing.save(state, str(folder), strategy)
 
 
