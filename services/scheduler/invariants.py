@@ -82,11 +82,10 @@ def _layouts_have_their_ranks(state: ClusterState) -> Iterator[Violation]:
         component = state.components[role]
         num_ranks = component.layout.num_ranks if component.layout else 0
         num_grants = len(component.grants)
-        # The rollout's engines work one by one, an actor waits for its dead ranks in an iteration, and a component that
-        # stops lets go of its GPUs one by one.
-        num_dead = state.iteration.num_deaths if role is Role.ACTOR and state.iteration else 0
+        # The rollout's engines work one by one, an actor waits for its dead ranks, and a component that stops lets go
+        # of its GPUs one by one.
         may_lack = role is Role.ROLLOUT or state.phase is Phase.STOPPING or state.phase in TERMINAL
-        lacks = num_grants + num_dead < num_ranks and not may_lack
+        lacks = num_grants + component.num_deaths < num_ranks and not may_lack
         if num_grants > num_ranks or lacks or (num_ranks and not num_grants):
             detail = f"the {role} has {num_grants} grants for layout {component.layout} of {num_ranks} ranks"
             yield Violation("a layout's ranks are its grants", detail)

@@ -2,6 +2,7 @@
 
 Order: the published version is loaded by rollout and inference, the iteration is opened at each lead, and when its
 samples add up it is closed at each. A new lead is asked again under its own epoch: it knows nothing of its forerunner.
+An actor that lacks ranks is asked like any other: its lead does what it takes once they are back.
 """
 
 from __future__ import annotations
@@ -78,9 +79,6 @@ def _closes(state: ClusterState, iteration: Iteration, now_ms: int) -> Wanted:
     for role in Role:
         lead = state.lead_of(role)
         if lead is None or role in iteration.closed:
-            continue
-        if role is Role.ACTOR and state.components[role].lacks_ranks:
-            wanted += Wanted((), ("the actor saves and publishes once it has its ranks",))
             continue
         step = _step(state, iteration, "close")
         close = cmd.CloseIteration(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from services.scheduler import accounts
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
-from services.scheduler.losses import stop, with_component
+from services.scheduler.losses import counted_anew, stop, with_component
 from services.scheduler.state import (
     ClusterState,
     Iteration,
@@ -128,4 +128,5 @@ def _opened_iteration(state: ClusterState, spec: JobSpec) -> ClusterState:
     if not all(state.holds(role, state.next_version) for role in READERS):
         return state
     plan = spec.plan(iteration=state.next_iteration, version=state.next_version, first_prompt=state.next_prompt)
+    state = with_component(state, Role.ACTOR, counted_anew(state.components[Role.ACTOR]))
     return replace(state, phase=Phase.RUNNING, message="", iteration=Iteration(plan=plan))

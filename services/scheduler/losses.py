@@ -2,11 +2,14 @@
 
 - rollout: an engine is a GPU of its own; the others go on, the component is down only when none is left;
 - inference: one world of ranks; losing one loses all, and they are started again under the same lead;
-- actor: one world that holds the training state. While an iteration trains, a rank's death leaves it impaired: its
-  other ranks keep the state, and `resizing` brings it back to where it was, in the same incarnation, at most
-  MAX_DEATHS times an iteration. Whatever else it loses, or where that fails, supersedes the incarnation, and the next
-  one starts from the last checkpoint, at most `max_actor_restarts` times.
+- actor: one world that holds the training state. From the first iteration on a rank's death leaves it impaired: its
+  other ranks keep the state, what its lead was at (an update, a save, a publish) waits, and `resizing` brings it back
+  to where it was, in the same incarnation, after at most MAX_DEATHS deaths an iteration. Whatever else it loses, or
+  where that fails, supersedes the incarnation, and the next one starts from the last checkpoint, at most
+  `max_actor_restarts` times.
 
+In a resize nobody knows yet, when a death is told, whether the store has committed it: its lead's word, which comes
+before or after, says in which layout the actor lacks the rank. Until then who died is kept as `gone`.
 Nothing here moves a GPU. A grant that leaves a component's `grants` is a suspect: `decide` has the store count its GPU
 as lost, the node's gate asked, and the GPU taken back when nobody holds it.
 """
@@ -22,7 +25,9 @@ from tidegate.types import Grant, NodeId, Role, node_of
 
 OVER = TERMINAL | {Phase.STOPPING}
 MAX_DEATHS = 3
-"""Of the actor's ranks in one iteration: a minibatch that kills whoever trains it must not be tried for ever."""
+"""Of the actor's ranks from the opening of one iteration to that of the next; a resize that did not bring them back,
+with nobody known to have died in it, counts as one. A minibatch that kills whoever trains it must not be tried for
+ever."""
 
 
 def stop(state: ClusterState, outcome: Phase, message: str) -> ClusterState:
@@ -44,38 +49,58 @@ def lose(
     `keeps_state`: nothing but these processes is gone, their node's memory is there."""
     component = state.components[role]
     gone = set(gone)
+    if role is Role.ACTOR and keeps_state and waits_for_ranks(state):
+        return impaired(state, gone, why=why)
     transition = state.transition_of(role)
-    if transition is not None and transition.id not in component.broken:
-        coming = {Grant(move.gpu, move.token) for move in transition.moves if move.target == state.owner(role)}
-        if coming & gone:
-            component = replace(component, broken=(*component.broken, transition.id))
-            state = with_component(state, role, component)
+    if transition is not None and transition.id not in component.broken and gone & set(_coming(state, role)):
+        component = replace(component, broken=(*component.broken, transition.id))
+        state = with_component(state, role, component)
     left = tuple(grant for grant in component.grants if grant not in gone)
     if len(left) == len(component.grants):
         return state
     if state.phase in OVER or (role is Role.ROLLOUT and left):
         return with_component(state, role, shrunk(component, left))
     if role is Role.ACTOR:
-        return impaired(state, left) if keeps_state and left and _waits(state) else restart_actor(state, why=why)
+        return restart_actor(state, why=why)
     return with_component(state, role, shrunk(component, ()))
 
 
-def _waits(state: ClusterState) -> bool:
-    """Whether the actor's lead waits for its ranks: it is in an iteration, and in no resize, which a death breaks."""
-    iteration = state.iteration
-    if state.phase is not Phase.RUNNING or iteration is None or iteration.is_accounted:
-        return False
-    return iteration.num_deaths < MAX_DEATHS and state.transition_of(Role.ACTOR) is None
+def waits_for_ranks(state: ClusterState) -> bool:
+    """Whether the actor goes on after another death: its lead asks again what a death breaks off. While it starts,
+    which ends as the first iteration opens, it does not."""
+    component, transition = state.components[Role.ACTOR], state.transition_of(Role.ACTOR)
+    is_started = state.phase is Phase.RUNNING and component.is_up and transition in (None, state.resize())
+    return is_started and component.num_deaths < MAX_DEATHS
 
 
-def impaired(state: ClusterState, left: tuple[Grant, ...]) -> ClusterState:
-    """The actor's other ranks hold the state; its layout, its incarnation and the iteration stay."""
-    assert state.iteration is not None, "an actor waits for its ranks in an iteration"
-    component = state.components[Role.ACTOR]
-    num_deaths = state.iteration.num_deaths + len(component.grants) - len(left)
-    iteration = replace(state.iteration, num_deaths=num_deaths)
-    state = with_component(state, Role.ACTOR, replace(component, grants=left))
-    return replace(state, iteration=iteration)
+def impaired(state: ClusterState, gone: Iterable[Grant], *, why: str) -> ClusterState:
+    """The actor's other ranks hold the state; incarnation and iteration stay, and so does its layout, but for a resize
+    that the store has committed: then it is to be impaired in the new one."""
+    component, transition = state.components[Role.ACTOR], state.resize()
+    is_switching = transition is not None and component.switched != transition.id
+    members = {*component.grants, *(_coming(state, Role.ACTOR) if is_switching else ())}
+    dead = members.intersection(gone).difference(component.gone)
+    if not dead:
+        return state
+    left = tuple(grant for grant in component.grants if grant not in dead)
+    if not left:
+        return restart_actor(state, why=why)
+    known = tuple(sorted({*component.gone, *dead})) if is_switching else component.gone
+    num_deaths = component.num_deaths + len(dead)
+    return with_component(state, Role.ACTOR, replace(component, grants=left, gone=known, num_deaths=num_deaths))
+
+
+def counted_anew(actor: Component) -> Component:
+    """For an iteration that opens: what it still lacks, or may come to lack, stays counted."""
+    num_lacking = actor.layout.num_ranks - len(actor.grants) if actor.layout else 0
+    return replace(actor, num_deaths=num_lacking + len(actor.gone))
+
+
+def _coming(state: ClusterState, role: Role) -> tuple[Grant, ...]:
+    """Whom the open transition brings to the role."""
+    transition = state.transition_of(role)
+    moves = transition.moves if transition is not None else ()
+    return tuple(Grant(move.gpu, move.token) for move in moves if move.target == state.owner(role))
 
 
 def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
@@ -87,20 +112,22 @@ def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
 
 def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> ClusterState:
     """The role's instance on the node is gone, and its workers with it."""
+    if role is Role.ACTOR and state.phase not in OVER and node in _waited_for_on(state):
+        # What its dead ranks left may be gone with it, and nobody could start them there.
+        return restart_actor(state, why=why)
     transition = state.transition_of(role)
     coming = [Grant(move.gpu, move.token) for move in transition.moves if move.target] if transition else []
     held = [Grant(record.gpu, record.token) for record in state.records_of(role)]
-    home = state.home(role)
-    if (
-        role is Role.ACTOR
-        and state.phase not in OVER
-        and state.components[role].lacks_ranks
-        and home is not None
-        and node in {node_of(gpu) for gpu in home.gpus}
-    ):
-        # What its dead ranks left may be gone with it, and nobody could start them there.
-        return restart_actor(state, why=why)
     return lose(state, role, [grant for grant in (*held, *coming) if node_of(grant.gpu) == node], why=why)
+
+
+def _waited_for_on(state: ClusterState) -> set[NodeId]:
+    """The nodes that an actor needs which lacks ranks, or has lost some in the open resize."""
+    component, home = state.components[Role.ACTOR], state.home(Role.ACTOR)
+    gpus = [grant.gpu for grant in component.gone]
+    if component.lacks_ranks and home is not None:
+        gpus += home.gpus
+    return {node_of(gpu) for gpu in gpus}
 
 
 def restart_actor(state: ClusterState, *, why: str) -> ClusterState:

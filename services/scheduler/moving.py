@@ -7,8 +7,8 @@ A transition past its deadline goes no further: a start is closed and counts as 
 
 A component that lost GPUs: the store counts them as lost, the node's gate is asked, a worker that still holds one is
 stopped through the component's lead, and a GPU that nobody holds is reclaimed; then a new start takes it again.
-A world that lost one rank goes this way with all its GPUs; the rollout, and an actor in an iteration, with the lost
-ones alone. An actor that changes while it works, or gets its lost ranks back, is `resizing`'s.
+A world that lost one rank goes this way with all its GPUs; the rollout, and an actor that is past its start, with the
+lost ones alone. An actor that changes while it works, or gets its lost ranks back, is `resizing`'s.
 """
 
 from __future__ import annotations

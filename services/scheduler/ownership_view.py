@@ -12,7 +12,7 @@ from services.scheduler import events as ev
 from services.scheduler import resizes
 from services.scheduler.accounts import supersede
 from services.scheduler.admission import Refused
-from services.scheduler.losses import OVER, lose, restart_actor, shrunk, with_component
+from services.scheduler.losses import OVER, lose, shrunk, with_component
 from services.scheduler.state import ClusterState, Phase, role_of_instance
 from tidegate.ownership import GpuState, Outcome, Transition
 from tidegate.types import Grant, Role, TransitionId, node_of
@@ -40,6 +40,7 @@ def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
         state = _forget_closed(state, role)
         taken = [grant for grant in state.components[role].grants if not _is_owned(state, role, grant)]
         state = lose(state, role, taken, why=f"the store counts {', '.join(each.gpu for each in taken)} as lost")
+    state = resizes.forsaken(state)
     current = {Grant(record.gpu, record.token) for record in gpus.values() if record.state is not GpuState.FREE}
     if state.phase is Phase.SUBMITTED and transitions:
         state = replace(state, phase=Phase.STARTING)
@@ -62,14 +63,11 @@ def transition_id(state: ClusterState) -> TransitionId:
 
 
 def _closed(state: ClusterState, transition: Transition) -> ClusterState:
-    """An unfinished start counts against its component; a resize is over, whatever came of it, but an actor that lacks
-    ranks has nothing else to go on with."""
+    """An unfinished start counts against its component; a resize is over, whatever came of it."""
     for part in transition.parts:
         component = state.components[part.role]
         if part.role is Role.ACTOR and part.old_layout is not None and part.new_layout is not None:
-            state = replace(state, asked=state.asked_next, asked_next=None)
-            if component.lacks_ranks and state.phase not in OVER:
-                state = restart_actor(state, why=f"{transition.id} did not bring the actor's lost ranks back")
+            state = resizes.over(state, transition)
             continue
         if part.new_layout is not None and transition.outcome is not Outcome.COMMITTED:
             component = replace(component, num_failed_starts=component.num_failed_starts + 1)

@@ -6,14 +6,15 @@ that it switched; what leaves is released; the transition ends. Rollout and infe
 iteration stays open. Invariants: a GPU leaves the store's record only after the layout without it is in force; past its
 deadline an uncommitted resize is closed, and the actor goes on as it was.
 An actor that lacks ranks is brought back in the same way, once what it lost is free: to where it was, or was asked to.
-For it there is no going on as it was: such a resize that comes to nothing costs the incarnation.
+For it there is no going on as it was: such a resize is made again where its lead says that a death was in its way, and
+costs the incarnation where it fails otherwise, or comes to nothing by its deadline.
 """
 
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
 from services.scheduler.expectations import command_deadline_ms
-from services.scheduler.resizes import is_free, moving
+from services.scheduler.resizes import is_free, members_after, moving
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.stepping import advance, close, described, nodes_of, plan
 from services.scheduler.values import Placed
@@ -78,9 +79,10 @@ def _asked(state: ClusterState, transition: Transition, placed: Placed, now_ms: 
     if lead is None:
         return Wanted((), (f"{transition.id} waits for a lead of the actor",))
     leaving, coming = moving(state, transition)
-    stay = [grant for grant in state.components[Role.ACTOR].grants if grant not in leaving]
     rank = {gpu: index for index, gpu in enumerate(placed.gpus)}
-    members = tuple(sorted((*stay, *coming), key=lambda grant: (rank.get(grant.gpu, len(rank)), grant)))
+    # Who died meanwhile too: what is asked under an id never changes, and the lead finds them dead.
+    after = members_after(state, transition)
+    members = tuple(sorted(after, key=lambda grant: (rank.get(grant.gpu, len(rank)), grant)))
     step = f"{transition.id}/resize"
     head = header(state, Role.ACTOR, lead, step=step, now_ms=now_ms, transition_id=transition.id)
     command: cmd.Command

@@ -66,7 +66,8 @@ class Loaded:
 class Component:
     """`layout` is None while the component is down; `broken` names transitions that cannot succeed any more, `switched`
     the resize whose layout is in force by the lead's word. An actor that is up and lacks ranks keeps its state and
-    waits for them."""
+    waits for them; `gone` are those of its members, and of those to come, who died in the open resize, `num_deaths`
+    counts what it outlived since the iteration opened."""
 
     lead: Lead | None = None
     grants: tuple[Grant, ...] = ()
@@ -76,6 +77,8 @@ class Component:
     broken: tuple[TransitionId, ...] = ()
     num_failed_starts: int = 0
     switched: TransitionId | None = None
+    gone: tuple[Grant, ...] = ()
+    num_deaths: int = 0
 
     @property
     def is_up(self) -> bool:
@@ -100,15 +103,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """The iteration that is open. `opened` holds the lead epoch under which each component took it, `num_deaths` counts
-    those of the actor's ranks that it outlived."""
+    """The iteration that is open. `opened` holds the lead epoch under which each component took it."""
 
     plan: IterationPlan
     opened: Mapping[Role, int] = field(default_factory=dict)
     reports: Mapping[Role, Report] = field(default_factory=dict)
     closed: tuple[Role, ...] = ()
     is_accounted: bool = False
-    num_deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)

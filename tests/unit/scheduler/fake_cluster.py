@@ -107,7 +107,7 @@ class FakeLead:
     """One lead's memory: gone with it. `members` are the grants that its component has.
 
     As `tidegate.runtime.lead` has it: a newer incarnation ends the iteration; one that failed is taken up again when
-    weights were loaded, or when it is opened anew.
+    weights were loaded, or when it is opened anew. An actor's lead closes one once all its ranks are there.
     """
 
     instance: InstanceId
@@ -118,10 +118,13 @@ class FakeLead:
     incarnation: int = 0
     has_reported: bool = False
     resize: FakeResize | None = None
+    closing: IterationPlan | None = None
+    """An iteration that is to be saved and published."""
 
     def meet(self, incarnation: int) -> None:
         if incarnation > self.incarnation:
             self.incarnation, self.plan, self.broken_off, self.resize = incarnation, None, None, None
+            self.closing = None
 
     def open(self, plan: IterationPlan) -> None:
         self.plan, self.broken_off, self.has_reported = plan, None, False
@@ -424,9 +427,18 @@ class FakeCluster:
             case cmd.CloseIteration():
                 plan, lead.plan = lead.plan, None
                 is_open = plan is not None and plan.iteration == command.iteration
-                if header.role is Role.ACTOR and plan is not None and is_open and self._can_work(Role.ACTOR, lead):
-                    self._save(lead, plan)
-                    self._publish(lead, lead.incarnation, plan.version + 1)
+                if header.role is Role.ACTOR and plan is not None and is_open:
+                    lead.closing = plan
+                    self._close(lead)
+
+    def _close(self, lead: FakeLead) -> bool:
+        """Saves and publishes, once all ranks are there."""
+        if lead.closing is None or not self._can_work(Role.ACTOR, lead):
+            return False
+        plan, lead.closing = lead.closing, None
+        self._save(lead, plan)
+        self._publish(lead, lead.incarnation, plan.version + 1)
+        return True
 
     def _take_resize(self, command: cmd.ScaleUp | cmd.ScaleDown | cmd.Migrate, lead: FakeLead) -> None:
         leaving = command.leaving if isinstance(command, cmd.Migrate) else ()
@@ -443,21 +455,23 @@ class FakeCluster:
         """The commit in the store, which decides, or the switch after it."""
         said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": resize.transition}
         if not resize.is_committed:
-            fault = self._fault_in_preparing(lead, resize)
-            if fault is None:
+            found = self._fault_in_preparing(lead, resize)
+            if found is None:
                 resize.is_committed = True
                 return
+            fault, is_of_death = found
             lead.resize = None
+            left = tuple(grant for grant in lead.members if self._is_at_work(grant))
             self._let_go(resize.coming)
-            if all(self._is_at_work(grant) for grant in lead.members):
-                self.say(lead.instance, ev.ResizeFailed(fault), grants=lead.members, **said)
+            if left and (is_of_death or left == lead.members):
+                self.say(lead.instance, ev.ResizeFailed(fault), grants=left, **said)
             else:
                 failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, fault, fatal=False)
                 self.say(lead.instance, failed, incarnation=lead.incarnation)
             return
         lead.resize = None
-        if not all(self._is_at_work(grant) for grant in resize.members):
-            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a member died as it switched", fatal=False)
+        if not any(self._is_at_work(grant) for grant in resize.members):
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "all members died as they switched", fatal=False)
             self.say(lead.instance, failed, incarnation=lead.incarnation)
             return
         lead.members = resize.members
@@ -466,24 +480,25 @@ class FakeCluster:
             self._let_go(resize.leaving)
             self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
 
-    def _fault_in_preparing(self, lead: FakeLead, resize: FakeResize) -> str | None:
+    def _fault_in_preparing(self, lead: FakeLead, resize: FakeResize) -> tuple[str, bool] | None:
+        """And whether somebody has died."""
         if self.num_failing_resizes:
             self.num_failing_resizes -= 1
-            return "it could not be prepared"
-        if not self.keeps_state and not all(self._is_at_work(grant) for grant in lead.members):
-            return "what a dead rank held is gone"
+            return "it could not be prepared", False
+        stay = [grant for grant in resize.members if grant not in resize.coming]
+        if not all(self._is_at_work(grant) for grant in (*stay, *resize.leaving)):
+            return "a member is dead", True
         for grant in resize.coming:
             gate, name = self.gates[grant.gpu], instance_id(Role.ACTOR, node_of(grant.gpu))
             if not self.instances[name].is_alive or gate.is_held or gate.highest >= grant.token:
-                return f"{grant.gpu} does not come"
+                return f"{grant.gpu} does not come", True
             self.gates[grant.gpu] = FakeGate(grant.token, is_held=True)
-        stay = [grant for grant in resize.members if grant not in resize.coming]
-        if not all(self._is_at_work(grant) for grant in (*stay, *resize.leaving)):
-            return "a member is dead"
+        if not self.keeps_state and not {*stay, *resize.leaving} >= set(lead.members):
+            return "what a dead rank held is gone", False
         try:
             self._keep(transitions.commit(self.records[resize.transition], self.gpus, Role.ACTOR, resize.layout))
         except (GpuBusy, IllegalStep, StaleToken, VersionConflict) as refused:
-            return str(refused)
+            return str(refused), False
         return None
 
     def _is_at_work(self, grant: Grant) -> bool:
@@ -539,6 +554,8 @@ class FakeCluster:
         actor = self.leads[Role.ACTOR]
         if actor is not None and actor.resize is not None and self.instances[actor.instance].is_alive:
             self._go_on_resizing(actor, actor.resize)
+            return True
+        if actor is not None and self.instances[actor.instance].is_alive and self._close(actor):
             return True
         leads = {role: lead for role, lead in self.leads.items() if lead is not None and self._can_work(role, lead)}
         plans = {(lead.incarnation, lead.plan) for lead in leads.values()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
@@ -93,13 +92,12 @@ def test_an_inference_rank_that_dies_has_all_ranks_started_again_in_the_same_inc
 def test_an_actor_rank_that_dies_in_an_iteration_is_replaced_in_the_same_incarnation() -> None:
     drive = iterating()
     iteration = drive.state.iteration
-    assert iteration is not None
     drive.cluster.kill_worker(ACTOR_GPU)
     drive.step()
 
     left = drive.state.components[Role.ACTOR]
     assert (left.is_up, left.lacks_ranks, [grant.gpu for grant in left.grants]) == (True, True, [gpu("n0", 0)])
-    assert drive.state.iteration == replace(iteration, num_deaths=1)
+    assert (drive.state.iteration, left.num_deaths) == (iteration, 1)
 
     state = drive.run()
     _, again = ups_of(drive, Role.ACTOR)
@@ -110,19 +108,26 @@ def test_an_actor_rank_that_dies_in_an_iteration_is_replaced_in_the_same_incarna
     assert not any(component.num_failed_starts for component in state.components.values())
 
 
-def test_an_actor_that_lacks_ranks_is_asked_neither_to_save_nor_to_publish() -> None:
+@pytest.mark.parametrize("is_told_first", [True, False], ids=["told before", "told after"])
+def test_an_iteration_that_is_closed_at_an_actor_that_lacks_a_rank_is_saved_and_published_once_it_is_back(
+    is_told_first: bool,
+) -> None:
     drive = iterating()
     drive.cluster.work()
     drive.cluster.kill_worker(ACTOR_GPU)
     death = drive.cluster.outbox.pop()
-    drive.deliver(death)
-    drive.run_until(lambda state: state.iteration is not None and state.iteration.is_accounted)
+    if is_told_first:
+        drive.deliver(death)
+    drive.run_until(lambda _: bool(_closes_of_actor(drive)))
+    assert drive.cluster.checkpoints == {}
+    if not is_told_first:
+        drive.deliver(death)
 
-    assert not _closes_of_actor(drive)
-    drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
+    drive.run_until(lambda state: state.next_iteration == 1 and is_iterating(state))
+
+    assert list(drive.cluster.checkpoints) == ["step-1-1"]
     assert len(_closes_of_actor(drive)) == 1
-    state = drive.run()
-    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
 
 
 def _closes_of_actor(drive: Drive) -> list[cmd.CloseIteration]:
@@ -130,28 +135,68 @@ def _closes_of_actor(drive: Drive) -> list[cmd.CloseIteration]:
     return [command for command in closes if command.header.role is Role.ACTOR]
 
 
-def test_an_actor_rank_that_dies_as_the_iteration_is_closed_costs_the_incarnation() -> None:
+def test_an_actor_rank_that_dies_between_two_iterations_is_replaced_in_the_same_incarnation() -> None:
     drive = iterating()
-    drive.run_until(lambda state: state.iteration is not None and state.iteration.is_accounted)
+    drive.run_until(lambda state: state.next_iteration == 1 and state.iteration is None)
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.deliver(drive.cluster.outbox.pop())
+    assert drive.state.components[Role.ACTOR].lacks_ranks
+
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_an_actor_rank_that_dies_before_the_first_iteration_opens_costs_the_incarnation() -> None:
+    drive = booted(FakeCluster(spec()))
+    drive.run_until(lambda state: state.components[Role.ACTOR].is_up)
+    assert drive.state.phase is Phase.STARTING
     drive.cluster.kill_worker(ACTOR_GPU)
 
-    state = drive.run()
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 2)
 
-    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+def kill_and_replace(drive: Drive) -> None:
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+    drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
 
 
 def test_an_iteration_outlives_so_many_deaths_and_no_more() -> None:
     drive = iterating()
     for _ in range(MAX_DEATHS):
-        drive.cluster.kill_worker(ACTOR_GPU)
-        drive.step()
-        drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
+        kill_and_replace(drive)
     assert drive.state.incarnation == 1
 
     drive.cluster.kill_worker(ACTOR_GPU)
     state = drive.run()
 
     assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+
+def test_each_iteration_outlives_as_many_deaths() -> None:
+    drive = iterating()
+    for iteration in range(2):
+        drive.run_until(lambda state, iteration=iteration: is_iterating(state) and state.next_iteration == iteration)  # type: ignore[misc]
+        deliver_all(drive)
+        for _ in range(MAX_DEATHS):
+            kill_and_replace(drive)
+
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_rank_that_dies_each_time_it_is_brought_back_costs_the_incarnation_in_the_end() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+    num_tries = 0
+    while drive.state.incarnation == 1:
+        drive.run_until(lambda state: state.resize() is not None or state.incarnation == 2)
+        if drive.state.resize() is not None:
+            num_tries += 1
+            drive.cluster.gates[ACTOR_GPU].highest = drive.cluster.gpus[ACTOR_GPU].token
+            drive.run_until(lambda state: state.resize() is None)
+
+    assert num_tries == MAX_DEATHS
+    assert drive.run().phase is Phase.FINISHED
 
 
 def test_the_node_of_a_dead_rank_that_is_lost_as_well_costs_the_incarnation() -> None:

@@ -122,15 +122,55 @@ def test_a_worker_that_dies_as_it_comes_costs_the_resize_and_not_the_actor() -> 
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_a_rank_that_dies_before_the_commit_ends_the_resize_and_restarts_the_actor_where_it_was() -> None:
+EITHER_ORDER = pytest.mark.parametrize(
+    "is_late", [False, True], ids=["the death is told first", "the lead's word first"]
+)
+REPLACED = Placed((SECOND, SPARE), Layout(dp=2))
+"""The first leaves, the second stays, a spare one comes."""
+ANY_MEMBER = pytest.mark.parametrize("slot", [FIRST, SECOND, SPARE], ids=["it leaves", "it stays", "it comes"])
+
+
+def deliver_all(drive: Drive) -> None:
+    while drive.cluster.outbox:
+        drive.deliver(drive.cluster.outbox.pop(0))
+
+
+def die(drive: Drive, slot: GpuId, *, is_late: bool) -> None:
+    """In a resize whose lead has something to say next, before or after which the death is told."""
+    drive.cluster.kill_worker(slot)
+    death = drive.cluster.outbox.pop()
+    if not is_late:
+        drive.deliver(death)
+    while not drive.cluster.outbox:
+        assert drive.cluster.work()
+    deliver_all(drive)
+    if is_late:
+        drive.deliver(death)
+
+
+def take_gpu(drive: Drive, slot: GpuId) -> None:
+    """As who comes does in the first phase, in which the rest is at work still."""
+    gate = drive.cluster.gates[slot]
+    gate.highest, gate.is_held = drive.cluster.gpus[slot].token, True
+
+
+@EITHER_ORDER
+@ANY_MEMBER
+def test_a_member_that_dies_before_the_commit_costs_the_resize_and_no_incarnation(slot: GpuId, is_late: bool) -> None:
     drive = running()
-    ask(drive, LARGER)
+    iteration = drive.state.iteration
+    ask(drive, REPLACED)
+    deliver_all(drive)
+    take_gpu(drive, SPARE)
 
-    drive.cluster.kill_worker(FIRST)
-    drive.run_until(is_over)
+    die(drive, slot, is_late=is_late)
+    drive.run_until(lambda state: is_over(state) and not state.components[Role.ACTOR].lacks_ranks)
 
-    assert drive.run().phase is Phase.FINISHED
-    assert (drive.state.incarnation, drive.state.moved) == (2, None)
+    assert (drive.state.incarnation, drive.state.iteration) == (1, iteration)
+    assert (gpus_of(drive.state), drive.state.components[Role.ACTOR].layout) == ((FIRST, SECOND), Layout(dp=2))
+    drive.run_until(lambda state: not state.suspects(Role.ACTOR))
+    assert drive.cluster.gpus[SPARE].state is GpuState.FREE
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
 
 
 @pytest.mark.parametrize("placed", [LARGER, ELSEWHERE, TURNED], ids=["grow", "move", "another order"])
@@ -152,19 +192,77 @@ def test_a_resize_that_the_store_committed_is_open_until_the_lead_switched(place
     assert gpus_of(drive.state) == placed.gpus
 
 
-@pytest.mark.parametrize("slot", [FIRST, SECOND, SPARE], ids=["it leaves", "it stays", "it came"])
-def test_a_rank_that_dies_between_commit_and_switch_restarts_the_actor(slot: GpuId) -> None:
-    drive = running()
-    ask(drive, Placed((SECOND, SPARE), Layout(dp=2)))
-    while drive.cluster.outbox:
-        drive.deliver(drive.cluster.outbox.pop(0))
+def committed(drive: Drive, placed: Placed) -> None:
+    """By the store; the lead has not said so yet."""
+    ask(drive, placed)
+    deliver_all(drive)
     assert drive.cluster.work(), "the lead commits"
     drive.decide()
 
-    drive.cluster.kill_worker(slot)
 
-    assert drive.run().phase is Phase.FINISHED
+@EITHER_ORDER
+@ANY_MEMBER
+def test_a_member_that_dies_after_the_commit_is_replaced_in_the_new_layout(slot: GpuId, is_late: bool) -> None:
+    drive = running()
+    iteration = drive.state.iteration
+    committed(drive, REPLACED)
+
+    die(drive, slot, is_late=is_late)
+    drive.run_until(lambda state: is_over(state) and not state.components[Role.ACTOR].lacks_ranks)
+
+    assert (drive.state.incarnation, drive.state.iteration) == (1, iteration)
+    assert (gpus_of(drive.state), drive.state.components[Role.ACTOR].layout) == (REPLACED.gpus, REPLACED.layout)
+    assert drive.cluster.gpus[FIRST].state is GpuState.FREE
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+@EITHER_ORDER
+def test_a_resize_of_whose_members_none_is_left_costs_the_incarnation(is_late: bool) -> None:
+    drive = running()
+    committed(drive, Placed((SPARE,), Layout()))
+
+    drive.cluster.kill_worker(SPARE)
+    death = drive.cluster.outbox.pop()
+    take_gpu(drive, SPARE)
+    assert drive.cluster.work(), "it dies after it has switched"
+    drive.cluster.gates[SPARE].is_held = False
+    drive.cluster.outbox.insert(len(drive.cluster.outbox) if is_late else 0, death)
+    deliver_all(drive)
+
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 2)
+
+
+@EITHER_ORDER
+@pytest.mark.parametrize("slot", [FIRST, OTHER_SPARE], ids=["it survived the first", "it comes in its place"])
+def test_a_death_as_a_dead_rank_is_brought_back_has_it_brought_back_again(slot: GpuId, is_late: bool) -> None:
+    drive = running()
+    ask(drive, LARGER)
+    drive.run_until(is_over)
+    drive.cluster.kill_worker(OTHER_SPARE)
+    drive.run_until(lambda state: state.resize() is not None)
+    deliver_all(drive)
+    take_gpu(drive, OTHER_SPARE)
+
+    die(drive, slot, is_late=is_late)
+    drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks and is_over(state))
+
+    assert (gpus_of(drive.state), drive.state.components[Role.ACTOR].layout) == (LARGER.gpus, LARGER.layout)
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+@pytest.mark.parametrize("is_told_first", [False, True])
+def test_a_node_that_is_lost_with_whom_the_committed_resize_brought_costs_the_incarnation(is_told_first: bool) -> None:
+    drive = running()
+    committed(drive, Placed((FIRST, SPARE, OTHER_SPARE), Layout(dp=3)))
+    if is_told_first:
+        drive.cluster.kill_worker(OTHER_SPARE)
+        deliver_all(drive)
+
+    drive.cluster.kill_instance(instance_id(Role.ACTOR, NodeId("n1")), tells=True)
+    deliver_all(drive)
+
     assert drive.state.incarnation == 2
+    assert drive.run().phase is Phase.FINISHED
 
 
 def test_a_rank_that_dies_after_the_switch_is_replaced_in_the_new_layout() -> None:
