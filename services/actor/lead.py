@@ -1,21 +1,25 @@
 """The actor's lead: forms minibatches of complete groups, has them trained, keeps the ledger, publishes the weights.
 
-A resize takes place between two updates, saves or publishes; groups that wait for their minibatch stay held. An update
-that a rank's death breaks off waits for the resize that replaces the rank, and is asked for again under its id.
+A resize takes place between two updates, saves or publishes; groups that wait for their minibatch stay held. What a
+rank's death breaks off (an update, a save, a publish) waits for the resize that replaces the rank, and is asked of all
+ranks again: an update under its id, a save into an empty folder, a publish of the same version. The warm-up is not:
+nothing but its steps is lost with an incarnation.
 Order around an update: the optimizer's commit on all ranks, the ledger, the journal, then events and acknowledgements.
 Order at an iteration's end: the report, the scheduler's word that the accounts add up, the checkpoint, the new version:
 a checkpoint holds only iterations whose accounts added up. Invariants: a sample enters the lineage once; a group of
 another incarnation or iteration is never trained on; what is published is a state between two updates that no later
-update changes.
+update changes; a checkpoint or a version is of ranks that all wrote their share of it in one layout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.actor.all_ranks import AllRanks
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.membership import ActorWorld
@@ -31,16 +35,13 @@ from tidegate.learning_rate import learning_rate
 from tidegate.lines import append_lines
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
-from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, put_off_s, rewards_of
-from tidegate.types import Grant, Layout, Role, SampleId
+from tidegate.types import Grant, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _FETCH_TIMEOUT_S = 5.0
 _KEEP_ALIVES_PER_ACK_WAIT = 3
-_LAST_WORDS_S = 2.0
-"""Within which a death shows at the instance that has the worker, after others lost it as their peer."""
 ZERO_STD = "zero_std"
 NONFINITE_UPDATE = "nonfinite_update"
 
@@ -67,16 +68,12 @@ class ActorLead(Lead):
         self._resizing = Resizing(tools, self._world)
         self._resizes: set[asyncio.Task[None]] = set()
         """One at work; one whose transition was closed meanwhile may wait for the ranks before it."""
-        self._at_ranks = asyncio.Lock()
-        """Held by whoever has the ranks do something together."""
-        self._switched = asyncio.Event()
-        """Set by the next resize that is in force."""
+        self._ranks = AllRanks(self.crew)
         self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
         self._shelf = SnapshotShelf(tools)
         per_iteration = self.job.config.samples.per_iteration
         self._samples = SampleLog(tools.folder.samples, self.job.tokenizer, per_iteration=per_iteration)
         self._ledger = SampleLedger(incarnation=0)
-        self._layout = Layout()
         self._num_skipped = 0
 
     async def aclose(self) -> None:
@@ -119,11 +116,9 @@ class ActorLead(Lead):
 
     async def _resize(self, resize: Resize) -> None:
         try:
-            async with self._at_ranks:
-                report, released = await self._resizing.run(resize, self._layout)
-                self._layout = resize.layout
-                self._switched.set()
-                self._switched = asyncio.Event()
+            async with self._ranks.alone():
+                report, released = await self._resizing.run(resize, self._ranks.layout)
+                self._ranks.switch(resize.layout)
         except ResizeAborted as aborted:
             await self.tell(events_pb2.ResizeFailed(message=str(aborted)), transition=resize.transition)
         except Exception as error:  # noqa: BLE001 - the edge: whatever it was, the ranks hold no state that goes on
@@ -132,7 +127,7 @@ class ActorLead(Lead):
         else:
             await self._tell_resized(resize, report, released)
         # A process more is of the world for the next resize, and for none that is at work.
-        async with self._at_ranks:
+        async with self._ranks.alone():
             await self._world.stand_by()
 
     async def _tell_resized(self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant]) -> None:
@@ -157,9 +152,9 @@ class ActorLead(Lead):
         await self._world.start(members, transition=request.header.transition_id)
         await self._world.stand_by()
         standby_bytes = await self._world.join()
-        self._layout = layout_of(request)
+        self._ranks.switch(layout_of(request))
         start = wire.StartActor(
-            layout=encode_layout(self._layout),
+            layout=encode_layout(self._ranks.layout),
             config_json=request.config_json,
             checkpoint_dir=str(self._checkpoints.path(request.checkpoint)) if checkpoint else "",
             ranks=self._world.ids(members),
@@ -178,7 +173,7 @@ class ActorLead(Lead):
 
     async def _publish_first(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
-            async with self._at_ranks:
+            async with self._ranks.alone():
                 await self._warm_up()
         await self._publish(checkpoint.version if checkpoint else 0)
 
@@ -215,8 +210,12 @@ class ActorLead(Lead):
         if open_iteration is None or open_iteration.iteration != request.iteration:
             return
         self._ledger = self._ledger.closed_now()
-        next_version = open_iteration.version + 1
-        await self._save(next_iteration=request.iteration + 1, version=next_version)
+        # Further commands are taken meanwhile: a resize, should a rank die.
+        closing = self._end_of(request.iteration, next_version=open_iteration.version + 1)
+        await self.begin(f"end of iteration {request.iteration}", closing)
+
+    async def _end_of(self, iteration: int, *, next_version: int) -> None:
+        await self._save(next_iteration=iteration + 1, version=next_version)
         await self._publish(next_version)
         await self.crew.drop_snapshots(before_version=next_version, keep=self.versions_to_keep)
 
@@ -305,7 +304,8 @@ class ActorLead(Lead):
         )
         samples = [sample for group in groups for sample in train_samples(group, config.algorithm)]
         call = wire.WorkerCall(train=wire.Train(update_id=update_id, samples=samples, learning_rate=rate))
-        report = await self._updated(call)
+        replies = await self._ranks.do(f"update {update_id}", lambda: self._ranks.ask(call))
+        report = told_update([reply.update for reply in replies])
         ids = _ids([sample for group in groups for sample in group.samples])
         if report.committed:
             self._num_skipped = 0
@@ -326,37 +326,20 @@ class ActorLead(Lead):
                 "from an earlier checkpoint"
             )
 
-    async def _updated(self, call: wire.WorkerCall) -> wire.UpdateReport:
-        """The ranks' report of an update, which they make once however often it is asked for."""
-        while True:
-            async with self._at_ranks:
-                switched = self._switched
-                if len(self.crew.members) == self._layout.num_ranks:
-                    try:
-                        calls = dict.fromkeys(self.crew.members, call)
-                        replies = await self.crew.ask_bound(calls, last_words_s=_LAST_WORDS_S)
-                        return told_update([reply.update for reply in replies])
-                    except WorkerUnreachable:
-                        raise
-                    except (WorkerGone, WorkerRefused) as error:
-                        await self.crew.forget_dead()
-                        if len(self.crew.members) == self._layout.num_ranks:
-                            raise
-                        self._log.warning("update broken off", update=call.train.update_id, error=str(error))
-            await switched.wait()
-
     async def _save(self, *, next_iteration: int, version: int) -> None:
         config = self.job.config
         due = next_iteration % config.checkpoint.every == 0 or next_iteration == config.algorithm.iterations
         if not due:
             return
-        folder = await asyncio.to_thread(self._checkpoints.begin)
-        call = wire.WorkerCall(save=wire.Save(folder=str(folder)))
-        async with self._at_ranks:
-            layout = self._layout
-            replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call))
-        files = tuple(WrittenFile(r.saved.file, r.saved.size_bytes, r.saved.checksum) for r in replies if r.saved.file)
-        checkpoint = Checkpoint(next_iteration, version, layout, self._ledger, files)
+
+        async def written() -> Checkpoint:
+            folder = await asyncio.to_thread(self._checkpoints.begin)
+            replies = await self._ranks.ask(wire.WorkerCall(save=wire.Save(folder=str(folder))))
+            saved = [reply.saved for reply in replies if reply.saved.file]
+            files = tuple(WrittenFile(each.file, each.size_bytes, each.checksum) for each in saved)
+            return Checkpoint(next_iteration, version, self._ranks.layout, self._ledger, files)
+
+        checkpoint = await self._ranks.do(f"checkpoint {next_iteration}", written)
         path = await asyncio.to_thread(self._checkpoints.commit, checkpoint)
         if config.checkpoint.export and next_iteration == config.algorithm.iterations:
             # Before the save is told: a job that dies meanwhile comes here again.
@@ -375,12 +358,19 @@ class ActorLead(Lead):
 
     async def _export(self, checkpoint: Path) -> None:
         export = wire.Export(checkpoint_dir=str(checkpoint), folder=str(self.tools.folder.export))
-        async with self._at_ranks:
-            await self.crew.ask(self.crew.members[0], wire.WorkerCall(export=export))
+        call = wire.WorkerCall(export=export)
+        await self._ranks.do("export", lambda: self.crew.ask(self.crew.members[0], call))
 
     async def _publish(self, version: int) -> None:
-        async with self._at_ranks:
-            snapshot = await self._shelf.publish(version, incarnation=self.incarnation)
+        tries = itertools.count()
+
+        async def written() -> types_pb2.Snapshot:
+            if next(tries):
+                # What lies there may be of ranks in another layout.
+                await self.crew.drop_snapshots(before_version=version + 1, keep=(*self.versions_to_keep, version - 1))
+            return await self._shelf.publish(version, incarnation=self.incarnation)
+
+        snapshot = await self._ranks.do(f"version {version}", written)
         reference = await self._shelf.reference(snapshot)
         await self.tell(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
 

@@ -48,6 +48,9 @@ class FakeRank:
         self.hangs_in = ""
         """The kind of call in which it hangs once, until whoever asked gives up; its peers leave the epoch."""
         self.num_refused = 0
+        self.stays_in = ""
+        """The kind of call in which it stays until it is killed."""
+        self.is_staying = False
         self.is_late = False
         """It comes to the next commit when the others have given it up."""
         self.is_in_epoch = False
@@ -74,6 +77,10 @@ class FakeRank:
             self.hangs_in = ""
             self._ranks.lose_epoch()
             raise TimeoutError(f"{self.grant.gpu} did not answer {kind}")
+        if kind == self.stays_in:
+            self.is_staying = True
+            self._changes.tell()
+            await asyncio.Event().wait()
         if kind in _TOGETHER and not self.is_in_epoch:
             raise WorkerRefused(f"{self.grant.gpu} is in no epoch")
         match kind:

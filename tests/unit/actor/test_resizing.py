@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
+from services.actor.checkpoints import CheckpointStore
 from tests.component_bench import JOB, NODES
 from tests.unit.actor.fake_ranks import PLENTY
 from tests.unit.actor.test_lead import FIRST, SECOND, Training, ids, training
 from tidegate.adapters.cell_store import CellStore
 from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout, fate_of
-from tidegate.ownership import Move, MoveState, Outcome, Owner, Part, PartState, Transition
+from tidegate.ownership import GpuState, Move, MoveState, Outcome, Owner, Part, PartState, Transition
 from tidegate.transitions import earned_outcome
-from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, Role, TransitionId
+from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, Role, TransitionId, node_of
 from tidegate.v1 import commands_pb2, events_pb2
 
 SPARE = GpuId("n1/0")
@@ -102,17 +103,28 @@ class Resized:
 
     async def replace_dead(self, gpu: str) -> TransitionId:
         """As the scheduler does once the gate of a dead rank's GPU says that it is free."""
-        (dead,) = [grant for grant in self.grants if grant.gpu == gpu]
         gpus = [grant.gpu for grant in self.grants]
-        self.grants = tuple(grant for grant in self.grants if grant != dead)
-        await self.store.mark_lost(dead.gpu, dead.token)
-        await self.store.reclaim(dead.gpu, dead.token)
+        await self.lose(gpu)
         assert self.layout is not None, "it was started"
         return await self.ask(gpus, self.layout)
 
-    async def committed(self) -> events_pb2.Event:
+    async def lose(self, *gpus: str) -> None:
+        """Their GPUs are free again."""
+        for record in [record for gpu, record in (await self.store.gpus()).items() if gpu in gpus]:
+            if record.state is not GpuState.LOST:
+                await self.store.mark_lost(record.gpu, record.token)
+            await self.store.reclaim(record.gpu, record.token)
+        self.grants = tuple(grant for grant in self.grants if grant.gpu not in gpus)
+
+    async def dies(self, gpu: str, kind: str) -> None:
+        """In a call of this kind, which the others have done, or wait in."""
+        rank = self.of.ranks.of[gpu]
+        await self.of.bench.changes.until(lambda: rank.is_staying)
+        self.of.bench.instances[node_of(GpuId(gpu))].kill(gpu)
+
+    async def committed(self, nth: int = 2) -> events_pb2.Event:
         """The second one: the first is the start's."""
-        return (await self.of.bench.told("layout_committed", count=2))[1]
+        return (await self.of.bench.told("layout_committed", count=nth))[-1]
 
     async def failed(self) -> events_pb2.Event:
         return (await self.of.bench.told("resize_failed"))[0]
@@ -420,6 +432,146 @@ async def test_an_update_that_a_death_prevents_is_made_once_the_rank_is_replaced
         await _trained_once(at)
         assert [list(world.members) for world in first.worlds] == [[0, 1, 2], [0, 2, 3]]
         assert first.resharded == ["prepare_reshard", "commit_reshard"]
+
+
+async def _trains_whole(at: Resized, gpus: Sequence[str]) -> None:
+    at.of.take(at.of.bench.open_iteration())
+    await at.of.scored(range(4))
+    assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
+    assert {tuple(at.of.ranks.of[gpu].weights) for gpu in gpus} == {("1.0.0", "1.0.1")}
+    assert "failed" not in await at.of.bench.kinds()
+
+
+def _staying(at: Resized, gpu: str, kind: str) -> None:
+    at.of.ranks.of[gpu].stays_in = kind
+
+
+@pytest.mark.parametrize("victim", [FIRST, SECOND], ids=["it leaves", "it stays"])
+async def test_a_member_that_dies_before_the_commit_leaves_the_old_layout_to_be_mended(
+    tmp_path: Path, victim: str
+) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        _staying(at, victim, "prepare_reshard")
+        name = await at.ask([SECOND, SPARE], Layout(tp=2))
+        await at.dies(victim, "prepare_reshard")
+        assert f"worker of {victim} died" in (await at.failed()).resize_failed.message
+        await at.close(name)
+        await at.lose(SPARE)
+        await at.replace_dead(victim)
+        told = (await at.committed()).layout_committed
+        assert (decode_layout(told.layout), decode_grants(told.grants)) == (Layout(dp=2), at.wanted)
+        await _trains_whole(at, [FIRST, SECOND])
+
+
+async def test_one_that_dies_as_it_comes_costs_the_resize_and_an_epoch(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        _staying(at, SPARE, "prepare_reshard")
+        await at.ask([SECOND, SPARE], Layout(tp=2))
+        await at.dies(SPARE, "prepare_reshard")
+        assert f"worker of {SPARE} died" in (await at.failed()).resize_failed.message
+        await _trains_whole(at, [FIRST, SECOND])
+        assert [list(world.members) for world in at.of.ranks.of[FIRST].worlds] == [[0, 1, 2], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("victim", [FIRST, SECOND, SPARE], ids=["it leaves", "it stays", "it comes"])
+async def test_a_member_that_dies_after_the_commit_leaves_the_new_layout_to_be_mended(
+    tmp_path: Path, victim: str
+) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        _staying(at, victim, "commit_reshard")
+        name = await at.ask([SECOND, SPARE], Layout(tp=2))
+        await at.dies(victim, "commit_reshard")
+        told = (await at.committed()).layout_committed
+        assert (decode_layout(told.layout), decode_grants(told.grants)) == (Layout(tp=2), at.wanted)
+        await at.of.bench.told("gpus_released")
+        at.grants, at.layout = at.wanted, Layout(tp=2)
+        await at.close(name)
+        if victim != FIRST:
+            await at.replace_dead(victim)
+            assert decode_grants((await at.committed(nth=3)).layout_committed.grants) == at.wanted
+        await _trains_whole(at, [SECOND, SPARE])
+
+
+async def test_a_resize_of_whose_members_none_is_left_costs_the_incarnation(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        _staying(at, SPARE, "commit_reshard")
+        await at.ask([SPARE], Layout())
+        await at.dies(SPARE, "commit_reshard")
+        (failed,) = await at.of.bench.told("failed")
+        assert "all 1 members died" in failed.failed.message
+
+
+async def test_a_member_that_dies_as_another_is_brought_back_is_brought_back_as_well(tmp_path: Path) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.committed()
+        at.grants, at.layout = at.wanted, Layout(dp=3)
+        await at.close(f"{JOB}/1/t2")
+        at.of.bench.instances[NODES[1]].kill(SPARE)
+        _staying(at, SECOND, "prepare_reshard")
+        name = await at.replace_dead(SPARE)
+        await at.dies(SECOND, "prepare_reshard")
+        assert f"worker of {SECOND} died" in (await at.failed()).resize_failed.message
+        await at.close(name)
+        await at.lose(SECOND, SPARE)
+        await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.committed(nth=3)
+        await _trains_whole(at, [FIRST, SECOND, SPARE])
+
+
+async def test_a_standby_that_dies_on_the_way_to_the_next_epoch_is_left_behind(tmp_path: Path) -> None:
+    async with resized(tmp_path, standby="4-5") as at:
+        await at.start()
+        _staying(at, SPARE, "prepare_reshard")
+        at.of.ranks.of["n1/1"].stays_in = "join_world"
+        await at.ask([SECOND, SPARE], Layout(tp=2))
+        await at.dies(SPARE, "prepare_reshard")
+        await at.dies("n1/1", "join_world")
+        await at.failed()
+        await _trains_whole(at, [FIRST, SECOND])
+        assert len(at.of.ranks.of[FIRST].worlds) == 3
+
+
+@pytest.mark.parametrize("kind", ["save", "publish"])
+@pytest.mark.parametrize("victim", [FIRST, SECOND])
+async def test_what_a_death_breaks_off_at_an_iterations_end_is_done_again_by_all_ranks(
+    tmp_path: Path, kind: str, victim: str
+) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        await _trains_whole(at, [FIRST, SECOND])
+        _staying(at, victim, kind)
+        at.of.close()
+        await at.dies(victim, kind)
+        await at.replace_dead(victim)
+        *_, published = await at.of.bench.told("weights_published", count=2)
+        (saved,) = await at.of.bench.told("checkpoint_saved")
+        kept = CheckpointStore(at.of.bench.folder.checkpoints, keep=2).load(saved.checkpoint_saved.name)
+        assert [file.file for file in kept.files] == ["rank0", "rank1"]
+        assert published.weights_published.snapshot.weights_checksum == f"{2:016x}", "of two updates"
+        assert decode_grants(published.weights_published.snapshot.grants) == at.wanted
+        assert "failed" not in await at.of.bench.kinds()
+
+
+async def test_a_version_that_a_death_breaks_off_is_written_anew_in_the_layout_that_is_in_force_then(
+    tmp_path: Path,
+) -> None:
+    async with resized(tmp_path) as at:
+        await at.start()
+        await _trains_whole(at, [FIRST, SECOND])
+        _staying(at, SECOND, "publish")
+        at.of.close()
+        await at.dies(SECOND, "publish")
+        await at.lose(SECOND)
+        await at.ask([FIRST], Layout())
+        *_, published = await at.of.bench.told("weights_published", count=2)
+        assert [shard.file for shard in published.weights_published.snapshot.shards] == ["rank0"]
+        assert at.of.bench.instances[NODES[0]].drops[0] == (2, (0,))
 
 
 async def test_a_lost_rank_that_cannot_be_replaced_costs_the_incarnation(tmp_path: Path) -> None:
