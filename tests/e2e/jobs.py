@@ -106,8 +106,13 @@ class RunningJob:
 
     async def until_logged(self, words: str) -> None:
         """By any service. AssertionError when the job ends without it."""
-        while not any(words in path.read_text(errors="replace") for path in self.folder.attempt().logs.glob("*.jsonl")):
-            assert self.process.returncode is None, f"the job ended with {self.process.returncode} before {words!r}"
+        logs = self.folder.attempt().logs
+        await self.until_seen(lambda: any(words in path.read_text(errors="replace") for path in logs.glob("*.jsonl")))
+
+    async def until_seen(self, holds: Callable[[], bool]) -> None:
+        """Of what the job leaves in files. AssertionError when it ends without it."""
+        while not holds():
+            assert self.process.returncode is None, f"the job ended with {self.process.returncode} before it was seen"
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), _LOOK_AGAIN_S)
 

@@ -1,21 +1,25 @@
-"""The death of an actor's rank while an iteration is open: a membership epoch, and neither an incarnation nor a sample.
+"""The death of an actor's rank at any time but its start: a membership epoch, and neither an incarnation nor a sample.
 
-The rank's state is read from what it left in its node's memory, so that the weights come out as if nothing happened. So
-do they where that is gone, from the checkpoint, and where nobody is dead but late.
+The rank's state is read from what it left in its node's memory, so that the weights come out as if nothing happened: of
+a death in an update, in a save, in a publish, in a resize before and after its commit, and as another rank is brought
+back. So do they where that state is gone, from the checkpoint, and where nobody is dead but late.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
-from tests.e2e.lineage import expected_draws, trained_draws
+from tests.e2e.lineage import expected_draws, rows, trained_draws
 from tidegate.codec import encode_layout
+from tidegate.config import JobConfig
+from tidegate.job import snapshot_folder
 from tidegate.launcher.control import control_of
-from tidegate.types import Layout
+from tidegate.types import Layout, NodeId
 from tidegate.v1 import control_pb2
 from tidegate.v1.events_pb2 import Event
 
@@ -81,6 +85,133 @@ async def test_a_first_rank_that_dies_between_two_updates_is_replaced(want_check
         await job.until(_replaced)
         await job.until(updated(1))
         await _finished(job, want_checksum, incarnations={1})
+
+
+async def _suspended_before_close(job: RunningJob, gpu: str) -> psutil.Process:
+    """A rank that has made the first iteration's last update, and does nothing of what is asked after it."""
+    await job.until(generating(0))
+    scheduler = job.service("services.scheduler")
+    scheduler.suspend()
+    await job.until_seen(lambda: job.folder.journal.exists() and len(rows(job.folder.journal)) == 2)
+    victim = job.worker(gpu)
+    victim.suspend()
+    scheduler.resume()
+    return victim
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu", ["n0/0", "n1/0"])
+async def test_a_checkpoint_that_a_death_breaks_off_is_saved_by_all_ranks_again(
+    want_checksum: str, tmp_path: Path, gpu: str
+) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        victim = await _suspended_before_close(job, gpu)
+        await job.until_seen(lambda: len(list(job.folder.checkpoints.glob(".partial/rank*"))) == 3)
+        victim.kill()
+        await job.until(_replaced)
+        saved = await job.until(lambda event: event.WhichOneof("body") == "checkpoint_saved")
+        assert saved.checkpoint_saved.name == "inc001-it000001"
+        await _finished(job, want_checksum, incarnations={1})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu", ["n0/0", "n1/0"])
+async def test_a_version_that_a_death_breaks_off_is_published_by_all_ranks_again(
+    want_checksum: str, tmp_path: Path, gpu: str
+) -> None:
+    async with running(small_job("plain", checkpoint__every=3), tmp_path) as job:
+        victim = await _suspended_before_close(job, gpu)
+        config = JobConfig.from_json(job.folder.config.read_text())
+        folders = [snapshot_folder(config, NodeId(node), incarnation=1, version=1) for node in config.cluster.nodes]
+        await job.until_seen(lambda: any(path for folder in folders for path in folder.glob("rank*")))
+        victim.kill()
+        await job.until(_replaced)
+        await _finished(job, want_checksum, incarnations={1})
+
+
+SLOTS = ("n0/0", "n0/1", "n1/0", "n1/1")
+MOVED = ("n0/0", "n0/4", "n1/0", "n1/1")
+"""The same layout, in which one leaves, one comes and the others stay."""
+MEMBERS = pytest.mark.parametrize("gpu", ["n0/1", "n1/0", "n0/4"], ids=["it leaves", "it stays", "it comes"])
+
+
+def _with_standby() -> dict[str, Any]:
+    return small_job(
+        "plain",
+        cluster__nodes={"n0": 5, "n1": 4},
+        cluster__component_placement={"actor": "0,1,5,6", "rollout": "2,3,7", "inference": "8"},
+        actor__standby="4",
+    )
+
+
+async def _held_before_updates(job: RunningJob) -> psutil.Process:
+    """The inference's worker, suspended: the first iteration is open, and no minibatch is ready before it goes on."""
+    await job.until(lambda event: event.WhichOneof("body") == "weights_loaded" and event.source.startswith("inference"))
+    scorer = job.worker("n1/3")
+    scorer.suspend()
+    await job.until(generating(0))
+    return scorer
+
+
+def _layouts(job: RunningJob) -> list[list[str]]:
+    """The GPUs of each layout that came into force by a resize."""
+    return [[grant.gpu for grant in event.layout_committed.grants] for event in job.events if _replaced(event)]
+
+
+@pytest.mark.long
+@MEMBERS
+async def test_a_member_that_dies_in_the_first_phase_of_a_resize_costs_the_resize(
+    want_checksum: str, tmp_path: Path, gpu: str
+) -> None:
+    async with running(_with_standby(), tmp_path) as job:
+        scorer = await _held_before_updates(job)
+        victim = job.worker(gpu)
+        # The others wait for it as soon as the new layout is to be agreed on.
+        victim.suspend()
+        await _ask_resize(job, Layout(tp=2, dp=2), *MOVED)
+        await job.until_seen(lambda: job.gates().get("n0/4", False))
+        victim.kill()
+        scorer.resume()
+        await job.until(lambda event: event.WhichOneof("body") == "resize_failed")
+        await _finished(job, want_checksum, incarnations={1})
+    assert _layouts(job) == ([] if gpu == "n0/4" else [list(SLOTS)])
+
+
+@pytest.mark.long
+@MEMBERS
+async def test_a_member_that_dies_once_a_resize_is_committed_is_replaced_in_the_new_layout(
+    want_checksum: str, tmp_path: Path, gpu: str
+) -> None:
+    async with running(_with_standby(), tmp_path) as job:
+        scorer = await _held_before_updates(job)
+        victim = job.worker(gpu)
+        await _ask_resize(job, Layout(tp=2, dp=2), *MOVED)
+        await job.until_logged("resize committed")
+        victim.kill()
+        scorer.resume()
+        await _finished(job, want_checksum, incarnations={1})
+    assert _layouts(job) == [list(MOVED)] * (1 if gpu == "n0/1" else 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu", ["n0/0", "n1/1"])
+async def test_a_rank_that_dies_as_another_is_brought_back_is_brought_back_as_well(
+    want_checksum: str, tmp_path: Path, gpu: str
+) -> None:
+    # Who waits for a new epoch to be whole notices a death in it by the timeout.
+    async with running(small_job("plain", runtime__collective_timeout_s=5.0), tmp_path) as job:
+        scorer = await _held_before_updates(job)
+        second = job.worker(gpu)
+        second.suspend()
+        job.worker("n1/0").kill()
+        await job.until(lambda event: event.WhichOneof("body") == "failed")
+        # The new worker has passed the gate, and waits with the others for the one that hangs.
+        await job.until_seen(lambda: job.gates()["n1/0"])
+        second.kill()
+        scorer.resume()
+        await job.until(_replaced)
+        await _finished(job, want_checksum, incarnations={1})
+    assert _layouts(job) == [list(SLOTS)]
 
 
 @pytest.mark.long

@@ -85,3 +85,21 @@ def test_members_that_lost_a_peer_in_a_reshard_say_so_and_train_on_in_the_next_e
         for refusal in (aborted, trained):
             assert "this worker is in no epoch, for reshard given up" in refusal
         assert left["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
+
+
+def test_a_member_killed_after_the_commit_is_replaced_in_the_layout_that_the_others_switched_to(
+    ranks: RankServer, fixed: Results, tmp_path: Path
+) -> None:
+    left = ranks.run(f"{RANKS}:mended_after_commit", 4, {"folder": str(tmp_path)}, expect_death=[1])
+    assert [bool(left[member]["in_epoch"]) for member in (0, 2)] == [False, False]
+    assert left[0]["losses"][0] == pytest.approx(fixed["losses"][0], abs=TOLERANCE)
+    for member in (2, 3):
+        assert left[member]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)
+
+
+def test_a_member_killed_as_it_comes_in_the_place_of_another_leaves_the_state_to_be_read_again(
+    ranks: RankServer, fixed: Results, tmp_path: Path
+) -> None:
+    left = ranks.run(f"{RANKS}:mended_twice", 4, {"folder": str(tmp_path)}, expect_death=[1, 3])
+    assert left[0]["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
+    assert left[2]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)

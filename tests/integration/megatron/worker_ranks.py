@@ -19,6 +19,7 @@ from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
 from tidegate.codec import encode_layout
 from tidegate.config import JobConfig
+from tidegate.elastic.rendezvous import connect_store
 from tidegate.job import load_job, state_folder
 from tidegate.runtime.slot_clock import SlotClock
 from tidegate.runtime.worker import CallRefused, WorkerChannel
@@ -102,6 +103,15 @@ class Member:
         assert report.committed
         return float(report.loss)
 
+    def meet(self, at: str, members: Sequence[int]) -> None:
+        """Returns once all of these have come so far."""
+        store = connect_store(self._context.port, timeout_s=20.0, host="127.0.0.1")
+        store.set(f"{at}/{self.me}", "")
+        store.wait([f"{at}/{member}" for member in members])
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def prepare(self, name: str, ranks: Sequence[int], **layout: int) -> wire.WorkerCall:
         asked = wire.PrepareReshard(id=name, layout=encode_layout(Layout(**layout)), ranks=ranks)
         return wire.WorkerCall(prepare_reshard=asked)
@@ -182,7 +192,7 @@ def bereft(context: RankContext, *, folder: str, memory: str) -> Results:
     member.start([0, 1], dp=2)
     member.train([0, 1])
     if member.me == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        member.die()
     abort = wire.WorkerCall(abort_reshard=wire.AbortReshard(id="given up"))
     refusals = [member.refusal(call) for call in (member.prepare("given up", [0, 1], pp=2), abort, member.training(1))]
     member.join(2, [0, 1])
@@ -191,3 +201,51 @@ def bereft(context: RankContext, *, folder: str, memory: str) -> Results:
     member.train([0, 1])
     member.worker.close()
     return {"losses": np.array(member.losses), "refusals": np.array(refusals)}
+
+
+def mended_after_commit(context: RankContext, *, folder: str) -> Results:
+    """Member 1 is killed when a move is prepared on all: the others switch, and 3 comes in its place."""
+    member = Member(context, _config(folder, str(context.tmpfs)))
+    in_epoch = True
+    if member.me == 3:
+        member.train([])
+    else:
+        member.join(1, [0, 1, 2])
+        member.start([0, 1], dp=2)
+        member.train([0, 1])
+        member.ask(member.prepare("move", [2, 1], pp=2))
+        member.meet("prepared", [0, 1, 2])
+        if member.me == 1:
+            member.die()
+        in_epoch = member.ask(wire.WorkerCall(commit_reshard=wire.CommitReshard(id="move"))).in_epoch
+    member.join(2, [0, 2, 3])
+    member.reshard("mend", [2, 3], pp=2)
+    member.train([2, 3])
+    member.worker.close()
+    return {"losses": np.array(member.losses), "in_epoch": np.array(in_epoch)}
+
+
+def mended_twice(context: RankContext, *, folder: str) -> Results:
+    """Member 1 is killed in place of a reshard, and 3, which comes in its place, when that is prepared on all."""
+    member = Member(context, _config(folder, str(context.tmpfs)))
+    abort = wire.WorkerCall(abort_reshard=wire.AbortReshard(id="mend"))
+    if member.me == 3:
+        member.train([])
+    else:
+        member.join(1, [0, 1, 2])
+        member.start([0, 1], dp=2)
+        member.train([0, 1])
+        if member.me == 1:
+            member.die()
+        member.refusal(member.prepare("move", [2, 1], pp=2))
+    member.join(2, [0, 2, 3])
+    member.ask(member.prepare("mend", [0, 3], dp=2))
+    member.meet("prepared", [0, 2, 3])
+    if member.me == 3:
+        member.die()
+    member.ask(abort)
+    member.join(3, [0, 2])
+    member.reshard("mend again", [0, 2], dp=2)
+    member.train([0, 2])
+    member.worker.close()
+    return {"losses": np.array(member.losses)}
