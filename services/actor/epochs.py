@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from tidegate.elastic.rendezvous import connect_store, serve_store
-from tidegate.elastic.world import Membership, World
+from tidegate.elastic.world import Membership, World, peers_needed
 from tidegate.runtime.worker import CallRefused, WorkerChannel
 from tidegate.v1 import workers_pb2 as wire
 
@@ -33,12 +33,14 @@ class Epochs:
         return self._world
 
     def enter(self, wired: wire.JoinWorld, device: torch.device) -> World:
-        """Raises PeerLost when not all come; CallRefused for an epoch that is not later than the last."""
+        """Raises PeerLost when not all come, or whoever is to serve the store is gone; CallRefused for an epoch that is
+        not later than the last."""
         seat, membership = wired.rendezvous, Membership(wired.epoch, tuple(wired.members))
         if self._world is not None and wired.epoch <= self._world.membership.epoch:
             raise CallRefused(f"epoch {wired.epoch} is not after {self._world.membership.epoch}, where this worker is")
         self.leave(f"not all came to epoch {wired.epoch}")
-        store = self._serve(seat) if seat.rank == 0 else _connected(seat)
+        with peers_needed(f"reaching the store of epoch {wired.epoch}"):
+            store = self._serve(seat) if seat.rank == 0 else _connected(seat)
         self._world = World.join(
             membership, me=membership.members[seat.rank], store=store, device=device, timeout_s=seat.timeout_s
         )

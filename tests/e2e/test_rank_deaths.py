@@ -23,6 +23,8 @@ from tidegate.types import Layout, NodeId
 from tidegate.v1 import control_pb2
 from tidegate.v1.events_pb2 import Event
 
+pytestmark = pytest.mark.timeout(300)
+
 DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 
 

@@ -223,7 +223,9 @@ def test_resizes_alone_cost_no_incarnation_no_sample_and_no_failed_start(steps: 
 
 @SLOW
 @given(schedules_with_rank_deaths())
-def test_deaths_of_ranks_once_the_first_iteration_is_open_cost_no_incarnation_and_no_sample(steps: list[tuple[str, int]]) -> None:
+def test_deaths_of_ranks_once_the_first_iteration_is_open_cost_no_incarnation_and_no_sample(
+    steps: list[tuple[str, int]],
+) -> None:
     drive = finished([(what, number) for what, number in steps if what not in ("lose commands", "fail resize")])
 
     assert (drive.state.incarnation, drive.state.num_restarts) == (1, 0)

@@ -103,3 +103,11 @@ def test_a_member_killed_as_it_comes_in_the_place_of_another_leaves_the_state_to
     left = ranks.run(f"{RANKS}:mended_twice", 4, {"folder": str(tmp_path)}, expect_death=[1, 3])
     assert left[0]["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
     assert left[2]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)
+
+
+def test_a_member_that_finds_nobody_serving_the_store_of_an_epoch_joins_the_next(
+    ranks: RankServer, fixed: Results, tmp_path: Path
+) -> None:
+    (found,) = ranks.run(f"{RANKS}:without_a_store", 1, {"folder": str(tmp_path)})
+    assert "reaching the store of epoch 1: a peer is gone or too late" in str(found["refusal"])
+    assert found["losses"] == pytest.approx(fixed["losses"][:1], abs=TOLERANCE)

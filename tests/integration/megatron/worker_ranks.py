@@ -19,7 +19,7 @@ from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
 from tidegate.codec import encode_layout
 from tidegate.config import JobConfig
-from tidegate.elastic.rendezvous import connect_store
+from tidegate.elastic.rendezvous import connect_store, listening_socket
 from tidegate.job import load_job, state_folder
 from tidegate.runtime.slot_clock import SlotClock
 from tidegate.runtime.worker import CallRefused, WorkerChannel
@@ -57,16 +57,15 @@ class Member:
         raise AssertionError(f"{call.WhichOneof('body')} was not refused")
 
     def join(self, epoch: int, members: Sequence[int]) -> None:
+        self.ask(self.joining(epoch, members, port=self._context.port, timeout_s=20.0))
+
+    def joining(self, epoch: int, members: Sequence[int], *, port: int, timeout_s: float) -> wire.WorkerCall:
         joined = wire.JoinWorld(epoch=epoch, members=members, config_json=self.config.to_json())
         seat = wire.Rendezvous(
-            rank=members.index(self.me),
-            world_size=len(members),
-            host="127.0.0.1",
-            port=self._context.port,
-            timeout_s=20.0,
+            rank=members.index(self.me), world_size=len(members), host="127.0.0.1", port=port, timeout_s=timeout_s
         )
         joined.rendezvous.CopyFrom(seat)
-        self.ask(wire.WorkerCall(join_world=joined))
+        return wire.WorkerCall(join_world=joined)
 
     def start(self, ranks: Sequence[int], checkpoint: str = "", **layout: int) -> None:
         start = wire.StartActor(layout=encode_layout(Layout(**layout)), ranks=ranks, checkpoint_dir=checkpoint)
@@ -249,3 +248,16 @@ def mended_twice(context: RankContext, *, folder: str) -> Results:
     member.train([0, 2])
     member.worker.close()
     return {"losses": np.array(member.losses)}
+
+
+def without_a_store(context: RankContext, *, folder: str) -> Results:
+    """Whoever was to serve the store of the first epoch is dead; the second epoch goes without."""
+    member = Member(context, _config(folder, str(context.tmpfs)))
+    with listening_socket() as nobody:
+        port = nobody.getsockname()[1]
+    refusal = member.refusal(member.joining(1, [1, 0], port=port, timeout_s=1.0))
+    member.join(2, [0])
+    member.start([0])
+    member.train([0])
+    member.worker.close()
+    return {"losses": np.array(member.losses), "refusal": np.array(refusal)}
