@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.jobs import RunningJob, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
+from tidegate.v1.events_pb2 import Event
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -39,5 +40,5 @@ async def _finished(job: RunningJob) -> dict[str, Any]:
     return summary
 
 
-def _is_actors_report(event: Any) -> bool:
+def _is_actors_report(event: Event) -> bool:
     return event.WhichOneof("body") == "iteration_reported" and event.source.startswith("actor")
