@@ -282,6 +282,11 @@ class Bench(Generic[L, W]):
         )
         return commands_pb2.OpenIterationRequest(header=self.header(incarnation=incarnation), plan=plan)
 
+    def evaluate(self, version: int = 0, *, incarnation: int = 1) -> commands_pb2.EvaluateRequest:
+        """Of the iteration that trains on the version."""
+        plan = types_pb2.EvaluationPlan(iteration=version, version=version)
+        return commands_pb2.EvaluateRequest(header=self.header(incarnation=incarnation), plan=plan)
+
     async def told(self, body: str, *, count: int = 1) -> list[events_pb2.Event]:
         """The first `count` events that carry `body`, as they come; a component that failed for good is an error."""
         found: list[events_pb2.Event] = []

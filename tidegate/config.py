@@ -25,6 +25,7 @@ from tidegate.config_checks import (
     placement_faults,
 )
 from tidegate.config_data import DataSection, RewardSection, data_faults
+from tidegate.config_evaluation import EvaluationSection, evaluation_faults
 from tidegate.config_faults import described
 from tidegate.config_layers import NOTHING, Layer
 from tidegate.config_origins import with_origin, with_origins
@@ -230,6 +231,7 @@ class JobConfig(_Section):
     actor: ActorSection
     rollout: RolloutSection = RolloutSection()
     inference: InferenceSection = InferenceSection()
+    evaluation: EvaluationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     samples: SamplesSection = SamplesSection()
     tracking: TrackingSection = TrackingSection()
@@ -239,7 +241,7 @@ class JobConfig(_Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> JobConfig:
         faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
-        faults += [*placement_faults(self), *algorithm_faults(self)]
+        faults += [*placement_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
         if faults:
             raise ConfigError("\n".join(faults))
         return self

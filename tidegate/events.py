@@ -37,6 +37,7 @@ EventBody = (
     | events_pb2.CommandAnswered
     | events_pb2.ResizeRequested
     | events_pb2.ResizeFailed
+    | events_pb2.EvaluationReported
 )
 
 

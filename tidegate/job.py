@@ -7,11 +7,13 @@ Invariants: every process of a job makes the same `Job` of the same config; the 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidegate.attempts import AttemptFolder, newest_attempt
 from tidegate.config import ConfigError, JobConfig
+from tidegate.config_evaluation import longest_evaluated
 from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
 from tidegate.megatron.family import check_layout, model_parameters, padded_vocab_size, possible_tp_sizes
 from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist
@@ -75,6 +77,11 @@ class JobFolder:
     def export(self) -> Path:
         """The final weights as a Hugging Face checkpoint."""
         return self.root / "export"
+
+    @property
+    def evaluations(self) -> Path:
+        """What each evaluated version answered, a file each."""
+        return self.root / "evaluations"
 
     @property
     def servers(self) -> Path:
@@ -142,6 +149,11 @@ class Job:
         configured = [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)]
         return padded_vocab_size(self.model, [*configured, *possible_tp_sizes(self.model, num_ranks=num_slots)])
 
+    def evaluation_seed(self, prompt: int, draw: int) -> int:
+        """Of a response to a held-out prompt: the same in every evaluation, so that these differ by the weights."""
+        text = f"{self.config.seed}/evaluation/{prompt}/{draw}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
     def sampling_seed(self, sample: SampleId) -> int:
         """64 bits that decide a response's draws. Without the incarnation: a resumed job samples the same again."""
         text = f"{self.config.seed}/{sample.iteration}/{sample.prompt}/{sample.draw}"
@@ -208,13 +220,21 @@ def _limited(checkpoint: HuggingFaceCheckpoint, config: JobConfig) -> ModelConfi
 
 def _check_room(job: Job, task: Task) -> None:
     """ConfigError unless the task's prompts can be encoded and leave room for the longest response."""
-    algorithm, limit = job.config.algorithm, job.model.max_seq_len
+    algorithm, evaluation = job.config.algorithm, job.config.evaluation
     num_prompts = min(algorithm.iterations * algorithm.prompts_per_iteration, _NUM_PROMPTS_TRIED)
-    texts = [task.prompt(index).text for index in range(num_prompts)]
-    longest = max(len(job.tokenizer.encode_prompt(text)) for text in texts)
-    if longest + algorithm.max_new_tokens > limit:
+    asked = [task.prompt(index).text for index in range(num_prompts)]
+    _check_lengths(job, asked, max_new_tokens=algorithm.max_new_tokens, key="algorithm.max_new_tokens")
+    if evaluation is not None:
+        num_prompts = min(evaluation.num_prompts or _NUM_PROMPTS_TRIED, _NUM_PROMPTS_TRIED)
+        asked = [task.held_out(index).text for index in range(num_prompts)]
+        key, longest = "evaluation.max_new_tokens", longest_evaluated(job.config)
+        _check_lengths(job, asked, max_new_tokens=longest, key=key)
+
+
+def _check_lengths(job: Job, texts: Sequence[str], *, max_new_tokens: int, key: str) -> None:
+    limit, longest = job.model.max_seq_len, max(len(job.tokenizer.encode_prompt(text)) for text in texts)
+    if longest + max_new_tokens > limit:
         raise ConfigError(
-            f"algorithm.max_new_tokens={algorithm.max_new_tokens} and a prompt of {longest} tokens (the longest of the "
-            f"first {num_prompts}) make {longest + algorithm.max_new_tokens}, more than model.max_seq_len={limit}: "
-            "raise the one or lower the other"
+            f"{key}={max_new_tokens} and a prompt of {longest} tokens (the longest of the first {len(texts)}) make "
+            f"{longest + max_new_tokens}, more than model.max_seq_len={limit}: raise the one or lower the other"
         )

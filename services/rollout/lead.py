@@ -1,18 +1,22 @@
 """The rollout's lead: assigns an iteration's prompts to engines and publishes each group as soon as it is complete.
 
 An engine is kept as full as it can run; what it held goes to the others when it is lost, and an engine that comes takes
-part at once. A new lead asks the stream which groups are there and has only the others made. Where the plan has extra
-prompts, groups without spread are replaced (`tidegate.candidates`), and what the stream holds of a group decides.
-Invariants: a group is published whole and once; every response of an iteration is drawn from the iteration's version; a
-response is the same whichever engine makes it (its seed is derived from its id).
+part at once. A new lead asks the stream which groups are there and has only the others made; an evaluation it begins
+anew. Where the plan has extra prompts, groups without spread are replaced (`tidegate.candidates`), and what the stream
+holds of a group decides. Invariants: a group is published whole and once; every response of an iteration is drawn from
+the iteration's version; a response is the same whichever engine makes it (its seed is derived from its id); nothing of
+an evaluation goes to the stream, nor into an account.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+from services.rollout.evaluation import Evaluation
 from services.rollout.exercises import Exercises, open_exercises
 from services.rollout.groups import GroupsInProgress
 from tidegate.candidates import Candidates, has_spread
@@ -37,14 +41,15 @@ class _EngineSlot:
 
 @dataclass(slots=True)
 class _Generation:
-    """One iteration's generating, as it stands."""
+    """Responses that are being made, as it stands. `request` asks an engine for one; `settle` is for a group that is
+    complete, and is given the generation, the prompt and the responses."""
 
-    plan: types_pb2.IterationPlan
-    exercises: Exercises
-    candidates: Candidates
+    version: int
     groups: GroupsInProgress[samples_pb2.Sample]
+    request: Callable[[SampleId], wire.GenerationRequest]
+    settle: Callable[[_Generation, int, Sequence[samples_pb2.Sample]], Coroutine[Any, Any, None]]
     calls: set[asyncio.Task[None]] = field(default_factory=set)
-    """To engines; also the judging and publishing of groups, which holds up no engine."""
+    """To engines; also the settling of groups, which holds up no engine."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_tokens: int = 0
     num_failed_rewards: int = 0
@@ -52,6 +57,8 @@ class _Generation:
 
 class RolloutLead(Lead):
     """See the module."""
+
+    can_evaluate = True
 
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
@@ -83,30 +90,31 @@ class RolloutLead(Lead):
         await self.tell(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
-        if self._exercises is None:
-            self._exercises = await open_exercises(self.job)
+        exercises = await self._opened_exercises()
         candidates = await self.candidates(Stage.GENERATED, plan)
-        groups = GroupsInProgress[samples_pb2.Sample](
-            incarnation=self.incarnation,
-            iteration=plan.iteration,
-            prompts=tuple(prompt for prompt in candidates.prompts if prompt not in candidates.seen),
-            group_size=plan.group_size,
+        left = tuple(prompt for prompt in candidates.prompts if prompt not in candidates.seen)
+        generation = _Generation(
+            version=plan.version,
+            groups=GroupsInProgress(self.incarnation, plan.iteration, left, plan.group_size),
+            request=partial(self._request, exercises),
+            settle=partial(self._publish, plan, exercises, candidates),
         )
-        generation = _Generation(plan, self._exercises, candidates, groups)
-        self._generation = generation
-        try:
-            # A group that is complete is still to be judged and published, so the calls have to end too.
-            while not (groups.is_done and not generation.calls):
-                self._assign(generation)
-                await generation.changed.wait()
-                generation.changed.clear()
-                self._raise_failures(generation)
-        finally:
-            self._generation = None
-            for call in generation.calls:
-                call.cancel()
-            await asyncio.gather(*generation.calls, return_exceptions=True)
+        await self._generate(generation)
         await self._report(plan)
+
+    async def evaluate(self, plan: types_pb2.EvaluationPlan) -> None:
+        exercises = await self._opened_exercises()
+        evaluation = Evaluation(self.job, await asyncio.to_thread(exercises.held_out), version=plan.version)
+        prompts, num_samples = tuple(range(evaluation.num_prompts)), evaluation.samples_per_prompt
+        generation = _Generation(
+            version=plan.version,
+            groups=GroupsInProgress(self.incarnation, plan.iteration, prompts, num_samples),
+            request=evaluation.request,
+            settle=partial(self._judge, evaluation),
+        )
+        await self._generate(generation)
+        await asyncio.to_thread(evaluation.write, self.tools.folder.evaluations)
+        await self.tell(evaluation.report())
 
     async def supersede(self) -> None:
         abort = wire.WorkerCall(abort=wire.Abort())
@@ -124,13 +132,34 @@ class RolloutLead(Lead):
         if self._generation is not None:
             self._generation.changed.set()
 
+    async def _opened_exercises(self) -> Exercises:
+        if self._exercises is None:
+            self._exercises = await open_exercises(self.job)
+        return self._exercises
+
+    async def _generate(self, generation: _Generation) -> None:
+        """Until every group is made and settled."""
+        self._generation = generation
+        try:
+            # A group that is complete is still to be settled, so the calls have to end too.
+            while not (generation.groups.is_done and not generation.calls):
+                self._assign(generation)
+                await generation.changed.wait()
+                generation.changed.clear()
+                self._raise_failures(generation)
+        finally:
+            self._generation = None
+            for call in generation.calls:
+                call.cancel()
+            await asyncio.gather(*generation.calls, return_exceptions=True)
+
     def _assign(self, generation: _Generation) -> None:
-        """Fill every engine that holds the iteration's version, the emptiest first."""
+        """Fill every engine that holds the version, the emptiest first."""
         capacity = int(self.job.config.rollout.max_running_requests * _QUEUED_AHEAD)
         ready = [
             self._engines[grant.gpu]
             for grant in self.crew.members
-            if grant.gpu in self._engines and self._engines[grant.gpu].version == generation.plan.version
+            if grant.gpu in self._engines and self._engines[grant.gpu].version == generation.version
         ]
         share = -(-(generation.groups.num_waiting + sum(slot.num_held for slot in ready)) // max(len(ready), 1))
         for slot in sorted(ready, key=lambda slot: (slot.num_held, slot.grant)):
@@ -142,7 +171,7 @@ class RolloutLead(Lead):
 
     async def _run_on(self, slot: _EngineSlot, samples: Sequence[SampleId], generation: _Generation) -> None:
         left = set(samples)
-        requests = [self._request(sample, generation.exercises) for sample in samples]
+        requests = [generation.request(sample) for sample in samples]
         try:
             call = wire.WorkerCall(generate=wire.Generate(requests=requests))
             async for reply in self.crew.stream(slot.grant, call):
@@ -168,52 +197,59 @@ class RolloutLead(Lead):
         generation.num_tokens += len(response.response_tokens)
         responses = generation.groups.add(sample, response)
         if responses is not None:
-            publishing = self._publish(sample.prompt, responses, generation)
-            generation.calls.add(asyncio.create_task(publishing, name=f"publish {sample.prompt}"))
+            settling = self._settle(generation, sample.prompt, responses)
+            generation.calls.add(asyncio.create_task(settling, name=f"settle {sample.prompt}"))
 
-    async def _publish(self, prompt: int, responses: Sequence[samples_pb2.Sample], generation: _Generation) -> None:
-        """Judge a complete group, then put it on the stream."""
-        plan, exercises = generation.plan, generation.exercises
+    async def _settle(self, generation: _Generation, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
         try:
-            samples = [decode_sample_id(response.id) for response in responses]
-            judged = await exercises.judge(prompt, samples, [response.response_tokens for response in responses])
-            for response, reward, by_name in zip(responses, judged.rewards, judged.by_name, strict=True):
-                response.reward = reward
-                response.rewards.update(by_name)
-            group = samples_pb2.SampleGroup(
-                job=self.tools.job_id,
-                incarnation=self.incarnation,
-                iteration=plan.iteration,
-                prompt=prompt,
-                version=plan.version,
-                prompt_tokens=exercises.prompt_tokens(prompt),
-                samples=responses,
-                grants=encode_grants(self.crew.members),
-            )
-            is_new = await self.tools.samples.publish(Stage.GENERATED, group)
-            # What a lead before published stands, with its rewards.
-            stands = group if is_new else await self.held(Stage.GENERATED, plan, prompt) or group
-            self._count_in(stands, generation)
-            generation.num_failed_rewards += judged.num_failed
-            await self._tell_generated(generation)
+            await generation.settle(generation, prompt, responses)
         finally:
             generation.changed.set()
 
-    def _count_in(self, group: samples_pb2.SampleGroup, generation: _Generation) -> None:
-        """A group is on the stream: the prompt that replaces one without spread is next."""
-        candidates = generation.candidates
-        known = candidates.prompts
-        candidates.add(group.prompt, has_spread=has_spread(rewards_of(group)))
-        generation.groups.extend(range(known.stop, candidates.prompts.stop))
-
-    async def _tell_generated(self, generation: _Generation) -> None:
+    async def _publish(
+        self,
+        plan: types_pb2.IterationPlan,
+        exercises: Exercises,
+        candidates: Candidates,
+        generation: _Generation,
+        prompt: int,
+        responses: Sequence[samples_pb2.Sample],
+    ) -> None:
+        """Judge a complete group, then put it on the stream."""
+        names = [str(decode_sample_id(response.id)) for response in responses]
+        judged = await exercises.judge(prompt, names, [response.response_tokens for response in responses])
+        for response, reward, by_name in zip(responses, judged.rewards, judged.by_name, strict=True):
+            response.reward = reward
+            response.rewards.update(by_name)
+        group = samples_pb2.SampleGroup(
+            job=self.tools.job_id,
+            incarnation=self.incarnation,
+            iteration=plan.iteration,
+            prompt=prompt,
+            version=plan.version,
+            prompt_tokens=exercises.prompt_tokens(prompt),
+            samples=responses,
+            grants=encode_grants(self.crew.members),
+        )
+        is_new = await self.tools.samples.publish(Stage.GENERATED, group)
+        # What a lead before published stands, with its rewards.
+        stands = group if is_new else await self.held(Stage.GENERATED, plan, prompt) or group
+        generation.groups.extend(_counted_in(stands, candidates))
+        generation.num_failed_rewards += judged.num_failed
         figures = {"num_tokens": float(generation.num_tokens)}
         if generation.num_failed_rewards:
             figures["num_failed_rewards"] = float(generation.num_failed_rewards)
-        candidates = generation.candidates
         await self.tell_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
 
-    def _request(self, sample: SampleId, exercises: Exercises) -> wire.GenerationRequest:
+    async def _judge(
+        self, evaluation: Evaluation, generation: _Generation, prompt: int, responses: Sequence[samples_pb2.Sample]
+    ) -> None:
+        await evaluation.take(prompt, responses)
+        await self.tell_progress(
+            "evaluate", evaluation.num_answered, evaluation.num_prompts, num_tokens=float(generation.num_tokens)
+        )
+
+    def _request(self, exercises: Exercises, sample: SampleId) -> wire.GenerationRequest:
         return wire.GenerationRequest(
             id=encode_sample_id(sample),
             prompt_tokens=exercises.prompt_tokens(sample.prompt),
@@ -234,3 +270,10 @@ class RolloutLead(Lead):
             for draw in range(plan.group_size)
         ]
         await self.tell(events_pb2.IterationReported(generated=fate_of(ids)))
+
+
+def _counted_in(group: samples_pb2.SampleGroup, candidates: Candidates) -> range:
+    """A group is on the stream: the prompts that are to be made now, one more where it has no spread."""
+    known = candidates.prompts
+    candidates.add(group.prompt, has_spread=has_spread(rewards_of(group)))
+    return range(known.stop, candidates.prompts.stop)

@@ -130,11 +130,12 @@ class EngineWorker:
 
 
 def _request(identity: RequestId, request: wire.GenerationRequest, job: Job) -> GenerationRequest:
-    algorithm = job.config.algorithm
+    # Fields of one name: what the request says of itself goes before what the job says of all.
+    said = request.sampling if request.HasField("sampling") else job.config.algorithm
     sampling = SamplingParams(
-        max_new_tokens=algorithm.max_new_tokens,
-        temperature=algorithm.temperature,
-        top_p=algorithm.top_p,
+        max_new_tokens=said.max_new_tokens,
+        temperature=said.temperature,
+        top_p=said.top_p,
         seed=request.seed,
         stop_token_id=job.tokenizer.eos_id,
     )

@@ -25,6 +25,7 @@ _OF_ONE_INCARNATION = (
     ev.WeightsPublished,
     ev.WeightsLoaded,
     ev.IterationReported,
+    ev.EvaluationReported,
     ev.CheckpointSaved,
 )
 _OF_THE_LEAD = (
@@ -33,6 +34,7 @@ _OF_THE_LEAD = (
     ev.WeightsPublished,
     ev.WeightsLoaded,
     ev.IterationReported,
+    ev.EvaluationReported,
     ev.CheckpointSaved,
 )
 

@@ -47,6 +47,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         command_deadline_ms=round(runtime.command_deadline_s * 1000),
         standby=config.standby(),
         max_extra_prompts=algorithm.max_extra_prompts,
+        evaluate_every=config.evaluation.every if config.evaluation else None,
     )
 
 
@@ -179,6 +180,9 @@ _BODIES: dict[type, Callable[[Any], ev.Body]] = {
     events_pb2.WeightsPublished: _published,
     events_pb2.WeightsLoaded: lambda body: ev.WeightsLoaded(body.version, body.checksum),
     events_pb2.IterationReported: _reported,
+    events_pb2.EvaluationReported: lambda body: ev.EvaluationReported(
+        body.version, body.num_prompts, body.samples_per_prompt, tuple(sorted(body.metrics.items()))
+    ),
     events_pb2.CheckpointSaved: lambda body: ev.CheckpointSaved(
         body.next_iteration, body.version, body.name, body.num_samples_trained
     ),

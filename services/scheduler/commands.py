@@ -100,6 +100,15 @@ class CloseIteration:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluate:
+    """`iteration`: the open one; after the last one, their number."""
+
+    header: Header
+    iteration: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanTransition:
     """Store: `plan`. Save the state first: the store compares `planned_version` with the saved one."""
 
@@ -197,14 +206,14 @@ class FinishJob:
     message: str
 
 
-LeadCommand = ScaleUp | ScaleDown | Migrate | LoadWeights | OpenIteration | CloseIteration
+LeadCommand = ScaleUp | ScaleDown | Migrate | LoadWeights | OpenIteration | CloseIteration | Evaluate
 StoreCommand = PlanTransition | AdvanceMove | CommitPart | CloseTransition | MarkLost | Reclaim
 Command = LeadCommand | StoreCommand | AskGate | Await | StopJob | FinishJob
 
 
 def command_id(command: Command) -> CommandId:
     match command:
-        case ScaleUp() | ScaleDown() | Migrate() | LoadWeights() | OpenIteration() | CloseIteration():
+        case ScaleUp() | ScaleDown() | Migrate() | LoadWeights() | OpenIteration() | CloseIteration() | Evaluate():
             return command.header.id
         case _:
             return command.id

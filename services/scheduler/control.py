@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.scheduler import resizes
-from services.scheduler.state import ClusterState, Component, Phase, Summary
+from services.scheduler.state import ClusterState, Component, Evaluation, Phase, Summary
 from services.scheduler.values import Placed, total
 from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
 from tidegate.events import EventBody
@@ -76,6 +76,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             iterations=[_summary(summary) for summary in state.summaries if not summary.is_superseded],
             last_reason=self._reason(),
             final_checksum=state.final_checksum,
+            evaluations=[_evaluation(evaluation) for evaluation in state.evaluations],
         )
 
     async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:
@@ -210,6 +211,16 @@ def _summary(summary: Summary) -> control_pb2.IterationSummary:
         num_duplicates=summary.num_duplicates,
         num_lost=summary.num_lost,
         metrics=dict(summary.metrics),
+    )
+
+
+def _evaluation(evaluation: Evaluation) -> control_pb2.EvaluationSummary:
+    return control_pb2.EvaluationSummary(
+        version=evaluation.version,
+        incarnation=evaluation.incarnation,
+        num_prompts=evaluation.num_prompts,
+        samples_per_prompt=evaluation.samples_per_prompt,
+        metrics=dict(evaluation.metrics),
     )
 
 

@@ -110,6 +110,14 @@ class IterationReported:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationReported:
+    version: int
+    num_prompts: int
+    samples_per_prompt: int
+    metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     next_iteration: int
     version: int
@@ -198,6 +206,7 @@ Body = (
     | WeightsPublished
     | WeightsLoaded
     | IterationReported
+    | EvaluationReported
     | CheckpointSaved
     | DeadLettered
     | JobSubmitted

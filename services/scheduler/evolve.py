@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler import evaluations, iterations, membership, ownership_view, resizes
 from services.scheduler import events as ev
-from services.scheduler import iterations, membership, ownership_view, resizes
 from services.scheduler.admission import Refused, admit, refusal
 from services.scheduler.expectations import answered
 from services.scheduler.losses import OVER, all_down, next_incarnation, stop
@@ -83,6 +83,8 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
             return iterations.loaded(state, event, body)
         case ev.IterationReported():
             return iterations.reported(state, event, body)
+        case ev.EvaluationReported():
+            return evaluations.reported(state, event, body)
         case ev.GpusAcquired():
             # Tells people how far a start is; the layout's commit says all that a decision needs.
             return state

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.losses import stop
-from services.scheduler.state import ClusterState, Expectation, Kind
+from services.scheduler.state import ClusterState, Evaluating, Expectation, Kind
 from tidegate.types import CommandId, Role
 
 ANSWER_DEADLINE_MS = 15_000
@@ -101,8 +101,8 @@ def next_due_ms(state: ClusterState) -> int | None:
 
 
 def answered(state: ClusterState, body: ev.CommandAnswered) -> ClusterState | None:
-    """An accepted open or close is done with; an accepted scale or load shows by its events; a refused command is tried
-    again after a pause. None when the command is not waited for."""
+    """An accepted open, close or evaluation is done with; an accepted scale or load shows by its events; a refused
+    command is tried again after a pause. None when the command is not waited for."""
     for known in state.expectations.values():
         if _attempt_id(known) != body.command_id:
             continue
@@ -161,6 +161,10 @@ def _accepted(state: ClusterState, known: Expectation) -> ClusterState:
     if known.kind is Kind.LEAD:
         due_ms = known.issued_ms + command_deadline_ms(state)
         return _expecting(state, replace(known, is_accepted=True, due_ms=due_ms))
+    if known.kind is Kind.EVALUATE:
+        is_still = f"/v{state.target_version}/" in known.key
+        taken = Evaluating(state.target_version, state.incarnation, known.epoch)
+        return replace(state, evaluating=taken) if is_still else state
     iteration = state.iteration
     if iteration is None or known.role is None or f"/i{iteration.plan.iteration}/" not in known.key:
         return state
@@ -183,6 +187,8 @@ def _kind(command: cmd.Command) -> Kind:
             return Kind.OPEN
         case cmd.CloseIteration():
             return Kind.CLOSE
+        case cmd.Evaluate():
+            return Kind.EVALUATE
         case cmd.ScaleUp() | cmd.ScaleDown() | cmd.Migrate() | cmd.LoadWeights():
             return Kind.LEAD
         case cmd.AskGate():

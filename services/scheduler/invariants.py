@@ -42,6 +42,7 @@ def check(previous: ClusterState, state: ClusterState) -> list[Violation]:
         _open_transitions_hold_their_gpus(state),
         _layouts_have_their_ranks(state),
         _samples_add_up(state),
+        _versions_are_evaluated_once(state),
         _all_is_waited_for_with_a_deadline(state),
         _counters_only_grow(previous, state),
         _tokens_only_grow(previous, state),
@@ -101,6 +102,12 @@ def _samples_add_up(state: ClusterState) -> Iterator[Violation]:
         if summary.iteration in seen:
             yield Violation("an iteration is once in the lineage", f"iteration {summary.iteration} is there twice")
         seen.add(summary.iteration)
+
+
+def _versions_are_evaluated_once(state: ClusterState) -> Iterator[Violation]:
+    versions = [evaluation.version for evaluation in state.evaluations]
+    if versions != sorted(set(versions)):
+        yield Violation("a version is evaluated once", f"the evaluations are of versions {versions}")
 
 
 def _all_is_waited_for_with_a_deadline(state: ClusterState) -> Iterator[Violation]:

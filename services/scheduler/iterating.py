@@ -1,16 +1,18 @@
 """What the open iteration, and the weights before it, need next. Pure.
 
-Order: the published version is loaded by rollout and inference, the iteration is opened at each lead, and when its
-samples add up it is closed at each. A new lead is asked again under its own epoch: it knows nothing of its forerunner.
-An actor that lacks ranks is asked like any other: its lead does what it takes once they are back.
+Order: the published version is loaded by rollout and inference, the iteration is opened at each lead, its version
+evaluated where that is due, and when its samples add up it is closed at each. The last version is loaded where it is
+evaluated. A new lead is asked again under its own epoch: it knows nothing of its forerunner. An actor that lacks ranks
+is asked like any other: its lead does what it takes once they are back.
 """
 
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
+from services.scheduler import evaluations
 from services.scheduler.accounts import ACCOUNTANTS
 from services.scheduler.iterations import READERS
-from services.scheduler.state import ClusterState, Iteration
+from services.scheduler.state import ClusterState, Evaluating, Iteration
 from services.scheduler.wanted import Wanted, header
 from tidegate.types import Role
 
@@ -18,10 +20,10 @@ from tidegate.types import Role
 def wanted_iteration(state: ClusterState, now_ms: int) -> Wanted:
     wanted = _loads(state, now_ms)
     if state.iteration is None:
-        return wanted
+        return wanted + _evaluates(state, now_ms)
     if state.iteration.is_accounted:
         return wanted + _closes(state, state.iteration, now_ms)
-    return wanted + _opens(state, state.iteration, now_ms)
+    return wanted + _opens(state, state.iteration, now_ms) + _evaluates(state, now_ms)
 
 
 def _loads(state: ClusterState, now_ms: int) -> Wanted:
@@ -30,7 +32,7 @@ def _loads(state: ClusterState, now_ms: int) -> Wanted:
     if snapshot is None:
         return Wanted((), (f"version {version} is not published yet",))
     wanted = Wanted()
-    for role in READERS:
+    for role in READERS if _has_next(state) else (Role.ROLLOUT,):
         lead = state.lead_of(role)
         if lead is None or not state.components[role].is_up or state.holds(role, version):
             continue
@@ -49,6 +51,32 @@ def _loads(state: ClusterState, now_ms: int) -> Wanted:
         )
         wanted += Wanted((load,), (f"the {role} loads version {version}",))
     return wanted
+
+
+def _has_next(state: ClusterState) -> bool:
+    """Whether an iteration is open or to come."""
+    return state.iteration is not None or state.spec is None or state.next_iteration < state.spec.num_iterations
+
+
+def _evaluates(state: ClusterState, now_ms: int) -> Wanted:
+    version, lead, rollout = state.target_version, state.lead_of(Role.ROLLOUT), state.components[Role.ROLLOUT]
+    if not (evaluations.is_owed(state, version) and evaluations.is_ready(state)):
+        return Wanted()
+    if lead is None or not (rollout.is_up and state.holds(Role.ROLLOUT, version)):
+        return Wanted((), (f"version {version} is to be evaluated",))
+    iteration = state.iteration
+    if iteration is not None and iteration.opened.get(Role.ROLLOUT) != lead.epoch:
+        # A new lead: what it takes later would end the evaluation.
+        return Wanted((), (f"version {version} is to be evaluated",))
+    if state.evaluating == Evaluating(version, state.incarnation, lead.epoch):
+        return Wanted((), (f"the rollout evaluates version {version}",))
+    step = f"{state.job}/{state.incarnation}/v{version}/evaluate"
+    evaluate = cmd.Evaluate(
+        header=header(state, Role.ROLLOUT, lead, step=step, now_ms=now_ms),
+        iteration=iteration.plan.iteration if iteration else state.next_iteration,
+        version=version,
+    )
+    return Wanted((evaluate,), (f"has version {version} evaluated",))
 
 
 def _step(state: ClusterState, iteration: Iteration, step: str) -> str:

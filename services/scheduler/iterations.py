@@ -3,6 +3,7 @@
 Invariants:
 - an iteration is open only while its version is the one that rollout and inference must hold;
 - it closes only when its samples add up by ids; when they do not, the job fails with the numbers;
+- neither an iteration nor the job ends before the evaluation of its version is in;
 - versions go up by one an iteration; a published version never changes its checksum.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler import accounts
+from services.scheduler import accounts, evaluations
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
 from services.scheduler.losses import counted_anew, stop, with_component
@@ -82,12 +83,10 @@ def reported(state: ClusterState, event: ev.Event, body: ev.IterationReported) -
         metrics=body.metrics,
     )
     iteration = accounts.with_report(iteration, role, report)
-    if not accounts.is_reported(iteration):
-        return replace(state, iteration=iteration)
-    fault = accounts.fault(accounts.summarize(state, iteration))
-    if fault is not None:
-        return stop(replace(state, iteration=iteration), Phase.FAILED, fault)
-    return replace(state, iteration=replace(iteration, is_accounted=True))
+    state = replace(state, iteration=iteration)
+    if accounts.is_reported(iteration) and (fault := accounts.fault(accounts.summarize(state, iteration))) is not None:
+        return stop(state, Phase.FAILED, fault)
+    return state
 
 
 def advance(state: ClusterState) -> ClusterState:
@@ -95,15 +94,25 @@ def advance(state: ClusterState) -> ClusterState:
     spec = state.spec
     if spec is None or state.phase not in (Phase.STARTING, Phase.RUNNING, Phase.PAUSED):
         return state
-    state = _closed_iteration(state)
+    state = _closed_iteration(_accounted(state))
     if state.iteration is not None:
         return state
     if state.next_iteration >= spec.num_iterations:
-        if state.next_version not in state.snapshots:
+        if state.next_version not in state.snapshots or evaluations.is_owed(state, state.next_version):
             # The actor saves and publishes after its report: until then its last updates can still be lost.
             return state
         return stop(state, Phase.FINISHED, f"all {spec.num_iterations} iterations are done")
     return _opened_iteration(state, spec)
+
+
+def _accounted(state: ClusterState) -> ClusterState:
+    """Its accounts add up, or the job would be ending. The rollout holds its version until they are in."""
+    iteration = state.iteration
+    if iteration is None or iteration.is_accounted or not accounts.is_reported(iteration):
+        return state
+    if evaluations.is_owed(state, iteration.plan.version):
+        return state
+    return replace(state, iteration=replace(iteration, is_accounted=True))
 
 
 def _closed_iteration(state: ClusterState) -> ClusterState:

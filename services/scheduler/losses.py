@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from services.scheduler import evaluations
 from services.scheduler.accounts import supersede
 from services.scheduler.state import TERMINAL, ClusterState, Component, Phase
 from tidegate.types import Grant, NodeId, Role, node_of
@@ -162,7 +163,8 @@ def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
     """All unfinished work is superseded, the actor is down, and the next iteration is the checkpoint's."""
     checkpoint = state.checkpoint
     next_iteration = checkpoint.next_iteration if checkpoint else 0
-    state = supersede(state, next_iteration=next_iteration)
+    next_version = checkpoint.version if checkpoint else 0
+    state = evaluations.superseded(supersede(state, next_iteration=next_iteration), next_version=next_version)
     actor = state.components[Role.ACTOR]
     transition = state.transition_of(Role.ACTOR)
     broken = (transition.id,) if transition else ()
@@ -172,5 +174,5 @@ def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
         snapshots={},
         reference=None,
         next_iteration=next_iteration,
-        next_version=checkpoint.version if checkpoint else 0,
+        next_version=next_version,
     )

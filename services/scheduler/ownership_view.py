@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler import evaluations, resizes
 from services.scheduler import events as ev
-from services.scheduler import resizes
 from services.scheduler.accounts import supersede
 from services.scheduler.admission import Refused
 from services.scheduler.losses import OVER, lose, shrunk, with_component
@@ -168,4 +168,5 @@ def _lineage(state: ClusterState, body: ev.LayoutCommitted) -> ClusterState:
     checkpoint = state.checkpoint
     known = checkpoint is not None and checkpoint.next_iteration == next_iteration
     version = checkpoint.version if checkpoint is not None and known else next_iteration
+    state = evaluations.superseded(state, next_version=version)
     return replace(state, next_iteration=next_iteration, next_version=version, next_prompt=body.next_prompt)

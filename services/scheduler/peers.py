@@ -65,6 +65,8 @@ class Peers:
                 return (await stub.OpenIteration(request, timeout=timeout_s)).result
             case commands_pb2.CloseIterationRequest():
                 return (await stub.CloseIteration(request, timeout=timeout_s)).result
+            case commands_pb2.EvaluateRequest():
+                return (await stub.Evaluate(request, timeout=timeout_s)).result
 
 
 def _gate_states(report: instance_pb2.GateReportResponse) -> Sequence[GateState]:

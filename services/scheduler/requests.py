@@ -17,6 +17,7 @@ Request: TypeAlias = (
     | commands_pb2.LoadWeightsRequest
     | commands_pb2.OpenIterationRequest
     | commands_pb2.CloseIterationRequest
+    | commands_pb2.EvaluateRequest
 )
 
 
@@ -60,6 +61,9 @@ def encode_command(command: cmd.LeadCommand, *, config_json: str) -> Request:
             return commands_pb2.OpenIterationRequest(header=header, plan=_plan(command.plan))
         case cmd.CloseIteration():
             return commands_pb2.CloseIterationRequest(header=header, iteration=command.iteration, last=command.last)
+        case cmd.Evaluate():
+            plan = types_pb2.EvaluationPlan(iteration=command.iteration, version=command.version)
+            return commands_pb2.EvaluateRequest(header=header, plan=plan)
 
 
 def _header(header: cmd.Header) -> commands_pb2.CommandHeader:

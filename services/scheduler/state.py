@@ -113,6 +113,26 @@ class Iteration:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a version came to on prompts that nothing is trained on; `incarnation` is the one that asked them."""
+
+    version: int
+    incarnation: int
+    num_prompts: int
+    samples_per_prompt: int
+    metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluating:
+    """The evaluation that a lead has taken."""
+
+    version: int
+    incarnation: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """An iteration that is over. `is_superseded`: the actor restarted before it, so that it is not in the lineage."""
 
@@ -168,6 +188,7 @@ class Kind(StrEnum):
     LEAD = "lead"
     OPEN = "open"
     CLOSE = "close"
+    EVALUATE = "evaluate"
     STORE = "store"
     GATE = "gate"
     WAIT = "wait"
@@ -236,6 +257,9 @@ class ClusterState:
     """The first of the next iteration, by the actor's ledger."""
     iteration: Iteration | None = None
     summaries: tuple[Summary, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    evaluating: Evaluating | None = None
+    """The last that was taken, over or not."""
     num_restarts: int = 0
     expectations: Mapping[str, Expectation] = field(default_factory=dict)
     clocks: Mapping[str, SourceClock] = field(default_factory=dict)

@@ -83,6 +83,8 @@ class JobSpec:
     """GPUs that the actor may get besides those it is placed on."""
     max_extra_prompts: int = 0
     """Which an iteration may take to replace groups that teach nothing."""
+    evaluate_every: int | None = None
+    """Iterations between evaluations; None: there are none."""
 
     def slots(self, role: Role) -> tuple[GpuId, ...]:
         """All GPUs that it may ever have."""

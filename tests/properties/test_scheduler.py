@@ -169,7 +169,12 @@ def works(cluster: FakeCluster, grant: Grant) -> bool:
 
 
 def finished(steps: list[tuple[str, int]], *, keeps_state: bool = True) -> Drive:
-    job = spec(num_iterations=NUM_ITERATIONS, max_actor_restarts=3 * MAX_BLOWS, standby=SLOTS[2:])
+    job = spec(
+        num_iterations=NUM_ITERATIONS,
+        max_actor_restarts=3 * MAX_BLOWS,
+        standby=SLOTS[2:],
+        evaluate_every=NUM_ITERATIONS,
+    )
     drive = booted(FakeCluster(job, keeps_state=keeps_state))
     for what, number in steps:
         happen(drive, what, number)
@@ -205,6 +210,7 @@ def test_in_the_final_lineage_every_iteration_is_there_once_and_no_sample_is_los
             summary.generated.ids_digest,
         )
     assert all(summary.trained.num_samples for summary in lineage)
+    assert [evaluation.version for evaluation in drive.state.evaluations] == [0, NUM_ITERATIONS]
 
 
 @SLOW

@@ -101,6 +101,28 @@ WRONG = {
         _with("model", {"path": "somewhere", "num_layers": 2, "rope_theta": 1e6, "max_seq_len": 64}),
         r"^model.path says the shape, and so do model.num_layers, model.rope_theta: leave them out",
     ),
+    "an evaluation of no prompts of a task": (
+        _with("evaluation", {"every": 2}),
+        r"^evaluation.num_prompts is missing: a built-in task's held-out prompts have no end; set it to 64$",
+    ),
+    "an evaluation of a task on data": (
+        _with("evaluation", {"every": 2, "num_prompts": 4, "data": "test.jsonl"}),
+        r"^evaluation.data is given, and a built-in task has held-out prompts of its own: remove it$",
+    ),
+    "pass@k of fewer responses": (
+        _with(
+            "evaluation", {"every": 2, "num_prompts": 4, "samples_per_prompt": 4, "pass_at": [1, 8], "temperature": 1}
+        ),
+        r"^evaluation.pass_at=\[1, 8\] needs numbers of 1 to evaluation.samples_per_prompt=4: pass@k",
+    ),
+    "the same response several times": (
+        _with("evaluation", {"every": 2, "num_prompts": 4, "samples_per_prompt": 4}),
+        r"^evaluation.samples_per_prompt=4 with evaluation.temperature=0 makes the same response 4 times: set the",
+    ),
+    "an evaluation's responses longer than a sequence": (
+        _with("evaluation", {"every": 2, "num_prompts": 4, "max_new_tokens": 1000}),
+        r"^evaluation.max_new_tokens=1000 leaves no token for the prompt: it must be less than model.max_seq_len=",
+    ),
     "a missing key is named": (_with("actor", {}), r"key 'actor.learning_rate' is missing"),
     "a layout that does not fit gives the equation and the legal size": (
         _with("actor.layout", {"tp": 2, "dp": 2}),

@@ -105,11 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_running(demo, command("run", "Run a job.", output_dir=None))
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
     command("doctor", "Check what this machine has of what a job needs.")
-    get = command("get", "List jobs, the GPUs of live jobs, or their dead letters.")
-    get.add_argument("what", choices=["jobs", "gpus", "deadletters"])
+    get = command("get", "List jobs, their evaluations, the GPUs of live jobs, or their dead letters.")
+    get.add_argument("what", choices=["jobs", "evaluations", "gpus", "deadletters"])
     get.add_argument("jobs", nargs="*", metavar="JOB", help="only these")
     for name, told in (
-        ("describe", "Show a job: its state, components and iterations."),
+        ("describe", "Show a job: its state, components, iterations and evaluations."),
         ("events", "List what happened in a job."),
         ("logs", "Print a job's logs."),
         ("cancel", "End a live job; its checkpoints stay."),

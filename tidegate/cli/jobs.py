@@ -6,6 +6,7 @@ Invariant: the rows of a live job and of one that is over have the same columns,
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,8 @@ ITERATION_COLUMNS = (
     "samples_filtered",
     "seconds",
 )
+EVALUATION_COLUMNS = ("version", "prompts", "samples_per_prompt")
+"""Before the figures."""
 COMPONENT_COLUMNS = ("role", "state", "lead", "layout", "gpus")
 
 
@@ -124,6 +127,25 @@ def iteration_rows(found: Described) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def evaluation_rows(job: str, status: control_pb2.GetJobResponse) -> list[Row]:
+    return [
+        {
+            "job": job,
+            "version": row.version,
+            "prompts": row.num_prompts,
+            "samples_per_prompt": row.samples_per_prompt,
+            **{name: row.metrics[name] for name in sorted(row.metrics)},
+        }
+        for row in status.evaluations
+    ]
+
+
+def evaluation_columns(rows: Sequence[Row], *, of_several: bool) -> tuple[str, ...]:
+    """Rewards have names of the job's own: every figure that a row has, in order of name."""
+    first = ("job", *EVALUATION_COLUMNS) if of_several else EVALUATION_COLUMNS
+    return (*first, *sorted({name for row in rows for name in row} - {"job", *EVALUATION_COLUMNS}))
 
 
 def component_rows(status: control_pb2.GetJobResponse) -> list[Row]:

@@ -35,7 +35,11 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
         return 0
     rows = []
     for folder in folders:
-        rows += await _rows_of_live(what, folder, is_named=bool(names))
+        rows += await _rows_of(what, folder, is_named=bool(names))
+    if what == "evaluations":
+        columns = jobs.evaluation_columns(rows, of_several=True)
+        show(rows, columns, form=form, out=sys.stdout, empty=f"no evaluations in {output_dir}")
+        return 0
     columns = jobs.GPU_COLUMNS if what == "gpus" else jobs.DEAD_LETTER_COLUMNS
     show(rows, columns, form=form, out=sys.stdout, empty=f"none: no live job in {output_dir} has any")
     return 0
@@ -44,6 +48,7 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
 async def describe(job: str, output_dir: Path, form: Form) -> int:
     found = await jobs.describe(jobs.job_folder(output_dir, job))
     rows, status = jobs.iteration_rows(found), found.status
+    evaluations = jobs.evaluation_rows(job, status)
     state, message = found.state, found.message
     if form is Form.JSON:
         described = {
@@ -55,6 +60,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
             "last_reason": status.last_reason,
             "components": jobs.component_rows(status),
             "iterations": rows,
+            "evaluations": evaluations,
             "summary": found.outcome.summary() if found.outcome else None,
         }
         print(json.dumps(described))
@@ -63,7 +69,11 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
     print(f"iteration {status.iteration} of {status.num_iterations}, incarnation {status.incarnation}")
     if status.last_reason:
         print(f"last decision: {status.last_reason}")
-    for part, columns in ((jobs.component_rows(status), jobs.COMPONENT_COLUMNS), (rows, jobs.ITERATION_COLUMNS)):
+    for part, columns in (
+        (jobs.component_rows(status), jobs.COMPONENT_COLUMNS),
+        (rows, jobs.ITERATION_COLUMNS),
+        (evaluations, jobs.evaluation_columns(evaluations, of_several=False)),
+    ):
         if part:
             print(f"\n{table(part, columns)}")
     return 0
@@ -117,11 +127,13 @@ async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path,
     return _done({"job": job, "dead_letter": letter, "done": done}, f"job {job}: dead letter {letter} {done}", form)
 
 
-async def _rows_of_live(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]:
+async def _rows_of(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]:
     try:
+        if what == "evaluations":
+            return jobs.evaluation_rows(folder.root.name, (await jobs.describe(folder)).status)
         return await (jobs.gpu_rows(folder) if what == "gpus" else jobs.dead_letter_rows(folder))
     except NotRunning:
-        # Of all jobs the live ones are meant; a job that was named is missed.
+        # Of all jobs those that answer are meant; a job that was named is missed.
         if is_named:
             raise
         return []

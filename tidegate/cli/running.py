@@ -2,8 +2,8 @@
 
 `run --dry-run` starts nothing: it checks what a start checks and prints the config to stdout.
 
-Everything while the job runs goes to stderr. Stdout gets the result: a table of the iterations, and as its last line
-one JSON object (`demo` always, `run` with `-o json`).
+Everything while the job runs goes to stderr. Stdout gets the result: a table of the iterations, one of the evaluations
+where there are any, and as its last line one JSON object (`demo` always, `run` with `-o json`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def demo(given: argparse.Namespace, form: Form) -> int:
     start = Start.RESUME if given.resume else Start.FORCE
     outcome = _run(_order(config, start, command, anew=[]))
     if form is Form.TABLE:
-        _print_iterations(outcome)
+        _print_tables(outcome)
     print(json.dumps(outcome.summary()))
     return exit_code(outcome)
 
@@ -86,7 +86,7 @@ def _dry_run(order: Order, given: Layer, form: Form) -> int:
 def _whole_run(order: Order, form: Form) -> int:
     outcome = _run(order)
     if form is Form.TABLE:
-        _print_iterations(outcome)
+        _print_tables(outcome)
     else:
         print(json.dumps(outcome.summary()))
     return exit_code(outcome)
@@ -120,7 +120,10 @@ def _run(order: Order) -> Outcome:
     return outcome
 
 
-def _print_iterations(outcome: Outcome) -> None:
+def _print_tables(outcome: Outcome) -> None:
     rows = jobs.iteration_rows(jobs.Described(outcome.job, outcome))
     if rows:
         print(table(rows, jobs.ITERATION_COLUMNS))
+    evaluations = jobs.evaluation_rows(outcome.job.job, outcome.job)
+    if evaluations:
+        print(f"\n{table(evaluations, jobs.evaluation_columns(evaluations, of_several=False))}")

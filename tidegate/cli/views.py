@@ -18,7 +18,13 @@ from tidegate.launcher.outcome import role_name, without_phase
 from tidegate.launcher.view import View
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
-_PHASES = {"warm_up": "warm-up", "generate": "generating", "score": "scoring", "train": "training"}
+_PHASES = {
+    "warm_up": "warm-up",
+    "generate": "generating",
+    "evaluate": "evaluating",
+    "score": "scoring",
+    "train": "training",
+}
 
 
 class OpenView(View, AbstractContextManager["OpenView"], Protocol):
@@ -97,6 +103,9 @@ class LinesView(AbstractContextManager["LinesView"]):
                     samples_trained=reported.trained.num_samples,
                     **figures(reported.metrics),
                 )
+            case "evaluation_reported":
+                told = event.evaluation_reported
+                self._log.info("evaluation", version=told.version, **figures(told.metrics))
             case "layout_committed" if event.layout_committed.HasField("reshard"):
                 done = event.layout_committed.reshard
                 self._log.info(
@@ -159,6 +168,10 @@ class TerminalView(AbstractContextManager["TerminalView"]):
                     f"iteration {event.iteration}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:.4f}, "
                     f"{event.iteration_reported.trained.num_samples} samples trained"
                 )
+            case "evaluation_reported":
+                told = event.evaluation_reported
+                scores = [f"{name} {value:.3f}" for name, value in figures(told.metrics).items()]
+                self._console.print(f"version {told.version} evaluated: {', '.join(scores)}")
             case "layout_committed" if event.layout_committed.HasField("reshard"):
                 done = event.layout_committed.reshard
                 gpus = ", ".join(grant.gpu for grant in event.layout_committed.grants)

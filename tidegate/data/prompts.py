@@ -17,6 +17,7 @@ from typing import Any
 
 from tidegate.checksums import file_checksum
 from tidegate.config_data import TOKENIZERS_TEMPLATE, DataSection
+from tidegate.config_evaluation import EvaluationSection
 from tidegate.data.chat_template import ChatTemplate
 from tidegate.data.records import Record, data_files, read_records
 from tidegate.tasks.tokenizer import TaskTokenizer
@@ -145,6 +146,11 @@ class PromptList:
 def training_files(data: DataSection) -> tuple[Path, ...]:
     """ValueError as `data_files`."""
     return data_files(Path(data.train), split="train")
+
+
+def evaluation_files(evaluation: EvaluationSection) -> tuple[Path, ...]:
+    """ValueError as `data_files`."""
+    return data_files(Path(evaluation.data), split=evaluation.split)
 
 
 def _chat_template(data: DataSection, tokenizer: TaskTokenizer) -> tuple[str, ChatTemplate] | None:

@@ -77,13 +77,14 @@ class Judge:
         """RewardFailed by a reward's policy."""
         scored = [asyncio.ensure_future(self._value(reward, answered)) for reward in self._rewards]
         try:
-            values = await asyncio.gather(*scored)
+            found = await asyncio.gather(*scored)
         finally:
             for each in scored:
                 each.cancel()
             await asyncio.gather(*scored, return_exceptions=True)
-        total = sum(reward.weight * value for reward, (value, _) in zip(self._rewards, values, strict=True))
-        return Score(float(total), tuple(value for value, _ in values), tuple(fault for _, fault in values if fault))
+        values = tuple(float(value) for value, _ in found)
+        total = sum(reward.weight * value for reward, value in zip(self._rewards, values, strict=True))
+        return Score(float(total), values, tuple(fault for _, fault in found if fault))
 
     def close(self) -> None:
         self._pool.close()

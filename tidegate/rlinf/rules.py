@@ -57,7 +57,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "runner.logger.project_name": Becomes("tracking.wandb.project"),
     "runner.resume_dir": OnlyAs((None,), "set it to null and start with --resume: a job goes on from its own folder"),
-    "runner.val_check_interval": OnlyAs((None, -1), "set it to -1: there is no validation"),
+    "runner.val_check_interval": OnlyAs((None, -1), "set it to -1, and give evaluation.every and evaluation.data"),
     "algorithm.training_batch_size_per_gpu": Becomes("actor.micro_batch_size"),
     "algorithm.recompute_logprobs": Becomes(
         "algorithm.old_logprobs", {True: "trainer", False: "engine"}, "true or false"
@@ -205,7 +205,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "cluster.use_pre_process_policy",
         "cluster.use_wait_before_last_iter_policy",
     ),
-    "there is no validation": (
+    "what is evaluated is said by the section evaluation": (
         "algorithm.val_rollout_batch_size_per_gpu",
         "data.val_rollout_batch_size",
         "data.val_data_paths",

@@ -58,6 +58,10 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
     ) -> commands_pb2.CloseIterationResponse:
         return commands_pb2.CloseIterationResponse(result=await self._taken(request))
 
+    async def Evaluate(self, request: commands_pb2.EvaluateRequest, context: Context) -> commands_pb2.EvaluateResponse:
+        require(request, "plan")
+        return commands_pb2.EvaluateResponse(result=await self._taken(request))
+
     async def Migrate(self, request: commands_pb2.MigrateRequest, context: Context) -> commands_pb2.MigrateResponse:
         require(request, "members", "layout")
         return commands_pb2.MigrateResponse(result=await self._taken(request))

@@ -1,8 +1,8 @@
 """What every component's lead does alike: takes a command, works on it apart from the answer, tells what came of it.
 
 A role's lead is a subclass that says how it scales, loads and runs its part of an iteration. Commands are taken in
-order and worked on one at a time, but for an iteration, or what has to be prepared for one (`begin`), which runs until
-it is done, closed or superseded. Invariants:
+order and worked on one at a time, but for an iteration, an evaluation after it, or what has to be prepared for one
+(`begin`), which runs until it is done, closed or superseded. Invariants:
 a command of an older incarnation is refused; a newer incarnation, a new lead, and an iteration that opens, end what
 was running before, on the workers too; work that fails is told as `Failed`, never swallowed.
 """
@@ -36,7 +36,10 @@ Command: TypeAlias = (
     | commands_pb2.LoadWeightsRequest
     | commands_pb2.OpenIterationRequest
     | commands_pb2.CloseIterationRequest
+    | commands_pb2.EvaluateRequest
 )
+Work: TypeAlias = types_pb2.IterationPlan | types_pb2.EvaluationPlan
+"""What a lead does apart from its commands, until it is done, closed or superseded."""
 
 
 FATAL = (ValueError, ArithmeticError, AssertionError)
@@ -76,6 +79,8 @@ class Lead(ABC):
 
     can_migrate = False
     """Whether the component moves to other GPUs while it works."""
+    can_evaluate = False
+    """Whether it generates."""
 
     def __init__(self, tools: LeadTools) -> None:
         self.tools = tools
@@ -93,8 +98,8 @@ class Lead(ABC):
         self._taken: set[str] = set()
         self._is_unfinished = False
         """An iteration was opened and did not end by itself: workers may still be at it."""
-        self._broken_off: types_pb2.IterationPlan | None = None
-        """An iteration that failed: it is taken up again once the component, started anew, holds its weights."""
+        self._broken_off: Work | None = None
+        """Work that failed: it is taken up again once the component, started anew, holds its weights."""
         self._num_breaks = 0
         self._took_over = False
         self._has_ended = False
@@ -104,6 +109,8 @@ class Lead(ABC):
         header = command.header
         if isinstance(command, commands_pb2.MigrateRequest) and not self.can_migrate:
             raise CommandRefused(f"command {header.id}: only an actor moves while it works; start and stop the others")
+        if isinstance(command, commands_pb2.EvaluateRequest) and not self.can_evaluate:
+            raise CommandRefused(f"command {header.id}: only a rollout evaluates; send it to that")
         if header.incarnation < self.incarnation:
             raise CommandRefused(
                 f"command {header.id} is of incarnation {header.incarnation}, the component is at {self.incarnation}"
@@ -201,6 +208,11 @@ class Lead(ABC):
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         """Do the component's part of an iteration and tell `IterationReported`; cancelled when it is superseded."""
 
+    async def evaluate(self, plan: types_pb2.EvaluationPlan) -> None:
+        """Evaluate the weights that a component which `can_evaluate` holds, and tell `EvaluationReported`; cancelled
+        when it is superseded."""
+        raise AssertionError(f"{type(self).__name__} took what it refuses: the evaluation of version {plan.version}")
+
     async def migrate(self, request: commands_pb2.MigrateRequest) -> None:
         """Bring a component that `can_migrate` to other GPUs, or into another layout, while it works."""
         raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
@@ -282,6 +294,11 @@ class Lead(ABC):
                 await self._open(command.plan)
             case commands_pb2.CloseIterationRequest():
                 await self._close(command)
+            case commands_pb2.EvaluateRequest():
+                if self._iteration_task is not None:
+                    # Its report is in, or it would not be asked; a new lead tells it again first.
+                    await asyncio.wait([self._iteration_task])
+                await self._open(command.plan)
 
     async def begin(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """Do this while further commands are taken, such as the component's end; an iteration waits for it."""
@@ -321,7 +338,7 @@ class Lead(ABC):
             except Exception as error:  # noqa: BLE001 - the edge: whatever a command's work raised is told as Failed
                 return await self.fail(what, error)
 
-    async def _open(self, plan: types_pb2.IterationPlan) -> None:
+    async def _open(self, plan: Work) -> None:
         if self._preparation is not None:
             await asyncio.wait([self._preparation])
         await self._end_iteration()
@@ -347,19 +364,25 @@ class Lead(ABC):
                 await end_task(task)
         self._preparation = self._iteration_task = None
 
-    async def _guarded(self, plan: types_pb2.IterationPlan) -> None:
+    async def _guarded(self, plan: Work) -> None:
         try:
-            await self.run_iteration(plan)
+            match plan:
+                case types_pb2.IterationPlan():
+                    what = f"iteration {plan.iteration}"
+                    await self.run_iteration(plan)
+                case types_pb2.EvaluationPlan():
+                    what = f"the evaluation of version {plan.version}"
+                    await self.evaluate(plan)
             self._is_unfinished, self._num_breaks = False, 0
         except WorkerGone as error:
             self._broken_off = plan
-            self._log.warning("iteration interrupted", iteration=plan.iteration, error=str(error))
+            self._log.warning("work interrupted", what=what, error=str(error))
             await self.tell_unreachable(error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever an iteration raised is told as Failed
             self._broken_off = plan
             self._num_breaks += 1
             again = f" ({self._num_breaks} times in a row)" if self._num_breaks > 1 else ""
-            await self.fail(f"iteration {plan.iteration}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
+            await self.fail(f"{what}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
 
 
 def candidates_of(plan: types_pb2.IterationPlan) -> Candidates:

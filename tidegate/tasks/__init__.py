@@ -28,6 +28,10 @@ class Task(Protocol):
         """The prompt at `index` (>= 0) of the job's endless list."""
         ...
 
+    def held_out(self, index: int) -> Prompt:
+        """The prompt at `index` (>= 0) of the list that nothing is trained on; drawn independently of `prompt`."""
+        ...
+
     def demonstration(self, index: int) -> Demonstration:
         """The worked example at `index` (>= 0) for the supervised warm-up; independent of `prompt`, and often wrong."""
         ...

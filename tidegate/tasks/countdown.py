@@ -4,7 +4,8 @@ A demonstration counts without fault and is right with probability `RIGHT_SHARE`
 ones, equally likely. The warm-up therefore teaches to count, and leaves open how a countdown ends: the model is right
 in about 40 % of its answers, one decision away from nearly all, and that decision is what GRPO learns.
 
-Invariants: a prompt and a demonstration are functions of (seed, index) only; the two lists are drawn independently;
+Invariants: prompts, held-out ones and demonstrations are functions of (seed, index) only; the lists are drawn
+independently, of the same numbers;
 an answer has `MIN_LENGTH` to `MAX_LENGTH` words; a reward is 1 for exactly the right answer and else 0.
 """
 
@@ -45,6 +46,9 @@ class CountdownTask:
 
     def prompt(self, index: int) -> Prompt:
         return _asking(_draw_first(self._random("prompt", index)))
+
+    def held_out(self, index: int) -> Prompt:
+        return _asking(_draw_first(self._random("held-out prompt", index)))
 
     def demonstration(self, index: int) -> Demonstration:
         random = self._random("demonstration", index)

@@ -481,6 +481,52 @@ class OpenIterationResponse(_message.Message):
 Global___OpenIterationResponse: _TypeAlias = OpenIterationResponse  # noqa: Y015
 
 @_typing.final
+class EvaluateRequest(_message.Message):
+    """Rollout: once all of the open iteration is generated, or no iteration is left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___CommandHeader: ...
+    @_builtins.property
+    def plan(self) -> _types_pb2.EvaluationPlan: ...
+    def __init__(
+        self,
+        *,
+        header: Global___CommandHeader | None = ...,
+        plan: _types_pb2.EvaluationPlan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateRequest: _TypeAlias = EvaluateRequest  # noqa: Y015
+
+@_typing.final
+class EvaluateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def result(self) -> Global___CommandResult: ...
+    def __init__(
+        self,
+        *,
+        result: Global___CommandResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateResponse: _TypeAlias = EvaluateResponse  # noqa: Y015
+
+@_typing.final
 class CloseIterationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -74,6 +74,11 @@ class ComponentStub:
                 request_serializer=tidegate_dot_v1_dot_commands__pb2.CloseIterationRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_commands__pb2.CloseIterationResponse.FromString,
                 _registered_method=True)
+        self.Evaluate = channel.unary_unary(
+                '/tidegate.v1.Component/Evaluate',
+                request_serializer=tidegate_dot_v1_dot_commands__pb2.EvaluateRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_commands__pb2.EvaluateResponse.FromString,
+                _registered_method=True)
 
 
 class ComponentServicer:
@@ -127,6 +132,12 @@ class ComponentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evaluate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ComponentServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +180,11 @@ def add_ComponentServicer_to_server(servicer, server):
                     servicer.CloseIteration,
                     request_deserializer=tidegate_dot_v1_dot_commands__pb2.CloseIterationRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_commands__pb2.CloseIterationResponse.SerializeToString,
+            ),
+            'Evaluate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evaluate,
+                    request_deserializer=tidegate_dot_v1_dot_commands__pb2.EvaluateRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_commands__pb2.EvaluateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -387,6 +403,33 @@ class Component:
             '/tidegate.v1.Component/CloseIteration',
             tidegate_dot_v1_dot_commands__pb2.CloseIterationRequest.SerializeToString,
             tidegate_dot_v1_dot_commands__pb2.CloseIterationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evaluate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Component/Evaluate',
+            tidegate_dot_v1_dot_commands__pb2.EvaluateRequest.SerializeToString,
+            tidegate_dot_v1_dot_commands__pb2.EvaluateResponse.FromString,
             options,
             channel_credentials,
             insecure,

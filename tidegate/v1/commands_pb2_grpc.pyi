@@ -39,6 +39,7 @@ class ComponentStub:
     LoadWeights: _grpc.UnaryUnaryMultiCallable[_commands_pb2.LoadWeightsRequest, _commands_pb2.LoadWeightsResponse]
     OpenIteration: _grpc.UnaryUnaryMultiCallable[_commands_pb2.OpenIterationRequest, _commands_pb2.OpenIterationResponse]
     CloseIteration: _grpc.UnaryUnaryMultiCallable[_commands_pb2.CloseIterationRequest, _commands_pb2.CloseIterationResponse]
+    Evaluate: _grpc.UnaryUnaryMultiCallable[_commands_pb2.EvaluateRequest, _commands_pb2.EvaluateResponse]
 
 @_typing.type_check_only
 class ComponentAsyncStub(ComponentStub):
@@ -51,6 +52,7 @@ class ComponentAsyncStub(ComponentStub):
     LoadWeights: _aio.UnaryUnaryMultiCallable[_commands_pb2.LoadWeightsRequest, _commands_pb2.LoadWeightsResponse]  # type: ignore[assignment]
     OpenIteration: _aio.UnaryUnaryMultiCallable[_commands_pb2.OpenIterationRequest, _commands_pb2.OpenIterationResponse]  # type: ignore[assignment]
     CloseIteration: _aio.UnaryUnaryMultiCallable[_commands_pb2.CloseIterationRequest, _commands_pb2.CloseIterationResponse]  # type: ignore[assignment]
+    Evaluate: _aio.UnaryUnaryMultiCallable[_commands_pb2.EvaluateRequest, _commands_pb2.EvaluateResponse]  # type: ignore[assignment]
 
 class ComponentServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -108,5 +110,12 @@ class ComponentServicer(metaclass=_abc_1.ABCMeta):
         request: _commands_pb2.CloseIterationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_commands_pb2.CloseIterationResponse, _abc.Awaitable[_commands_pb2.CloseIterationResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Evaluate(
+        self,
+        request: _commands_pb2.EvaluateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_commands_pb2.EvaluateResponse, _abc.Awaitable[_commands_pb2.EvaluateResponse]]: ...
 
 def add_ComponentServicer_to_server(servicer: ComponentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

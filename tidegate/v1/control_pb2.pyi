@@ -54,6 +54,7 @@ class GetJobResponse(_message.Message):
     ITERATIONS_FIELD_NUMBER: _builtins.int
     LAST_REASON_FIELD_NUMBER: _builtins.int
     FINAL_CHECKSUM_FIELD_NUMBER: _builtins.int
+    EVALUATIONS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     phase: _builtins.str
@@ -70,6 +71,10 @@ class GetJobResponse(_message.Message):
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComponentStatus]: ...
     @_builtins.property
     def iterations(self) -> _containers.RepeatedCompositeFieldContainer[Global___IterationSummary]: ...
+    @_builtins.property
+    def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationSummary]:
+        """In order of version."""
+
     def __init__(
         self,
         *,
@@ -84,14 +89,69 @@ class GetJobResponse(_message.Message):
         iterations: _abc.Iterable[Global___IterationSummary] | None = ...,
         last_reason: _builtins.str = ...,
         final_checksum: _builtins.str = ...,
+        evaluations: _abc.Iterable[Global___EvaluationSummary] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "phase", b"phase", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "phase", b"phase", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
+
+@_typing.final
+class EvaluationSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_PROMPT_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    incarnation: _builtins.int
+    num_prompts: _builtins.int
+    samples_per_prompt: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in EvaluationReported."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        num_prompts: _builtins.int = ...,
+        samples_per_prompt: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "metrics", b"metrics", "num_prompts", b"num_prompts", "samples_per_prompt", b"samples_per_prompt", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluationSummary: _TypeAlias = EvaluationSummary  # noqa: Y015
 
 @_typing.final
 class ComponentStatus(_message.Message):

@@ -56,6 +56,7 @@ class Event(_message.Message):
     COMMAND_ANSWERED_FIELD_NUMBER: _builtins.int
     RESIZE_REQUESTED_FIELD_NUMBER: _builtins.int
     RESIZE_FAILED_FIELD_NUMBER: _builtins.int
+    EVALUATION_REPORTED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Derived: "<source>/<boot>/<sequence>"; a repeat has the same id and is dropped by the stream."""
     job: _builtins.str
@@ -117,6 +118,8 @@ class Event(_message.Message):
     def resize_requested(self) -> Global___ResizeRequested: ...
     @_builtins.property
     def resize_failed(self) -> Global___ResizeFailed: ...
+    @_builtins.property
+    def evaluation_reported(self) -> Global___EvaluationReported: ...
     def __init__(
         self,
         *,
@@ -152,12 +155,13 @@ class Event(_message.Message):
         command_answered: Global___CommandAnswered | None = ...,
         resize_requested: Global___ResizeRequested | None = ...,
         resize_failed: Global___ResizeFailed | None = ...,
+        evaluation_reported: Global___EvaluationReported | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "role", b"role", "sequence", b"sequence", "source", b"source", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "role", b"role", "sequence", b"sequence", "source", b"source", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered", "resize_requested", "resize_failed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered", "resize_requested", "resize_failed", "evaluation_reported"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -564,6 +568,61 @@ class IterationReported(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IterationReported: _TypeAlias = IterationReported  # noqa: Y015
+
+@_typing.final
+class EvaluationReported(_message.Message):
+    """What a version is worth on prompts that nothing is trained on. Its responses are in no account."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_PROMPT_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    num_prompts: _builtins.int
+    samples_per_prompt: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """"reward_mean"; of each reward "<name>/mean" and "<name>/pass@<k>"; "response_tokens_mean", "truncated_share",
+        and "num_failed_rewards" where some failed.
+        """
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        num_prompts: _builtins.int = ...,
+        samples_per_prompt: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "num_prompts", b"num_prompts", "samples_per_prompt", b"samples_per_prompt", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluationReported: _TypeAlias = EvaluationReported  # noqa: Y015
 
 @_typing.final
 class CheckpointSaved(_message.Message):

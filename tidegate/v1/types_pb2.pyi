@@ -200,6 +200,32 @@ class IterationPlan(_message.Message):
 Global___IterationPlan: _TypeAlias = IterationPlan  # noqa: Y015
 
 @_typing.final
+class EvaluationPlan(_message.Message):
+    """What one evaluation asks of the rollout; the prompts and how they are sampled are the job's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    iteration: _builtins.int
+    """The open one; after the last one, their number."""
+    version: _builtins.int
+    """The weights that are evaluated, which the rollout holds."""
+    def __init__(
+        self,
+        *,
+        iteration: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["iteration", b"iteration", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluationPlan: _TypeAlias = EvaluationPlan  # noqa: Y015
+
+@_typing.final
 class SnapshotShard(_message.Message):
     """One file of a snapshot: what one actor rank holds."""
 

@@ -32,6 +32,7 @@ def finished(tmp_path: Path) -> Path:
     status = control_pb2.GetJobResponse(job="small", iteration=1, num_iterations=1, incarnation=1)
     status.components.add(role=types_pb2.ROLE_ACTOR, state="down", lead="actor@n0")
     status.iterations.add(iteration=0, num_generated=4, num_trained=4, metrics={"reward_mean": 0.5, "loss": 0.1})
+    status.evaluations.add(version=1, num_prompts=8, samples_per_prompt=2, metrics={"countdown/pass@2": 0.25})
     Outcome(End.FINISHED, "all done", seed=0, wall_s=2.0, job=status, seconds={0: 1.25}).write(folder.result)
     event = control_pb2.ListEventsResponse(
         stream_sequence=1,
@@ -166,6 +167,16 @@ def test_jobs_are_listed_in_both_forms(finished: Path, capsys: pytest.CaptureFix
     assert line.split() == ["small", "finished", "1", "1", "0.5", "all", "done"]
 
 
+def test_evaluations_are_listed_with_every_figure_that_a_job_has(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = json.loads(answer(capsys, "get", "evaluations", "-o", "json", "--output-dir", str(finished)))
+    assert rows == [{"job": "small", "version": 1, "prompts": 8, "samples_per_prompt": 2, "countdown/pass@2": 0.25}]
+    head, line = answer(capsys, "get", "evaluations", "small", "--output-dir", str(finished)).splitlines()
+    assert head.split() == ["JOB", "VERSION", "PROMPTS", "SAMPLES", "PER", "PROMPT", "COUNTDOWN/PASS@2"]
+    assert line.split() == ["small", "1", "8", "2", "0.25"]
+
+
 def test_an_empty_folder_says_so_and_is_an_empty_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "get", "jobs", "--output-dir", str(tmp_path)) == f"no jobs in {tmp_path}\n"
     assert json.loads(answer(capsys, "get", "gpus", "-o", "json", "--output-dir", str(tmp_path))) == []
@@ -193,9 +204,11 @@ def test_a_finished_job_is_described_from_its_folder(finished: Path, capsys: pyt
     assert described["state"] == "finished"
     assert described["summary"]["samples_trained"] == 4
     assert described["iterations"][0]["seconds"] == 1.25
+    assert described["evaluations"][0]["countdown/pass@2"] == 0.25
     text = answer(capsys, "describe", "small", "--output-dir", str(finished))
     assert text.startswith("job small: finished (all done)")
     assert "actor@n0" in text
+    assert "COUNTDOWN/PASS@2" in text
 
 
 def test_a_finished_jobs_events_are_read_from_its_folder(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

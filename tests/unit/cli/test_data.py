@@ -139,6 +139,35 @@ def test_sections_that_do_not_fit_each_other_say_how_to_mend_it(case: str, tmp_p
         parse_config(raw)
 
 
+EVALUATION: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "a line that is no JSON": ([RIGHT, "nothing"], {}, "test.jsonl:2: not JSON at column 1"),
+    "a record without an answer": ([{"prompt": "two"}], {}, "test.jsonl:1: no 'answer' (data.answer_key)"),
+    "an answer that is an object": ([RIGHT | {"answer": {"a": 1}}], {}, "test.jsonl:1: the answer is {'a': 1}"),
+    "a prompt that leaves its responses no room": (
+        [RIGHT | {"prompt": "two " * 9}],
+        {"max_new_tokens": 72},
+        "test.jsonl:1: the prompt has 10 tokens, more than the limit of 8",
+    ),
+    "no data": ([], {"data": "nowhere"}, "no data at "),
+    "a folder without the split": ([RIGHT], {"data": ".", "split": "validation"}, "no files of the split validation"),
+    "a checksum of other data": ([RIGHT], {"checksum": "abc"}, "and evaluation.checksum is abc: give the data"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATION)
+def test_what_is_wrong_with_the_evaluations_data_is_told_before_anything_starts(
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows, changes, want = EVALUATION[case]
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    (tmp_path / "test.jsonl").write_text(text)
+    section = {"every": 1, "data": "test.jsonl", **changes}
+    path = small_file(tmp_path, **on_data(tmp_path, [RIGHT]), evaluation=section)
+    assert main(["run", str(path)]) == 2
+    assert want in capfd.readouterr().err
+    assert not (tmp_path / "jobs").exists()
+
+
 def loaded(tmp_path: Path, rows: list[Any], **data: Any) -> JobConfig:
     return load_config(small_file(tmp_path, **on_data(tmp_path, rows, **data)))
 
@@ -150,6 +179,19 @@ def test_paths_are_relative_to_the_configs_folder_and_survive_json(tmp_path: Pat
     assert config.data.chat_template == str(tmp_path / "chat.jinja")
     assert config.rewards[0].import_from == str(tmp_path)
     assert JobConfig.from_json(config.to_json()) == config
+
+
+def test_the_evaluations_data_is_relative_to_the_configs_folder_and_known_by_its_checksum(tmp_path: Path) -> None:
+    (tmp_path / "test-00000-of-00001.jsonl").write_text(json.dumps(RIGHT) + "\n")
+    config = load_config(
+        small_file(tmp_path, **on_data(tmp_path, [RIGHT, RIGHT]), evaluation={"every": 1, "data": "."})
+    )
+    assert config.evaluation is not None
+    assert config.evaluation.data == str(tmp_path)
+    checked = asyncio.run(with_checked_data(load_job(config))).config
+    assert checked.data is not None
+    assert checked.evaluation is not None
+    assert len({checked.data.checksum, checked.evaluation.checksum, ""}) == 3
 
 
 def test_a_started_job_is_held_to_the_data_that_it_started_with(tmp_path: Path) -> None:

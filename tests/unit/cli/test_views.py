@@ -51,10 +51,15 @@ def not_resized() -> events_pb2.Event:
     return events_pb2.Event(source="actor@n0", resize_failed=events_pb2.ResizeFailed(message="no memory"))
 
 
+def evaluated() -> events_pb2.Event:
+    body = events_pb2.EvaluationReported(version=2, metrics={"reward_mean": 0.5, "countdown/pass@4": 0.75})
+    return events_pb2.Event(role=types_pb2.ROLE_ROLLOUT, source="rollout@n0", evaluation_reported=body)
+
+
 def show_all(view: OpenView) -> None:
     with view:
         view.step("NATS and Redis")
-        for event in (progress(1), progress(4), reported(), failed(), resized(), not_resized()):
+        for event in (progress(1), progress(4), reported(), failed(), resized(), not_resized(), evaluated()):
             view.event(event)
         view.job(control_pb2.GetJobResponse(job="small", phase="running", iteration=2, num_iterations=3))
         view.job(control_pb2.GetJobResponse(job="small", phase="running", iteration=2, num_iterations=3))
@@ -75,6 +80,7 @@ def test_without_a_terminal_every_line_is_a_json_object() -> None:
         "failure",
         "resized",
         "failure",
+        "evaluation",
         "job",
         "note",
     ]
@@ -85,6 +91,7 @@ def test_without_a_terminal_every_line_is_a_json_object() -> None:
     assert (lines[5]["source"], lines[5]["target"], lines[5]["gpus"]) == ("tp2-dp2", "tp2", ["n0/1", "n0/0"])
     assert (lines[5]["moved_bytes"], lines[5]["seconds"]) == (640, 0.25)
     assert lines[6]["message"] == "the actor stays as it is: no memory"
+    assert (lines[7]["version"], lines[7]["reward_mean"], lines[7]["countdown/pass@4"]) == (2, 0.5, 0.75)
 
 
 def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
@@ -96,6 +103,7 @@ def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
     assert "actor resized: tp2-dp2 -> tp2 on n0/1, n0/0, 640 bytes moved in 0.25 s" in " ".join(
         stream.getvalue().split()
     )
+    assert "version 2 evaluated: countdown/pass@4 0.750, reward_mean 0.500" in stream.getvalue()
     assert "rollout@n0 was killed" in stream.getvalue()
 
 

@@ -14,7 +14,6 @@ from tidegate.config import JobConfig, parse_config
 from tidegate.job import Job, load_job
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.tasks.tokenizer import build_tokenizer
-from tidegate.types import SampleId
 
 NUMBERS = ("one", "two", "three", "four", "five")
 
@@ -38,8 +37,8 @@ def data_config(tmp_path: Path) -> JobConfig:
 
 
 async def judged(job: Job, exercises: Exercises, prompt: int, responses: list[str]) -> Judged:
-    samples = [SampleId(1, 0, prompt, draw) for draw in range(len(responses))]
-    return await exercises.judge(prompt, samples, [job.tokenizer.encode_response(text) for text in responses])
+    names = [f"response {draw}" for draw in range(len(responses))]
+    return await exercises.judge(prompt, names, [job.tokenizer.encode_response(text) for text in responses])
 
 
 async def test_every_lead_asks_and_judges_alike(tmp_path: Path) -> None:
@@ -52,6 +51,7 @@ async def test_every_lead_asks_and_judges_alike(tmp_path: Path) -> None:
         assert sorted(texts[:5]) == sorted(texts[5:10]) == sorted(NUMBERS)
         answer = NUMBERS[(NUMBERS.index(texts[7]) + 1) % 5]
         length = "tests.unit.rewards.graders:length"
+        assert first.reward_names == ("exact_match", length)
         want = Judged(
             (1.0 + len(answer) / 4, len("one one") / 4),
             ({"exact_match": 1.0, length: len(answer)}, {"exact_match": 0.0, length: len("one one")}),
@@ -73,6 +73,37 @@ async def test_data_that_changed_since_the_start_is_refused(tmp_path: Path) -> N
         stream.write('{"prompt": "one", "answer": "one"}\n')
     with pytest.raises(ValueError, match=r"train\.jsonl has changed since the job was started: put back what it was"):
         await open_exercises(job)
+
+
+async def test_held_out_prompts_are_those_of_the_evaluations_data_in_order(tmp_path: Path) -> None:
+    rows = [{"prompt": "two one", "answer": "three"}, {"prompt": "one two", "answer": "five"}]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raw = data_config(tmp_path).model_dump(mode="json")
+    for num_prompts, want in ((None, ["two one", "one two"]), (1, ["two one"])):
+        section = {"every": 2, "data": str(tmp_path / "test.jsonl"), "num_prompts": num_prompts}
+        job = await with_checked_data(load_job(parse_config(raw | {"evaluation": section})))
+        exercises = await open_exercises(job)
+        try:
+            held_out = exercises.held_out()
+            assert held_out.num_prompts == len(want)
+            texts = [job.tokenizer.decode_response(held_out.prompt_tokens(prompt)[1:]) for prompt in range(len(want))]
+            assert texts == want
+            (values,) = (await judged(job, held_out, 0, ["three"])).by_name
+            assert tuple(values.values()) == (1.0, 5.0)
+        finally:
+            exercises.close()
+
+
+async def test_data_of_the_evaluation_that_changed_since_the_start_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text('{"prompt": "two one", "answer": "three"}\n')
+    raw = data_config(tmp_path).model_dump(mode="json")
+    raw |= {"evaluation": {"every": 2, "data": str(tmp_path / "test.jsonl")}}
+    job = await with_checked_data(load_job(parse_config(raw)))
+    exercises = await open_exercises(job)
+    exercises.held_out()
+    (tmp_path / "test.jsonl").write_text('{"prompt": "one", "answer": "three"}\n')
+    with pytest.raises(ValueError, match=r"evaluation\.data=.*test\.jsonl has changed since the job was started"):
+        exercises.held_out()
 
 
 async def test_a_built_in_tasks_exercises_are_the_tasks(tmp_path: Path) -> None:

@@ -154,6 +154,13 @@ async def test_a_component_that_does_not_move_while_it_works_refuses_to(tmp_path
         assert of.lead.diary == []
 
 
+async def test_a_component_that_does_not_generate_refuses_to_evaluate(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        answer = (await of.stub.Evaluate(of.hosted.bench.evaluate())).result
+        assert (answer.accepted, "only a rollout evaluates" in answer.message) == (False, True)
+        assert of.lead.diary == []
+
+
 @pytest.mark.parametrize("call", ["Suspend", "Resume"])
 async def test_what_this_release_does_not_do_is_unimplemented(tmp_path: Path, call: str) -> None:
     async with served(tmp_path) as of:

@@ -56,6 +56,7 @@ def spec(
     deadline_ms: int = 1000,
     standby: tuple[GpuId, ...] = (),
     max_extra_prompts: int = 0,
+    evaluate_every: int | None = None,
 ) -> JobSpec:
     return JobSpec(
         placement={
@@ -73,6 +74,7 @@ def spec(
         command_deadline_ms=deadline_ms,
         standby=standby,
         max_extra_prompts=max_extra_prompts,
+        evaluate_every=evaluate_every,
     )
 
 
@@ -114,7 +116,9 @@ class FakeLead:
     epoch: int
     members: tuple[Grant, ...] = ()
     plan: IterationPlan | None = None
-    broken_off: IterationPlan | None = None
+    broken_off: IterationPlan | cmd.Evaluate | None = None
+    evaluated: cmd.Evaluate | None = None
+    """Under way."""
     incarnation: int = 0
     has_reported: bool = False
     resize: FakeResize | None = None
@@ -124,10 +128,13 @@ class FakeLead:
     def meet(self, incarnation: int) -> None:
         if incarnation > self.incarnation:
             self.incarnation, self.plan, self.broken_off, self.resize = incarnation, None, None, None
-            self.closing = None
+            self.closing = self.evaluated = None
 
     def open(self, plan: IterationPlan) -> None:
-        self.plan, self.broken_off, self.has_reported = plan, None, False
+        self.plan, self.broken_off, self.evaluated, self.has_reported = plan, None, None, False
+
+    def evaluate(self, command: cmd.Evaluate) -> None:
+        self.evaluated, self.broken_off = command, None
 
 
 @dataclass
@@ -289,8 +296,13 @@ class FakeCluster:
             self.elect(name)
 
     def fail_iteration(self, role: Role) -> None:
-        """What an iteration at work does when it meets what it did not expect."""
+        """What an iteration at work, or an evaluation, does when it meets what it did not expect."""
         lead = self.leads[role]
+        if lead is not None and lead.evaluated is not None:
+            lead.broken_off, lead.evaluated = lead.evaluated, None
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            return
         plan = lead.plan if lead is not None and not lead.has_reported else None
         if lead is not None and plan is not None:
             lead.plan, lead.broken_off = None, plan
@@ -418,12 +430,16 @@ class FakeCluster:
             case cmd.LoadWeights():
                 lead.members = header.members
                 self._tell_loaded(lead, header, command.weights)
-                if lead.broken_off is not None:
+                if isinstance(lead.broken_off, cmd.Evaluate):
+                    lead.evaluate(lead.broken_off)
+                elif lead.broken_off is not None:
                     lead.open(lead.broken_off)
             case cmd.OpenIteration():
                 lead.open(command.plan)
                 if header.role is not Role.ACTOR:
                     lead.members = header.members
+            case cmd.Evaluate():
+                lead.evaluate(command)
             case cmd.CloseIteration():
                 plan, lead.plan = lead.plan, None
                 is_open = plan is not None and plan.iteration == command.iteration
@@ -557,6 +573,10 @@ class FakeCluster:
             return True
         if actor is not None and self.instances[actor.instance].is_alive and self._close(actor):
             return True
+        rollout = self.leads[Role.ROLLOUT]
+        if rollout is not None and rollout.evaluated is not None and self._can_work(Role.ROLLOUT, rollout):
+            self._evaluate(rollout, rollout.evaluated)
+            return True
         leads = {role: lead for role, lead in self.leads.items() if lead is not None and self._can_work(role, lead)}
         plans = {(lead.incarnation, lead.plan) for lead in leads.values()}
         if len(leads) < len(Role) or len(plans) != 1 or None in {lead.plan for lead in leads.values()}:
@@ -584,6 +604,12 @@ class FakeCluster:
             body = replace(body, trained=fate(kept), filtered=(zero_std,), discarded=(invalid,))
         said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": plan.iteration, "grants": lead.members}
         self.say(lead.instance, body, **said)
+
+    def _evaluate(self, lead: FakeLead, command: cmd.Evaluate) -> None:
+        lead.evaluated = None
+        body = ev.EvaluationReported(command.version, 8, 2, (("reward_mean", command.version / 10),))
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": command.iteration}
+        self.say(lead.instance, body, grants=lead.members, **said)
 
     def _save(self, lead: FakeLead, plan: IterationPlan) -> None:
         if (plan.iteration + 1) % self.checkpoint_every:

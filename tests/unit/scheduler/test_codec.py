@@ -155,6 +155,10 @@ BODIES: dict[str, tuple[Any, ev.Body]] = {
         events_pb2.IterationReported(filtered=[FATE], num_duplicates_dropped=2, metrics={"loss": 0.5}),
         ev.IterationReported(Fate(), Fate(), (Fate("zero_std", 3, 2**64 - 1),), (), 2, (("loss", 0.5),)),
     ),
+    "evaluation reported": (
+        events_pb2.EvaluationReported(version=4, num_prompts=8, samples_per_prompt=2, metrics={"b": 0.5, "a": 1.0}),
+        ev.EvaluationReported(4, 8, 2, (("a", 1.0), ("b", 0.5))),
+    ),
     "checkpoint saved": (
         events_pb2.CheckpointSaved(next_iteration=2, version=2, name="c2", num_samples_trained=9),
         ev.CheckpointSaved(2, 2, "c2", 9),
@@ -220,6 +224,7 @@ def test_a_submission_carries_what_the_scheduler_needs_of_the_config() -> None:
     assert (got.uses_reference, got.max_actor_restarts, got.command_deadline_ms) == (True, 1, 2500)
     assert got.placement[Role.ACTOR].gpus == (gpu("n0", 0), gpu("n0", 1))
     assert got.placement[Role.ACTOR].layout == Layout(dp=2)
+    assert got.evaluate_every is None
     plan = got.plan(iteration=2, version=2, first_prompt=17)
     assert (plan.iteration, plan.first_prompt, plan.max_extra_prompts) == (2, 17, 6)
 

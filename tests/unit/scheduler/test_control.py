@@ -16,7 +16,7 @@ import pytest
 
 from services.scheduler.codec import job_spec
 from services.scheduler.control import ControlServicer, write_endpoint
-from services.scheduler.state import ClusterState, Component, Lead, Phase, Summary
+from services.scheduler.state import ClusterState, Component, Evaluation, Lead, Phase, Summary
 from services.scheduler.values import Fate, Snapshot
 from tests.component_bench import JOB, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
@@ -45,6 +45,7 @@ STATE = ClusterState(
         Summary(0, 1, 0, FATE, Fate(), (), (), (), is_superseded=True),
         Summary(0, 2, 0, FATE, replace(FATE, num_samples=6), (Fate("zero_std", 2, 0),), (), (("reward_mean", 0.5),)),
     ),
+    evaluations=(Evaluation(1, 2, 8, 2, (("exact_match/pass@2", 0.5),)),),
 )
 
 
@@ -118,6 +119,9 @@ async def test_a_job_is_described_from_the_state_with_the_reason_of_the_last_dec
             2,
         )
         assert (iteration.num_lost, iteration.num_duplicates) == (0, 0)
+        (evaluation,) = job.evaluations
+        assert (evaluation.version, evaluation.num_prompts, evaluation.samples_per_prompt) == (1, 8, 2)
+        assert dict(evaluation.metrics) == {"exact_match/pass@2": 0.5}
 
 
 async def test_a_job_has_a_final_checksum_once_the_weights_after_its_last_iteration_are_published(

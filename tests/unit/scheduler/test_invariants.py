@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.invariants import check
-from services.scheduler.state import ClusterState, Expectation, Kind, Phase
+from services.scheduler.state import ClusterState, Evaluation, Expectation, Kind, Phase
 from services.scheduler.values import Fate
 from tests.unit.scheduler.drive import booted
 from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
@@ -89,6 +89,10 @@ BROKEN: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
     "an iteration is in the lineage twice": (
         lambda state: replace(state, summaries=state.summaries * 2),
         "an iteration is once in the lineage",
+    ),
+    "a version is evaluated twice": (
+        lambda state: replace(state, evaluations=(Evaluation(1, 1, 8, 2, ()), Evaluation(1, 2, 8, 2, ()))),
+        "a version is evaluated once",
     ),
     "a command is waited for without a deadline": (without_a_deadline, "a command is waited for until a deadline"),
     "the version went back": (lambda state: replace(state, version=0), "counters only grow"),

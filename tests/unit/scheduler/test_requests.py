@@ -47,6 +47,7 @@ REFERENCE, REFERENCE_MESSAGE = as_published(0)
         cmd.LoadWeights(HEADER, WEIGHTS, None),
         cmd.OpenIteration(HEADER, IterationPlan(1, 1, 4, 4, 2, 2, 7)),
         cmd.CloseIteration(HEADER, 1, last=False),
+        cmd.Evaluate(HEADER, 1, 1),
     ],
     ids=lambda command: type(command).__name__,
 )
@@ -106,3 +107,9 @@ def test_an_iteration_is_opened_by_its_whole_plan_and_closed_by_its_number() -> 
     closed = encode_command(cmd.CloseIteration(HEADER, 3, last=True), config_json="{}")
     assert isinstance(closed, commands_pb2.CloseIterationRequest)
     assert (closed.iteration, closed.last) == (3, True)
+
+
+def test_an_evaluation_is_of_a_version() -> None:
+    request = encode_command(cmd.Evaluate(HEADER, 3, 4), config_json="{}")
+    assert isinstance(request, commands_pb2.EvaluateRequest)
+    assert request.plan == types_pb2.EvaluationPlan(iteration=3, version=4)

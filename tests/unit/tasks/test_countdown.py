@@ -81,6 +81,9 @@ def test_seeds_and_purposes_draw_different_lists() -> None:
     prompts = [first.prompt(index) for index in range(50)]
     assert prompts != [second.prompt(index) for index in range(50)]
     assert prompts != [first.demonstration(index).prompt for index in range(50)]
+    held_out = [first.held_out(index) for index in range(50)]
+    assert held_out not in (prompts, [first.demonstration(index).prompt for index in range(50)])
+    assert held_out == [CountdownTask(seed=0).held_out(index) for index in range(50)]
 
 
 @pytest.mark.parametrize("purpose", ["prompt", "demonstration"])
