@@ -11,8 +11,8 @@ from services.scheduler import events as ev
 from services.scheduler.evolve import evolve
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import FakeCluster, spec
-from tidegate.types import Role
+from tests.unit.scheduler.fake_cluster import NODES, FakeCluster, spec
+from tidegate.types import Role, instance_id
 
 
 def job(*, every: int | None, num_iterations: int = 3) -> Drive:
@@ -149,8 +149,7 @@ def test_what_was_evaluated_after_the_checkpoint_is_evaluated_again_in_the_next_
     drive.cluster.checkpoint_every = 2
     under_way(drive, 3)
     assert [evaluation.version for evaluation in drive.state.evaluations] == [0, 1, 2]
-    actor = drive.state.components[Role.ACTOR].grants[0].gpu
-    drive.cluster.kill_worker(actor)
+    drive.cluster.kill_instance(instance_id(Role.ACTOR, NODES[0]), tells=True)
     drive.run_until(lambda state: state.incarnation == 2)
     assert [evaluation.version for evaluation in drive.state.evaluations] == [0, 1, 2], "version 2 is the checkpoint's"
 
