@@ -12,6 +12,7 @@ Invariants:
   decoding (temperature 0) reports them at temperature 1.
 - Every token carries the version of the weights that made it.
 - A refused call changes nothing.
+- An engine whose process died, or that answered nonsense, says EngineFailed to every call from then on.
 """
 
 from __future__ import annotations
@@ -64,6 +65,21 @@ class EngineNotReady(RuntimeError):
 
 class WeightsRefused(ValueError):
     """The tensors are not a full set for this model; the engine still holds what it held."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine is gone, or in a state that nobody knows: what was inside is lost, and it takes no more calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFeatures:
+    """What this engine, in this version and on this device, does beyond the protocol's least.
+
+    repeats_draws: a request's seed decides its draws, whatever the batch around it.
+    """
+
+    name: str
+    repeats_draws: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +219,9 @@ class HoldsWeights(Protocol):
 
 class Engine(Generates, Pauses, HoldsWeights, Protocol):
     """A generation engine."""
+
+    @property
+    def features(self) -> EngineFeatures: ...
+
+    def close(self) -> None:
+        """End its processes and free its memory; idempotent. It takes no calls after."""

@@ -25,7 +25,7 @@ from tests.unit.rollout.tiny_models import finish, generate_until_used, num_insi
 from tidegate.model_config import ModelConfig
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
-LONG = SamplingParams(max_new_tokens=100, seed=7)
+SHORT = SamplingParams(max_new_tokens=12, seed=7)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,16 @@ class Subject:
     config: ModelConfig
     weights: Callable[[int], list[tuple[str, torch.Tensor]]]
     num_slots: int
+
+    @property
+    def short(self) -> SamplingParams:
+        """12 tokens that come out the same again."""
+        return replace(SHORT, temperature=1.0 if self.engine.features.repeats_draws else 0)
+
+    @property
+    def long(self) -> SamplingParams:
+        """100 tokens that come out the same again."""
+        return replace(self.short, max_new_tokens=100)
 
 
 class EngineSuite:
@@ -63,19 +73,21 @@ class EngineSuite:
         assert generation.response.tokens == want
         assert len(generation.response.log_probs) == len(want)
 
-    def test_the_same_seed_draws_the_same_response_and_another_seed_another(self, subject: Subject) -> None:
-        finished = run(
-            subject.engine,
-            request_of("a"),
-            request_of("same"),
-            request_of("other", sampling=SamplingParams(max_new_tokens=12, seed=8)),
-        )
-        assert finished["same"].response == finished["a"].response
+    def test_another_seed_draws_another_response(self, subject: Subject) -> None:
+        other = replace(SHORT, seed=8)
+        finished = run(subject.engine, request_of("a", sampling=SHORT), request_of("other", sampling=other))
         assert finished["other"].response.tokens != finished["a"].response.tokens
 
+    def test_the_same_request_comes_out_the_same_again(self, subject: Subject) -> None:
+        """Drawn by its seed where the engine repeats draws, else greedily."""
+        finished = run(
+            subject.engine, request_of("a", sampling=subject.short), request_of("same", sampling=subject.short)
+        )
+        assert finished["same"].response == finished["a"].response
+
     def test_an_abort_hands_back_every_token_made_so_far(self, subject: Subject) -> None:
-        whole = run(subject.engine, request_of(sampling=LONG))["a"].response
-        subject.engine.submit(request_of(sampling=LONG))
+        whole = run(subject.engine, request_of(sampling=subject.long))["a"].response
+        subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
         (aborted,) = subject.engine.abort([RequestId("a")])
         assert aborted.finish_reason is FinishReason.ABORT
@@ -87,7 +99,7 @@ class EngineSuite:
     def test_an_abort_of_all_hands_back_running_and_waiting_requests_in_order(self, subject: Subject) -> None:
         names = [f"r{index}" for index in range(subject.num_slots + 2)]
         for name in names:
-            subject.engine.submit(request_of(name, sampling=LONG))
+            subject.engine.submit(request_of(name, sampling=subject.long))
         generate_until_used(subject.engine, 10)
         aborted = subject.engine.abort()
         assert [generation.id for generation in aborted] == names
@@ -97,7 +109,7 @@ class EngineSuite:
 
     def test_an_abort_of_one_leaves_the_others_running(self, subject: Subject) -> None:
         for name in ("a", "b"):
-            subject.engine.submit(request_of(name, sampling=LONG))
+            subject.engine.submit(request_of(name, sampling=subject.long))
         generate_until_used(subject.engine, 20)
         subject.engine.abort([RequestId("a")])
         finished = finish(subject.engine)
@@ -105,11 +117,11 @@ class EngineSuite:
         assert len(finished["b"].response.tokens) == 100
 
     def test_a_continued_partial_keeps_its_tokens_log_probabilities_and_versions(self, subject: Subject) -> None:
-        subject.engine.submit(request_of(sampling=LONG))
+        subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
         (aborted,) = subject.engine.abort()
         subject.engine.update_weights(2, subject.weights(2))
-        generation = run(subject.engine, request_of(sampling=LONG, partial=aborted.response))["a"]
+        generation = run(subject.engine, request_of(sampling=subject.long, partial=aborted.response))["a"]
         num_kept = len(aborted.response.tokens)
         assert len(generation.response.tokens) == 100
         assert generation.response.tokens[:num_kept] == aborted.response.tokens
@@ -165,8 +177,8 @@ class EngineSuite:
 
     @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
     def test_a_paused_engine_makes_no_token_and_goes_on_where_it_was(self, subject: Subject, mode: PauseMode) -> None:
-        want = run(subject.engine, request_of(sampling=LONG))["a"].response.tokens
-        subject.engine.submit(request_of(sampling=LONG))
+        want = run(subject.engine, request_of(sampling=subject.long))["a"].response.tokens
+        subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
         assert subject.engine.pause(mode) == ()
         assert subject.engine.pause(mode) == ()
@@ -177,7 +189,7 @@ class EngineSuite:
         assert finish(subject.engine)["a"].response.tokens == want
 
     def test_a_pause_in_place_keeps_the_cache_and_a_retraction_frees_it(self, subject: Subject) -> None:
-        subject.engine.submit(request_of(sampling=LONG))
+        subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
         subject.engine.pause(PauseMode.IN_PLACE)
         assert subject.engine.load().num_used_tokens >= 20
@@ -186,7 +198,7 @@ class EngineSuite:
         assert (load.num_used_tokens, load.num_running, load.num_waiting) == (0, 0, 1)
 
     def test_a_pause_that_aborts_hands_everything_back(self, subject: Subject) -> None:
-        subject.engine.submit(request_of(sampling=LONG))
+        subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
         (aborted,) = subject.engine.pause(PauseMode.ABORT)
         assert (aborted.id, aborted.finish_reason) == ("a", FinishReason.ABORT)
@@ -207,8 +219,8 @@ class EngineSuite:
         assert list(run(subject.engine, request_of())) == ["a"]
 
     def test_a_weight_update_between_two_tokens_splits_the_versions_there(self, subject: Subject) -> None:
-        old = run(subject.engine, request_of(sampling=LONG))["a"].response.tokens
-        subject.engine.submit(request_of(sampling=LONG))
+        old = run(subject.engine, request_of(sampling=subject.long))["a"].response.tokens
+        subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
         subject.engine.update_weights(2, subject.weights(2))
         assert subject.engine.version == 2
@@ -222,7 +234,7 @@ class EngineSuite:
     def test_a_retraction_over_a_weight_update_recomputes_the_cache_with_the_new_weights(
         self, subject: Subject
     ) -> None:
-        subject.engine.submit(request_of(sampling=LONG))
+        subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
         subject.engine.pause(PauseMode.RETRACT)
         subject.engine.update_weights(2, subject.weights(2))
@@ -235,17 +247,17 @@ class EngineSuite:
             log_probs=retracted.log_probs[:num_old],
             versions=retracted.versions[:1],
         )
-        continued = run(subject.engine, request_of(sampling=LONG, partial=kept))["a"].response
+        continued = run(subject.engine, request_of(sampling=subject.long, partial=kept))["a"].response
         assert retracted.tokens == continued.tokens
 
     def test_a_refused_update_leaves_the_old_weights_in_force(self, subject: Subject) -> None:
         want_checksums = dict(subject.engine.checksums())
-        want = run(subject.engine, request_of())["a"].response
+        want = run(subject.engine, request_of(sampling=subject.short))["a"].response
         with pytest.raises(WeightsRefused, match=r"1 of \d+ tensors are missing"):
             subject.engine.update_weights(2, subject.weights(2)[:-1])
         assert subject.engine.version == 1
         assert subject.engine.checksums() == want_checksums
-        assert run(subject.engine, request_of())["a"].response == want
+        assert run(subject.engine, request_of(sampling=subject.short))["a"].response == want
 
     def test_checksums_name_every_tensor_and_follow_its_elements(self, subject: Subject) -> None:
         first = dict(subject.engine.checksums())
@@ -276,7 +288,7 @@ class EngineSuite:
             subject.engine.update_weights(2, subject.weights(2))
 
     def test_an_engine_that_woke_needs_weights_and_then_generates_as_before(self, subject: Subject) -> None:
-        want = run(subject.engine, request_of())["a"].response
+        want = run(subject.engine, request_of(sampling=subject.short))["a"].response
         subject.engine.sleep()
         subject.engine.wake()
         subject.engine.wake()
@@ -284,4 +296,4 @@ class EngineSuite:
             subject.engine.submit(request_of())
         subject.engine.update_weights(1, subject.weights(1))
         assert subject.engine.load().num_capacity_tokens > 0
-        assert run(subject.engine, request_of())["a"].response == want
+        assert run(subject.engine, request_of(sampling=subject.short))["a"].response == want

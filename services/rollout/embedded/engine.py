@@ -19,11 +19,11 @@ from services.rollout.embedded.attention import KvCache
 from services.rollout.embedded.batch import Batch, Sequence
 from services.rollout.embedded.decoder import Decoder
 from services.rollout.embedded.probe import probe_row_counts
-from services.rollout.embedded.requests import check_request
 from services.rollout.embedded.rows import Segment
 from services.rollout.embedded.sampler import Draw, draw_tokens
 from services.rollout.embedded.weights import DecoderWeights, load_weights, tensor_checksum
 from services.rollout.engine import (
+    EngineFeatures,
     EngineLoad,
     EngineNotReady,
     Generation,
@@ -31,6 +31,7 @@ from services.rollout.engine import (
     PauseMode,
     RequestId,
 )
+from services.rollout.requests import check_request
 from tidegate.model_config import ModelConfig
 
 
@@ -58,6 +59,14 @@ class EmbeddedEngine:
         self._cache: KvCache | None = KvCache(config, num_slots=self._num_cache_slots)
         self._weights: DecoderWeights | None = None
         self._paused = False
+
+    @property
+    def features(self) -> EngineFeatures:
+        return EngineFeatures(name="embedded", repeats_draws=True)
+
+    def close(self) -> None:
+        self._batch.remove(None)
+        self._cache = self._weights = None
 
     def submit(self, request: GenerationRequest) -> None:
         self._ready()

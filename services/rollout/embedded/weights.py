@@ -16,11 +16,9 @@ from types import MappingProxyType
 import torch
 
 from services.rollout.engine import WeightsRefused
+from services.rollout.full_set import full_set
 from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, OUTPUT, expert_prefix, layer_name
-from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
-
-MOST_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +56,7 @@ class DecoderWeights:
 
 def load_weights(config: ModelConfig, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> DecoderWeights:
     """Copy a full set of tensors; WeightsRefused names what is missing, unknown, repeated or of a wrong shape."""
-    want = {p.name: p.shape for p in model_parameters(config, padded_vocab=config.vocab_size)}
-    named: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        if name not in want:
-            raise WeightsRefused(f"weights version {version}: unknown tensor {name!r}; this model has {_some(want)}")
-        if name in named:
-            raise WeightsRefused(f"weights version {version}: tensor {name!r} came twice; send each once")
-        _check_tensor(name, tensor, want[name])
-        named[name] = tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
-    missing = [name for name in want if name not in named]
-    if missing:
-        raise WeightsRefused(
-            f"weights version {version}: {len(missing)} of {len(want)} tensors are missing: {_some(missing)}; "
-            f"an update is a full set"
-        )
+    named = full_set(config, version=version, tensors=tensors, prepare=_copied)
     return _assemble(config, version, named)
 
 
@@ -82,18 +66,12 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(elements.numpy().data, digest_size=16).hexdigest()
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, want: tuple[int, ...]) -> None:
-    got = tuple(tensor.shape)
-    padded = name in (EMBEDDING, OUTPUT) and len(got) == 2 and got[0] >= want[0] and got[1] == want[1]
-    if got != want and not padded:
-        more = " or more rows" if name in (EMBEDDING, OUTPUT) else ""
-        raise WeightsRefused(
-            f"tensor {name!r} has shape {list(got)}, want {list(want)}{more}: send it whole, unsharded"
-        )
+def _copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in (torch.float32, torch.bfloat16):
         raise WeightsRefused(
             f"tensor {name!r} is {tensor.dtype}; the embedded engine takes torch.float32 and torch.bfloat16: cast it"
         )
+    return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
 
 
 def _assemble(config: ModelConfig, version: int, named: dict[str, torch.Tensor]) -> DecoderWeights:
@@ -129,9 +107,3 @@ def _layer(config: ModelConfig, layer: int, named: Mapping[str, torch.Tensor]) -
         router_EH=None if is_dense else of("mlp.router.weight"),
         experts=tuple(map(feed_forward, prefixes)),
     )
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    rest = f" and {len(shown) - MOST_NAMES_SHOWN} more" if len(shown) > MOST_NAMES_SHOWN else ""
-    return ", ".join(shown[:MOST_NAMES_SHOWN]) + rest
