@@ -23,6 +23,7 @@ from tidegate.config_checks import (
     job_faults,
     model_faults,
     placement_faults,
+    rollout_faults,
 )
 from tidegate.config_data import DataSection, RewardSection, data_faults
 from tidegate.config_evaluation import EvaluationSection, evaluation_faults
@@ -164,12 +165,24 @@ class ActorSection(_Section):
     warm_up: WarmUpSection = WarmUpSection()
 
 
+class SglangSection(_Section):
+    """A real SGLang server for each engine, in an environment of its own."""
+
+    python: ConfigPath = ""
+    """Its environment's interpreter, relative to the config's folder; engine: sglang needs it."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    start_timeout_s: PositiveFloat = 110.0
+    """Of a server's start, which a command waits for: below runtime.command_deadline_s."""
+
+
 class RolloutSection(_Section):
     """Generation; one engine a GPU."""
 
     max_running_requests: Positive = 32
     num_reward_workers: Positive = 2
     """Processes that run the rewards of `data`; a built-in task's need none."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SglangSection = SglangSection()
 
 
 class InferenceSection(_Section):
@@ -241,7 +254,7 @@ class JobConfig(_Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> JobConfig:
         faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
-        faults += [*placement_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
+        faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
         if faults:
             raise ConfigError("\n".join(faults))
         return self

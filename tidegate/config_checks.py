@@ -162,6 +162,23 @@ def algorithm_faults(config: JobConfig) -> list[str]:
     return faults
 
 
+def rollout_faults(config: JobConfig) -> list[str]:
+    faults = []
+    rollout, deadline_s = config.rollout, config.runtime.command_deadline_s
+    if rollout.engine == "sglang" and not rollout.sglang.python:
+        faults.append(
+            "rollout.engine=sglang needs rollout.sglang.python, the interpreter of an environment with SGLang, such as "
+            ".venv-sglang/bin/python (`make .venv-sglang` makes it)"
+        )
+    start_s = rollout.sglang.start_timeout_s
+    if rollout.engine == "sglang" and start_s >= deadline_s:
+        faults.append(
+            f"rollout.sglang.start_timeout_s={start_s:g} is not below runtime.command_deadline_s={deadline_s:g}, of "
+            "the command that starts the server: lower the one or raise the other"
+        )
+    return faults
+
+
 def config_warnings(config: JobConfig) -> tuple[str, ...]:
     """Of a config without fault."""
     warnings = []
@@ -182,6 +199,11 @@ def config_warnings(config: JobConfig) -> tuple[str, ...]:
         warnings.append(
             "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; its rewards stay 0, "
             f"and nothing is learnt, unless it earns one by chance; {remedy}name a checkpoint by model.path"
+        )
+    if config.rollout.engine == "sglang" and config.cluster.device == "cpu":
+        warnings.append(
+            "rollout.engine=sglang draws without seeds on a CPU: another run of this job draws other responses; set it "
+            "to embedded for runs that repeat"
         )
     if idle := _unused_gpus(config):
         warnings.append(

@@ -20,7 +20,7 @@ from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_to
 from tidegate.model_config import ModelConfig
 from tidegate.tasks import Task, find_task
 from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokenizer
-from tidegate.types import NodeId, Role, SampleId
+from tidegate.types import GpuId, NodeId, Role, SampleId
 
 MAX_VOCAB_SIZE = 1 << 20
 """A tokenizer file with more ids than this is taken for a wrong file; the largest in use have about 262,000."""
@@ -68,6 +68,10 @@ class JobFolder:
     def attempt(self) -> AttemptFolder:
         """What the newest start of the job writes: its logs and its timeline."""
         return newest_attempt(self.root)
+
+    def engine(self, gpu: GpuId) -> Path:
+        """What the engine on a GPU keeps: the config and the log of its server."""
+        return self.root / "engines" / gpu
 
     @property
     def checkpoints(self) -> Path:
@@ -126,6 +130,11 @@ def snapshot_root(config: JobConfig, node: NodeId) -> Path:
 def state_folder(config: JobConfig, node: NodeId) -> Path:
     """Where the actor's workers of a node share the state that they train, in host memory."""
     return Path(config.runtime.host_memory_root) / node / "state" / config.job
+
+
+def engine_scratch(config: JobConfig, gpu: GpuId) -> Path:
+    """Where the server of an engine has its sockets, for as long as it runs."""
+    return Path(config.runtime.host_memory_root) / "engines" / gpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ An engine is kept as full as it can run; what it held goes to the others when it
 part at once. A new lead asks the stream which groups are there and has only the others made; an evaluation it begins
 anew. Where the plan has extra prompts, groups without spread are replaced (`tidegate.candidates`), and what the stream
 holds of a group decides. Invariants: a group is published whole and once; every response of an iteration is drawn from
-the iteration's version; a response is the same whichever engine makes it (its seed is derived from its id); nothing of
-an evaluation goes to the stream, nor into an account.
+the iteration's version; where engines repeat draws, a response is the same whichever makes it (its seed is derived from
+its id); nothing of an evaluation goes to the stream, nor into an account.
 """
 
 from __future__ import annotations

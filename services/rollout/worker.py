@@ -1,17 +1,15 @@
 """A rollout worker: one engine on one slot, driven by its instance's calls.
 
 Generation happens in short steps between calls. Each sequence's outcome is a reply to the call that asked for it; the
-last of them closes that call. Invariants: a refused call changes nothing; every request that was taken comes out once.
+last of them closes that call. Invariants: a refused call changes nothing; every request that was taken comes out once;
+a worker whose engine failed ends, so that what it held is generated elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
-from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import (
     Engine,
     FinishReason,
@@ -21,13 +19,14 @@ from services.rollout.engine import (
     RequestRefused,
     SamplingParams,
 )
+from services.rollout.engines import start_engine
 from tidegate.codec import decode_sample_id, encode_sample_id
 from tidegate.config import JobConfig
 from tidegate.elastic.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job
 from tidegate.megatron.family import model_parameters
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
-from tidegate.types import SampleId
+from tidegate.types import GpuId, SampleId
 from tidegate.v1 import samples_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -38,10 +37,15 @@ _FINISH = {
 }
 
 
-class EngineWorker:
-    """Handler and stepper of one engine."""
+_STEP_WAIT_S = 0.01
+"""For which a step waits for a server's responses, and a call for a step; an engine in this process generates in it."""
 
-    def __init__(self) -> None:
+
+class EngineWorker:
+    """Handler and stepper of one engine on `gpu`."""
+
+    def __init__(self, gpu: GpuId) -> None:
+        self._gpu = gpu
         self._job: Job | None = None
         self._engine: Engine | None = None
         self._call_of: dict[RequestId, int] = {}
@@ -52,9 +56,13 @@ class EngineWorker:
         return bool(self._call_of)
 
     def step(self) -> Iterator[Answer]:
-        """A token for every running sequence."""
+        """A few tokens for every running sequence."""
         _, engine = self._started()
-        return self._answers(engine.poll())
+        return self._answers(engine.poll(wait_s=_STEP_WAIT_S))
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         match call.WhichOneof("body"):
@@ -75,9 +83,9 @@ class EngineWorker:
         if self._engine is not None:
             raise CallRefused("the engine is started already")
         self._job = load_job(JobConfig.from_json(call.start_engine.config_json))
-        limit = self._job.config.rollout.max_running_requests
-        self._engine = EmbeddedEngine(self._job.model, max_running_requests=limit)
-        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail="embedded"))
+        started = start_engine(self._job, self._gpu)
+        self._engine = started.engine
+        return Answer(call.call_id, wire.Started(memory_bytes=started.memory_bytes, detail=self._engine.features.name))
 
     def _load(self, call: wire.WorkerCall) -> Answer:
         job, engine = self._started()
@@ -109,15 +117,17 @@ class EngineWorker:
         self._call_of |= dict.fromkeys(taken, call.call_id)
         self._num_open[call.call_id] = len(taken)
 
-    def _answers(self, generations: Iterable[Generation]) -> Iterator[Answer]:
+    def _answers(self, generations: Sequence[Generation]) -> Iterator[Answer]:
+        if not generations:
+            return
         _, engine = self._started()
+        load = engine.load()
         for generation in generations:
             call_id = self._call_of.pop(generation.id)
             self._num_open[call_id] -= 1
             last = self._num_open[call_id] == 0
             if last:
                 del self._num_open[call_id]
-            load = engine.load()
             body = wire.Generated(
                 sample=_sample(generation), num_running=load.num_running, num_waiting=load.num_waiting
             )
@@ -157,5 +167,8 @@ def _sample(generation: Generation) -> samples_pb2.Sample:
 
 def main(channel: WorkerChannel) -> None:
     """The worker's entry, in the forked process."""
-    worker = EngineWorker()
-    run_worker(channel, worker, stepper=worker, waits_for="prompts")
+    worker = EngineWorker(GpuId(channel.grant.gpu))
+    try:
+        run_worker(channel, worker, stepper=worker, waits_for="prompts")
+    finally:
+        worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,18 @@ WRONG = {
         _with("rollout.max_running_requests", 5000),
         r"rollout.max_running_requests=5000 is more than an engine .*: lower it to 256 or less",
     ),
+    "SGLang without its environment": (
+        _with("rollout.engine", "sglang"),
+        r"rollout.engine=sglang needs rollout.sglang.python, .*make .venv-sglang",
+    ),
+    "a server's start that its command does not wait for": (
+        _with("rollout", {"engine": "sglang", "sglang": {"python": "bin/python", "start_timeout_s": 120}}),
+        r"start_timeout_s=120 is not below runtime.command_deadline_s=120, of the command .*: lower the one or raise",
+    ),
+    "an engine that there is not": (
+        _with("rollout.engine", "vllm"),
+        r"rollout.engine='vllm': .*'embedded' or 'sglang'",
+    ),
     "a lead that outlives its lease": (_with("runtime.lead_ttl_s", 60), r"lead_ttl_s=60.0 is longer than lease_ttl_s"),
 }
 
@@ -218,6 +231,13 @@ def test_a_model_that_starts_from_random_weights_is_warned_of_with_the_remedy() 
     assert warning.startswith("actor.warm_up.steps=0: ")
     assert "rewards stay 0" in warning
     assert "set it to 200" in warning
+
+
+def test_an_engine_that_takes_no_seeds_is_warned_of_with_the_one_that_does() -> None:
+    sglang = {"engine": "sglang", "sglang": {"python": "bin/python"}}
+    (warning,) = parse_config(_with("rollout", sglang)).warnings()
+    assert warning.startswith("rollout.engine=sglang draws without seeds on a CPU")
+    assert "set it to embedded" in warning
 
 
 def test_gpus_that_no_component_uses_are_named() -> None:
@@ -277,3 +297,11 @@ def test_a_tokenizer_path_is_relative_to_the_configs_folder(tmp_path: Path) -> N
     assert load_config(path).model.tokenizer == str(tmp_path / "words.json")
     path.write_text(yaml.safe_dump(_with("model", {"path": "../models/small", "max_seq_len": 64})))
     assert load_config(path).model.path == str(tmp_path.parent / "models" / "small")
+
+
+def test_the_path_of_sglangs_interpreter_is_relative_to_the_configs_folder_and_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(_with("rollout.sglang", {"python": "bin/python"})))
+    assert load_config(path).rollout.sglang.python == str(tmp_path / "bin" / "python")

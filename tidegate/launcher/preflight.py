@@ -1,15 +1,18 @@
-"""What is asked of the servers before a job starts: do they answer, and is the job's name free on them.
+"""What is asked before a job starts: do its servers answer, is its name free on them, is its engine installed.
 
 Invariants: nothing is written; a message names the URL without its password, and what would help.
 """
 
 from __future__ import annotations
 
+import asyncio
 from urllib.parse import urlsplit
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
 from tidegate.config import JobConfig
+from tidegate.huggingface.served import check_served
+from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.ownership import StoreUnavailable
 from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen
@@ -30,6 +33,32 @@ async def check_servers(config: JobConfig, start: Start) -> None:
         await _check_redis(config.servers.redis_url, job, start)
     else:
         _check_package(VALKEY)
+
+
+async def check_engine(job: Job) -> None:
+    """CannotStart when the model is none that SGLang is given, or its environment has no SGLang.
+
+    Whether its version will do is the engine's to say.
+    """
+    rollout = job.config.rollout
+    if rollout.engine != "sglang":
+        return
+    try:
+        check_served(job.model)
+    except ValueError as error:
+        raise CannotStart(f"rollout.engine=sglang cannot generate with this model: {error}") from error
+    python = rollout.sglang.python
+    remedy = "name the interpreter of an environment with SGLang (`make .venv-sglang` makes one)"
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(python, "-I", "-c", "import importlib.metadata; importlib.metadata.version('sglang')"),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError as error:
+        raise CannotStart(f"rollout.sglang.python={python} cannot be run ({error.strerror}): {remedy}") from error
+    if await process.wait() != 0:
+        raise CannotStart(f"rollout.sglang.python={python} has no package sglang: {remedy}")
 
 
 def masked(url: str) -> str:

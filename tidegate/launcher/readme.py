@@ -22,6 +22,7 @@ Of the job, over all its attempts:
   endpoint.json     where the live job answers; private, gone when the job is over
   launcher.lock     held while the job runs
   nodes/            NODE/gate/: who may use each GPU
+  engines/          NODE/INDEX/: what SGLang's server on that slot was told, and its log, where it generates
   servers/          data of the embedded NATS and Redis, private: what --resume goes on from
 
 Of each start and each --resume, attempts/001/, attempts/002/, ..., the newest also as latest/:

@@ -146,7 +146,9 @@ RULES: Mapping[str, Rule] = {
     "actor.tokenizer.tokenizer_model": Becomes("model.tokenizer"),
     "rollout.model_dir": Becomes("model.path"),
     "rollout.model.model_path": Becomes("model.path"),
-    "rollout.rollout_backend": OnlyAs(("sglang",), "leave it out", told={"sglang": "the embedded engine generates"}),
+    "rollout.rollout_backend": OnlyAs(
+        ("sglang",), "leave it out", told={"sglang": "rollout.engine says what generates: embedded, unless it is set"}
+    ),
     "rollout.tensor_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),
     "rollout.pipeline_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),
     "rollout.padding": OnlyAs((None,), "set it to null: the tokenizer says it"),

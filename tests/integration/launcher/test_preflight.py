@@ -1,7 +1,9 @@
-"""Servers of one's own are asked before anything starts: do they answer, and do they hold an older run."""
+"""What a job needs is asked before anything starts: its servers, whether they hold an older run, its engine."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from tests.unit.cli.configs import small_config
 from tidegate.config import JobConfig
 from tidegate.events import EventSource
+from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
-from tidegate.launcher.preflight import check_servers, masked
+from tidegate.launcher.preflight import check_engine, check_servers, masked
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connected_bus
 from tidegate.types import JobId
@@ -64,3 +67,26 @@ async def test_a_fresh_run_is_refused_where_the_servers_hold_an_older_one_of_its
 def test_a_masked_url_keeps_all_but_user_and_password() -> None:
     assert masked("nats://a:b@host:1") == "nats://***@host:1"
     assert masked("nats://host:1") == "nats://host:1"
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [("/nowhere/python", r"cannot be run \(No such file or directory\)"), (sys.executable, "has no package sglang")],
+    ids=["no interpreter", "an interpreter without SGLang"],
+)
+async def test_an_environment_without_sglang_is_told_before_anything_starts(
+    tmp_path: Path, python: str, message: str
+) -> None:
+    job = load_job(small_config(tmp_path, rollout={"engine": "sglang", "sglang": {"python": python}}))
+    with pytest.raises(CannotStart, match=f"rollout.sglang.python={python} {message}.*make .venv-sglang"):
+        await check_engine(job)
+    await check_engine(load_job(small_config(tmp_path, rollout={"sglang": {"python": python}})))
+
+
+async def test_a_model_with_experts_is_refused_where_sglang_would_generate(tmp_path: Path) -> None:
+    job = load_job(small_config(tmp_path, rollout={"engine": "sglang", "sglang": {"python": sys.executable}}))
+    sparse = replace(job, model=replace(job.model, num_experts=4, experts_per_token=2))
+    with pytest.raises(
+        CannotStart, match=r"dense models here, and this one has 4 experts: set rollout\.engine=embedded"
+    ):
+        await check_engine(sparse)

@@ -1,0 +1,102 @@
+"""A request in SGLang's words, and its replies in ours. Pure.
+
+What was generated before comes first in the prompt that SGLang sees and in the response that we give; its tokens keep
+their log-probability and version. SGLang's draws depend on the seed and on the token's position, so that they would go
+on alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.rollout.engine import FinishReason, Generation, GenerationRequest, Response, VersionSpan
+
+_SEED_MASK = 2**63 - 1
+"""SGLang takes signed 64 bits."""
+
+
+class ReplyUnreadable(ValueError):
+    """The reply is not what SGLang gives when it is asked that."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    num_running: int
+    num_used_tokens: int
+    num_capacity_tokens: int
+
+
+def generate_body(request: GenerationRequest, *, rid: str) -> dict[str, Any]:
+    sampling, partial = request.sampling, request.partial.tokens
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens - len(partial),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "sampling_seed": sampling.seed & _SEED_MASK,
+    }
+    if sampling.stop_token_id is None:
+        params["ignore_eos"] = True
+    else:
+        params["stop_token_ids"] = [sampling.stop_token_id]
+    return {
+        "rid": rid,
+        "input_ids": [*request.prompt_tokens, *partial],
+        "sampling_params": params,
+        "return_logprob": True,
+    }
+
+
+def generation_of(request: GenerationRequest, reply: Mapping[str, Any]) -> Generation:
+    """ReplyUnreadable names what is missing or does not add up."""
+    try:
+        meta = reply["meta_info"]
+        tokens = tuple(int(token) for token in reply["output_ids"])
+        log_probs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"] or ())
+        reason = FinishReason(meta["finish_reason"]["type"])
+        spans = _shifted(meta["weight_versions"], by=len(request.partial.tokens))
+        partial = request.partial
+        response = Response(partial.tokens + tokens, partial.log_probs + log_probs, joined((*partial.versions, *spans)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReplyUnreadable(f"request {request.id}: SGLang's reply cannot be read ({error!r})") from error
+    return Generation(request.id, response, reason)
+
+
+def load_of(reply: Mapping[str, Any]) -> ServerLoad:
+    try:
+        (rank,) = reply["loads"]
+        return ServerLoad(
+            num_running=rank["num_running_reqs"],
+            num_used_tokens=rank["num_used_tokens"],
+            num_capacity_tokens=rank["max_total_num_tokens"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReplyUnreadable(f"SGLang's load cannot be read ({error!r})") from error
+
+
+def checksums_of(reply: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Of each tensor, by the name that it has here; `names` says under which SGLang holds it."""
+    try:
+        (rank,) = reply["ranks"]
+        return {name: str(rank["checksums"][held]) for name, held in names.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReplyUnreadable(f"SGLang's checksums cannot be read ({error!r})") from error
+
+
+def joined(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version as one span."""
+    found: list[VersionSpan] = []
+    for span in spans:
+        if found and found[-1].version == span.version:
+            span = VersionSpan(span.version, found.pop().start, span.end)
+        found.append(span)
+    return tuple(found)
+
+
+def _shifted(spans: Iterable[Mapping[str, Any]], *, by: int) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(int(span["version"]), span["start"] + by, span["end"] + by)
+        for span in spans
+        if span["end"] > span["start"]
+    )

@@ -1,0 +1,258 @@
+"""What SGLang is told and what is read of its answers: pure, no server."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import pickle  # noqa: TID251 # reads back what was just written, to see what SGLang would find
+import pickletools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.rollout.engine import (
+    EngineFailed,
+    FinishReason,
+    Response,
+    SamplingParams,
+    VersionSpan,
+    WeightsRefused,
+)
+from services.rollout.sglang.client import SglangClient
+from services.rollout.sglang.features import check_version, features_of
+from services.rollout.sglang.names import as_held, held_name, pieces_of, served_config
+from services.rollout.sglang.replies import (
+    ReplyUnreadable,
+    ServerLoad,
+    checksums_of,
+    generate_body,
+    generation_of,
+    load_of,
+)
+from services.rollout.sglang.server import ServerSettings, server_environment, server_options
+from services.rollout.sglang.weights import pickled, weight_set
+from tests.unit.rollout.tiny_models import TINY, random_weights, request_of
+from tidegate.elastic.gpt import EMBEDDING
+from tidegate.elastic.parameters import Parameter
+from tidegate.megatron.family import model_parameters
+from tidegate.model_config import ModelConfig
+
+PARTIAL = Response(tokens=(9, 8), log_probs=(-0.5, -0.25), versions=(VersionSpan(3, 0, 2),))
+
+
+def reply(**changes: Any) -> dict[str, Any]:
+    """Three tokens of versions 3 and 4, ended by a stop token."""
+    meta = {
+        "output_token_logprobs": [[-1.0, 4, None], [-2.0, 5, None], [-3.0, 6, None]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
+        "finish_reason": {"type": "stop", "matched": 6},
+    }
+    return {"output_ids": [4, 5, 6], "meta_info": meta | changes}
+
+
+def settings_of(*, device: str = "cpu") -> ServerSettings:
+    return ServerSettings(
+        python=Path("python"),
+        folder=Path("folder"),
+        scratch=Path("/memory"),
+        model=TINY,
+        device=device,
+        dtype="bfloat16",
+        max_running_requests=3,
+        start_timeout_s=60.0,
+    )
+
+
+def parameter_named(name: str) -> Parameter:
+    return next(each for each in model_parameters(TINY, padded_vocab=TINY.vocab_size) if each.name == name)
+
+
+def test_a_continued_request_sends_its_tokens_as_prompt_and_asks_only_for_what_is_left() -> None:
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.5, top_p=0.75, seed=2**64 - 1, stop_token_id=2)
+    assert generate_body(request_of(sampling=sampling, partial=PARTIAL), rid="7") == {
+        "rid": "7",
+        "input_ids": [5, 17, 3, 9, 8],
+        "sampling_params": {
+            "max_new_tokens": 10,
+            "temperature": 0.5,
+            "top_p": 0.75,
+            "sampling_seed": 2**63 - 1,
+            "stop_token_ids": [2],
+        },
+        "return_logprob": True,
+    }
+
+
+def test_a_request_without_a_stop_token_ends_at_none() -> None:
+    assert generate_body(request_of(), rid="7")["sampling_params"]["ignore_eos"] is True
+
+
+def test_a_reply_follows_its_partial_and_neighbouring_versions_become_one_span() -> None:
+    generation = generation_of(request_of(partial=PARTIAL), reply())
+    assert generation.finish_reason is FinishReason.STOP
+    assert generation.response == Response(
+        tokens=(9, 8, 4, 5, 6),
+        log_probs=(-0.5, -0.25, -1.0, -2.0, -3.0),
+        versions=(VersionSpan(3, 0, 3), VersionSpan(4, 3, 5)),
+    )
+
+
+def test_a_reply_aborted_before_its_first_token_is_the_partial() -> None:
+    empty = reply(
+        output_token_logprobs=None,
+        weight_versions=[{"version": "3", "start": 0, "end": 0}],
+        finish_reason={"type": "abort", "message": "Abort in waiting queue"},
+    ) | {"output_ids": []}
+    generation = generation_of(request_of(partial=PARTIAL), empty)
+    assert (generation.response, generation.finish_reason) == (PARTIAL, FinishReason.ABORT)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({}, id="an empty answer"),
+        pytest.param(reply(output_token_logprobs=[[-1.0, 4, None]]), id="a token without a log-probability"),
+        pytest.param(reply(weight_versions=[]), id="no versions"),
+        pytest.param(reply(weight_versions=[{"version": "default", "start": 0, "end": 3}]), id="weights of nobody"),
+        pytest.param(reply(finish_reason=None), id="no end"),
+    ],
+)
+def test_a_reply_that_does_not_add_up_is_unreadable(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ReplyUnreadable, match="request a: SGLang's reply cannot be read"):
+        generation_of(request_of(), wrong)
+
+
+def test_a_load_and_checksums_are_read_by_name() -> None:
+    load = {"num_running_reqs": 2, "num_waiting_reqs": 1, "num_used_tokens": 30, "max_total_num_tokens": 500}
+    assert load_of({"loads": [load]}) == ServerLoad(num_running=2, num_used_tokens=30, num_capacity_tokens=500)
+    checksums = {"model.norm.weight": "0a", "lm_head.weight": "0b"}
+    assert checksums_of({"ranks": [{"checksums": checksums}]}, {"output": "lm_head.weight"}) == {"output": "0b"}
+
+
+@pytest.mark.parametrize("wrong", [None, {}, {"loads": [], "ranks": []}, {"loads": [{}], "ranks": [{}]}], ids=str)
+def test_what_is_no_load_or_no_checksums_is_unreadable(wrong: Any) -> None:
+    with pytest.raises(ReplyUnreadable, match="SGLang's load cannot be read"):
+        load_of(wrong)
+    with pytest.raises(ReplyUnreadable, match="SGLang's checksums cannot be read"):
+        checksums_of(wrong, {"output": "lm_head.weight"})
+
+
+def test_every_tensor_of_the_model_has_a_held_name_of_its_own() -> None:
+    family = replace(TINY, qkv_bias=True)
+    parameters = model_parameters(family, padded_vocab=family.vocab_size)
+    held = [held_name(parameter, family) for parameter in parameters]
+    assert len(set(held)) == len(held)
+    assert "model.layers.1.self_attn.qkv_proj.bias" in held
+    assert "model.layers.0.mlp.gate_up_proj.weight" in held
+
+
+def test_pieces_take_queries_keys_and_values_out_of_their_groups() -> None:
+    rows = torch.arange(TINY.qkv_size * TINY.hidden_size, dtype=torch.float32).view(TINY.qkv_size, -1)
+    pieces = dict(pieces_of(parameter_named("decoder.layers.1.self_attention.linear_qkv.weight"), TINY, rows))
+    # Two groups of two queries, a key and a value, 16 rows each.
+    want = {"q": [0, 16, 64, 80], "k": [32, 96], "v": [48, 112]}
+    for letter, starts in want.items():
+        piece = pieces[f"model.layers.1.self_attn.{letter}_proj.weight"]
+        assert torch.equal(piece, torch.cat([rows[start : start + 16] for start in starts]))
+
+
+def test_padding_rows_are_not_sent_and_are_zeros_in_what_is_held() -> None:
+    tensors = dict(random_weights(TINY, padding_rows=3))
+    ((_, piece),) = pieces_of(parameter_named(EMBEDDING), TINY, tensors[EMBEDDING])
+    assert len(piece) == TINY.vocab_size
+    held = as_held(EMBEDDING, (piece,))
+    assert len(held) == 64
+    assert not held[TINY.vocab_size :].any()
+
+
+def test_the_config_is_llamas_and_ends_responses_at_no_token() -> None:
+    told = served_config(TINY, dtype="bfloat16")
+    assert (told["architectures"], told["eos_token_id"], told["torch_dtype"]) == (
+        ["LlamaForCausalLM"],
+        None,
+        "bfloat16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (replace(TINY, num_experts=4, experts_per_token=2), "this one has 4 experts: set rollout.engine=embedded"),
+        (replace(TINY, qkv_bias=True, qk_norm=True), "no architecture of .* qkv_bias=True, qk_norm=True"),
+        (replace(TINY, qkv_bias=True), "48 / 4 for the head_dim of a Qwen2, and this one has head_dim=16"),
+    ],
+    ids=["experts", "no family's shape", "a Qwen2 with wide heads"],
+)
+def test_a_model_that_sglang_would_not_compute_as_we_do_is_refused(model: ModelConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        served_config(model, dtype="bfloat16")
+
+
+def test_buckets_hold_each_piece_once_cast_and_no_more_than_their_size() -> None:
+    weights = weight_set(TINY, version=2, dtype=torch.bfloat16, tensors=random_weights(TINY))
+    buckets = [pickle.loads(base64.b64decode(bucket)) for bucket in weights.buckets(max_bytes=9000)]
+    assert len(buckets) > 1
+    assert all(len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 9000 for bucket in buckets)
+    sent = [name for bucket in buckets for name, _ in bucket]
+    assert sent == [name for name, _ in weights.pieces]
+    assert {tensor.dtype for bucket in buckets for _, tensor in bucket} == {torch.bfloat16}
+
+
+def test_a_bucket_names_nothing_of_megatron_which_replaces_torchs_reader_of_storages() -> None:
+    importlib.import_module("megatron.core")
+    written = pickled([("lm_head.weight", torch.ones(2))])
+    assert "megatron" in torch.storage._load_from_bytes.__module__
+    named = {operation[1] for operation in pickletools.genops(written) if operation[0].name == "GLOBAL"}
+    assert "torch.storage _load_from_bytes" in named
+    assert b"megatron" not in written
+    assert torch.equal(pickle.loads(written)[0][1], torch.ones(2))
+
+
+def test_a_set_that_is_not_whole_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(WeightsRefused, match="1 of 15 tensors are missing"):
+        weight_set(TINY, version=2, dtype=torch.float32, tensors=random_weights(TINY)[:-1])
+    numbers = [(name, tensor.long()) for name, tensor in random_weights(TINY)]
+    with pytest.raises(WeightsRefused, match=r"is torch\.int64; weights are floating point"):
+        weight_set(TINY, version=2, dtype=torch.float32, tensors=numbers)
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.24.post1", "0.6.0rc1"])
+def test_a_version_with_the_api_is_taken(version: str) -> None:
+    info = {"version": version, "enable_deterministic_inference": True}
+    assert features_of(info).version == version
+    assert features_of(info).repeats_draws
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("0.5.9", r"SGLang 0\.5\.9 is older than 0\.5\.23.*install"),
+        ("unknown", "'unknown', which is none"),
+        ("None", "'None', which is none"),
+    ],
+)
+def test_a_version_without_it_is_refused_with_the_remedy(version: str, message: str) -> None:
+    with pytest.raises(EngineFailed, match=message):
+        check_version(version)
+
+
+def test_a_server_listens_on_loopback_keeps_no_prefixes_and_has_a_token() -> None:
+    options = server_options(settings_of(), Path("model"), SglangClient(4321, "secret"))
+    want = {"host": "127.0.0.1", "port": 4321, "api-key": "secret", "disable-radix-cache": True, "device": "cpu"}
+    assert {key: options[key] for key in want} == want
+    assert options["max-total-tokens"] == 3 * 168
+    on_cuda = server_options(settings_of(device="cuda"), Path("model"), SglangClient(4321, "secret"))
+    assert on_cuda["enable-deterministic-inference"] is True
+    assert "max-total-tokens" not in on_cuda
+    assert "secret" not in repr(SglangClient(4321, "secret"))
+
+
+def test_its_ranks_meet_at_a_file_and_its_sockets_lie_in_its_scratch() -> None:
+    environment = server_environment(settings_of(), SglangClient(4321, "secret"))
+    assert environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "file:///memory/ranks"
+    assert environment["TMPDIR"] == "/memory"
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(settings_of(device="cuda"), SglangClient(4321, "secret"))
