@@ -2,7 +2,8 @@
 # make lint   every check that runs no test               make test-long  three full seeds and the whole kill matrix
 # make fmt    format and fix what can be fixed            make test-all   both
 # make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
-# make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps .venv and jobs/)
+# make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps environments, jobs/)
+# make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 #
 # PYTHON       the interpreter .venv is made of (3.11 or newer)
 # TORCH_INDEX  an extra package index that serves torch, such as PyTorch's CPU one; your pip settings apply as well
@@ -16,8 +17,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP_INSTALL := -m pip install --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL := $(BIN)/python $(PIP_INSTALL)
+# SGLang shares no environment with Tidegate: its pins are others
+SGLANG_VENV := .venv-sglang
+SGLANG := $(SGLANG_VENV)/.installed
 # mypy refuses a folder that holds no Python yet
 CHECKED = $(foreach folder,tidegate services simulator benchmarks tests tools examples,\
 	$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
@@ -28,7 +32,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-all fmt lint proto schema lock clean
+.PHONY: help demo test test-long test-sglang test-all fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -66,6 +70,21 @@ test: lint
 
 test-long: $(DEV)
 	@$(BIN)/python -m pytest -m long $(ARGS)
+
+# Two steps of pip: the metadata of both asks for CUDA packages that a CPU has no use for.
+$(SGLANG): requirements/sglang-cpu.txt requirements/sglang.txt | $(BIN)/python
+	@echo "make: installing SGLang for the CPU into $(SGLANG_VENV) (minutes, 3 GB)" >&2
+	@rm -rf $(SGLANG_VENV)
+	@$(BIN)/python -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python $(PIP_INSTALL) -r requirements/sglang-cpu.txt >&2
+	@$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/sglang.txt >&2
+	@touch $@
+
+.PHONY: $(SGLANG_VENV)
+$(SGLANG_VENV): $(SGLANG)
+
+test-sglang: $(DEV) $(SGLANG)
+	@SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -m sglang $(ARGS)
 
 test-all: test test-long
 

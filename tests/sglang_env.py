@@ -1,0 +1,37 @@
+"""Where the tests find SGLang, and how they start it and slow it down."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from services.rollout.sglang.engine import SglangEngine
+from services.rollout.sglang.server import ServerSettings
+from tests.unit.rollout.tiny_models import TINY
+from tidegate.model_config import ModelConfig
+
+STEP_S = 0.005
+"""Slept by a server in each step, so that 100 tokens outlast what a test does meanwhile."""
+
+
+def sglang_python() -> Path:
+    """The interpreter that `make test-sglang` names."""
+    return Path(os.environ["SGLANG_PYTHON"])
+
+
+def settings_in(folder: Path, *, model: ModelConfig = TINY) -> ServerSettings:
+    return ServerSettings(
+        python=sglang_python(),
+        folder=folder,
+        scratch=folder / "scratch",
+        model=model,
+        device="cpu",
+        dtype="float32",
+        max_running_requests=3,
+        start_timeout_s=250.0,
+    )
+
+
+def slowed_down(engine: SglangEngine) -> None:
+    """By an endpoint that the server has for tests."""
+    engine.server.client.post("/slow_down", {"forward_sleep_time": STEP_S}, timeout_s=10.0)
