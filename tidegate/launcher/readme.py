@@ -14,6 +14,7 @@ Of the job, over all its attempts:
   events.jsonl      what happened, a line an event, as it came: tidegate events JOB
   journal.jsonl     a line for each optimizer update: its samples, loss, gradient norm, learning rate
   samples/          some samples of each iteration, a line each: texts, rewards by name, advantage, what became of them
+  evaluations/      version<v>.jsonl, of each evaluated version a line a prompt: what was read, responses, rewards
   checkpoints/      inc<incarnation>-it<next iteration>/, complete once it has that name; the newest ones stay
   export/           the final weights as a Hugging Face checkpoint, where the config asks for it
   tensorboard/      metrics of iterations, where tracking asks for them; wandb/ likewise
