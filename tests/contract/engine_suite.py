@@ -16,6 +16,7 @@ from services.rollout.engine import (
     PauseMode,
     RequestId,
     RequestRefused,
+    Response,
     SamplingParams,
     UnknownRequest,
     VersionSpan,
@@ -46,6 +47,12 @@ class Subject:
     def long(self) -> SamplingParams:
         """100 tokens that come out the same again."""
         return replace(self.short, max_new_tokens=100)
+
+    def assert_same(self, response: Response, want: Response) -> None:
+        """To the bit where the engine repeats draws; elsewhere the batch around a request may round its numbers."""
+        assert (response.tokens, response.versions) == (want.tokens, want.versions)
+        nearness = 0.0 if self.engine.features.repeats_draws else 2e-5
+        assert response.log_probs == pytest.approx(want.log_probs, rel=0, abs=nearness)
 
 
 class EngineSuite:
@@ -83,7 +90,7 @@ class EngineSuite:
         finished = run(
             subject.engine, request_of("a", sampling=subject.short), request_of("same", sampling=subject.short)
         )
-        assert finished["same"].response == finished["a"].response
+        subject.assert_same(finished["same"].response, finished["a"].response)
 
     def test_an_abort_hands_back_every_token_made_so_far(self, subject: Subject) -> None:
         whole = run(subject.engine, request_of(sampling=subject.long))["a"].response
@@ -257,7 +264,7 @@ class EngineSuite:
             subject.engine.update_weights(2, subject.weights(2)[:-1])
         assert subject.engine.version == 1
         assert subject.engine.checksums() == want_checksums
-        assert run(subject.engine, request_of(sampling=subject.short))["a"].response == want
+        subject.assert_same(run(subject.engine, request_of(sampling=subject.short))["a"].response, want)
 
     def test_checksums_name_every_tensor_and_follow_its_elements(self, subject: Subject) -> None:
         first = dict(subject.engine.checksums())
@@ -296,4 +303,4 @@ class EngineSuite:
             subject.engine.submit(request_of())
         subject.engine.update_weights(1, subject.weights(1))
         assert subject.engine.load().num_capacity_tokens > 0
-        assert run(subject.engine, request_of(sampling=subject.short))["a"].response == want
+        subject.assert_same(run(subject.engine, request_of(sampling=subject.short))["a"].response, want)
