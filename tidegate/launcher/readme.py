@@ -17,7 +17,7 @@ Of the job, over all its attempts:
   evaluations/      version<v>.jsonl, of each evaluated version a line a prompt: what was read, responses, rewards
   checkpoints/      inc<incarnation>-it<next iteration>/, complete once it has that name; the newest ones stay
   export/           the final weights as a Hugging Face checkpoint, where the config asks for it
-  tensorboard/      metrics of iterations, where tracking asks for them; wandb/ likewise
+  tensorboard/      metrics of iterations and evaluations, where tracking asks for them; wandb/ likewise
   reference/        the policy that the KL term is taken to, where there is one
   tokenizer.json    the tokenizer in use; tokenizer_config.json beside it, where it came with one
   endpoint.json     where the live job answers; private, gone when the job is over

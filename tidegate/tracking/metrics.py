@@ -1,9 +1,10 @@
-"""Events in, rows of metrics out: what TensorBoard and W&B are told of an iteration.
+"""Events in, rows of metrics out: what TensorBoard and W&B are told of an iteration, and of the weights it begins with.
 
 A row comes with the actor's report (its metrics, samples, rates, resizes since the last one), and one with each other
 stretch of time that ends. Stretches follow one another: `load` ends when rollout and inference hold the weights,
-`generate` with the rollout's report, `train` with the actor's, then `save` and `publish`. Invariants: the same events
-give the same rows; an incarnation reports an iteration once; an event of an older one than was seen says nothing.
+`generate` with the rollout's report, `train` with the actor's, then `save` and `publish`. An evaluation of version v is
+a row of iteration v, which samples from it. Invariants: the same events give the same rows; an incarnation reports an
+iteration once; an event of an older one than was seen says nothing; an evaluation outlives the restart that keeps it.
 """
 
 from __future__ import annotations
@@ -57,13 +58,16 @@ class _Incarnation:
     """Roles that hold the version which was published last."""
     num_gpus: dict[str, int] = field(default_factory=dict)
     resizes: _Resizes = field(default_factory=_Resizes)
+    has_row: bool = False
 
 
 class IterationMetrics:
-    """Of one job; takes its events in the stream's order."""
+    """Of one job; takes its events in the stream's order. `evaluations` are those of the start that it resumes."""
 
-    def __init__(self) -> None:
+    def __init__(self, evaluations: Mapping[int, Mapping[str, float]] | None = None) -> None:
         self._now = _Incarnation(0)
+        self.evaluations = dict(evaluations or {})
+        """What was told of each version that counts."""
 
     def take(self, event: events_pb2.Event) -> Row | None:
         """What the event adds; most add nothing."""
@@ -74,7 +78,12 @@ class IterationMetrics:
         values = dict(self._values(event))
         if not values:
             return None
-        return Row(event.iteration, event.incarnation, event.occurred_unix_ns / _NS_PER_S, values)
+        is_evaluation = event.HasField("evaluation_reported")
+        step = event.evaluation_reported.version if is_evaluation else event.iteration
+        if not self._now.has_row:
+            self._now.has_row = True
+            values = {**self._kept(step), **values}
+        return Row(step, event.incarnation, event.occurred_unix_ns / _NS_PER_S, values)
 
     def _values(self, event: events_pb2.Event) -> Iterator[tuple[str, float]]:
         now, at_ns = self._now, event.occurred_unix_ns
@@ -101,6 +110,21 @@ class IterationMetrics:
             case "weights_published":
                 now.loaded.clear()
                 yield from self._ended("publish", at_ns)
+            case "evaluation_reported":
+                yield from self._evaluated(event.evaluation_reported)
+
+    def _evaluated(self, evaluation: events_pb2.EvaluationReported) -> Iterator[tuple[str, float]]:
+        """Nothing when it is told again: a new lead's evaluation has the same figures."""
+        figures = {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
+        if self.evaluations.get(evaluation.version) != figures:
+            self.evaluations[evaluation.version] = figures
+            yield from figures.items()
+
+    def _kept(self, step: int) -> Mapping[str, float]:
+        """An incarnation's first row supersedes all of its step and later. The weights it begins with are those that
+        were evaluated, and are not evaluated again: their figures are told with the row; later ones are made anew."""
+        self.evaluations = {version: told for version, told in self.evaluations.items() if version <= step}
+        return self.evaluations.get(step, {})
 
     def _note_layout(self, event: events_pb2.Event) -> None:
         committed = event.layout_committed

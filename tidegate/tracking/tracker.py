@@ -1,7 +1,8 @@
 """Reads a job's events and offers what they say to the outlets, of one start of the job.
 
 Invariants: it reads the stream and takes nothing from it, so that nobody notices how far it is; what was told before
-the start's own submission is another tracker's; a row is offered once.
+the start's own submission is another tracker's, and read only for the evaluations that a resumed job keeps; a row is
+offered once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class Tracker:
         self._job = job
         self._outlets = outlets
         self._boot = boot
-        self._metrics: IterationMetrics | None = None
-        """None before the submission."""
+        self._metrics = IterationMetrics()
+        """Of the start that was submitted last."""
+        self._is_submitted = False
         self._at = 0
 
     async def follow(self) -> None:
@@ -47,9 +49,10 @@ class Tracker:
             self._take(event)
 
     def _take(self, event: events_pb2.Event) -> None:
-        if event.HasField("job_submitted") and event.boot == self._boot:
-            self._metrics = IterationMetrics()
-        row = self._metrics.take(event) if self._metrics is not None else None
-        if row is not None:
+        if event.HasField("job_submitted"):
+            self._metrics = IterationMetrics(self._metrics.evaluations if event.job_submitted.resume else None)
+            self._is_submitted = self._is_submitted or event.boot == self._boot
+        row = self._metrics.take(event)
+        if row is not None and self._is_submitted:
             for outlet in self._outlets:
                 outlet.offer(row)

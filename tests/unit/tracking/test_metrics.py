@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -131,6 +132,37 @@ def test_an_incarnation_begins_anew_and_what_is_left_of_an_older_one_says_nothin
 
 def test_a_report_that_comes_twice_is_told_once() -> None:
     assert len(rows(*begun(), event(6.0, ACTOR, report()), event(6.5, ACTOR, report()))) == 1
+
+
+def evaluation(at_s: float, version: int, metrics: Mapping[str, float], *, incarnation: int = 1) -> events_pb2.Event:
+    body = events_pb2.EvaluationReported(version=version, metrics=metrics)
+    # Of the last version there is no iteration any more.
+    return event(at_s, ROLLOUT, body, iteration=min(version, 1), incarnation=incarnation)
+
+
+def test_an_evaluation_is_told_at_the_iteration_that_samples_from_its_version_and_once() -> None:
+    figures = {"reward_mean": 0.5, "countdown/mean": 0.25, "countdown/pass@4": 0.75, "response_tokens_mean": 9.0}
+    told = rows(
+        *begun(), *(evaluation(at_s, version, figures) for at_s, version in ((4.0, 0), (9.0, 2), (9.5, 2), (12.0, 3)))
+    )
+    want = {f"evaluation/{name}": value for name, value in figures.items()}
+    assert [(row.step, row.unix_s, row.values) for row in told] == [(0, 104, want), (2, 109, want), (3, 112, want)]
+
+
+def test_a_restart_tells_the_evaluation_of_the_weights_it_begins_with_again_and_the_later_ones_as_they_come() -> None:
+    told = rows(
+        *begun(),
+        *(evaluation(4.0 + version, version, {"reward_mean": version / 10}) for version in range(4)),
+        *begun(incarnation=2, at_s=20.0),
+        event(24.0, ROLLOUT, events_pb2.IterationReported(), iteration=2, incarnation=2),
+        evaluation(30.0, 3, {"reward_mean": 0.3}, incarnation=2),
+    )
+    assert [(row.step, row.incarnation, row.values.get("evaluation/reward_mean")) for row in told] == [
+        *((version, 1, version / 10) for version in range(4)),
+        (2, 2, 0.2),
+        (3, 2, 0.3),
+    ]
+    assert told[4].values["seconds/generate"] == 3.0
 
 
 def test_metrics_of_other_components_bear_their_names() -> None:

@@ -19,7 +19,7 @@ class Written:
     """Takes every row for which `fails` does not hold, once it is let go."""
 
     def __init__(self, *, fails: Callable[[Row], bool] = lambda _: False, is_free: bool = True) -> None:
-        self.steps: list[int] = []
+        self.rows: list[Row] = []
         self.is_closed = False
         self.reached = threading.Event()
         self.let_go = threading.Event()
@@ -34,13 +34,17 @@ class Written:
         if self._fails(row):
             raise ConnectionError("no route to host")
         with self._wrote:
-            self.steps.append(row.step)
+            self.rows.append(row)
             self._wrote.notify_all()
+
+    @property
+    def steps(self) -> list[int]:
+        return [row.step for row in self.rows]
 
     def until(self, num_rows: int) -> None:
         """Waits until it has so many."""
         with self._wrote:
-            assert self._wrote.wait_for(lambda: len(self.steps) >= num_rows, PATIENCE_S)
+            assert self._wrote.wait_for(lambda: len(self.rows) >= num_rows, PATIENCE_S)
 
     def close(self) -> None:
         self.is_closed = True

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tracking.rows import Scalar, a_row, read_scalars
+from tests.unit.tracking.test_metrics import ROLLOUT, begun, evaluation, event, rows
 from tidegate.tracking.tensorboard import TensorBoardSink
+from tidegate.v1 import events_pb2
 
 
 def test_rows_come_back_as_scalars_with_their_step_and_time(tmp_path: Path) -> None:
@@ -39,6 +41,25 @@ def test_what_is_done_again_replaces_what_came_before_from_its_first_step_on(tmp
     sink.write(a_row(2, incarnation=2, loss=2.0))
     sink.close()
     assert [(scalar.step, scalar.value) for scalar in read_scalars(tmp_path)["loss"]] == [(0, 1), (1, 1), (2, 2)]
+
+
+def test_evaluations_are_read_back_by_version_those_of_the_weights_that_a_restart_begins_with_included(
+    tmp_path: Path,
+) -> None:
+    generated = events_pb2.IterationReported()
+    told = rows(
+        *begun(),
+        event(3.0, ROLLOUT, generated),
+        *(evaluation(4.0 + version, version, {"countdown/pass@4": version / 4}) for version in range(4)),
+        *begun(incarnation=2, at_s=20.0),
+        event(24.0, ROLLOUT, generated, iteration=2, incarnation=2),
+    )
+    sink = TensorBoardSink(tmp_path, boot=7)
+    for row in told:
+        sink.write(row)
+    sink.close()
+    read = read_scalars(tmp_path)["evaluation/countdown/pass@4"]
+    assert [(scalar.step, scalar.value) for scalar in read] == [(0, 0.0), (1, 0.25), (2, 0.5)]
 
 
 def test_a_later_start_of_the_job_writes_a_file_of_its_own_and_goes_on_from_its_first_step(tmp_path: Path) -> None:

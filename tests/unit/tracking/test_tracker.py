@@ -45,6 +45,26 @@ async def test_a_tracker_tells_its_own_starts_events_and_those_that_came_while_i
 
 
 @pytest.mark.parametrize(
+    ("resume", "want"),
+    [pytest.param(True, 0.25, id="a job that goes on"), pytest.param(False, None, id="a job that begins anew")],
+)
+async def test_a_resumed_job_tells_the_evaluation_of_the_weights_that_it_goes_on_from(
+    resume: bool, want: float | None
+) -> None:
+    bus, sink = MemoryBus(), Written()
+    await bus.streams.open_job(JOB)
+    evaluation = events_pb2.EvaluationReported(version=2, metrics={"reward_mean": 0.25})
+    for boot, submitted in ((1, events_pb2.JobSubmitted()), (2, events_pb2.JobSubmitted(resume=resume))):
+        source = EventSource("actor@n0", role=Role.ACTOR, boot=boot, now_ns=lambda: 1)
+        await tell(bus, source, submitted, incarnation=boot)
+        await tell(bus, source, evaluation if boot == 1 else report(), incarnation=boot, iteration=2)
+    of = outlet(sink)
+    await Tracker(bus.events, JOB, [of], boot=2).rest()
+    assert of.closed(timeout_s=PATIENCE_S).written == 1
+    assert [row.values.get("evaluation/reward_mean") for row in sink.rows] == [want]
+
+
+@pytest.mark.parametrize(
     ("tracking", "lacks", "want"),
     [
         pytest.param(
