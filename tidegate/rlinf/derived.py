@@ -1,4 +1,4 @@
-"""Keys of ours that follow from several of RLinf's: GPUs and layouts, iterations, clipping, the warm-up of the rate.
+"""Keys of ours that follow from several of RLinf's: GPUs and layouts, iterations, evaluation, clipping, the warm-up.
 
 They are derived of what the keys have come to that go by a rule of their own. Invariant: what cannot be known from the
 config, such as the GPUs of a node behind `all`, is asked for and not guessed.
@@ -32,7 +32,8 @@ def derive(config: Translation) -> None:
     _iterations(config)
     _clipping(config)
     _warm_up(config)
-    _data(config)
+    _one_path(config, "data.train_data_paths", "data.train")
+    _evaluation(config)
     _weights(config)
     _reward_scale(config)
     _lengths(config)
@@ -228,17 +229,33 @@ def _warm_up(config: Translation) -> None:
     config.put("actor.lr_warm_up_samples", round(count * prompts * group / minibatches), source)
 
 
-def _data(config: Translation) -> None:
-    key = "data.train_data_paths"
+def _one_path(config: Translation, key: str, ours: str) -> None:
     paths = config.take(key)
     if isinstance(paths, str):
         paths = [paths]
     if paths is MISSING:
         return
     if not isinstance(paths, list) or len(paths) != 1:
-        config.refuse(key, f"{key} must be one path: put several files into a folder and name that (data.train)")
+        config.refuse(key, f"{key} must be one path: put several files into a folder and name that ({ours})")
         return
-    config.put("data.train", paths[0], key)
+    config.put(ours, paths[0], key)
+
+
+def _evaluation(config: Translation) -> None:
+    """RLinf's configs name held-out data even where nothing is evaluated on it, the interval being -1."""
+    every_key, data_key = "runner.val_check_interval", "data.val_data_paths"
+    every = config.take(every_key)
+    if every is not MISSING and every is not None and (isinstance(every, bool) or not isinstance(every, int)):
+        config.refuse(every_key, f"{every_key}={every!r} must be a number of iterations, or -1 for no evaluation")
+    elif isinstance(every, int) and every > 0:
+        config.put("evaluation.every", every, every_key)
+        config.tell("the weights before the first iteration are evaluated too; evaluation says how", every_key)
+    elif every is not MISSING:
+        config.tell("asks for no evaluation; evaluation.every does", every_key)
+    if config.now("evaluation.every") is not MISSING:
+        _one_path(config, data_key, "evaluation.data")
+    elif config.take(data_key) is not MISSING:
+        config.tell("without effect here: no evaluation is asked for", data_key)
 
 
 def _weights(config: Translation) -> None:

@@ -57,7 +57,6 @@ RULES: Mapping[str, Rule] = {
     ),
     "runner.logger.project_name": Becomes("tracking.wandb.project"),
     "runner.resume_dir": OnlyAs((None,), "set it to null and start with --resume: a job goes on from its own folder"),
-    "runner.val_check_interval": OnlyAs((None, -1), "set it to -1, and give evaluation.every and evaluation.data"),
     "algorithm.training_batch_size_per_gpu": Becomes("actor.micro_batch_size"),
     "algorithm.recompute_logprobs": Becomes(
         "algorithm.old_logprobs", {True: "trainer", False: "engine"}, "true or false"
@@ -173,11 +172,13 @@ DERIVED = (
     "runner.max_epochs",
     "runner.max_steps",
     "runner.save_interval",
+    "runner.val_check_interval",
     "runner.seq_length",
     "algorithm.ratio_clip_eps",
     "algorithm.clip_ratio_low",
     "algorithm.clip_ratio_high",
     "data.train_data_paths",
+    "data.val_data_paths",
     "actor.model.tensor_model_parallel_size",
     "actor.model.pipeline_model_parallel_size",
     "actor.lr_sched.lr_warmup_fraction",
@@ -207,10 +208,9 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "cluster.use_pre_process_policy",
         "cluster.use_wait_before_last_iter_policy",
     ),
-    "what is evaluated is said by the section evaluation": (
+    "an evaluation is of all held-out prompts, and has no batches": (
         "algorithm.val_rollout_batch_size_per_gpu",
         "data.val_rollout_batch_size",
-        "data.val_data_paths",
     ),
     "memory, kernels and communication are as Megatron and the engine have them here, results being the same": (
         "actor.offload_optimizer",

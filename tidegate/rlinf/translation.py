@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tidegate.config_base import KeyPath
-from tidegate.config_layers import Layer, paths_in, with_value
+from tidegate.config_layers import Layer, dotted, paths_in, with_value
 from tidegate.config_origins import with_origin
 
 MISSING = object()
@@ -52,7 +52,9 @@ class Translation:
         """Gives a key of ours what `source`, a key of RLinf's, says."""
         path, origin = key_path(key), self._given.origin(key_path(source))
         assert origin is not None, f"{source} was given"
-        before = self.layer.origins.get(path)
+        # A section that is null says of each of its keys that it is not given.
+        null = next((path[:n] for n in range(1, len(path)) if self.now(dotted(path[:n])) is None), path)
+        before = self.layer.origins.get(null)
         if before is not None and before.layer > origin.layer:
             return
         if before is not None and before.layer == origin.layer:

@@ -184,6 +184,14 @@ REFUSED = {
     "a task without a word": ("runner.task_type=null", "set it to reasoning"),
     "two rates": ("actor.lr_sched.max_lr=1", "actor.lr_sched.max_lr=1 and actor.learning_rate=2e-05 are one number"),
     "a reward that there is not": ("reward.reward_type=code", "cannot be had: math; others are written as rewards"),
+    "several files to evaluate on": (
+        "data.val_data_paths=[a.jsonl, b.jsonl]",
+        "data.val_data_paths must be one path: put several files into a folder and name that (evaluation.data)",
+    ),
+    "a share of an epoch between validations": (
+        "runner.val_check_interval=0.5",
+        "runner.val_check_interval=0.5 must be a number of iterations, or -1 for no evaluation",
+    ),
     "several files": ("data.train_data_paths=[a.jsonl, b.jsonl]", "put several files into a folder"),
     "a list of files to compose": ("defaults=[model/qwen]", "tidegate run A.yaml B.yaml"),
     "a key that RLinf has not": ("actor.optim.lrr=1", "unknown key 'actor.optim.lrr'; the nearest that RLinf has is"),
@@ -194,7 +202,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_had_is_refused_by_name_with_what_to_write(case: str) -> None:
     override, want = REFUSED[case]
-    (fault,) = refused(override)
+    asks = ("evaluation.every=5",) if "val_data" in override else ()
+    (fault,) = refused(*asks, override)
     assert want in fault
     assert f"[override {override.partition('=')[0]}]" in fault
 
@@ -258,6 +267,33 @@ def test_who_is_told_metrics_is_taken_over() -> None:
 
 def test_a_checkpoint_only_at_the_end_is_that() -> None:
     assert read("runner.save_interval=-1", "runner.max_steps=7").config.checkpoint.every == 7
+
+
+def test_validation_is_taken_over_with_its_data_from_the_file() -> None:
+    sourced = read("runner.val_check_interval=10")
+    evaluation = sourced.config.evaluation
+    assert evaluation is not None
+    assert (evaluation.every, evaluation.data) == (10, str(PIPELINED.parent / "data" / "train.jsonl"))
+    want = "runner.val_check_interval: the weights before the first iteration are evaluated too"
+    assert any(note.startswith(want) for note in sourced.notes)
+
+
+@pytest.mark.parametrize("interval", [-1, 0, "null"])
+def test_an_interval_that_asks_for_no_validation_leaves_it_to_our_keys(interval: str) -> None:
+    sourced = read(f"runner.val_check_interval={interval}")
+    assert sourced.config.evaluation is None
+    notes = "\n".join(sourced.notes)
+    assert "runner.val_check_interval: asks for no evaluation; evaluation.every does" in notes
+    assert "data.val_data_paths: without effect here: no evaluation is asked for" in notes
+    given = read(
+        f"runner.val_check_interval={interval}", "evaluation={every: 2, data: held.jsonl, samples_per_prompt: 1}"
+    )
+    assert given.config.evaluation is not None
+    assert (given.config.evaluation.every, Path(given.config.evaluation.data).name) == (2, "held.jsonl")
+
+
+def test_evaluation_that_a_later_layer_turns_off_is_off() -> None:
+    assert read("runner.val_check_interval=10", "evaluation=null").config.evaluation is None
 
 
 def test_the_page_names_every_key_that_is_known() -> None:
