@@ -39,6 +39,7 @@ def test_other_dense_families_generate_what_the_embedded_engine_does(model: Mode
 
 @pytest.mark.parametrize("victim", ["the server", "its scheduler"])
 def test_kill_9_in_mid_generation_is_told_and_fails_every_call(victim: str, tmp_path: Path) -> None:
+    before = shared_memory()
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     engine = SglangEngine(settings_in(tmp_path), on_death=told.put)
     try:
@@ -58,6 +59,7 @@ def test_kill_9_in_mid_generation_is_told_and_fails_every_call(victim: str, tmp_
     finally:
         engine.close()
     assert not psutil.wait_procs(processes, timeout=5)[1], "its processes die with it"
+    assert shared_memory() <= before
 
 
 def test_it_listens_on_loopback_only_and_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
@@ -69,7 +71,8 @@ def test_it_listens_on_loopback_only_and_leaves_nothing_in_shared_memory(tmp_pat
         hosts = {socket.laddr.ip for socket in listening(processes)}
         assert hosts == {"127.0.0.1"}
         assert settings.scratch.stat().st_mode & 0o777 == 0o700
-        assert shared_memory() > before, "its load is in a file"
+        assert shared_memory() <= before, "its load is in a file without a name"
+        assert engine.load().num_capacity_tokens > 0
     finally:
         engine.close()
     assert shared_memory() <= before

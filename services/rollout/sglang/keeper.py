@@ -42,7 +42,7 @@ def main(owner_pid: int, tied: str, command: list[str]) -> int:
 def end_group(group: int) -> None:
     """Returns when its processes are gone."""
     members = _members(group)
-    left = [path for pid in members for path in _shared_memory(pid)]
+    left = [path for pid in members for path in shared_memory(pid)]
     gone = []
     for pid in members:
         with suppress(ProcessLookupError):
@@ -67,7 +67,7 @@ def _members(group: int) -> list[int]:
     return found
 
 
-def _shared_memory(pid: int) -> set[Path]:
+def shared_memory(pid: int) -> set[Path]:
     """What the process has open there: only an orderly end of SGLang would remove it."""
     with suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text()

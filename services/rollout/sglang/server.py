@@ -139,11 +139,21 @@ class SglangServer:
                 raise EngineFailed(self._told(self._process.wait(_LOOK_AGAIN_S)))
             with suppress(CallFailed):
                 self.client.get("/health", timeout_s=_ANSWER_TIMEOUT_S)
-                return features_of(self.client.get("/server_info", timeout_s=_ANSWER_TIMEOUT_S))
+                features = features_of(self.client.get("/server_info", timeout_s=_ANSWER_TIMEOUT_S))
+                self._unlink_shared_memory()
+                return features
         raise EngineFailed(
             f"SGLang did not answer within rollout.sglang.start_timeout_s={self._settings.start_timeout_s:g} s: raise "
             f"it, or see {self.log_path}\n{self._log_tail()}"
         )
+
+    def _unlink_shared_memory(self) -> None:
+        """Whoever is asked for the load opens the file that holds it; after that its name serves nobody, and would stay
+        where all processes die before the keeper looks."""
+        self.client.get("/v1/loads?include=core", timeout_s=_ANSWER_TIMEOUT_S)
+        for process in self.processes():
+            for path in keeper.shared_memory(process.pid):
+                path.unlink(missing_ok=True)
 
     def _tell_death(self) -> None:
         status = self._process.wait()
