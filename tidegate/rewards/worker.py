@@ -56,10 +56,10 @@ class RewardWorker:
         tie = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()))
         with theirs:
             self._process = subprocess.Popen(
-                [*tie, sys.executable, "-m", "tidegate.rewards.child", str(theirs.fileno())],
+                [*tie, sys.executable, "-u", "-m", "tidegate.rewards.child", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # What a function prints is for the log, not among what a command answers.
+                # What a function prints is for the log at once, and not among what a command answers.
                 stdout=_STDERR,
                 # Sets of texts have one order then, in every process and every run.
                 env={**os.environ, "PYTHONPATH": _python_path(), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"},
