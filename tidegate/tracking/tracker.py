@@ -18,6 +18,7 @@ from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
 _AGAIN_S = 0.5
+"""Pause before a bus that is away is asked again."""
 
 
 class Tracker:
