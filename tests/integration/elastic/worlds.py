@@ -28,11 +28,11 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 20.0
 
 
-def open_store(context: RankContext) -> TCPStore:
+def open_store(context: RankContext, *, timeout_s: float = TIMEOUT_S) -> TCPStore:
     """Rank 0 serves it."""
     if context.listen_fd is not None:
-        return serve_store(context.listen_fd, timeout_s=TIMEOUT_S)
-    return connect_store(context.port, timeout_s=TIMEOUT_S)
+        return serve_store(context.listen_fd, timeout_s=timeout_s)
+    return connect_store(context.port, timeout_s=timeout_s)
 
 
 def join(context: RankContext, store: TCPStore, *, epoch: int, members: tuple[int, ...], **options: Any) -> World:

@@ -11,9 +11,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from tests.integration.elastic.worlds import open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.layout import Mesh
-from tidegate.elastic.rendezvous import connect_store, serve_store
 from tidegate.elastic.world import Membership, World
 from tidegate.megatron.batching import TokenBatch
 from tidegate.megatron.gpt_provider import GptProvider
@@ -69,10 +69,7 @@ def provider_of(*, experts: bool, bf16: bool, uneven: bool, recompute: str = "no
 def gradients(context: RankContext, *, cases: dict[str, dict[str, Any]]) -> Results:
     """By case: this rank's initial parameters and reduced gradients, the loss where this rank tells it, and on the last
     stage the bytes that the first forward pass kept for the backward one."""
-    if context.listen_fd is not None:
-        store = serve_store(context.listen_fd, timeout_s=context.timeout_s)
-    else:
-        store = connect_store(context.port, timeout_s=context.timeout_s)
+    store = open_store(context, timeout_s=context.timeout_s)
     everyone = Membership(0, tuple(range(context.world_size)))
     world = World.join(everyone, me=context.rank, store=store, device=CPU, timeout_s=context.timeout_s)
     results: Results = {}

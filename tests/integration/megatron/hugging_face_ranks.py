@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from services.actor.worker import rank_file
+from tests.integration.elastic.worlds import open_store
 from tests.integration.megatron import recorded
 from tests.integration.megatron.jobs import trainer
 from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
-from tidegate.elastic.rendezvous import connect_store, serve_store
 from tidegate.elastic.world import Membership, World
 from tidegate.huggingface.checkpoint import open_checkpoint
 from tidegate.huggingface.importing import CheckpointWeights
@@ -30,10 +30,7 @@ PADDED_VOCAB = 64
 
 def logits(context: RankContext, *, cases: dict[str, dict[str, Any]]) -> Results:
     """By case: this rank's part of the logits, where it has one."""
-    if context.listen_fd is not None:
-        store = serve_store(context.listen_fd, timeout_s=context.timeout_s)
-    else:
-        store = connect_store(context.port, timeout_s=context.timeout_s)
+    store = open_store(context, timeout_s=context.timeout_s)
     everyone = Membership(0, tuple(range(context.world_size)))
     world = World.join(everyone, me=context.rank, store=store, device=CPU, timeout_s=context.timeout_s)
     results: Results = {}
