@@ -3,6 +3,7 @@
 # make fmt    format and fix what can be fixed            make test-all   both
 # make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
 # make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps environments, jobs/)
+# make mutations    breaks the code on purpose and shows that the tests notice
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 #
 # PYTHON       the interpreter .venv is made of (3.11 or newer)
@@ -32,7 +33,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-sglang test-all fmt lint proto schema lock clean
+.PHONY: help demo test test-long mutations test-sglang test-all fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -70,6 +71,9 @@ test: lint
 
 test-long: $(DEV)
 	@$(BIN)/python -m pytest -m long $(ARGS)
+
+mutations: $(DEV)
+	@$(BIN)/python -m tests.mutations
 
 # Two steps of pip: the metadata of both asks for CUDA packages that a CPU has no use for.
 $(SGLANG): requirements/sglang-cpu.txt requirements/sglang.txt | $(BIN)/python

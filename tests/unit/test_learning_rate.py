@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.learning_rate import assign_learning_rate, learning_rate
+from tidegate.learning_rate import learning_rate
 
 WARM_UP = {
     "nothing at the start of a warm-up": (0, 100, 0.0),
@@ -18,10 +18,3 @@ WARM_UP = {
 @pytest.mark.parametrize(("trained", "warm_up", "want"), WARM_UP.values(), ids=WARM_UP)
 def test_the_rate_grows_linearly_to_its_peak(trained: int, warm_up: int, want: float) -> None:
     assert learning_rate(trained, peak=2e-3, warm_up_samples=warm_up) == pytest.approx(want)
-
-
-def test_each_group_keeps_its_multiplier_however_often_the_rate_is_assigned() -> None:
-    groups = [{"lr": 9.0, "lr_mult": 0.5}, {"lr": 9.0}]
-    for _ in range(2):
-        assign_learning_rate(groups, 0.1)
-    assert [group["lr"] for group in groups] == [0.05, 0.1]

@@ -23,8 +23,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from tidegate.learning_rate import assign_learning_rate
 from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.lr import assign_learning_rate
 from tidegate.megatron.schedule import OnLogits, run_micro_batches
 
 
