@@ -29,6 +29,7 @@ from tidegate.config_data import DataSection, RewardSection, data_faults
 from tidegate.config_evaluation import EvaluationSection, evaluation_faults
 from tidegate.config_faults import described
 from tidegate.config_layers import NOTHING, Layer
+from tidegate.config_lr import LrScheduleSection, lr_faults
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.config_record import SamplesSection, TrackingSection
 from tidegate.model_config import ModelConfig
@@ -138,7 +139,7 @@ class WarmUpSection(_Section):
 
 
 class ActorSection(_Section):
-    """Training. The learning rate is constant after `lr_warm_up_samples` trained samples."""
+    """Training."""
 
     layout: LayoutSection = LayoutSection()
     standby: GpuList = ""
@@ -154,6 +155,7 @@ class ActorSection(_Section):
     """Where each rank's two last states are kept besides the one that is trained; with `peer`, by another rank too."""
     learning_rate: PositiveFloat
     lr_warm_up_samples: Count = 0
+    lr_schedule: LrScheduleSection = LrScheduleSection()
     weight_decay: NonNegativeFloat = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -255,6 +257,8 @@ class JobConfig(_Section):
     def _sections_fit(self) -> JobConfig:
         faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
         faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
+        # Its numbers are those of a job whose minibatches divide.
+        faults += [] if faults else lr_faults(self)
         if faults:
             raise ConfigError("\n".join(faults))
         return self

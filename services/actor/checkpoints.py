@@ -1,7 +1,7 @@
 """Job checkpoints on disk: all that a resume needs, atomic, the newest few kept.
 
 A checkpoint is a folder `inc<incarnation>-it<next iteration>` with a file a rank and `manifest.json`, which names
-every file's checksum, the layout, the ledger and the versions. Order of a save: files into a partial folder, the
+every file's checksum, the layout, the ledgers and the versions. Order of a save: files into a partial folder, the
 manifest, fsync, rename; older ones go in a step of their own. Invariants: a folder with its final name is complete and
 never changes; a checkpoint is checked whole before it is used; the newest is never removed.
 """
@@ -17,9 +17,14 @@ from typing import Any
 
 from services.actor.ledger import LedgerError, SampleLedger
 from tidegate.checksums import WrittenFile, file_checksum
+from tidegate.lr_checkpoint import decoded, encoded
+from tidegate.lr_errors import LrError
+from tidegate.lr_progress import LrLedger
 from tidegate.types import Layout
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_WITHOUT_LR = 2
+"""The format before: its learning rate followed the samples trained."""
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 
@@ -37,6 +42,8 @@ class Checkpoint:
     layout: Layout
     ledger: SampleLedger
     files: tuple[WrittenFile, ...]
+    lr: LrLedger | None = None
+    """None in one that was saved before there was a learning-rate ledger."""
 
     @property
     def name(self) -> str:
@@ -70,6 +77,7 @@ class CheckpointStore:
             "version": checkpoint.version,
             "layout": asdict(checkpoint.layout),
             "ledger": checkpoint.ledger.to_json(),
+            "lr": None if checkpoint.lr is None else encoded(checkpoint.lr),
             "files": [asdict(file) for file in checkpoint.files],
         }
         _write_durably(partial / _MANIFEST, json.dumps(manifest, indent=1))
@@ -104,17 +112,19 @@ class CheckpointStore:
             raise CheckpointError(
                 f"checkpoint {folder} has no readable manifest ({error}); complete: {known}"
             ) from error
-        if raw.get("format") != FORMAT_VERSION:
+        if raw.get("format") not in (_WITHOUT_LR, FORMAT_VERSION):
             raise CheckpointError(
-                f"checkpoint {folder} has format {raw.get('format')}, this version reads {FORMAT_VERSION}"
+                f"checkpoint {folder} has format {raw.get('format')}, this version reads {_WITHOUT_LR} and "
+                f"{FORMAT_VERSION}"
             )
         try:
             ledger = SampleLedger.from_json(raw["ledger"])
-        except LedgerError as error:
+            lr = decoded(raw["lr"]) if raw.get("lr") is not None else None
+        except (LedgerError, LrError) as error:
             raise CheckpointError(f"checkpoint {folder}: {error}; resume from another one") from error
         files = tuple(WrittenFile(**file) for file in raw["files"])
         _check_files(folder, files)
-        return Checkpoint(raw["next_iteration"], raw["version"], Layout(**raw["layout"]), ledger, files)
+        return Checkpoint(raw["next_iteration"], raw["version"], Layout(**raw["layout"]), ledger, files, lr)
 
 
 def files_of(folder: Path) -> dict[str, str]:

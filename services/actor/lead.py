@@ -4,7 +4,8 @@ A resize takes place between two updates, saves or publishes; groups that wait f
 rank's death breaks off (an update, a save, a publish) waits for the resize that replaces the rank, and is asked of all
 ranks again: an update under its id, a save into an empty folder, a publish of the same version. The warm-up is not:
 nothing but its steps is lost with an incarnation.
-Order around an update: the optimizer's commit on all ranks, the ledger, the journal, then events and acknowledgements.
+Order around an update: the optimizer's commit on all ranks, the ledger, the journal, the learning rate's ledger, then
+events and acknowledgements.
 Order at an iteration's end: the report, the scheduler's word that the accounts add up, the checkpoint, the new version:
 a checkpoint holds only iterations whose accounts added up. Invariants: a sample enters the lineage once; a group of
 another incarnation or iteration is never trained on; what is published is a state between two updates that no later
@@ -22,6 +23,7 @@ from pathlib import Path
 from services.actor.all_ranks import AllRanks
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
+from services.actor.lr import LrUpdate, ledger_of, lr_metrics, passed_budget, without_update
 from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
@@ -31,8 +33,9 @@ from services.actor.training import IterationTraining, iteration_report, journal
 from tidegate.candidates import has_spread
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
-from tidegate.learning_rate import learning_rate
 from tidegate.lines import append_lines
+from tidegate.lr_errors import TooManySkips
+from tidegate.lr_progress import LrLedger
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, put_off_s, rewards_of
@@ -74,7 +77,7 @@ class ActorLead(Lead):
         per_iteration = self.job.config.samples.per_iteration
         self._samples = SampleLog(tools.folder.samples, self.job.tokenizer, per_iteration=per_iteration)
         self._ledger = SampleLedger(incarnation=0)
-        self._num_skipped = 0
+        self._lr = ledger_of(config, None)
 
     async def aclose(self) -> None:
         await self._end_resizes()
@@ -147,6 +150,7 @@ class ActorLead(Lead):
         checkpoint = None
         if request.checkpoint:
             checkpoint = await asyncio.to_thread(self._checkpoints.load, request.checkpoint)
+        self._lr = ledger_of(self.job.config, checkpoint)
         members = decode_grants(request.members)
         await self._world.begin(self.incarnation)
         await self._world.start(members, transition=request.header.transition_id)
@@ -165,7 +169,6 @@ class ActorLead(Lead):
         if self.crew.standbys:
             num_standbys, num_slots = len(self.crew.standbys), len(self.job.config.standby())
             await self.tell_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)
-        self._num_skipped = 0
         self._ledger = checkpoint.ledger.resumed(self.incarnation) if checkpoint else SampleLedger(self.incarnation)
         next_iteration = checkpoint.next_iteration if checkpoint else 0
         await self.announce_layout(request, next_iteration=next_iteration, next_prompt=self._ledger.next_prompt)
@@ -199,11 +202,13 @@ class ActorLead(Lead):
             await self._train_all(training)
         finally:
             keeping.cancel()
+        num_never_filled = plan.num_minibatches - training.num_minibatches_taken
+        self._lr = without_update(self._lr, num_minibatches=num_never_filled)
         self._ledger = self._ledger.taking(len(candidates.prompts))
         fates = self._ledger.open_iteration
         assert fates is not None, "the iteration is open until it is closed"
         await self._samples.written()
-        await self.tell(iteration_report(training, fates))
+        await self.tell(iteration_report(training, fates, lr_metrics(self._lr)))
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         open_iteration = self._ledger.open_iteration
@@ -292,6 +297,8 @@ class ActorLead(Lead):
             self._samples.note(training.plan, left_out, Fate("filtered", ZERO_STD))
         if kept:
             await self._update(kept, training)
+        elif training.num_minibatches_taken <= training.plan.num_minibatches:
+            self._lr = without_update(self._lr, num_minibatches=1)
         await asyncio.gather(*(delivery.ack() for delivery in deliveries))
         for prompt in prompts:
             del training.held[prompt]
@@ -299,32 +306,42 @@ class ActorLead(Lead):
     async def _update(self, groups: Sequence[samples_pb2.SampleGroup], training: IterationTraining) -> None:
         config, plan = self.job.config, training.plan
         update_id = f"{self.incarnation}.{plan.iteration}.{training.num_minibatches_taken - 1}"
-        rate = learning_rate(
-            self._ledger.num_trained, peak=config.actor.learning_rate, warm_up_samples=config.actor.lr_warm_up_samples
-        )
         samples = [sample for group in groups for sample in train_samples(group, config.algorithm)]
-        call = wire.WorkerCall(train=wire.Train(update_id=update_id, samples=samples, learning_rate=rate))
-        replies = await self._ranks.do(f"update {update_id}", lambda: self._ranks.ask(call))
-        report = told_update([reply.update for reply in replies])
+        lr = LrUpdate(self._lr, update_id, len(samples))
+        train = wire.Train(update_id=update_id, samples=samples, learning_rate=lr.rate)
+        train.lr_before, train.lr_after = lr.before.mark, lr.committed.mark
+        replies = await self._ranks.do(f"update {update_id}", lambda: self._ranks.ask(wire.WorkerCall(train=train)))
+        reports = [reply.update for reply in replies]
+        lr.check(reports)
+        report = told_update(reports)
         ids = _ids([sample for group in groups for sample in group.samples])
         if report.committed:
-            self._num_skipped = 0
             self._ledger = self._ledger.committed(update_id, ids)
         else:
-            self._num_skipped += 1
             self._ledger = self._ledger.discarded(ids, reason=NONFINITE_UPDATE)
-        row = journal_row(update_id, ids, report, rate)
+        row = journal_row(update_id, ids, report, lr.rate)
         append_lines(self.tools.folder.journal, (json.dumps(row, allow_nan=False) + "\n").encode())
         self._samples.note(plan, groups, fate_of_update(report, samples, reason=NONFINITE_UPDATE))
-        metrics = {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm, "lr": rate}
+        self._lr = self._after(lr, is_committed=report.committed)
+        if beyond := passed_budget(lr.before, self._lr):
+            self._log.warning("learning rate", message=beyond)
+        figures = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr.rate, **lr_metrics(self._lr)}
+        metrics = {**report.metrics, **figures}
         training.updates.append(metrics)
         await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **metrics)
-        if self._num_skipped > config.actor.max_skipped_updates:
+
+    def _after(self, lr: LrUpdate, *, is_committed: bool) -> LrLedger:
+        """The ledger once the update has ended; UpdatesSkipped."""
+        if is_committed:
+            return lr.committed
+        try:
+            return lr.skipped
+        except TooManySkips as error:
+            allowed = self.job.config.actor.max_skipped_updates
             raise UpdatesSkipped(
-                f"{self._num_skipped} updates in a row had a non-finite gradient (actor.max_skipped_updates="
-                f"{config.actor.max_skipped_updates}), the last {update_id}; lower actor.learning_rate, or resume "
-                "from an earlier checkpoint"
-            )
+                f"{allowed + 1} updates in a row had a non-finite gradient (actor.max_skipped_updates={allowed}), the "
+                f"last {lr.update_id}; lower actor.learning_rate, or resume from an earlier checkpoint"
+            ) from error
 
     async def _save(self, *, next_iteration: int, version: int) -> None:
         config = self.job.config
@@ -337,7 +354,7 @@ class ActorLead(Lead):
             replies = await self._ranks.ask(wire.WorkerCall(save=wire.Save(folder=str(folder))))
             saved = [reply.saved for reply in replies if reply.saved.file]
             files = tuple(WrittenFile(each.file, each.size_bytes, each.checksum) for each in saved)
-            return Checkpoint(next_iteration, version, self._ranks.layout, self._ledger, files)
+            return Checkpoint(next_iteration, version, self._ranks.layout, self._ledger, files, self._lr)
 
         checkpoint = await self._ranks.do(f"checkpoint {next_iteration}", written)
         path = await asyncio.to_thread(self._checkpoints.commit, checkpoint)

@@ -6,7 +6,7 @@ Invariant: every figure in a journal's row and in a report is one that JSON has 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +72,10 @@ def journal_row(update_id: str, ids: Sequence[SampleId], report: wire.UpdateRepo
     }
 
 
-def iteration_report(training: IterationTraining, fates: OpenIteration) -> events_pb2.IterationReported:
-    """The actor's account of an iteration whose every sample has met its fate."""
+def iteration_report(
+    training: IterationTraining, fates: OpenIteration, lr: Mapping[str, float]
+) -> events_pb2.IterationReported:
+    """The actor's account of an iteration whose every sample has met its fate; `lr` is how far the schedule is."""
     lengths, rewards, spread = sorted(training.lengths), training.rewards, training.assembly.candidates.seen
     metrics = iteration_metrics(training.updates) | {
         "reward_mean": sum(rewards) / len(rewards),
@@ -81,6 +83,7 @@ def iteration_report(training: IterationTraining, fates: OpenIteration) -> event
         "response_tokens_median": float(lengths[len(lengths) // 2]),
         "response_tokens_max": float(lengths[-1]),
         "groups_with_spread": sum(spread.values()) / len(spread),
+        **lr,
     }
     return events_pb2.IterationReported(
         trained=fate_of(fates.trained),

@@ -50,6 +50,8 @@ from tidegate.v1 import workers_pb2 as wire
 _UPDATE = "update"
 """In the trainer's cursor: which update made its state. It is committed with it, on every rank, and follows the state
 to whoever comes; one that is asked for again is not made again."""
+_LR = "lr"
+"""In the trainer's cursor: the learning-rate progress of that state, as the lead's ledger marks it."""
 _RISE_STEPS = 20
 """Of the warm-up, over which its learning rate rises: Adam's moments mean little before."""
 
@@ -184,15 +186,22 @@ class TrainerWorker:
         update_id = call.train.update_id
         if trainer.elastic.cursor.get(_UPDATE) == update_id:
             known = self._last_update.update_id == update_id
-            return Answer(call.call_id, self._last_update if known else _made_before(update_id))
+            return Answer(call.call_id, self._last_update if known else _made_before(update_id, trainer))
+        if (held := _lr_mark(trainer)) != call.train.lr_before:
+            raise CallRefused(
+                f"update {update_id} follows {call.train.lr_before or 'no update'}, and the state here is of "
+                f"{held or 'no update'}: resume all ranks from one checkpoint"
+            )
+        cursor = {_UPDATE: update_id, _LR: call.train.lr_after}
         with self._peers(f"update {update_id}"):
-            report = trainer.train_minibatch(samples, call.train.learning_rate, cursor={_UPDATE: update_id})
+            report = trainer.train_minibatch(samples, call.train.learning_rate, cursor=cursor)
         self._last_update = wire.UpdateReport(
             update_id=update_id,
             committed=report.committed,
             loss=report.loss,
             grad_norm=report.grad_norm,
             metrics=report.metrics,
+            lr_mark=_lr_mark(trainer),
         )
         return Answer(call.call_id, self._last_update)
 
@@ -296,9 +305,16 @@ class TrainerWorker:
             raise CallRefused(f"{what}: {error}; this worker has left the epoch: send JoinWorld to all") from error
 
 
-def _made_before(update_id: str) -> wire.UpdateReport:
+def _made_before(update_id: str, trainer: MegatronTrainer) -> wire.UpdateReport:
     """By the ranks that were there: this one has come with its state."""
-    return wire.UpdateReport(update_id=update_id, committed=True, loss=math.nan, grad_norm=math.nan)
+    return wire.UpdateReport(
+        update_id=update_id, committed=True, loss=math.nan, grad_norm=math.nan, lr_mark=_lr_mark(trainer)
+    )
+
+
+def _lr_mark(trainer: MegatronTrainer) -> str:
+    """The learning-rate progress of the state; empty before the first update."""
+    return str(trainer.elastic.cursor.get(_LR, ""))
 
 
 def rank_file(rank: int) -> str:

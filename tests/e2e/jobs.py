@@ -64,6 +64,8 @@ def small_job(name: str, **changes: Any) -> dict[str, Any]:
         "actor": {
             "layout": {"tp": 2, "dp": 2},
             "learning_rate": 1e-3,
+            # Another rate in each update: a job that went on at another place of it would have other weights.
+            "lr_schedule": {"decay": "cosine"},
             "warm_up": {"steps": 10, "batch_size": 16, "learning_rate": 2e-3},
         },
         "runtime": {"lease_ttl_s": 3.0, "lead_ttl_s": 1.5, "ack_wait_s": 3.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.e2e.jobs import REPOSITORY, RunningJob, generating, running, small_jo
 from tests.e2e.lineage import expected_draws, trained_draws
 from tidegate.codec import decode_layout, encode_layout
 from tidegate.launcher.control import control_of
+from tidegate.lr_schedule import Decay, LrSchedule
 from tidegate.types import Layout
 from tidegate.v1 import control_pb2
 
@@ -50,6 +52,9 @@ async def test_an_actor_grows_moves_and_shrinks_while_the_job_goes_on(tmp_path: 
         await resize(job, Layout(tp=1), "n1/1")
         summary = (await job.result())["summary"]
         draws = trained_draws(job.folder.journal)
+        rates = [json.loads(line)["learning_rate"] for line in job.folder.journal.read_text().splitlines()]
+    schedule = LrSchedule(1e-3, budget=8, decay=Decay.COSINE)
+    assert rates == [schedule.rate(step) for step in range(8)], "no resize moves the rate"
     assert [held[gpu] for gpu in ("n0/0", "n0/1", "n1/0", "n1/1")] == [False, False, True, True]
     assert draws == expected_draws(iterations=4, prompts=8, group_size=4)
     assert (summary["samples_trained"], summary["lost"], summary["duplicates"]) == (128, 0, 0)

@@ -56,6 +56,13 @@ MUTATIONS = (
         "before.share(now.updates[update])",
         "before.share(Units.of(range(max(map(lambda each: each.count, now.updates.values())))))",
     ),
+    Mutation(
+        "the divisor of full sequences for a loss of short ones",
+        "services/actor/grpo.py",
+        "return [1.0 / num_tokens if count else 0.0 for count in counts]",
+        "return [1.0 / (len(counts) * max(counts)) if count else 0.0 for count in counts]",
+        ("tests/unit/actor/test_grpo.py",),
+    ),
 )
 
 

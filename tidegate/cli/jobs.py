@@ -36,6 +36,17 @@ ITERATION_COLUMNS = (
     "samples_filtered",
     "seconds",
 )
+LEARNING_RATE = (
+    "lr",
+    "lr_progress",
+    "lr_budget",
+    "lr_nominal",
+    "lr_updates",
+    "lr_skipped",
+    "lr_shortfall",
+    "lr_overshoot",
+)
+"""Of an iteration, beside the columns of the table."""
 EVALUATION_COLUMNS = ("version", "prompts", "samples_per_prompt")
 """Before the figures."""
 COMPONENT_COLUMNS = ("role", "state", "lead", "layout", "gpus")
@@ -124,9 +135,21 @@ def iteration_rows(found: Described) -> list[dict[str, Any]]:
             "duplicates": row.num_duplicates,
             "lost": row.num_lost,
             "seconds": outcome.seconds.get(row.iteration) if outcome else None,
+            **{name: _metric(row, name) for name in LEARNING_RATE},
         }
         for row in rows
     ]
+
+
+def learning_rate_line(row: Row) -> str:
+    """How far the schedule is after the iteration of this row."""
+    lr, progress, budget, nominal, updates, skipped, shortfall, beyond = (
+        "-" if row[name] is None else f"{row[name]:.9g}" for name in LEARNING_RATE
+    )
+    return (
+        f"learning rate: {lr} in the last update; {progress} of {budget} steps done, {updates} updates for {nominal} "
+        f"nominal, {skipped} skipped, {shortfall} steps short, {beyond} beyond the budget"
+    )
 
 
 def evaluation_rows(job: str, status: control_pb2.GetJobResponse) -> list[Row]:

@@ -69,6 +69,8 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
     print(f"iteration {status.iteration} of {status.num_iterations}, incarnation {status.incarnation}")
     if status.last_reason:
         print(f"last decision: {status.last_reason}")
+    if rows and rows[-1]["lr_progress"] is not None:
+        print(jobs.learning_rate_line(rows[-1]))
     for part, columns in (
         (jobs.component_rows(status), jobs.COMPONENT_COLUMNS),
         (rows, jobs.ITERATION_COLUMNS),

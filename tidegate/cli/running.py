@@ -24,6 +24,7 @@ from tidegate.cli.views import UnfailingStream, make_view
 from tidegate.config import ConfigError, JobConfig
 from tidegate.config_files import Sources, load_sources
 from tidegate.config_layers import Layer, is_override
+from tidegate.config_lr import lr_told
 from tidegate.config_origins import with_origins
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, Start, saved_config
@@ -79,6 +80,7 @@ def _dry_run(order: Order, given: Layer, form: Form) -> int:
     config = asyncio.run(check_job(order)).config
     for warning in (*order.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
+    print(f"tidegate: {lr_told(config)}", file=sys.stderr)
     print(config.to_json() if form is Form.JSON else resolved_yaml(config, given))
     return 0
 

@@ -79,6 +79,9 @@ class LinesView(AbstractContextManager["LinesView"]):
     def step(self, what: str) -> None:
         self._log.info("starting", what=what)
 
+    def plan(self, message: str) -> None:
+        self._log.info("plan", message=message)
+
     def note(self, message: str) -> None:
         self._log.warning("note", message=message)
 
@@ -154,6 +157,9 @@ class TerminalView(AbstractContextManager["TerminalView"]):
 
     def step(self, what: str) -> None:
         self._bars.update(self._state, description=f"starting {what}")
+
+    def plan(self, message: str) -> None:
+        self._console.print(message)
 
     def note(self, message: str) -> None:
         self._console.print(message, style="yellow")

@@ -24,11 +24,13 @@ from typing import Any
 
 from tidegate.attempts import AttemptFolder, begin_attempt
 from tidegate.config import ConfigError, JobConfig
+from tidegate.config_lr import OF_A_RESUME
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
+from tidegate.lr_checkpoint import OnMismatch
 
 _DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "data", "rewards", "algorithm", "actor", "inference")
 """Sections that a resumed run may not change: its samples and weights would not be those of an unbroken run."""
@@ -172,7 +174,11 @@ def _refuse_other_job(folder: JobFolder, config: JobConfig, anew: str) -> None:
             f"job {config.job} has finished, there is nothing to resume: tidegate describe {config.job} shows its "
             f"result; {_how_to_run_anew(config, anew)}"
         )
-    changed = list(_differences(_deciding(saved), _deciding(config)))
+    before, after = _deciding(saved), _deciding(config)
+    if config.actor.lr_schedule.budget_mismatch is not OnMismatch.ERROR:
+        # Whose schedule holds is said: the actor goes by it.
+        del before["actor"]["lr_schedule"], after["actor"]["lr_schedule"]
+    changed = list(_differences(before, after))
     if changed:
         raise CannotStart(
             f"job {config.job} cannot go on with another config; changed are {'; '.join(changed)}. Give it the values "
@@ -196,6 +202,8 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
         section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
     }
     del dumped["model"]["tokenizer"]
+    for key in OF_A_RESUME:
+        del dumped["actor"]["lr_schedule"][key]
     if dumped["data"] is not None:
         del dumped["data"]["train"], dumped["data"]["chat_template"]
     for reward in dumped["rewards"]:

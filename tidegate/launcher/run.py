@@ -22,6 +22,7 @@ import structlog
 
 from tidegate.attempts import end_attempt
 from tidegate.config import ConfigError, JobConfig, ServersSection
+from tidegate.config_lr import lr_told
 from tidegate.config_record import tracking_faults
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
@@ -89,7 +90,7 @@ async def run_job(order: Order, view: View) -> Outcome:
             raise_if_cancelled()
             with claimed(job, order.start, anew=order.anew_command, now_unix_s=time.time()) as claim:
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
-                _warn(order, view)
+                _tell(order, view)
                 run = _Run(claim, order, view, start_ns=start_ns)
                 return await run.to_its_end(signals)
         except asyncio.CancelledError:
@@ -111,7 +112,10 @@ async def _checked(order: Order) -> Job:
     return job
 
 
-def _warn(order: Order, view: View) -> None:
+def _tell(order: Order, view: View) -> None:
+    plan = lr_told(order.config)
+    structlog.get_logger(SOURCE).info("config", message=plan)
+    view.plan(plan)
     for warning in (*order.notes, *order.config.warnings()):
         structlog.get_logger(SOURCE).warning("config", message=warning)
         view.note(warning)

@@ -14,6 +14,10 @@ class View(Protocol):
         """The launcher begins something: "starting NATS and Redis"."""
         ...
 
+    def plan(self, message: str) -> None:
+        """What the config comes to, told once at the start."""
+        ...
+
     def note(self, message: str) -> None:
         """Something that a person should know: a service died and is started again."""
         ...

@@ -31,7 +31,7 @@ def derive(config: Translation) -> None:
     _trackers(config)
     _iterations(config)
     _clipping(config)
-    _warm_up(config)
+    _decay(config, _warm_up(config))
     _one_path(config, "data.train_data_paths", "data.train")
     _evaluation(config)
     _weights(config)
@@ -205,8 +205,10 @@ def _clipping(config: Translation) -> None:
             config.put(f"algorithm.clip_{side}", eps, eps_key)
 
 
-def _warm_up(config: Translation) -> None:
-    """Megatron counts it in updates, or as a share of `lr_decay_iters` updates if there is one; we count in samples."""
+def _warm_up(config: Translation) -> Any:
+    """Megatron counts it in updates, or as a share of `lr_decay_iters` updates if there is one; we count in samples.
+
+    Returns `lr_decay_iters`."""
     schedule = "actor.lr_sched"
     share, updates, decay = (
         config.take(f"{schedule}.{name}") for name in ("lr_warmup_fraction", "lr_warmup_iters", "lr_decay_iters")
@@ -216,17 +218,32 @@ def _warm_up(config: Translation) -> None:
         share, source = None, f"{schedule}.lr_warmup_iters"
     elif not isinstance(decay, int):
         config.refuse(source, f"{source}={share}: of how many updates, is not said; set {schedule}.lr_decay_iters")
-        return
+        return decay
     count = updates if share is None else share * decay
     if not isinstance(count, int | float) or count == 0:
-        return
+        return decay
     names = ("prompts_per_iteration", "group_size", "n_minibatches")
     sizes = [config.now(f"algorithm.{name}") for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         config.refuse(source, f"{source} counts in updates: their samples need {', '.join(names)} of algorithm")
-        return
+        return decay
     prompts, group, minibatches = sizes
     config.put("actor.lr_warm_up_samples", round(count * prompts * group / minibatches), source)
+    return decay
+
+
+def _decay(config: Translation, budget: Any) -> None:
+    """A constant rate has no end to go to, and no minimum."""
+    key = "actor.lr_sched.min_lr"
+    minimum = config.take(key)
+    if config.now("actor.lr_schedule.decay") in (MISSING, "constant"):
+        if minimum is not MISSING:
+            config.tell("without effect here: the rate stays after its warm-up", key)
+        return
+    if minimum is not MISSING:
+        config.put("actor.lr_schedule.minimum", minimum, key)
+    if budget is not MISSING and budget is not None:
+        config.put("actor.lr_schedule.budget_updates", budget, "actor.lr_sched.lr_decay_iters")
 
 
 def _one_path(config: Translation, key: str, ours: str) -> None:

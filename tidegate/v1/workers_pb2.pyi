@@ -582,8 +582,15 @@ class Train(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    LR_BEFORE_FIELD_NUMBER: _builtins.int
+    LR_AFTER_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     learning_rate: _builtins.float
+    lr_before: _builtins.str
+    """The learning-rate progress of the state that the update is made of, and of what it makes; a rank whose state is of
+    another refuses the update. Empty before the first one.
+    """
+    lr_after: _builtins.str
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainSample]: ...
     def __init__(
@@ -592,10 +599,12 @@ class Train(_message.Message):
         update_id: _builtins.str = ...,
         samples: _abc.Iterable[Global___TrainSample] | None = ...,
         learning_rate: _builtins.float = ...,
+        lr_before: _builtins.str = ...,
+        lr_after: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "samples", b"samples", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "lr_after", b"lr_after", "lr_before", b"lr_before", "samples", b"samples", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,11 +639,14 @@ class UpdateReport(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    LR_MARK_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     committed: _builtins.bool
     """False: the gradient was not finite and nothing was applied, on any rank."""
     loss: _builtins.float
     grad_norm: _builtins.float
+    lr_mark: _builtins.str
+    """The learning-rate progress of the state as it is now."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -645,10 +657,11 @@ class UpdateReport(_message.Message):
         loss: _builtins.float = ...,
         grad_norm: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        lr_mark: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "grad_norm", b"grad_norm", "loss", b"loss", "metrics", b"metrics", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "grad_norm", b"grad_norm", "loss", b"loss", "lr_mark", b"lr_mark", "metrics", b"metrics", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

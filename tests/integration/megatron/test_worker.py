@@ -69,6 +69,8 @@ def test_what_is_shared_lies_in_memory_and_goes_with_its_members(run: Run) -> No
 def test_what_cannot_be_done_is_refused_by_name(run: Run) -> None:
     assert "legal pp with vpp=1: 1, 2" in str(run.members[1]["refusals"][0])
     assert "is not prepared here; open: given up" in str(run.members[0]["refusals"][1])
+    strayed = str(run.members[0]["refusals"][-1])
+    assert "update 1.0.5 follows 4 steps after 4 updates, and the state here is of 5 steps after 5 updates" in strayed
     standing_by, _, stale = run.members[3]["refusals"].tolist()
     assert standing_by == "member 3 stands by: the layout is on members (0, 1)"
     assert stale == "the state is of epoch 1, this is 2: reshard it first"

@@ -80,7 +80,7 @@ class Member:
             loss = report.loss
         self.losses.append(loss)
 
-    def training(self, update: int) -> wire.WorkerCall:
+    def training(self, update: int, *, lr_before: str | None = None) -> wire.WorkerCall:
         samples = [
             wire.TrainSample(
                 prompt_tokens=sample.prompt_tokens,
@@ -94,12 +94,15 @@ class Member:
             for sample in recorded.recorded_samples(seed=update)
         ]
         train = wire.Train(update_id=f"1.0.{update}", samples=samples, learning_rate=LEARNING_RATE)
+        train.lr_before = lr_mark(update) if lr_before is None else lr_before
+        train.lr_after = lr_mark(update + 1)
         return wire.WorkerCall(train=train)
 
     def loss_told_again(self) -> float:
         """Of the last update, which the state is of already."""
         report = self.ask(self.training(len(self.losses) - 1))
         assert report.committed
+        assert report.lr_mark == lr_mark(len(self.losses))
         return float(report.loss)
 
     def meet(self, at: str, members: Sequence[int]) -> None:
@@ -122,6 +125,11 @@ class Member:
         for _ in range(2):
             self.ask(wire.WorkerCall(commit_reshard=wire.CommitReshard(id=name)))
         return report
+
+
+def lr_mark(num_updates: int) -> str:
+    """Of learning-rate progress, as a ledger writes it."""
+    return f"{num_updates} steps after {num_updates} updates" if num_updates else ""
 
 
 def _config(folder: str, memory: str) -> JobConfig:
@@ -170,6 +178,9 @@ def resized(context: RankContext, *, folder: str, memory: str) -> Results:
         if member.me == 3:
             refusals.append(member.refusal(member.training(len(member.losses))))
         member.reshard("shrink", [0], dp=1)
+        if member.me == 0:
+            update = len(member.losses)
+            refusals.append(member.refusal(member.training(update, lr_before=lr_mark(update - 1))))
         member.train([0])
         shared = state_folder(member.config, NodeId("n0")).glob("epoch*")
         files = ["-".join(path.name.split("-")[:2]) for path in shared]

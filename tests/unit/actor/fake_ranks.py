@@ -53,6 +53,8 @@ class FakeRank:
         self.is_staying = False
         self.is_late = False
         """It comes to the next commit when the others have given it up."""
+        self.strays = False
+        """Its state is of other progress than its peers'."""
         self.is_in_epoch = False
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
@@ -126,6 +128,13 @@ class FakeRank:
         return replied(call, wire.Started())
 
     @property
+    def lr_mark(self) -> str:
+        """Of the learning-rate progress that its weights were made with."""
+        if self.strays and self.trained:
+            return "9 steps after 9 updates"
+        return self._ranks.marks.get(self.weights[-1], "") if self.weights else ""
+
+    @property
     def member(self) -> int:
         world = self.worlds[-1]
         return world.members[world.rendezvous.rank]
@@ -156,21 +165,26 @@ class FakeRank:
         if call.train.update_id in self.weights:
             known = any(train.update_id == call.train.update_id for train in self.trained)
             report = wire.UpdateReport(update_id=call.train.update_id, committed=True, loss=float("nan"))
+            report.lr_mark = self.lr_mark
             if known:
                 report.loss = 0.25
                 report.metrics["kl"] = 0.125
             return replied(call, report)
+        if self.lr_mark != call.train.lr_before:
+            raise WorkerRefused(f"{self.grant.gpu} is not at {call.train.lr_before!r}")
         self.trained.append(call.train)
         committed = self.num_nonfinite == 0
         self.num_nonfinite = max(0, self.num_nonfinite - 1)
         if committed:
             self.weights.append(call.train.update_id)
+            self._ranks.marks[call.train.update_id] = call.train.lr_after
         report = wire.UpdateReport(
             update_id=call.train.update_id,
             committed=committed,
             loss=0.25 if committed else float("nan"),
             grad_norm=2.0 if committed else float("inf"),
             metrics={"kl": 0.125},
+            lr_mark=self.lr_mark,
         )
         self._changes.tell()
         return replied(call, report)
@@ -192,6 +206,8 @@ class Ranks:
     def __init__(self, *, num_permits: int = PLENTY) -> None:
         self.of: dict[str, FakeRank] = {}
         self.permits: dict[str, asyncio.Semaphore] = {}
+        self.marks: dict[str, str] = {}
+        """The learning-rate progress after each update that was applied."""
         self._num_permits = num_permits
 
     def make(self, job: Job, grant: Grant, changes: Changes) -> FakeRank:

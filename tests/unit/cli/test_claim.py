@@ -6,11 +6,13 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.cli.configs import small_config
 from tidegate.attempts import attempts_in
+from tidegate.config import JobConfig
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import CannotStart, Start, claimed, host_memory_folder, refuse_running, saved_config
 from tidegate.launcher.outcome import End, Outcome
@@ -167,6 +169,23 @@ def test_a_resumed_run_may_change_the_machinery(tmp_path: Path) -> None:
     other = load_job(small_config(tmp_path, checkpoint={"every": 2}))
     with claimed(other, Start.RESUME, now_unix_s=0.0) as claim:
         assert claim.config.checkpoint.every == 2
+
+
+def test_a_resumed_run_may_change_the_schedule_of_the_rate_only_where_it_says_whose_holds(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    section = {"budget_updates": 99}
+    with (
+        pytest.raises(CannotStart, match=r"changed are actor.lr_schedule.budget_updates \(was None, is 99\)"),
+        claimed(load_job(with_schedule(tmp_path, **section)), Start.RESUME, now_unix_s=0.0),
+    ):
+        pass
+    for chosen in ({"legacy_policy": "rebase"}, section | {"budget_mismatch": "config"}):
+        with claimed(load_job(with_schedule(tmp_path, **chosen)), Start.RESUME, now_unix_s=0.0) as claim:
+            assert claim.config.actor.lr_schedule.model_dump(exclude_defaults=True) == chosen
+
+
+def with_schedule(tmp_path: Path, **section: Any) -> JobConfig:
+    return small_config(tmp_path, actor={"learning_rate": 1e-3, "lr_schedule": section})
 
 
 def test_every_start_has_a_larger_boot_though_the_clock_stands_or_falls(tmp_path: Path) -> None:

@@ -147,6 +147,14 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
+def test_a_decay_of_the_rate_is_taken_over_with_its_end() -> None:
+    overrides = [f"actor.lr_sched.{told}" for told in ("lr_decay_style=cosine", "min_lr=2e-6", "lr_warmup_init=1e-7")]
+    actor = read(*overrides, "actor.lr_sched.lr_decay_iters=700").config.actor
+    schedule = actor.lr_schedule
+    assert (schedule.decay, schedule.budget_updates, schedule.minimum, schedule.initial) == ("cosine", 700, 2e-6, 1e-7)
+    assert actor.lr_warm_up_samples == 350 * 512 * 16 // 4
+
+
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_a_placement_that_cannot_be_had_says_why(case: str, tmp_path: Path) -> None:
     (placement, *overrides), want = PLACEMENTS[case]
@@ -180,7 +188,7 @@ REFUSED = {
     "a critic": ("critic.use_critic_model=true", "GRPO has no critic"),
     "FSDP": ("actor.training_backend=fsdp", "set it to megatron"),
     "engines on several GPUs": ("rollout.tensor_parallel_size=2", "set it to 1: an engine has one GPU"),
-    "a schedule of the rate": ("actor.lr_sched.lr_decay_style=cosine", "set it to constant"),
+    "a decay that there is not": ("actor.lr_sched.lr_decay_style=cubic", "set it to constant, linear, cosine"),
     "a task without a word": ("runner.task_type=null", "set it to reasoning"),
     "two rates": ("actor.lr_sched.max_lr=1", "actor.lr_sched.max_lr=1 and actor.learning_rate=2e-05 are one number"),
     "a reward that there is not": ("reward.reward_type=code", "cannot be had: math; others are written as rewards"),

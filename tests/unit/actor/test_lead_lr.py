@@ -1,0 +1,171 @@
+"""The actor's lead and the learning rate: what a minibatch moves, what a checkpoint carries, what a resume finds."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.actor.checkpoints import CheckpointStore
+from services.actor.lr import LrUpdate, passed_budget
+from tests.unit.actor.test_lead import SECOND, Training, training
+from tidegate.lr_errors import RanksDisagree
+from tidegate.lr_progress import LrLedger, LrRules
+from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.v1 import workers_pb2 as wire
+
+LINEAR = {"decay": "linear", "minimum": 1e-4}
+BUDGET = 6
+"""Of the bench's job: 3 iterations of 2 minibatches."""
+
+
+def rate(step: int) -> float:
+    return LrSchedule(1e-3, budget=BUDGET, decay=Decay.LINEAR, minimum=1e-4).rate(step)
+
+
+async def one_iteration(of: Training, iteration: int, *, incarnation: int = 1, **scored: Any) -> dict[str, float]:
+    """The metrics of its report."""
+    first = 4 * iteration
+    await of.scored(range(first, first + 4), incarnation=incarnation, iteration=iteration, version=iteration, **scored)
+    of.take(of.bench.open_iteration(iteration, incarnation=incarnation))
+    of.close(iteration, incarnation=incarnation)
+    told = await of.bench.told("weights_published", count=iteration + 1 + incarnation)
+    assert told
+    *_, report = await of.bench.told("iteration_reported", count=iteration + 1)
+    return dict(report.iteration_reported.metrics)
+
+
+def rates(of: Training) -> list[float]:
+    return [train.learning_rate for train in of.ranks.same().trained]
+
+
+async def test_the_rate_falls_by_a_step_a_minibatch_and_the_report_says_how_far_it_is(tmp_path: Path) -> None:
+    async with training(tmp_path, actor={"lr_schedule": LINEAR}) as of:
+        of.take(of.bench.scale_up())
+        for iteration in range(3):
+            metrics = await one_iteration(of, iteration)
+        assert rates(of) == [rate(step) for step in range(6)]
+        want = {"lr": rate(5), "lr_progress": 6, "lr_budget": 6, "lr_nominal": 6, "lr_updates": 6}
+        want |= {"lr_skipped": 0, "lr_shortfall": 0, "lr_overshoot": 0}
+        assert {name: metrics[name] for name in want} == want
+
+
+@pytest.mark.parametrize(("policy", "want_steps", "want_shortfall"), [("hold", 2, 2), ("advance", 4, 0)])
+async def test_minibatches_that_are_filtered_away_hold_or_advance(
+    policy: str, want_steps: int, want_shortfall: int, tmp_path: Path
+) -> None:
+    schedule = LINEAR | {"empty_batch": policy}
+    async with training(tmp_path, algorithm={"filter_zero_std": True}, actor={"lr_schedule": schedule}) as of:
+        of.take(of.bench.scale_up())
+        await one_iteration(of, 0, rewards=(1.0, 1.0))
+        metrics = await one_iteration(of, 1, rewards=(0.0, 1.0))
+        assert rates(of) == [rate(want_steps - 2), rate(want_steps - 1)]
+        assert (metrics["lr_progress"], metrics["lr_shortfall"]) == (want_steps, want_shortfall)
+        assert (metrics["lr_nominal"], metrics["lr_updates"]) == (4, 2)
+
+
+async def test_minibatches_that_were_planned_and_never_filled_are_empty_ones(tmp_path: Path) -> None:
+    algorithm = {"filter_zero_std": True, "max_extra_prompts": 1}
+    async with training(tmp_path, algorithm=algorithm, actor={"lr_schedule": LINEAR}) as of:
+        await of.scored(range(3), rewards=(0.0, 0.0))
+        await of.scored([3, 4], rewards=(0.0, 1.0))
+        of.start()
+        metrics = (await of.report()).metrics
+        assert (metrics["lr_progress"], metrics["lr_shortfall"], metrics["lr_nominal"]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(("policy", "want_steps"), [("advance", [0, 1]), ("hold", [0, 0])])
+async def test_an_update_that_is_not_finite_advances_or_holds(
+    policy: str, want_steps: list[int], tmp_path: Path
+) -> None:
+    async with training(tmp_path, actor={"lr_schedule": LINEAR | {"on_skip": policy}}) as of:
+        of.take(of.bench.scale_up())
+        await of.bench.told("weights_published")
+        of.ranks.fail_next(1)
+        metrics = await one_iteration(of, 0)
+        assert rates(of) == [rate(step) for step in want_steps]
+        assert (metrics["lr_skipped"], metrics["lr_updates"], metrics["lr_nominal"]) == (1, 1, 2)
+
+
+async def resumed_after_one(of: Training) -> None:
+    """An iteration, the end of its actor, and the next incarnation on its checkpoint."""
+    old = of.take(of.bench.scale_up())
+    await one_iteration(of, 0)
+    await old.aclose()
+    of.bench.new_lead()
+
+
+async def test_a_resume_goes_on_with_the_rates_of_the_run_that_was_never_interrupted(tmp_path: Path) -> None:
+    async with training(tmp_path, actor={"lr_schedule": LINEAR}) as of:
+        await resumed_after_one(of)
+        saved = CheckpointStore(of.bench.folder.checkpoints, keep=2).load("inc001-it000001").lr
+        assert saved is not None
+        assert (saved.progress, saved.num_updates, saved.next_batch) == (Fraction(2), 2, 2)
+        of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
+        metrics = await one_iteration(of, 1, incarnation=2)
+        assert rates(of) == [rate(2), rate(3)]
+        assert metrics["lr_progress"] == 4
+
+
+def without_ledger(of: Training) -> None:
+    """As checkpoints were before there was one."""
+    path = of.bench.folder.checkpoints / "inc001-it000001" / "manifest.json"
+    raw = json.loads(path.read_text())
+    del raw["lr"]
+    path.write_text(json.dumps(raw | {"format": 2}))
+
+
+async def test_a_checkpoint_without_a_ledger_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    async with training(tmp_path, actor={"lr_schedule": LINEAR}) as of:
+        await resumed_after_one(of)
+        without_ledger(of)
+        of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
+        (failed,) = await of.bench.told("failed")
+        assert "num_steps=2 of lr_decay_steps=6 say not what they count" in failed.failed.message
+
+
+@pytest.mark.parametrize("policy", ["rebase", "clamp", "keep"])
+async def test_a_checkpoint_without_a_ledger_is_taken_over_by_policy(policy: str, tmp_path: Path) -> None:
+    async with training(tmp_path, actor={"lr_schedule": LINEAR | {"legacy_policy": policy}}) as of:
+        await resumed_after_one(of)
+        without_ledger(of)
+        of.ranks.marks.clear()  # the ranks' files are of before, too
+        of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
+        await one_iteration(of, 1, incarnation=2)
+        assert rates(of) == [rate(2), rate(3)]
+
+
+async def test_a_rank_whose_state_is_of_other_progress_ends_the_job_with_both_numbers(tmp_path: Path) -> None:
+    async with training(tmp_path) as of:
+        of.take(of.bench.scale_up())
+        await of.bench.told("weights_published")
+        of.ranks.of[SECOND].strays = True
+        await of.scored(range(4))
+        of.take(of.bench.open_iteration())
+        (failed,) = await of.bench.told("failed")
+        assert failed.failed.fatal
+        want = "ranks hold different progress (ranks [0]: 1 steps after 1 updates; ranks [1]: 9 steps after 9 updates)"
+        assert want in failed.failed.message
+        assert of.journal() == []
+
+
+def test_ranks_that_agree_on_other_progress_than_the_ledgers_are_refused() -> None:
+    update = LrUpdate(LrLedger(LrSchedule(1e-3, budget=6), LrRules(4)), "1.0.0", 4)
+    reports = [wire.UpdateReport(committed=True, lr_mark="2 steps after 2 updates")] * 2
+    with pytest.raises(
+        RanksDisagree, match="ranks hold 2 steps after 2 updates and the ledger 1 steps after 1 updates"
+    ):
+        update.check(reports)
+
+
+def test_the_end_of_the_budget_is_warned_of_once() -> None:
+    ledger = LrLedger(LrSchedule(1e-3, budget=2, decay=Decay.LINEAR, minimum=1e-4), LrRules(4))
+    warnings = []
+    for number in range(5):
+        before, ledger = ledger, LrUpdate(ledger, str(number), 4).committed
+        warnings.append(passed_budget(before, ledger))
+    assert [bool(warning) for warning in warnings] == [False, False, True, False, False]
+    assert "progress is 3 of a budget of 2 steps: updates from here on have rate 0.0001" in str(warnings[2])
