@@ -46,6 +46,11 @@ _DENSE_JOB = "set it to 1: a job's layout has tensor, pipeline and data parallel
 _LLAMA = "leave it out: models are Llama, Qwen2, Qwen3 and Qwen3-MoE"
 _NO_CRITIC = "set it to false: GRPO has no critic, and rewards come from functions (rewards: [{name: function, ...}])"
 _LENGTH_PENALTY = "leave it out; a penalty on length is a reward of its own (rewards: [{name: function, ...}])"
+_ENGINE_PRECISION = Becomes(
+    "rollout.sglang.dtype",
+    {"fp32": "float32", "32": "float32", 32: "float32", "bf16": "bfloat16"},
+    "set it to fp32 or bf16",
+)
 
 RULES: Mapping[str, Rule] = {
     "actor.seed": Becomes("seed"),
@@ -149,9 +154,11 @@ RULES: Mapping[str, Rule] = {
     "actor.tokenizer.tokenizer_model": Becomes("model.tokenizer"),
     "rollout.model_dir": Becomes("model.path"),
     "rollout.model.model_path": Becomes("model.path"),
-    "rollout.rollout_backend": OnlyAs(
-        ("sglang",), "leave it out", told={"sglang": "rollout.engine says what generates: embedded, unless it is set"}
+    "rollout.rollout_backend": Becomes(
+        "rollout.engine", {"sglang": "sglang"}, "set it to sglang, or leave it out for the embedded engine"
     ),
+    "rollout.precision": _ENGINE_PRECISION,
+    "rollout.model.precision": _ENGINE_PRECISION,
     "rollout.tensor_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),
     "rollout.pipeline_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),
     "rollout.padding": OnlyAs((None,), "set it to null: the tokenizer says it"),
@@ -275,8 +282,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "other keys say it": (
         "rollout.model_arch",
         "rollout.model.model_type",
-        "rollout.precision",
-        "rollout.model.precision",
         "rollout.recompute_logprobs",
         "inference.model_arch",
         "inference.model_type",

@@ -17,7 +17,11 @@ from tidegate.tasks.tokenizer import build_tokenizer
 from tidegate.types import Layout, Role
 
 PIPELINED = Path(__file__).with_name("pipelined.yaml")
-MENDED = ("algorithm.early_stop_imp_ratio=null", "actor.model.precision=fp32")
+MENDED = (
+    "algorithm.early_stop_imp_ratio=null",
+    "actor.model.precision=fp32",
+    "rollout.sglang.python=.venv-sglang/bin/python",
+)
 SHAPE = (
     "model={num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_heads: 2, num_kv_heads: 2, head_dim: 8}",
     "rollout.model.model_path=''",
@@ -38,7 +42,8 @@ def refused(*overrides: str) -> list[str]:
 def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to_write() -> None:
     lines = PIPELINED.read_text().splitlines()
     number = {
-        key: 1 + next(n for n, line in enumerate(lines) if key in line) for key in ("early_stop", "precision: fp16")
+        key: 1 + next(n for n, line in enumerate(lines) if key in line)
+        for key in ("early_stop", "precision: fp16", "precision: ${actor")
     }
     with pytest.raises(ConfigError) as error:
         load_sources(Sources([PIPELINED]))
@@ -46,6 +51,7 @@ def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to
         "algorithm.early_stop_imp_ratio=5.0 cannot be had: set it to null: no micro-batch is left out; clipping and "
         f"actor.clip_grad bound an update [{PIPELINED}:{number['early_stop']}]",
         f"actor.model.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: fp16']}]",
+        f"rollout.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: ${actor']}]",
     ]
 
 
@@ -67,6 +73,7 @@ def test_what_has_our_meaning_is_taken_over() -> None:
     assert (actor.weight_decay, actor.clip_grad, actor.micro_batch_size) == (0.05, 0.8, 1)
     assert actor.lr_warm_up_samples == 5 * 512 * 16 // 4
     assert config.rollout.max_running_requests == 64
+    assert (config.rollout.engine, config.rollout.sglang.dtype) == ("sglang", "float32")
     assert config.checkpoint.every == 50
     assert config.runtime.collective_timeout_s == 1800
 
@@ -78,6 +85,12 @@ def test_data_tokenizer_and_reward_are_taken_over_with_paths_from_the_file() -> 
     assert (config.data.answer_key, config.data.max_prompt_tokens, config.data.chat_template) == ("solutions", 1024, "")
     assert config.model.path == config.model.tokenizer == str(PIPELINED.parent / "models" / "Qwen2.5-1.5B")
     assert [reward.name for reward in config.rewards] == ["math_verify"]
+
+
+def test_a_config_that_names_no_environment_of_sglang_is_asked_for_one() -> None:
+    (fault,) = refused("rollout.sglang.python=''")
+    assert "needs rollout.sglang.python" in fault
+    assert read("rollout.sglang.python=''", "rollout.engine=embedded").config.rollout.engine == "embedded"
 
 
 def test_every_key_that_is_taken_for_nothing_is_told() -> None:
@@ -183,6 +196,7 @@ REFUSED = {
         "algorithm.normalize_advantages=1",
         "algorithm.normalize_advantages=1 cannot be had",
     ),
+    "another engine": ("rollout.rollout_backend=vllm", "set it to sglang, or leave it out for the embedded engine"),
     "few likeliest tokens": ("algorithm.sampling_params.top_k=50", "set it to -1; algorithm.top_p narrows sampling"),
     "another advantage": ("algorithm.adv_type=reinpp", "set it to grpo"),
     "a critic": ("critic.use_critic_model=true", "GRPO has no critic"),
@@ -223,8 +237,8 @@ def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
     written(tmp_path, "train.jsonl", '{"prompt": "two and two", "solutions": ["four"]}\n')
     mended = (*MENDED, *SHAPE, f"runner.output_dir={tmp_path}", f"data.train_data_paths=[{tmp_path}/train.jsonl]")
     tokenizer = f"actor.tokenizer.tokenizer_model={tmp_path}/words.json"
-    # math_verify and trackers need packages of their own.
-    plain = ("rewards=[{name: exact_match}]", "runner.logger.logger_backends=[]")
+    # math_verify, trackers and SGLang need packages of their own.
+    plain = ("rewards=[{name: exact_match}]", "runner.logger.logger_backends=[]", "rollout.engine=embedded")
     assert main(["run", str(PIPELINED), *mended, tokenizer, *plain, "--dry-run"]) == 0
     said = capsys.readouterr()
     assert f"  prompts_per_iteration: 512  # {PIPELINED}:" in said.out
