@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 
-from tidegate.elastic.world import peers_needed
+from tidegate.elastic.world import gather_bytes, peers_needed
 
 
 @contextmanager
@@ -80,18 +80,8 @@ class _Distributed:
 
     def all_gather_object(self, gathered: list[Any], own: Any) -> None:
         """optimizer/__init__.py:364: keys of parameter groups, tuples of pairs of names and numbers."""
-        gathered[:] = [_as_keys(json.loads(payload)) for payload in self._gather(json.dumps(own).encode())]
-
-    def _gather(self, payload: bytes) -> Iterator[bytes]:
-        count = self._group.size()
-        sizes = torch.empty(count, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(payload)], device=self._device), group=self._group)
-        width = int(sizes.max())
-        sent = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8).to(self._device)
-        received = torch.empty(count * width, dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(received, sent, group=self._group)
-        rows = received.view(count, width).cpu().numpy()
-        return (row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True))
+        payloads = gather_bytes(self._group, json.dumps(own).encode(), device=self._device)
+        gathered[:] = [_as_keys(json.loads(payload)) for payload in payloads]
 
 
 class _Torch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -58,8 +58,6 @@ class EpochCache:
         self._announced: dict[Mesh, dict[int, Announcement]] = {}
         self._parts: dict[tuple[int, Mesh, Mesh], Part] = {}
         self._num_arenas = 0
-        self._made: list[SharedArena] = []
-        """For the layout that is being built."""
         hosts = world.gather(world.membership.members, socket.gethostname().encode())
         self.hosts = {member: host.decode() for member, host in hosts.items()}
 
@@ -123,11 +121,15 @@ class EpochCache:
         Raises MemberFailed, and what failed this one; nothing is left then."""
         groups = megatron_groups(self.world, mesh)
         begun: list[tuple[Skeleton, Arena]] = []
-        self._made = []
+        made: list[Arena] = []
+
+        def arena_on(device: torch.device) -> Arena:
+            made.append(self._arena(mesh, device))
+            return made[-1]
 
         def begin() -> bytes:
             if groups is not None:
-                arena = self._arena(mesh, self.world.device)
+                arena = arena_on(self.world.device)
                 begun.append((self._skeleton(mesh, groups, arena), arena))
             return b""
 
@@ -135,7 +137,7 @@ class EpochCache:
             if not begun:
                 return b""
             skeleton, arena = begun[0]
-            state = RankState(skeleton.complete(), arena, self._stamp(arena), self._copies(mesh, skeleton))
+            state = RankState(skeleton.complete(), arena, self._stamp(arena), self._copies(skeleton, arena_on))
             self._states[mesh] = state
             return catalogue.encode(state.announcement(self.hosts[self.world.me]))
 
@@ -144,8 +146,9 @@ class EpochCache:
             announced = of_all(self.world, complete)
         except Exception:
             self._states.pop(mesh, None)
-            for arena in self._made:
-                discard(arena)
+            for arena in made:
+                if isinstance(arena, SharedArena):
+                    discard(arena)
             raise
         self._announced[mesh] = {rank: catalogue.decode(announced[rank]) for rank in mesh.ranks}
         if groups is not None:
@@ -171,11 +174,11 @@ class EpochCache:
             arena.empty(RECORD_BYTES, torch.uint8) if is_shared else torch.zeros(RECORD_BYTES, dtype=torch.uint8)
         )
 
-    def _copies(self, mesh: Mesh, skeleton: Skeleton) -> Copies | None:
+    def _copies(self, skeleton: Skeleton, arena_on: Callable[[torch.device], Arena]) -> Copies | None:
         if self._settings.copies is CopyTo.NOWHERE:
             return None
         extents = {key: Extent(tensor.numel(), tensor.dtype) for key, tensor in skeleton.tensors().items()}
-        return Copies(self._arena(mesh, torch.device("cpu")), extents)
+        return Copies(arena_on(torch.device("cpu")), extents)
 
     def _send_copies(self, mesh: Mesh) -> None:
         announced = self._announced[mesh]
@@ -190,9 +193,7 @@ class EpochCache:
         if folder is None:
             return OwnArena(device)
         self._num_arenas += 1
-        arena = SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
-        self._made.append(arena)
-        return arena
+        return SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
 
     def _forget_dropped(self, mesh: Mesh) -> None:
         """The tensors of meshes of which the world has dropped groups, to make room for those of `mesh`, or its own."""
