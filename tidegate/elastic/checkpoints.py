@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from tidegate.checksums import WrittenFile
 from tidegate.elastic import files
+from tidegate.elastic.compat import group_steps, set_group_steps
 from tidegate.elastic.files import StateFiles, write_rank
 from tidegate.elastic.held import Held
 from tidegate.elastic.holders import State
@@ -20,8 +21,10 @@ from tidegate.elastic.state import Progress
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.types import Layout
 
-_PROGRESS = TypeAdapter(Progress)
-_NOTE = "progress"
+_AS_JSON = TypeAdapter(Progress)
+_COUNT = TypeAdapter(int)
+_PROGRESS = "progress"
+_STEPS = "group_steps"
 
 
 def save(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None:
@@ -37,7 +40,10 @@ def save(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None
         state=held.as_end(trainer.optimizer_config),
         me=trainer.world.me,
         tensors=tensors,
-        notes={_NOTE: _PROGRESS.dump_python(trainer.progress, mode="json")},
+        notes={
+            _PROGRESS: _AS_JSON.dump_python(trainer.progress, mode="json"),
+            _STEPS: group_steps(trainer.state.skeleton.optimizer),
+        },
     )
 
 
@@ -71,7 +77,8 @@ def start_from(
                 me=trainer.world.me,
                 targets=held.tensors(),
             )
+            set_group_steps(held.state.skeleton.optimizer, _COUNT.validate_python(saved.notes.get(_STEPS) or 0))
         # Files that were written before progress was noted have none.
-        return _PROGRESS.validate_python(saved.notes.get(_NOTE, {}))
+        return _AS_JSON.validate_python(saved.notes.get(_PROGRESS, {}))
 
     trainer.start(layout, ranks=ranks, fill=fill)

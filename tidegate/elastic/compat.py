@@ -4,7 +4,7 @@
   part: `gathering_within` gives it the ranks that it is for, and sends JSON.
 - Where Adam's step count lives depends on whose Adam Megatron found: a tensor a parameter in torch's, made at the first
   step only, a number a parameter group in FusedAdam of Transformer Engine and Apex: `keeps_step_tensors`,
-  `reset_group_steps`.
+  `group_steps`, `set_group_steps`.
 - An optimizer may be a chain, and one of its links a stub that has nothing to train: `links`.
 Invariants: nothing is patched but inside `gathering_within`, and there only one module's own name `torch`, not torch.
 """
@@ -57,11 +57,17 @@ def keeps_step_tensors(adam: torch.optim.Optimizer) -> bool:
     return isinstance(adam, torch.optim.Adam)
 
 
-def reset_group_steps(adam: torch.optim.Optimizer) -> None:
-    """Where the groups count the steps, let them begin again."""
-    for group in adam.param_groups:
-        if "step" in group:
-            group["step"] = 0
+def group_steps(optimizer: Any) -> int | None:
+    """What the groups have counted, of which those that are empty on this rank count nothing; None: they do not."""
+    return max((group["step"] for group in optimizer.param_groups if "step" in group), default=None)
+
+
+def set_group_steps(optimizer: Any, steps: int) -> None:
+    """Where the groups count the steps, let them go on from these."""
+    for link in links(optimizer):
+        if not keeps_step_tensors(link.optimizer):
+            for group in link.optimizer.param_groups:
+                group["step"] = steps
 
 
 class _Distributed:

@@ -18,6 +18,8 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from pydantic import JsonValue
 
+from tidegate.elastic.compat import group_steps
+
 GroupValues = Mapping[str, JsonValue]
 
 _EXPERTS = "is_expert_parallel"
@@ -33,11 +35,10 @@ def mark(optimizer: Any) -> None:
 
 def values_of(optimizer: Any) -> tuple[GroupValues, ...]:
     """Group by group, of a marked optimizer."""
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    # A group that is empty on this rank counts no steps here, and may have parameters where these values go.
-    counted: list[int] = [group[_STEP] for group in groups if _STEP in group]
-    common = {_STEP: max(counted)} if counted else {}
-    return tuple(_said_by(group) | common for group in groups)
+    # A group that is empty on this rank may have parameters where these values go.
+    steps = group_steps(optimizer)
+    common = {} if steps is None else {_STEP: steps}
+    return tuple(_said_by(group) | common for group in optimizer.param_groups)
 
 
 def assign(optimizer: Any, values: Sequence[GroupValues]) -> None:

@@ -136,8 +136,7 @@ class Skeleton:
             for kind, tensor in share.tensors.items():
                 if kind is not StateKind.MAIN_PARAM:
                     tensor.zero_()
-        for link in compat.links(self.optimizer):
-            compat.reset_group_steps(link.optimizer)
+        compat.set_group_steps(self.optimizer, 0)
 
     def release(self) -> None:
         """Give all memory back; again is no harm."""
