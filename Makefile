@@ -1,9 +1,10 @@
 # make demo   a real job, from nothing to its result      make test       what must pass before a commit lands
 # make lint   every check that runs no test               make test-long  three full seeds and the whole kill matrix
-# make fmt    format and fix what can be fixed            make test-all   both
+# make fmt    format and fix what can be fixed            make test-all   every one of them
 # make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
 # make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps environments, jobs/)
 # make mutations    breaks the code on purpose and shows that the tests notice
+# make test-wandb   what is told to W&B, offline, with its packages
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 #
 # PYTHON       the interpreter .venv is made of (3.11 or newer)
@@ -33,7 +34,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long mutations test-sglang test-all fmt lint proto schema lock clean
+.PHONY: help demo test test-long mutations test-wandb test-sglang test-all fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -90,7 +91,12 @@ $(SGLANG_VENV): $(SGLANG)
 test-sglang: $(DEV) $(SGLANG)
 	@SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -m sglang $(ARGS)
 
-test-all: test test-long
+# The packages stay in $(VENV): `make test` then runs what needs them too.
+test-wandb: $(DEV)
+	@$(INSTALL) -r requirements/base.txt -r requirements/wandb.in >&2
+	@$(BIN)/python -m pytest tests/unit/tracking $(ARGS)
+
+test-all: test test-long mutations test-wandb test-sglang
 
 # The quick ones first.
 lint: $(DEV)

@@ -21,7 +21,7 @@ from structlog.typing import EventDict, Processor
 
 _FIRST_KEYS = ("time", "level", "logger", "source", "event")
 _SECRET_KEY = re.compile(r"passw(or)?d|secret|credential|authorization|api_?key|private_?key", re.IGNORECASE)
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
+_URL_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s\"']+@")
 _REMOVED = "[removed]"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.actor.ledger import LedgerError, SampleLedger
+from tidegate.checkpoint_names import checkpoint_name, place_of
 from tidegate.checksums import WrittenFile, file_checksum
 from tidegate.lr_checkpoint import decoded, encoded
 from tidegate.lr_errors import LrError
@@ -47,7 +48,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        return f"inc{self.ledger.incarnation:03d}-it{self.next_iteration:06d}"
+        return checkpoint_name(self.ledger.incarnation, self.next_iteration)
 
 
 class CheckpointStore:
@@ -95,9 +96,9 @@ class CheckpointStore:
             shutil.rmtree(self._folder / name)
 
     def names(self) -> list[str]:
-        """Complete checkpoints, oldest first. A later incarnation's is newer, whatever its iteration: an earlier one's
-        work was superseded."""
-        return sorted(path.parent.name for path in self._folder.glob(f"inc*/{_MANIFEST}"))
+        """Complete checkpoints, oldest first."""
+        named = ((place_of(path.parent.name), path.parent.name) for path in self._folder.glob(f"*/{_MANIFEST}"))
+        return [name for _, name in sorted((place, name) for place, name in named if place is not None)]
 
     def path(self, name: str) -> Path:
         return self._folder / name

@@ -291,7 +291,7 @@ class ActorLead(Lead):
         kept = groups
         if self.job.config.algorithm.filter_zero_std:
             kept = [group for group in groups if has_spread(rewards_of(group))]
-            left_out = [group for group in groups if group not in kept]
+            left_out = [group for group in groups if not has_spread(rewards_of(group))]
             filtered = [sample for group in left_out for sample in group.samples]
             self._ledger = self._ledger.filtered(_ids(filtered), reason=ZERO_STD)
             self._samples.note(training.plan, left_out, Fate("filtered", ZERO_STD))

@@ -7,7 +7,6 @@ in every incarnation; at any moment, a crash's too, a whole one is kept once the
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from google.protobuf import json_format
 from tidegate.checksums import combined_checksum, file_checksum
 from tidegate.codec import encode_grants
 from tidegate.job import snapshot_folder
+from tidegate.replacing import partial_of, put_in_place, recover
 from tidegate.runtime.lead import LeadTools
 from tidegate.types import node_of
 from tidegate.v1 import types_pb2
@@ -107,23 +107,16 @@ class SnapshotShelf:
 
 def _copy_in(folder: Path, kept: Path, snapshot: types_pb2.Snapshot) -> None:
     """Makes the snapshot's files in `folder` the ones that are kept: the former ones go when these are there."""
-    partial, former = kept.with_name(f".{kept.name}.partial"), _former(kept)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = partial_of(kept)
     for shard in snapshot.shards:
         shutil.copyfile(folder / shard.file, partial / shard.file)
     (partial / _MESSAGE).write_text(json_format.MessageToJson(snapshot))
-    if kept.exists():
-        shutil.rmtree(former, ignore_errors=True)
-        os.rename(kept, former)
-    os.rename(partial, kept)
-    shutil.rmtree(former, ignore_errors=True)
+    put_in_place(partial, kept)
 
 
 def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapshot:
     """Brings the kept files, checked, to the folder of their version; what they are."""
-    if not kept.exists() and _former(kept).exists():  # a crash came between the two renames
-        os.rename(_former(kept), kept)
+    recover(kept)
     try:
         snapshot = json_format.Parse((kept / _MESSAGE).read_text(), types_pb2.Snapshot())
     except OSError as error:
@@ -138,7 +131,3 @@ def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapsho
             raise ReferenceMissing(f"reference policy {kept / shard.file} is damaged: start the job anew")
         shutil.copyfile(kept / shard.file, folder / shard.file)
     return snapshot
-
-
-def _former(kept: Path) -> Path:
-    return kept.with_name(f".{kept.name}.former")

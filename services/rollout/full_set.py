@@ -14,10 +14,9 @@ from services.rollout.engine import WeightsRefused
 from tidegate.elastic.gpt import EMBEDDING, OUTPUT
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
+from tidegate.telling import some
 
 Prepared = TypeVar("Prepared")
-
-_MOST_NAMES_SHOWN = 4
 
 
 def full_set(
@@ -32,7 +31,7 @@ def full_set(
     named: dict[str, Prepared] = {}
     for name, tensor in tensors:
         if name not in want:
-            raise WeightsRefused(f"weights version {version}: unknown tensor {name!r}; this model has {_some(want)}")
+            raise WeightsRefused(f"weights version {version}: unknown tensor {name!r}; this model has {some(want)}")
         if name in named:
             raise WeightsRefused(f"weights version {version}: tensor {name!r} came twice; send each once")
         _check_shape(name, tuple(tensor.shape), want[name])
@@ -40,7 +39,7 @@ def full_set(
     missing = [name for name in want if name not in named]
     if missing:
         raise WeightsRefused(
-            f"weights version {version}: {len(missing)} of {len(want)} tensors are missing: {_some(missing)}; "
+            f"weights version {version}: {len(missing)} of {len(want)} tensors are missing: {some(missing)}; "
             f"an update is a full set"
         )
     return named
@@ -53,9 +52,3 @@ def _check_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> None
         raise WeightsRefused(
             f"tensor {name!r} has shape {list(got)}, want {list(want)}{more}: send it whole, unsharded"
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    rest = f" and {len(shown) - _MOST_NAMES_SHOWN} more" if len(shown) > _MOST_NAMES_SHOWN else ""
-    return ", ".join(shown[:_MOST_NAMES_SHOWN]) + rest

@@ -64,13 +64,13 @@ def test_a_librarys_record_has_the_same_form(log_path: Path) -> None:
 
 def test_no_secret_is_written_wherever_it_stands(log_path: Path) -> None:
     structlog.get_logger("tidegate.test").info(
-        "connect nats://me:hidden@host:1/",
+        "connect nats://me:hid@hidden@host:1/ as ops@example",
         redis_password="hidden",
         config={"api_key": "hidden", "urls": ["redis://:hidden@host:2", Path("plain")], "token": "1.4"},
     )
     (line,) = lines(log_path)
-    assert "hidden" not in log_path.read_text()
-    assert line["event"] == "connect nats://host:1/"
+    assert "hid" not in log_path.read_text()
+    assert line["event"] == "connect nats://host:1/ as ops@example"
     assert line["redis_password"] == "[removed]"
     assert line["config"] == {"api_key": "[removed]", "urls": ["redis://host:2", "plain"], "token": "1.4"}
 

@@ -16,7 +16,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import nats
 import structlog
@@ -26,6 +25,7 @@ from nats.errors import ConnectionClosedError, NoRespondersError
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeout
 
+from tidegate.logs import without_credentials
 from tidegate.ports.bus import BusUnavailable, JobNotOpen, MessageTooLarge
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class NatsLink:
     @classmethod
     async def connect(cls, url: str, *, name: str, deadline_s: float) -> NatsLink:
         """BusUnavailable when the server does not answer within the deadline."""
-        log = structlog.get_logger("tidegate.nats").bind(server=_without_credentials(url))
+        log = structlog.get_logger("tidegate.nats").bind(server=without_credentials(url))
         reasons: list[str] = []
 
         async def on_error(error: Exception) -> None:
@@ -105,7 +105,7 @@ class NatsLink:
         except (TimeoutError, NatsError, OSError) as failure:
             reason = reasons[0] if reasons else f"{type(failure).__name__}: {failure}"
             raise BusUnavailable(
-                f"NATS at {_without_credentials(url)} did not answer within {deadline_s:g} s ({reason}); "
+                f"NATS at {without_credentials(url)} did not answer within {deadline_s:g} s ({reason}); "
                 "check the URL and that the server runs with JetStream on (-js)"
             ) from failure
         return cls(connection, deadline_s=deadline_s)
@@ -299,8 +299,3 @@ def _not_open(stream: str, refused: NatsRefused) -> Exception:
     if refused.err_code != STREAM_NOT_FOUND:
         return refused
     return JobNotOpen(f"there is no stream {stream}: the job was not opened on this bus; call open_job first")
-
-
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -21,6 +21,7 @@ from tidegate.config_evaluation import EvaluationSection
 from tidegate.data.chat_template import ChatTemplate
 from tidegate.data.records import Record, data_files, read_records
 from tidegate.tasks.tokenizer import TaskTokenizer
+from tidegate.telling import some_lines
 
 ARGUMENTS = ("prompt", "response", "answer")
 """What a reward is called with besides the columns, which may not have these names for something else."""
@@ -74,8 +75,7 @@ class PromptReader:
                 except ValueError as error:
                     faults.append(f"{record.where}: {error}")
         if faults:
-            more = [f"and {len(faults) - _FAULTS_TOLD} more"] if len(faults) > _FAULTS_TOLD else []
-            raise ValueError("\n".join([*faults[:_FAULTS_TOLD], *more]))
+            raise ValueError(some_lines(faults, most=_FAULTS_TOLD))
         if not prompts:
             raise ValueError(f"{', '.join(str(file) for file in files)} holds no record: give data with at least one")
         return tuple(prompts)

@@ -21,7 +21,7 @@ _INSTALL_PYARROW = "install what requirements/data.txt lists (it has pyarrow), o
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`where` names it to a person: `train.jsonl:12`."""
+    """`where` names it to a person: `data/train.jsonl:12`."""
 
     where: str
     columns: Mapping[str, Any]
@@ -57,7 +57,7 @@ def _read_lines(file: Path, faults: list[str]) -> Iterator[Record]:
     try:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                where = f"{file.name}:{number}"
+                where = f"{file}:{number}"
                 # A mark that some editors put before the first line is no part of it.
                 content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if not content.strip():
@@ -91,7 +91,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"{file.name} is a Parquet file, and pyarrow is not installed: {_INSTALL_PYARROW}") from error
+        raise ValueError(f"{file} is a Parquet file, and pyarrow is not installed: {_INSTALL_PYARROW}") from error
     try:
         row = 0
         with pyarrow.parquet.ParquetFile(file) as opened:
@@ -99,7 +99,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
                 for columns in batch.to_pylist():
                     row += 1
                     kept = {name: value for name, value in columns.items() if _fits_json(value)}
-                    yield Record(f"{file.name} row {row}", kept)
+                    yield Record(f"{file} row {row}", kept)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file} cannot be read as Parquet after row {row}: {error}; is it whole?") from error
 

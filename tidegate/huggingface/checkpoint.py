@@ -19,6 +19,7 @@ from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensors_
 from tidegate.huggingface.tensor_file import StoredTensor, TensorFile, open_tensor_file
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
+from tidegate.telling import some
 
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -27,7 +28,6 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 RECOMPUTED = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Ends of names of what old checkpoints keep, and transformers passes over: it follows from the config."""
-_MOST_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def _placed(folder: Path, files: Iterable[TensorFile]) -> dict[str, TensorFile]:
         if misplaced:
             raise CheckpointRefused(
                 f"{folder}: {len(misplaced)} of {len(weight_map)} tensors are not in the file that {INDEX} names: "
-                f"{_some(misplaced)}; fetch {', '.join(sorted({str(weight_map[name]) for name in misplaced}))} again"
+                f"{some(misplaced)}; fetch {', '.join(sorted({str(weight_map[name]) for name in misplaced}))} again"
             )
     return file_of
 
@@ -114,7 +114,7 @@ def _check_tensors(
     }
     if missing := sorted(want.keys() - file_of.keys()):
         raise CheckpointRefused(
-            f"{folder}: {len(missing)} of {len(want)} tensors of the model are in no file: {_some(missing)}; fetch the "
+            f"{folder}: {len(missing)} of {len(want)} tensors of the model are in no file: {some(missing)}; fetch the "
             f"files again, or the {CONFIG} that belongs to them"
         )
     spare = {name for name in file_of if name.endswith(RECOMPUTED)}
@@ -125,7 +125,7 @@ def _check_tensors(
     if extra := sorted(file_of.keys() - want.keys() - spare):
         raise CheckpointRefused(
             f"{folder}: {len(extra)} tensors are not of the model that {CONFIG} describes, and would be lost: "
-            f"{_some(extra)}; take a checkpoint of the plain architecture"
+            f"{some(extra)}; take a checkpoint of the plain architecture"
         )
     for file in files:
         for name, stored in file.tensors.items():
@@ -151,9 +151,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CheckpointRefused(f"{path} must hold keys and values, found {raw!r}: fetch it again")
     return raw
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    rest = f" and {len(shown) - _MOST_NAMES_SHOWN} more" if len(shown) > _MOST_NAMES_SHOWN else ""
-    return ", ".join(shown[:_MOST_NAMES_SHOWN]) + rest

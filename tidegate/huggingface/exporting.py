@@ -35,6 +35,7 @@ from tidegate.huggingface.importing import DTYPES, mapped
 from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf, tensors_of
 from tidegate.huggingface.tensor_file import StoredTensor, header_of
 from tidegate.model_config import ModelConfig
+from tidegate.replacing import partial_of, put_in_place
 from tidegate.tasks.tokenizer_config import CONFIG_FILE, TEMPLATE_FILE
 
 TOKENIZERS = (
@@ -72,9 +73,7 @@ def export(
     `tokenizer` is a tokenizer.json, which with the config beside it takes the place of the source's. Raises
     CheckpointRefused for a model of no family, ValueError when not every parameter came.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = partial_of(folder)
     if source:
         files = {file.path.name: _NewFile(file.head, file.tensors) for file in source.files}
         _copy(source.folder, partial, BESIDE if tokenizer else (*BESIDE, *TOKENIZERS))
@@ -89,7 +88,7 @@ def export(
         writer = _Writer(files, streams)
         _write_all(writer, model, {parameter.name: parameter for parameter in parameters}, weights, source)
         writer.finish()
-    _put_in_place(partial, folder)
+    put_in_place(partial, folder)
 
 
 class _Writer:
@@ -158,12 +157,3 @@ def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    former = folder.with_name(f".{folder.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, former)
-    os.rename(partial, folder)
-    shutil.rmtree(former, ignore_errors=True)

@@ -1,20 +1,18 @@
 """The newest checkpoint in a job's folder, which a resumed run tells the scheduler: its servers may have lost theirs.
 
-Read are the folders' names `inc<incarnation>-it<next iteration>` and, of the newest, the figures that the event
-carries. Whether its files are whole is the actor's to check. A later incarnation's is newer, whatever its iteration: an
-earlier one's work was superseded. Invariant: a folder without its manifest is no checkpoint.
+Read are the folders' names and, of the newest, the figures that the event carries. Whether its files are whole is the
+actor's to check. Invariant: a folder without its manifest is no checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidegate.checkpoint_names import place_of
 from tidegate.config import ConfigError
 
-_NAME = re.compile(r"inc(\d+)-it(\d+)")
 _MANIFEST = "manifest.json"
 
 
@@ -31,7 +29,7 @@ class FoundCheckpoint:
 
 def newest_checkpoint(folder: Path, *, anew: str = "--force") -> FoundCheckpoint | None:
     """None where there is none. ConfigError, with `anew` as a remedy, when the newest one's manifest cannot be read."""
-    found = [(_place(path.parent), path) for path in folder.glob(f"inc*-it*/{_MANIFEST}")]
+    found = [(place_of(path.parent.name), path) for path in folder.glob(f"inc*-it*/{_MANIFEST}")]
     complete = [(place, path) for place, path in found if place is not None]
     if not complete:
         return None
@@ -50,9 +48,3 @@ def newest_checkpoint(folder: Path, *, anew: str = "--force") -> FoundCheckpoint
             f"checkpoint {path.parent} cannot be read ({type(error).__name__}: {error}): put it back from a copy, or "
             f"start anew ({anew})"
         ) from error
-
-
-def _place(folder: Path) -> tuple[int, int] | None:
-    """(incarnation, next iteration), as numbers: `inc1000` comes after `inc999`."""
-    name = _NAME.fullmatch(folder.name)
-    return (int(name[1]), int(name[2])) if name else None

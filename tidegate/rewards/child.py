@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from typing import Any, TextIO
 
 _TOLD_CHARS = 500
@@ -52,6 +53,7 @@ def load_function(path: str, import_from: str) -> RewardFunction:
         found = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # a module is a program: it may raise whatever Python has
         raise ValueError(f"{path} cannot be imported: {_told(error)}") from error
+    _check_origin(path, import_from)
     if not callable(found):
         raise ValueError(f"{path} is a {type(found).__name__} and cannot be called: name a function")
     if inspect.iscoroutinefunction(found):
@@ -68,6 +70,19 @@ def load_function(path: str, import_from: str) -> RewardFunction:
         found,
         required=tuple(each.name for each in named if each.default is each.empty),
         accepted=None if takes_any else frozenset(each.name for each in named),
+    )
+
+
+def _check_origin(path: str, import_from: str) -> None:
+    """A process has one module of a name: without this, another folder's would be called without a word."""
+    top = path.partition(":")[0].partition(".")[0]
+    meant = PathFinder.find_spec(top, [import_from]) if import_from else None
+    found = getattr(sys.modules[top], "__file__", None)
+    if meant is None or meant.origin is None or (found is not None and os.path.samefile(meant.origin, found)):
+        return
+    raise ValueError(
+        f"{path}: {top} is {found or 'of Python itself'} in this process, and {meant.origin} is meant: rename one of "
+        "the two"
     )
 
 

@@ -18,6 +18,7 @@ from tidegate.data.prompts import ARGUMENTS, DataPrompt
 from tidegate.rewards.answers import MATH_VERIFY, exact_match, refuse_without_math_verify, right_answers
 from tidegate.rewards.pool import FunctionFailed, RewardPool
 from tidegate.rewards.worker import FunctionPath
+from tidegate.telling import some_lines
 
 _TOLD = 3
 
@@ -128,5 +129,4 @@ def _check_answers(prompts: Sequence[DataPrompt]) -> None:
         except ValueError as error:
             faults.append(f"{prompt.where}: {error}")
     if faults:
-        more = [f"and {len(faults) - _TOLD} more"] if len(faults) > _TOLD else []
-        raise ValueError("\n".join([*faults[:_TOLD], *more]))
+        raise ValueError(some_lines(faults, most=_TOLD))

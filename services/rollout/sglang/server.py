@@ -121,6 +121,7 @@ class SglangServer:
         command = [str(settings.python), *launcher, "--config", str(config)]
         environment = {name: value for name, value in os.environ.items() if name not in _OURS}
         environment |= server_environment(settings, self.client)
+        self.log_path.touch(mode=0o600)
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), tied.__file__, *command],

@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a reward that needs more than there is": (
         [RIGHT | {"level": 1}, RIGHT],
         function("grading:score"),
-        "grading:score needs 'level', and train.jsonl:2 has no such column",
+        "train.jsonl:2 has no such column",
     ),
     "a reward without a name for its function": ([RIGHT], function("grading"), "path='grading' must name a function"),
     "an unknown key names the nearest": (

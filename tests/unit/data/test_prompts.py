@@ -86,7 +86,7 @@ def test_answers_may_lie_within_a_column_and_the_other_columns_are_kept(
     row = {"q": "a", "reward_model": {"ground_truth": "7", "style": "rule"}, "level": 3}
     data = data_of(tmp_path, [row], prompt_key="q", answer_key="reward_model.ground_truth")
     (prompt,) = prompts_of(data, tokenizer)
-    assert (prompt.answer, prompt.where) == ("7", "train.jsonl:1")
+    assert (prompt.answer, prompt.where) == ("7", f"{tmp_path}/train.jsonl:1")
     assert prompt.columns == {"reward_model": row["reward_model"], "level": 3}
 
 
@@ -144,7 +144,7 @@ def test_many_faults_are_told_together_and_the_rest_are_counted(tmp_path: Path, 
     with pytest.raises(ValueError, match=r"train\.jsonl:1: not JSON") as raised:
         prompts_of(data, tokenizer)
     told = str(raised.value).splitlines()
-    assert [line.partition(" ")[0] for line in told] == [f"train.jsonl:{n}:" for n in range(1, 9)] + ["and"]
+    assert [line.partition(" ")[0] for line in told] == [f"{tmp_path}/train.jsonl:{n}:" for n in range(1, 9)] + ["and"]
     assert told[-1] == "and 4 more"
 
 

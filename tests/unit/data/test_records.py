@@ -41,13 +41,13 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], *, row_group_size: int
 
 def test_each_line_is_a_record_that_knows_its_place(tmp_path: Path) -> None:
     path = lines(tmp_path / "train.jsonl", ROWS)
-    assert read(path) == ([(f"train.jsonl:{number}", row) for number, row in enumerate(ROWS, start=1)], [])
+    assert read(path) == ([(f"{path}:{number}", row) for number, row in enumerate(ROWS, start=1)], [])
 
 
 def test_blank_lines_a_byte_order_mark_and_foreign_line_ends_are_no_records(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\n   \n')
-    assert read(path) == ([("train.jsonl:1", {"prompt": "a"}), ("train.jsonl:3", {"prompt": "b"})], [])
+    assert read(path) == ([(f"{path}:1", {"prompt": "a"}), (f"{path}:3", {"prompt": "b"})], [])
 
 
 BAD_LINES = {
@@ -66,20 +66,21 @@ def test_a_bad_line_is_told_by_file_and_number_and_leaves_the_others(case: str, 
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n' + bad + b'\n{"prompt": "b"}\n')
     records, faults = read(path)
-    assert [where for where, _ in records] == ["train.jsonl:1", "train.jsonl:3"]
+    assert [where for where, _ in records] == [f"{path}:1", f"{path}:3"]
     (fault,) = faults
-    assert re.match(f"train.jsonl:2: .*{want}", fault)
+    assert re.match(f"{path}:2: .*{want}", fault)
 
 
 def test_parquet_rows_are_the_same_records_as_lines(tmp_path: Path) -> None:
     rows = [{"prompt": f"number {n}", "answer": n, "info": {"truth": [n, n + 1]}} for n in range(5)]
     path = write_parquet(tmp_path / "train.parquet", rows)
-    assert read(path) == ([(f"train.parquet row {n}", row) for n, row in enumerate(rows, start=1)], [])
+    assert read(path) == ([(f"{path} row {n}", row) for n, row in enumerate(rows, start=1)], [])
 
 
 def test_parquet_columns_that_json_cannot_hold_are_left_out(tmp_path: Path) -> None:
     row = {"prompt": "a", "picture": b"\x89PNG", "day": datetime.date(2026, 1, 1), "nested": [{"raw": b"x"}]}
-    assert read(write_parquet(tmp_path / "train.parquet", [row])) == ([("train.parquet row 1", {"prompt": "a"})], [])
+    path = write_parquet(tmp_path / "train.parquet", [row])
+    assert read(path) == ([(f"{path} row 1", {"prompt": "a"})], [])
 
 
 def test_a_parquet_file_that_is_cut_off_is_refused_by_name(tmp_path: Path) -> None:

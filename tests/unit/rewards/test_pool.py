@@ -186,6 +186,17 @@ async def test_a_module_that_fails_at_its_import_says_how(case: str, tmp_path: P
     assert not pool.pids
 
 
+async def test_two_folders_modules_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "mine.py").write_text("def score(response):\n    return 1.0\n")
+    functions = [FunctionPath("mine:score", str(folder)) for folder in folders]
+    pool = RewardPool(functions, size=1, start_timeout_s=PATIENCE_S)
+    with pytest.raises(ValueError, match=rf"mine is {folders[0]}/mine.py in this process, and {folders[1]}/mine.py"):
+        await pool.signatures()
+
+
 async def test_a_module_that_hangs_at_its_import_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import threading; threading.Event().wait()")
     pool = RewardPool([FunctionPath("mine:score", str(tmp_path))], size=1, start_timeout_s=SHORT_S)

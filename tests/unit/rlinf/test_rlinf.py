@@ -50,8 +50,8 @@ def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to
     assert str(error.value).splitlines() == [
         "algorithm.early_stop_imp_ratio=5.0 cannot be had: set it to null: no micro-batch is left out; clipping and "
         f"actor.clip_grad bound an update [{PIPELINED}:{number['early_stop']}]",
-        f"actor.model.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: fp16']}]",
         f"rollout.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: ${actor']}]",
+        f"actor.model.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: fp16']}]",
     ]
 
 
