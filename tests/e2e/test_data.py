@@ -73,9 +73,9 @@ async def test_a_job_on_data_trains_each_sample_once_and_names_those_on_which_a_
     assert 0 < summary["reward_first"] < 1
     faults = [json.loads(line)["fault"] for line in log.splitlines() if '"reward counted as 0"' in line]
     told = {
-        "(train.jsonl:2) raised KeyError: 'no such colour'": 8,
-        "(train.jsonl:5) ended the process with status 3": 8,
-        "(train.jsonl:7) gave no result within 1 s": 8,
+        "/train.jsonl:2) raised KeyError: 'no such colour'": 8,
+        "/train.jsonl:5) ended the process with status 3": 8,
+        "/train.jsonl:7) gave no result within 1 s": 8,
     }
     assert {want: sum(fault.endswith(want) for fault in faults) for want in told} == told
     assert all(fault.startswith("reward grading:share on sample 1.") for fault in faults)
@@ -106,4 +106,4 @@ async def test_a_failure_that_is_fatal_ends_the_job_and_names_the_sample(tmp_pat
         end = json.loads(job.folder.result.read_text())
     assert end["end"] == "failed"
     assert "reward grading:share on sample 1.0." in end["message"]
-    assert "(train.jsonl:5) raised KeyError: 'no such colour'; on_error: zero would count it as 0" in end["message"]
+    assert "/train.jsonl:5) raised KeyError: 'no such colour'; on_error: zero would count it as 0" in end["message"]
