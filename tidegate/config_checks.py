@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tidegate.config import JobConfig
 
 MAX_RUNNING_REQUESTS = 256
-"""Of an engine: the largest batch whose rows are tried to repeat bit for bit (services.rollout.embedded.probe)."""
+"""Of the embedded engine: the largest batch whose rows are tried to repeat bit for bit (services.rollout.embedded.probe)."""
 
 
 def gpu_indices(text: str) -> list[int]:
@@ -149,11 +149,6 @@ def algorithm_faults(config: JobConfig) -> list[str]:
             "algorithm.filter_zero_std=true drops every group of group_size=1, whose one reward has no spread: raise "
             "group_size to 2 or more"
         )
-    if config.rollout.max_running_requests > MAX_RUNNING_REQUESTS:
-        faults.append(
-            f"rollout.max_running_requests={config.rollout.max_running_requests} is more than an engine generates at "
-            f"once: lower it to {MAX_RUNNING_REQUESTS} or less, and give the rollout more GPUs for more"
-        )
     if config.runtime.lead_ttl_s > config.runtime.lease_ttl_s:
         faults.append(
             f"runtime.lead_ttl_s={config.runtime.lead_ttl_s} is longer than lease_ttl_s={config.runtime.lease_ttl_s}: "
@@ -165,6 +160,11 @@ def algorithm_faults(config: JobConfig) -> list[str]:
 def rollout_faults(config: JobConfig) -> list[str]:
     faults = []
     rollout, deadline_s = config.rollout, config.runtime.command_deadline_s
+    if rollout.engine == "embedded" and rollout.max_running_requests > MAX_RUNNING_REQUESTS:
+        faults.append(
+            f"rollout.max_running_requests={rollout.max_running_requests} is more than an embedded engine generates at "
+            f"once: lower it to {MAX_RUNNING_REQUESTS} or less, and give the rollout more GPUs for more"
+        )
     if rollout.engine == "sglang" and not rollout.sglang.python:
         faults.append(
             "rollout.engine=sglang needs rollout.sglang.python, the interpreter of an environment with SGLang, such as "

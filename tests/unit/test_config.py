@@ -177,9 +177,9 @@ WRONG = {
         r"max_new_tokens=64 leaves no room for a prompt in model.max_seq_len=64",
     ),
     "a job name that cannot name a stream": (_with("job", "My Job"), r"job name 'My Job' must be"),
-    "more requests than an engine takes": (
+    "more requests than an embedded engine takes": (
         _with("rollout.max_running_requests", 5000),
-        r"rollout.max_running_requests=5000 is more than an engine .*: lower it to 256 or less",
+        r"rollout.max_running_requests=5000 is more than an embedded engine .*: lower it to 256 or less",
     ),
     "SGLang without its environment": (
         _with("rollout.engine", "sglang"),
@@ -202,6 +202,11 @@ def test_a_wrong_config_says_what_and_how_to_mend_it(case: str) -> None:
     raw, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         parse_config(raw)
+
+
+def test_sglang_may_run_more_requests_than_an_embedded_engine() -> None:
+    sglang = {"engine": "sglang", "sglang": {"python": "bin/python"}, "max_running_requests": 1024}
+    assert parse_config(_with("rollout", sglang)).rollout.max_running_requests == 1024
 
 
 def test_all_faults_are_told_at_once() -> None:
