@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from services.actor.all_ranks import AllRanks
 from services.actor.checkpoints import Checkpoint, CheckpointStore
@@ -178,6 +177,9 @@ class ActorLead(Lead):
         if checkpoint is None:
             async with self._ranks.alone():
                 await self._warm_up()
+        else:
+            # A job that was stopped while it exported has its last checkpoint and no export.
+            await self._export_last(checkpoint)
         await self._publish(checkpoint.version if checkpoint else 0)
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
@@ -357,10 +359,9 @@ class ActorLead(Lead):
             return Checkpoint(next_iteration, version, self._ranks.layout, self._ledger, files, self._lr)
 
         checkpoint = await self._ranks.do(f"checkpoint {next_iteration}", written)
-        path = await asyncio.to_thread(self._checkpoints.commit, checkpoint)
-        if config.checkpoint.export and next_iteration == config.algorithm.iterations:
-            # Before the save is told: a job that dies meanwhile comes here again.
-            await self._export(path)
+        await asyncio.to_thread(self._checkpoints.commit, checkpoint)
+        # Before the save is told: a job whose actor dies meanwhile comes here again.
+        await self._export_last(checkpoint)
         await self.tell(
             events_pb2.CheckpointSaved(
                 next_iteration=next_iteration,
@@ -373,8 +374,12 @@ class ActorLead(Lead):
         await asyncio.to_thread(self._checkpoints.prune)
         await self.tools.samples.purge(self.tools.job_id, incarnation=self.incarnation, iteration=next_iteration)
 
-    async def _export(self, checkpoint: Path) -> None:
-        export = wire.Export(checkpoint_dir=str(checkpoint), folder=str(self.tools.folder.export))
+    async def _export_last(self, checkpoint: Checkpoint) -> None:
+        config = self.job.config
+        if not config.checkpoint.export or checkpoint.next_iteration < config.algorithm.iterations:
+            return
+        folder = self._checkpoints.path(checkpoint.name)
+        export = wire.Export(checkpoint_dir=str(folder), folder=str(self.tools.folder.export))
         call = wire.WorkerCall(export=export)
         await self._ranks.do("export", lambda: self.crew.ask(self.crew.members[0], call))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,23 @@ async def test_a_checkpoint_comes_back_trained(name: str, tmp_path: Path) -> Non
     assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     read = AutoModelForCausalLM.from_pretrained(exported)
     assert read(torch.tensor([[1, 5, 9]])).logits.isfinite().all()
+
+
+async def test_a_job_that_was_stopped_in_its_export_has_it_after_the_resume(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_with_tokenizer(source, "Qwen2.5")
+    raw = job_of("stopped", source, algorithm__iterations=1)
+    async with running(raw, tmp_path) as job:
+        await job.result()
+    exported = job.folder.export
+    want = {path.name: path.read_bytes() for path in exported.iterdir()}
+    # What a stop between the last checkpoint's name and the export's leaves.
+    job.folder.result.unlink()
+    shutil.rmtree(job.folder.servers)
+    exported.rename(exported.with_name(".export.partial"))
+    async with running(raw, tmp_path, "--resume") as again:
+        await again.result()
+    assert {path.name: path.read_bytes() for path in exported.iterdir()} == want
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

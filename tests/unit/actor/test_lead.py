@@ -469,6 +469,28 @@ async def test_the_last_checkpoint_is_exported_before_it_is_told(tmp_path: Path)
         assert json.loads(exported.read_text()) == [saved.checkpoint_saved.name] == ["inc001-it000003"]
 
 
+async def test_a_resume_from_the_last_checkpoint_exports_it_before_its_version_is_told(tmp_path: Path) -> None:
+    async with training(tmp_path, checkpoint={"export": True}) as of:
+        old = of.take(of.bench.scale_up())
+        for iteration in range(3):
+            await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
+            of.take(of.bench.open_iteration(iteration))
+            of.close(iteration)
+            await of.bench.told("weights_published", count=iteration + 2)
+        await old.aclose()
+        exported = of.bench.folder.export / "of"
+        exported.unlink()
+        for incarnation, next_iteration in ((2, 2), (3, 3)):
+            lead = of.bench.new_lead()
+            checkpoint = f"inc001-it{next_iteration:06d}"
+            grants = of.bench.grants(term=incarnation)
+            of.take(of.bench.scale_up(grants, incarnation=incarnation, checkpoint=checkpoint))
+            await of.bench.told("weights_published", count=3 + incarnation)
+            assert exported.exists() == (next_iteration == 3)
+            await lead.aclose()
+        assert json.loads(exported.read_text()) == ["inc001-it000003"]
+
+
 async def test_a_resume_takes_the_checkpoint_up_in_a_higher_incarnation(tmp_path: Path) -> None:
     async with training(tmp_path, actor={"lr_warm_up_samples": 16}) as of:
         await of.scored(range(4))
