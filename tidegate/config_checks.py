@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tidegate.config import JobConfig
 
 MAX_RUNNING_REQUESTS = 256
-"""Of the embedded engine: the largest batch whose rows are tried to repeat bit for bit (services.rollout.embedded.probe)."""
+"""Of an embedded engine: the largest batch whose rows are tried to repeat bit for bit (its `probe`)."""
 
 
 def gpu_indices(text: str) -> list[int]:
