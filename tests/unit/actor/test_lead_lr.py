@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from services.actor.checkpoints import CheckpointStore
-from services.actor.lr import LrUpdate, passed_budget
+from services.actor.checkpoints import Checkpoint, CheckpointStore
+from services.actor.ledger import SampleLedger
+from services.actor.lr import LrUpdate, ledger_of, passed_budget
+from tests.component_bench import job_config
 from tests.unit.actor.test_lead import SECOND, Training, training
-from tidegate.lr_errors import RanksDisagree
+from tidegate.lr_errors import BudgetMismatch, RanksDisagree
 from tidegate.lr_progress import LrLedger, LrRules
 from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.types import Layout
 from tidegate.v1 import workers_pb2 as wire
 
 LINEAR = {"decay": "linear", "minimum": 1e-4}
@@ -136,6 +139,22 @@ async def test_a_checkpoint_without_a_ledger_is_taken_over_by_policy(policy: str
         of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
         await one_iteration(of, 1, incarnation=2)
         assert rates(of) == [rate(2), rate(3)]
+
+
+MISMATCHES: dict[str, tuple[str, int]] = {"the config's": ("config", 99), "the checkpoint's": ("checkpoint", BUDGET)}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_a_resume_under_another_budget_goes_by_whose_was_chosen(case: str, tmp_path: Path) -> None:
+    choice, want_budget = MISMATCHES[case]
+    saved = ledger_of(job_config(tmp_path, actor={"lr_schedule": LINEAR}), None)
+    checkpoint = Checkpoint(1, 1, Layout(), SampleLedger(1), (), LrUpdate(saved, "1.0.0", 4).committed)
+    asked = LINEAR | {"budget_updates": 99}
+    with pytest.raises(BudgetMismatch, match=r"6 steps, of which 1 are done, and the config one of 99"):
+        ledger_of(job_config(tmp_path, actor={"lr_schedule": asked}), checkpoint)
+    chosen = job_config(tmp_path, actor={"lr_schedule": asked | {"budget_mismatch": choice}})
+    ledger = ledger_of(chosen, checkpoint)
+    assert (ledger.schedule.budget, ledger.num_steps, ledger.mark) == (want_budget, 1, "1 steps after 1 updates")
 
 
 async def test_a_rank_whose_state_is_of_other_progress_ends_the_job_with_both_numbers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from tests.unit.cli.configs import small_config, small_file
+from tidegate.cli import jobs
 from tidegate.cli.__main__ import main
 from tidegate.cli.doctor import Health, examine, host_memory
 from tidegate.cli.running import exit_code
@@ -31,7 +32,15 @@ def finished(tmp_path: Path) -> Path:
     write_private(folder.config, config.to_json())
     status = control_pb2.GetJobResponse(job="small", iteration=1, num_iterations=1, incarnation=1)
     status.components.add(role=types_pb2.ROLE_ACTOR, state="down", lead="actor@n0")
-    status.iterations.add(iteration=0, num_generated=4, num_trained=4, metrics={"reward_mean": 0.5, "loss": 0.1})
+    metrics = {"reward_mean": 0.5, "loss": 0.1} | dict.fromkeys(jobs.LEARNING_RATE, 0.0)
+    metrics |= {
+        "lr": 1e-4,
+        "lr_progress": 8429.5,
+        "lr_budget": 2400.0,
+        "lr_overshoot": 6029.5,
+        "lr_updates": 12345678.0,
+    }
+    status.iterations.add(iteration=0, num_generated=4, num_trained=4, metrics=metrics)
     status.evaluations.add(version=1, num_prompts=8, samples_per_prompt=2, metrics={"countdown/pass@2": 0.25})
     Outcome(End.FINISHED, "all done", seed=0, wall_s=2.0, job=status, seconds={0: 1.25}).write(folder.result)
     event = control_pb2.ListEventsResponse(
@@ -209,6 +218,11 @@ def test_a_finished_job_is_described_from_its_folder(finished: Path, capsys: pyt
     assert text.startswith("job small: finished (all done)")
     assert "actor@n0" in text
     assert "COUNTDOWN/PASS@2" in text
+    assert described["iterations"][0]["lr_overshoot"] == 6029.5
+    assert (
+        "learning rate: 0.0001 in the last update; 8429.5 of 2400 steps done, 12345678 updates for 0 nominal, "
+        "0 skipped, 0 steps short, 6029.5 beyond the budget"
+    ) in text
 
 
 def test_a_finished_jobs_events_are_read_from_its_folder(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,4 +123,6 @@ def test_what_is_seldom_meant_is_warned_of_beside_what_is_printed(
 ) -> None:
     assert small(tmp_path)["actor"] == {"learning_rate": 1e-3}
     assert main(["run", str(small_file(tmp_path)), "--dry-run"]) == 0
-    assert "tidegate: actor.warm_up.steps=0: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "tidegate: actor.warm_up.steps=0: " in said
+    assert "tidegate: learning rate: a budget of 2 updates for the 2 of this job (2 iterations of 1), constant" in said

@@ -58,6 +58,7 @@ def evaluated() -> events_pb2.Event:
 
 def show_all(view: OpenView) -> None:
     with view:
+        view.plan("learning rate: a budget of 3 updates")
         view.step("NATS and Redis")
         for event in (progress(1), progress(4), reported(), failed(), resized(), not_resized(), evaluated()):
             view.event(event)
@@ -72,6 +73,7 @@ def test_without_a_terminal_every_line_is_a_json_object() -> None:
     assert isinstance(view, LinesView)
     show_all(view)
     lines: list[dict[str, Any]] = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert lines.pop(0)["message"] == "learning rate: a budget of 3 updates"
     assert [line["event"] for line in lines] == [
         "starting",
         "progress",
@@ -105,6 +107,7 @@ def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
     )
     assert "version 2 evaluated: countdown/pass@4 0.750, reward_mean 0.500" in stream.getvalue()
     assert "rollout@n0 was killed" in stream.getvalue()
+    assert "learning rate: a budget of 3 updates" in stream.getvalue()
 
 
 def test_a_terminal_that_is_closed_ends_no_run() -> None:
