@@ -21,6 +21,7 @@ from tidegate.config_checks import (
     config_warnings,
     gpu_indices,
     job_faults,
+    microbatch_faults,
     model_faults,
     placement_faults,
     rollout_faults,
@@ -32,6 +33,7 @@ from tidegate.config_layers import NOTHING, Layer
 from tidegate.config_lr import LrScheduleSection, lr_faults
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.config_record import SamplesSection, TrackingSection
+from tidegate.megatron.packing import PAD_MULTIPLE
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
 
@@ -162,6 +164,10 @@ class ActorSection(_Section):
     adam_epsilon: PositiveFloat = 1e-8
     clip_grad: PositiveFloat = 1.0
     micro_batch_size: Positive = 16
+    max_tokens_per_microbatch: Annotated[int, Field(ge=PAD_MULTIPLE)] | None = None
+    """In place of `micro_batch_size`: positions of a micro-batch, padding included."""
+    oversize_samples: Literal["alone", "refuse"] = "alone"
+    """Of a sample that is longer than that: it has a micro-batch of its own, or the job does not start."""
     max_skipped_updates: Count = 3
     """Consecutive updates with a non-finite gradient that are skipped; one more ends the job."""
     warm_up: WarmUpSection = WarmUpSection()
@@ -257,6 +263,7 @@ class JobConfig(_Section):
     def _sections_fit(self) -> JobConfig:
         faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
         faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
+        faults += microbatch_faults(self)
         # Its numbers are those of a job whose minibatches divide.
         faults += [] if faults else lr_faults(self)
         if faults:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
 
 if TYPE_CHECKING:
@@ -153,6 +154,31 @@ def algorithm_faults(config: JobConfig) -> list[str]:
         faults.append(
             f"runtime.lead_ttl_s={config.runtime.lead_ttl_s} is longer than lease_ttl_s={config.runtime.lease_ttl_s}: "
             "an instance would lead after its lease is gone"
+        )
+    return faults
+
+
+def microbatch_faults(config: JobConfig) -> list[str]:
+    """Of how the actor cuts minibatches."""
+    actor, longest = config.actor, config.model.max_seq_len
+    max_tokens, refuses = actor.max_tokens_per_microbatch, actor.oversize_samples == "refuse"
+    if max_tokens is None:
+        return (
+            ["actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too"]
+            if refuses
+            else []
+        )
+    faults = []
+    if actor.micro_batch_size != (default := type(actor).model_fields["micro_batch_size"].default):
+        faults.append(
+            f"actor.micro_batch_size={actor.micro_batch_size} counts sequences and max_tokens_per_microbatch="
+            f"{max_tokens} tokens: give one of them (the first is {default} where it is not given)"
+        )
+    if refuses and (needed := TokenCap(max_tokens).row_length(longest)) > max_tokens:
+        faults.append(
+            f"actor.max_tokens_per_microbatch={max_tokens} is less than the {needed} positions of a sample of "
+            f"model.max_seq_len={longest}, at which oversize_samples: refuse would end the job: raise it to {needed}, "
+            "or set oversize_samples to alone"
         )
     return faults
 

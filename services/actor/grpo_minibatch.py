@@ -13,10 +13,10 @@ import torch
 
 from services.actor.grpo import SUMS, check_samples, token_weights
 from services.actor.grpo_loss import grpo_loss
-from services.actor.microbatch import TrainSample, train_batches
+from services.actor.microbatch import TrainBatch, TrainSample, train_batches
 from services.actor.settings import TrainerSettings
 from tidegate.elastic.minibatch import RankPlace
-from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.batching import ReplicaPlace, TokenBatch
 from tidegate.megatron.log_probs import token_log_probs
 from tidegate.megatron.schedule import OnLogits
 
@@ -39,17 +39,13 @@ class GrpoMinibatch:
     def num_sums(self) -> int:
         return len(SUMS)
 
+    def micro_batches(self, place: ReplicaPlace) -> list[TrainBatch]:
+        """Of a replica."""
+        return train_batches(self.samples, token_weights(self.samples, self.settings.grpo), self.settings.limits, place)
+
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
         settings = self.settings
-        batches = train_batches(
-            self.samples,
-            token_weights(self.samples, settings.grpo),
-            settings.limits,
-            num_replicas=place.num_replicas,
-            replica=place.replica,
-            num_shards=place.num_logical_shards,
-            alike=place.shares_experts,
-        )
+        batches = self.micro_batches(place.of_replicas)
 
         def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
             log_probs_BS = token_log_probs(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.megatron.batching import BatchLimits, TokenBatch, replica_batches
+from tidegate.megatron.batching import ALONE, Limits, ReplicaPlace, TokenBatch, replica_batches
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -85,26 +85,17 @@ class TrainBatch:
 
 
 def train_batches(
-    samples: Sequence[TrainSample],
-    token_weights: Sequence[float],
-    limits: BatchLimits,
-    *,
-    num_replicas: int,
-    replica: int,
-    num_shards: int | None = None,
-    alike: bool = False,
+    samples: Sequence[TrainSample], token_weights: Sequence[float], limits: Limits, place: ReplicaPlace = ALONE
 ) -> list[TrainBatch]:
     """One replica's micro-batches of an update; `token_weights[i]` is the weight of each token of sample i.
 
-    `num_shards` and `alike` as in `replica_batches`."""
-    sequences = [sample.tokens for sample in samples]
-    batches = replica_batches(
-        sequences, limits, num_replicas=num_replicas, replica=replica, num_shards=num_shards, alike=alike
-    )
-    return [_train_batch(samples, token_weights, batch) for batch in batches]
+    Raises SampleOverCap."""
+    batches = replica_batches([sample.tokens for sample in samples], limits, place)
+    return [train_batch(samples, token_weights, batch) for batch in batches]
 
 
-def _train_batch(samples: Sequence[TrainSample], token_weights: Sequence[float], batch: TokenBatch) -> TrainBatch:
+def train_batch(samples: Sequence[TrainSample], token_weights: Sequence[float], batch: TokenBatch) -> TrainBatch:
+    """What the loss needs of the samples that are in a micro-batch."""
     mask_BS, weight_BS, advantage_BS, old_BS, reference_BS, engine_BS = np.zeros((6, *batch.shape), dtype=np.float32)
     for row, index in enumerate(batch.sequences):
         sample = samples[index]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.actor.grpo import GrpoSettings
+from tidegate.config import ActorSection
 from tidegate.elastic.settings import CopyTo
-from tidegate.megatron.batching import BatchLimits
+from tidegate.megatron.batching import BatchLimits, Limits
+from tidegate.megatron.packing import Oversize, TokenCap
 from tidegate.model_config import ModelConfig
 from tidegate.types import Precision, Recompute
 
@@ -30,7 +32,7 @@ class TrainerSettings:
     padded_vocab: int
     seed: int
     temperature: float
-    limits: BatchLimits
+    limits: Limits
     grpo: GrpoSettings
     optimizer: OptimizerSettings
     copies: CopyTo = CopyTo.NOWHERE
@@ -38,3 +40,10 @@ class TrainerSettings:
     """A power of two that every dp divides: updates are bitwise the same for every dp and pp. None: they are faster."""
     precision: Precision = Precision.FP32
     recompute: Recompute = Recompute.NONE
+
+
+def limits_of(actor: ActorSection, model: ModelConfig) -> Limits:
+    """How the actor's micro-batches are bounded."""
+    if actor.max_tokens_per_microbatch is None:
+        return BatchLimits(max_sequences=actor.micro_batch_size)
+    return TokenCap.of_model(model, actor.max_tokens_per_microbatch, Oversize(actor.oversize_samples))

@@ -25,7 +25,7 @@ from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
 from tidegate.elastic.world import World
-from tidegate.megatron.batching import replica_batches
+from tidegate.megatron.batching import filling, replica_batches
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider, InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.updates import Update
@@ -81,8 +81,9 @@ class MegatronTrainer:
 
         Raises ValueError with nothing begun, NotInLayout, and PeerLost."""
         update = self._update(GrpoMinibatch(samples, self.settings), learning_rate, cursor)
-        importance_cap = self.settings.grpo.importance_cap
-        return _report(update, update_metrics(samples, update.sums, importance_cap=importance_cap))
+        metrics = update_metrics(samples, update.sums, importance_cap=self.settings.grpo.importance_cap)
+        filled = filling([len(sample.tokens) for sample in samples], self.settings.limits, self._place().of_replicas)
+        return _report(update, metrics | {"micro_batches": float(filled.num_batches), "padding": filled.padding})
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
         """One update on the mean negative log-likelihood of the tokens in the masks. Raises as `train_minibatch`."""
@@ -101,16 +102,7 @@ class MegatronTrainer:
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, npt.NDArray[np.float32]]:
         """Log-probabilities of this replica's sequences by their index, on the last stage; {} on other stages."""
         skeleton, world = self.elastic.state.skeleton, self.elastic.world
-        num_shards = self.settings.num_logical_shards
-        place = RankPlace(skeleton.mesh, world.me, skeleton.groups, world.device, num_shards)
-        batches = replica_batches(
-            sequences,
-            self.settings.limits,
-            num_replicas=place.num_replicas,
-            replica=place.replica,
-            num_shards=num_shards,
-            alike=place.shares_experts,
-        )
+        batches = replica_batches(sequences, self.settings.limits, self._place().of_replicas)
         # Attention draws from Megatron's streams, whether it drops anything or not.
         seed_update(self.settings.seed, self.elastic.progress.num_updates, skeleton.mesh, world.me)
         rows = forward_log_probs(
@@ -126,6 +118,10 @@ class MegatronTrainer:
             for batch, log_probs_BS in zip(batches, rows, strict=bool(rows))
             for row, index in enumerate(batch.sequences)
         }
+
+    def _place(self) -> RankPlace:
+        skeleton, world = self.elastic.state.skeleton, self.elastic.world
+        return RankPlace(skeleton.mesh, world.me, skeleton.groups, world.device, self.settings.num_logical_shards)
 
     def _update(
         self, minibatch: Minibatch, learning_rate: float, cursor: Mapping[str, JsonValue] | None = None

@@ -24,7 +24,7 @@ from services.actor.checkpoints import CheckpointError, files_of
 from services.actor.epochs import Epochs
 from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
 from services.actor.microbatch import Demonstration, TrainSample
-from services.actor.settings import OptimizerSettings, TrainerSettings
+from services.actor.settings import OptimizerSettings, TrainerSettings, limits_of
 from services.actor.trainer import MegatronTrainer
 from services.actor.weights import WEIGHTS_REFUSED, export_weights, initial_weights
 from tidegate.checksums import WrittenFile
@@ -39,7 +39,6 @@ from tidegate.elastic.saved import SavedStateRefused
 from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.world import PeerLost, World
 from tidegate.job import Job, load_job, state_folder
-from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.family import model_parameters
 from tidegate.megatron.worker_rank import slot_device
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
@@ -347,7 +346,7 @@ def _settings(job: Job) -> TrainerSettings:
         padded_vocab=job.padded_vocab,
         seed=job.config.seed,
         temperature=algorithm.temperature,
-        limits=BatchLimits(max_sequences=actor.micro_batch_size),
+        limits=limits_of(actor, job.model),
         grpo=GrpoSettings(
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,

@@ -61,6 +61,25 @@ async def test_an_actor_grows_moves_and_shrinks_while_the_job_goes_on(tmp_path: 
     assert {event.incarnation for event in job.events if event.incarnation} == {1}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_a_resize_under_a_token_cap_changes_no_weight_of_a_reproducible_job(tmp_path: Path) -> None:
+    capped = {"actor__max_tokens_per_microbatch": 192, "actor__num_logical_shards": 4}
+    small = {"cluster__component_placement__actor": "0-1", "actor__layout": {"tp": 2}, "actor__standby": "4-5"}
+    summaries = []
+    for name, changes in (("fixed", {}), ("resized", small)):
+        (folder := tmp_path / name).mkdir()
+        async with running(small_job("capped", **capped, **changes), folder) as job:
+            if changes:
+                await job.until(updated(0))
+                await resize(job, Layout(tp=2, dp=2), "n0/0", "n0/1", "n1/0", "n1/1")
+            summaries.append((await job.result())["summary"])
+            assert trained_draws(job.folder.journal) == expected_draws(iterations=3, prompts=8, group_size=4)
+    fixed, resized = summaries
+    assert (resized["lost"], resized["duplicates"], resized["samples_trained"]) == (0, 0, 96)
+    assert resized["weights_checksum"] == fixed["weights_checksum"]
+
+
 SLOTS = tuple(f"n0/{index}" for index in (0, 1, 2, 3, 8, 9))
 SAME_BITS = tuple(Layout(tp=2, pp=pp, dp=dp) for pp, dp in ((1, 1), (1, 2), (2, 1)))
 """Between these a reproducible run's weights do not differ."""

@@ -150,6 +150,19 @@ WRONG = {
         _with("actor.num_logical_shards", 6),
         "actor.num_logical_shards=6 must be a power of two that every dp of the actor divides",
     ),
+    "micro-batches counted in two ways": (
+        _with("actor", VALID["actor"] | {"micro_batch_size": 4, "max_tokens_per_microbatch": 512}),
+        r"^actor.micro_batch_size=4 counts sequences and max_tokens_per_microbatch=512 tokens: give one of them",
+    ),
+    "samples that may be refused once the job runs": (
+        _with("actor", VALID["actor"] | {"oversize_samples": "refuse", "max_tokens_per_microbatch": 48}),
+        r"^actor.max_tokens_per_microbatch=48 is less than the 64 positions of a sample of model.max_seq_len=64, .*: "
+        "raise it to 64, or set",
+    ),
+    "samples refused over no cap": (
+        _with("actor.oversize_samples", "refuse"),
+        r"^actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too$",
+    ),
     "a GPU that the actor may get beyond the cluster": (
         _with("actor.standby", "5"),
         r"actor.standby names GPU 5, the cluster has 5 \(0-4\)",

@@ -1,7 +1,8 @@
 """What one update trains on: whole, the same for every member, and cut by each rank for its own place.
 
-Invariants: the cut into micro-batches does not depend on the layout, only which replica runs which does; losses are
-weighted by the whole minibatch's denominators.
+Invariants: the cut into micro-batches does not depend on the layout, only which replica runs which does, but for a
+token cap without logical shards, which is cut for the replicas that there are; losses are weighted by the whole
+minibatch's denominators.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tidegate.elastic.layout import Mesh
-from tidegate.megatron.batching import BatchLimits, TokenBatch, replica_batches
+from tidegate.megatron.batching import BatchLimits, Limits, ReplicaPlace, TokenBatch, replica_batches
 from tidegate.megatron.log_probs import token_log_probs
 from tidegate.megatron.schedule import OnLogits
 
@@ -30,17 +31,20 @@ class RankPlace:
     num_logical_shards: int | None
 
     @property
-    def shares_experts(self) -> bool:
-        """Whether replicas exchange tokens, so that their micro-batches must have one shape."""
-        return self.mesh.layout.ep > 1
+    def of_replicas(self) -> ReplicaPlace:
+        """Its replica among the others, which is all that the cut may follow.
 
-    @property
-    def num_replicas(self) -> int:
-        return self.mesh.layout.dp
-
-    @property
-    def replica(self) -> int:
-        return self.mesh.coordinates(self.mesh.ranks.index(self.me)).dp
+        In reproducible mode it may not follow the stages either: the schedule fills up what interleaved ones lack.
+        """
+        layout = self.mesh.layout
+        is_interleaved = layout.vpp > 1 and self.num_logical_shards is None
+        return ReplicaPlace(
+            replica=self.mesh.coordinates(self.mesh.ranks.index(self.me)).dp,
+            num_replicas=layout.dp,
+            num_shards=self.num_logical_shards,
+            alike=layout.ep > 1,
+            multiple=layout.pp if is_interleaved else 1,
+        )
 
 
 class Minibatch(Protocol):
@@ -63,7 +67,7 @@ class NextTokens:
     sequences: Sequence[Sequence[int]]
     vocab_size: int
     loss_masks: Sequence[Sequence[bool]] | None = None
-    limits: BatchLimits = field(default_factory=BatchLimits)
+    limits: Limits = field(default_factory=BatchLimits)
 
     def __post_init__(self) -> None:
         if self.num_tokens == 0:
@@ -83,14 +87,7 @@ class NextTokens:
         return sum(sum(self._mask(index)[1:]) for index in range(len(self.sequences)))
 
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
-        batches = replica_batches(
-            self.sequences,
-            self.limits,
-            num_replicas=place.num_replicas,
-            replica=place.replica,
-            num_shards=place.num_logical_shards,
-            alike=place.shares_experts,
-        )
+        batches = replica_batches(self.sequences, self.limits, place.of_replicas)
 
         def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
             weight_BS = torch.zeros(tokens_BS.shape, device=place.device)

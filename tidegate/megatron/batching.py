@@ -1,8 +1,9 @@
 """Cuts sequences into right-padded micro-batches and deals them to the data-parallel replicas. Pure numpy.
 
-Order: `cut` (which sequences go together), `deal` (which replica runs them), `pad` (the tokens). Invariants: the cut
-does not depend on the number of replicas; every sequence is in exactly one micro-batch; all replicas get equally many
-micro-batches, short ones a filler that holds no sequence; the same lengths give the same micro-batches, bit for bit.
+Order: `cut` (which sequences go together) and `deal` (which replica runs them), or under a token cap `pack` for both;
+then `pad` (the tokens). Invariants: what goes together does not depend on the number of replicas, under a token cap
+where there are logical shards; every sequence is in exactly one micro-batch; all replicas get equally many, short ones
+a filler that holds no sequence; the same lengths give the same micro-batches, bit for bit.
 Legend of shapes: B sequences of a micro-batch, S padded positions.
 """
 
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.megatron.packing import PAD_MULTIPLE, TokenCap, pack
+
 FILLER_LENGTH = 2
 """Positions of a filler: the fewest of which one has a log-probability."""
 
@@ -25,14 +28,37 @@ class BatchLimits:
 
     max_sequences: int | None = None
     max_tokens: int | None = None
-    pad_multiple: int = 8
-    """Padded lengths are multiples of this, so that few shapes occur."""
+    pad_multiple: int = PAD_MULTIPLE
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_tokens", "pad_multiple"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"batch limit {name}={value} must be at least 1")
+
+
+Limits = BatchLimits | TokenCap
+"""The first is filled with the longest sequences first, as far as they go; the second evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Which replica's micro-batches are asked for, and what holds between them."""
+
+    replica: int = 0
+    num_replicas: int = 1
+    num_shards: int | None = None
+    """Logical shards, of which each replica runs equally many that follow one another, one after the other; None: one
+    a replica."""
+    alike: bool = False
+    """The n-th micro-batch of every replica has one shape, with rows and positions of zeros: ranks that share experts
+    out exchange tokens by equal parts."""
+    multiple: int = 1
+    """The schedule runs so many micro-batches at a time: under a token cap there are no fewer for it to fill up."""
+
+
+ALONE = ReplicaPlace()
+"""Of the one replica that there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +91,7 @@ def deal(batches: Sequence[tuple[int, ...]], *, num_replicas: int, replica: int)
     return own + [()] * (math.ceil(len(batches) / num_replicas) - len(own))
 
 
-def pad(sequences: Sequence[Sequence[int]], batch: tuple[int, ...], limits: BatchLimits) -> TokenBatch:
+def pad(sequences: Sequence[Sequence[int]], batch: tuple[int, ...], limits: Limits) -> TokenBatch:
     """The tokens of a micro-batch, one sequence a row, zeros after its end."""
     if not batch:
         return TokenBatch((), np.zeros((1, padded_length(FILLER_LENGTH, limits)), dtype=np.int64))
@@ -76,37 +102,57 @@ def pad(sequences: Sequence[Sequence[int]], batch: tuple[int, ...], limits: Batc
     return TokenBatch(batch, tokens_BS)
 
 
-def replica_batches(
-    sequences: Sequence[Sequence[int]],
-    limits: BatchLimits,
-    *,
-    num_replicas: int,
-    replica: int,
-    num_shards: int | None = None,
-    alike: bool = False,
-) -> list[TokenBatch]:
-    """`cut`, `deal` and `pad`: the micro-batches that one replica runs.
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How full the micro-batches are that all replicas run."""
 
-    They are dealt to `num_shards` logical shards, of which each replica runs equally many that follow one another, one
-    after the other; None: one a replica. `alike` gives the n-th micro-batch of every replica one shape, with rows and
-    positions of zeros: ranks that share experts out exchange tokens by equal parts.
-    """
-    batches = cut([len(tokens) for tokens in sequences], limits)
-    num_own = (num_shards or num_replicas) // num_replicas
+    num_batches: int
+    """Of a replica."""
+    padding: float
+    """The share of all positions that hold no token."""
+
+
+def filling(lengths: Sequence[int], limits: Limits, place: ReplicaPlace) -> Filling:
+    """Without what makes shapes alike, and what a schedule fills up."""
+    shares = _shares(lengths, limits, place)
+    longest = [[max((lengths[index] for index in batch), default=FILLER_LENGTH) for batch in share] for share in shares]
+    num_positions = sum(
+        max(len(batch), 1) * padded_length(length, limits)
+        for share, own in zip(shares, longest, strict=True)
+        for batch, length in zip(share, own, strict=True)
+    )
+    num_batches = sum(map(len, shares)) // place.num_replicas
+    return Filling(num_batches, 1 - sum(lengths) / num_positions if num_positions else 0.0)
+
+
+def replica_batches(
+    sequences: Sequence[Sequence[int]], limits: Limits, place: ReplicaPlace = ALONE
+) -> list[TokenBatch]:
+    """The micro-batches that one replica runs. Raises SampleOverCap."""
+    shares = _shares([len(tokens) for tokens in sequences], limits, place)
+    num_own = len(shares) // place.num_replicas
 
     def run_by(replica: int) -> list[TokenBatch]:
-        shards = range(replica * num_own, (replica + 1) * num_own)
-        dealt = (deal(batches, num_replicas=num_replicas * num_own, replica=shard) for shard in shards)
-        return [pad(sequences, batch, limits) for shard in dealt for batch in shard]
+        own = shares[replica * num_own : (replica + 1) * num_own]
+        return [pad(sequences, batch, limits) for share in own for batch in share]
 
-    own = run_by(replica)
-    if not alike:
+    own = run_by(place.replica)
+    if not place.alike:
         return own
-    together = zip(*(run_by(other) for other in range(num_replicas)), strict=True)
+    together = zip(*(run_by(other) for other in range(place.num_replicas)), strict=True)
     return [_widened(batch, [other.shape for other in same]) for batch, same in zip(own, together, strict=True)]
 
 
-def padded_length(length: int, limits: BatchLimits) -> int:
+def _shares(lengths: Sequence[int], limits: Limits, place: ReplicaPlace) -> list[list[tuple[int, ...]]]:
+    """The micro-batches of each logical shard, or of each replica."""
+    num_shares = place.num_shards or place.num_replicas
+    if isinstance(limits, TokenCap):
+        return pack(lengths, limits, num_shares=num_shares, multiple=place.multiple, alike=place.alike)
+    batches = cut(lengths, limits)
+    return [deal(batches, num_replicas=num_shares, replica=share) for share in range(num_shares)]
+
+
+def padded_length(length: int, limits: Limits) -> int:
     return math.ceil(length / limits.pad_multiple) * limits.pad_multiple
 
 

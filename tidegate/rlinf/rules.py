@@ -57,12 +57,8 @@ RULES: Mapping[str, Rule] = {
     "runner.output_dir": Becomes("output_dir"),
     "cluster.auto_scheduler": OnlyAs((False,), "set it to false: GPUs keep their component, tidegate scale apart"),
     "runner.task_type": OnlyAs(("reasoning", "math"), "set it to reasoning: the others are no language-model GRPO"),
-    "runner.enable_dynamic_batch_size": OnlyAs(
-        (False,), "set it to false: micro-batches are counted in sequences, by algorithm.training_batch_size_per_gpu"
-    ),
     "runner.logger.project_name": Becomes("tracking.wandb.project"),
     "runner.resume_dir": OnlyAs((None,), "set it to null and start with --resume: a job goes on from its own folder"),
-    "algorithm.training_batch_size_per_gpu": Becomes("actor.micro_batch_size"),
     "algorithm.recompute_logprobs": Becomes(
         "algorithm.old_logprobs", {True: "trainer", False: "engine"}, "true or false"
     ),
@@ -185,6 +181,9 @@ DERIVED = (
     "runner.save_interval",
     "runner.val_check_interval",
     "runner.seq_length",
+    "runner.enable_dynamic_batch_size",
+    "runner.max_tokens_per_mbs",
+    "algorithm.training_batch_size_per_gpu",
     "algorithm.ratio_clip_eps",
     "algorithm.clip_ratio_low",
     "algorithm.clip_ratio_high",
@@ -253,7 +252,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "inference.load_from_actor",
         "algorithm.rollout_batch_size_per_gpu",
         "algorithm.logprob_forward_micro_batch_size",
-        "runner.max_tokens_per_mbs",
         "rollout.gpu_memory_utilization",
         "rollout.enforce_eager",
         "rollout.distributed_executor_backend",

@@ -17,6 +17,7 @@ from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
 from tidegate.elastic.rendezvous import listening_socket
 from tidegate.megatron import parallel
+from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.parallel import ParallelRanks
 
 RATE = 0.05
@@ -79,6 +80,7 @@ def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) 
 
 
 def _scorer(ranks: ParallelRanks, settings: TrainerSettings) -> MegatronScorer:
+    assert isinstance(settings.limits, BatchLimits)
     return MegatronScorer(
         ScorerSettings(
             model=settings.model,

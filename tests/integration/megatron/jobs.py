@@ -29,7 +29,7 @@ from tidegate.elastic.holders import Holders, Slot, State
 from tidegate.elastic.parameters import shard_of
 from tidegate.elastic.rendezvous import listening_socket
 from tidegate.megatron import cpu_stand_in
-from tidegate.megatron.batching import replica_batches
+from tidegate.megatron.batching import ReplicaPlace, replica_batches
 from tidegate.megatron.gpt_provider import InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel
@@ -81,10 +81,15 @@ def one_update(
     tied: bool = False,
     rate: float = 1e-3,
     precision: str = "fp32",
+    max_tokens: int | None = None,
 ) -> Results:
     """Initial parameters, and the loss, gradients and metrics of one update, by logical name with their places."""
     settings = recorded.trainer_settings(
-        tied=tied, grpo=recorded.grpo_settings(**grpo), clip_grad=recorded.NO_CLIPPING, precision=precision
+        tied=tied,
+        grpo=recorded.grpo_settings(**grpo),
+        clip_grad=recorded.NO_CLIPPING,
+        precision=precision,
+        max_tokens=max_tokens,
     )
     with trainer(context, layout, settings) as actor:
         results: Results = {}
@@ -193,7 +198,8 @@ def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) 
         provider.initialise(built, skeleton.mesh, me, seed=settings.seed)
         chunks = [chunk.eval().requires_grad_(False) for chunk in built]
         replicas = skeleton.groups.dp
-        batches = replica_batches(sequences, settings.limits, num_replicas=replicas.size(), replica=replicas.rank())
+        place = ReplicaPlace(replicas.rank(), replicas.size())
+        batches = replica_batches(sequences, settings.limits, place)
         rows = forward_log_probs(
             chunks,
             batches,

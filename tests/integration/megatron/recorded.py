@@ -11,6 +11,7 @@ from services.actor.microbatch import TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.family import padded_vocab_size
+from tidegate.megatron.packing import TokenCap
 from tidegate.model_config import ModelConfig
 from tidegate.types import Precision
 
@@ -43,14 +44,17 @@ def trainer_settings(
     clip_grad: float = 1.0,
     seed: int = 0,
     precision: str = "fp32",
+    max_tokens: int | None = None,
 ) -> TrainerSettings:
+    """`max_tokens`: of a micro-batch; without it, there are three sequences in one."""
     model = small_model(tied=tied)
+    three = BatchLimits(max_sequences=3, pad_multiple=4)
     return TrainerSettings(
         model=model,
         padded_vocab=padded_vocab_size(model, (1, 2, 4)),
         seed=seed,
         temperature=TEMPERATURE,
-        limits=BatchLimits(max_sequences=3, pad_multiple=4),
+        limits=three if max_tokens is None else TokenCap.of_model(model, max_tokens),
         grpo=grpo or GrpoSettings(kl_coefficient=0.05),
         optimizer=OptimizerSettings(clip_grad=clip_grad),
         precision=Precision(precision),

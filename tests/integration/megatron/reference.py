@@ -31,9 +31,14 @@ class Loss:
 
 def response_log_probs(model: ModelConfig, weights: Weights, sample: TrainSample, temperature: float) -> torch.Tensor:
     tokens = torch.tensor(sample.prompt_tokens + sample.response_tokens)
+    return next_log_probs(model, weights, tokens, temperature)[len(sample.prompt_tokens) - 1 :]
+
+
+def next_log_probs(model: ModelConfig, weights: Weights, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of each token but the first, under what is before it."""
     logits = _logits(model, weights, tokens)[:-1] / temperature
     log_probs = logits - torch.log(torch.exp(logits).sum(-1, keepdim=True))
-    return log_probs[torch.arange(len(tokens) - 1), tokens[1:]][len(sample.prompt_tokens) - 1 :]
+    return log_probs[torch.arange(len(tokens) - 1), tokens[1:]]
 
 
 def grpo(

@@ -14,11 +14,13 @@ from megatron.core.utils import get_model_config
 from tests.integration.elastic.worlds import CPU, join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.memory import OwnArena
+from tidegate.elastic.minibatch import RankPlace
 from tidegate.elastic.skeleton import Skeleton
-from tidegate.megatron.batching import BatchLimits, replica_batches
+from tidegate.megatron.batching import BatchLimits, Limits, ReplicaPlace, replica_batches
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups, prepare_megatron
 from tidegate.megatron.log_probs import token_log_probs
+from tidegate.megatron.packing import TokenCap
 from tidegate.megatron.reproducible import updater, wrapper
 from tidegate.megatron.updates import Update, Updater
 from tidegate.model_config import ModelConfig
@@ -43,6 +45,7 @@ def updates(
     threads: int = 1,
     rate: float = 1e-2,
     recompute: str = "none",
+    max_tokens: int | None = None,
 ) -> Results:
     """Losses and norms of a run, and this rank's state after it, NaN where another holds it."""
     torch.set_num_threads(threads)
@@ -66,9 +69,9 @@ def updates(
     skeleton.start_anew()
     get_model_config(skeleton.chunks[0]).hidden_dropout = dropout
     made = updater(skeleton.chunks, skeleton.optimizer, groups, num_sums=2, num_logical_shards=num_logical_shards)
-    reports = [
-        _update(made, groups, seed=number, num_shards=num_logical_shards, rate=rate) for number in range(num_updates)
-    ]
+    limits = BatchLimits(max_sequences=2) if max_tokens is None else TokenCap(max_tokens)
+    place = RankPlace(mesh, context.rank, groups, CPU, num_logical_shards).of_replicas
+    reports = [_update(made, groups, limits, place, seed=number, rate=rate) for number in range(num_updates)]
     world.leave()
     return _state(skeleton) | {
         "sums": np.array([report.sums for report in reports]),
@@ -76,17 +79,19 @@ def updates(
     }
 
 
-def _update(made: Updater, groups: ProcessGroupCollection, *, seed: int, num_shards: int | None, rate: float) -> Update:
+def _update(
+    made: Updater,
+    groups: ProcessGroupCollection,
+    limits: Limits,
+    place: ReplicaPlace,
+    *,
+    seed: int,
+    rate: float,
+) -> Update:
     generator = np.random.default_rng(seed)
     sequences = [generator.integers(VOCAB, size=generator.integers(3, 16)).tolist() for _ in range(NUM_SEQUENCES)]
     weights = generator.standard_normal(NUM_SEQUENCES) / NUM_SEQUENCES
-    batches = replica_batches(
-        sequences,
-        BatchLimits(max_sequences=2),
-        num_replicas=groups.dp.size(),
-        replica=groups.dp.rank(),
-        num_shards=num_shards,
-    )
+    batches = replica_batches(sequences, limits, place)
 
     def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
         log_probs_BS = token_log_probs(logits_BQV, tokens_BS, vocab_size=VOCAB, temperature=TEMPERATURE, groups=groups)

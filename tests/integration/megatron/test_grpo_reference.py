@@ -47,6 +47,18 @@ def test_loss_and_gradient_are_those_of_the_formulas(
     want = _reference(got, recorded.grpo_settings(**grpo), tied=tied)
     assert want.clip_fraction > 0.05, "the samples must be off-policy enough to try the clipping"
     assert 0.2 < want.mismatch.get("mismatch_truncated", 0.5) < 0.8, "weights on both sides of the cap"
+    _assert_same(got, want)
+
+
+@pytest.mark.parametrize("max_tokens", [24, 96], ids=["under a cap that most are over", "under a cap of several"])
+def test_under_a_token_cap_they_are_the_same(ranks: RankServer, max_tokens: int) -> None:
+    grpo: dict[str, Any] = {"aggregation": "seq-mean-token-mean"}
+    arguments = {"layout": {"pp": 2, "dp": 2}, "grpo": grpo, "max_tokens": max_tokens}
+    got = ranks.run("tests.integration.megatron.jobs:one_update", 4, arguments)
+    _assert_same(got, _reference(got, recorded.grpo_settings(**grpo), tied=False))
+
+
+def _assert_same(got: list[Results], want: reference.Loss) -> None:
     for rank in got:
         assert bool(rank["committed"])
         assert abs(float(rank["loss"]) - want.loss) <= TOLERANCE * want.absolute_terms

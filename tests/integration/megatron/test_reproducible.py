@@ -70,6 +70,7 @@ SAME_BITS = {
     "tied pp2 dp2": ({"pp": 2, "dp": 2}, {"tied": True}),
     "tied pp4": ({"pp": 4}, {"tied": True}),
     "tied, in bf16, pp2 vpp2 dp2": ({"pp": 2, "vpp": 2, "dp": 2}, {"tied": True, "bf16": True}),
+    "under a token cap, pp2 vpp2 dp2": ({"pp": 2, "vpp": 2, "dp": 2}, {"max_tokens": 32}),
 }
 
 
@@ -92,6 +93,11 @@ def test_without_the_mode_the_bits_tell_layouts_apart(run: Run) -> None:
     one, two = (run(layout, num_logical_shards=None) for layout in ({}, {"dp": 2}))
     assert "grad_norm" in different(one, two)
     assert_close(two, one)
+
+
+def test_without_the_mode_a_token_cap_is_filled_for_the_layout_that_there_is(run: Run) -> None:
+    one, many = (run(layout, num_logical_shards=None, max_tokens=32) for layout in ({}, {"pp": 2, "vpp": 2, "dp": 2}))
+    assert_close(many, one)
 
 
 def test_the_mode_computes_what_the_plain_one_does(run: Run) -> None:

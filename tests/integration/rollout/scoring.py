@@ -36,7 +36,7 @@ def generate_and_score(context: RankContext, *, tied: bool, temperature: float) 
         with torch.no_grad():
             for name, parameter in provider.local_parameters(chunks, mesh, 0):
                 parameter.copy_(weights[name])
-        batches = replica_batches(sequences, BatchLimits(), num_replicas=1, replica=0)
+        batches = replica_batches(sequences, BatchLimits())
         rows = forward_log_probs(
             chunks,
             batches,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.megatron.batching import BatchLimits, cut, deal, pad, padded_length, replica_batches
+from tidegate.megatron.batching import BatchLimits, ReplicaPlace, cut, deal, pad, padded_length, replica_batches
 
 LENGTHS = st.lists(st.integers(min_value=2, max_value=40), max_size=30)
 
@@ -50,7 +50,7 @@ def test_rows_are_padded_with_zeros_to_a_multiple() -> None:
 
 def test_a_replica_that_is_short_runs_a_filler_without_sequences() -> None:
     limits = BatchLimits(max_sequences=1, pad_multiple=4)
-    batches = replica_batches([[1, 2], [3, 4], [5, 6]], limits, num_replicas=2, replica=1)
+    batches = replica_batches([[1, 2], [3, 4], [5, 6]], limits, ReplicaPlace(1, 2))
     assert [batch.sequences for batch in batches] == [(1,), ()]
     assert np.array_equal(batches[1].tokens_BS, np.zeros((1, 4)))
 
@@ -61,7 +61,7 @@ def test_each_replica_runs_its_logical_shards_one_after_the_other_whatever_their
     run = [
         batch.sequences
         for replica in range(num_replicas)
-        for batch in replica_batches([[1, 2]] * 6, limits, num_replicas=num_replicas, replica=replica, num_shards=4)
+        for batch in replica_batches([[1, 2]] * 6, limits, ReplicaPlace(replica, num_replicas, num_shards=4))
     ]
     assert run == [(0,), (4,), (1,), (5,), (2,), (), (3,), ()]
 
@@ -70,7 +70,7 @@ def test_replicas_that_share_experts_out_run_micro_batches_of_one_shape() -> Non
     limits = BatchLimits(max_tokens=12, pad_multiple=4)
     sequences = [[7] * length for length in (9, 5, 5, 4, 3, 2, 2)]
     plain, alike = (
-        [replica_batches(sequences, limits, num_replicas=2, replica=r, alike=alike) for r in range(2)]
+        [replica_batches(sequences, limits, ReplicaPlace(r, 2, alike=alike)) for r in range(2)]
         for alike in (False, True)
     )
     assert [batch.shape for batch in plain[0]] != [batch.shape for batch in plain[1]]
@@ -84,7 +84,7 @@ def test_replicas_that_share_experts_out_run_micro_batches_of_one_shape() -> Non
 
 
 def test_no_sequences_are_no_micro_batches_on_any_replica() -> None:
-    assert replica_batches([], BatchLimits(), num_replicas=2, replica=1) == []
+    assert replica_batches([], BatchLimits(), ReplicaPlace(1, 2)) == []
 
 
 def test_a_limit_below_one_is_refused() -> None:

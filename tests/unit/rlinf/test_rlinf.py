@@ -111,7 +111,7 @@ def test_no_key_is_passed_over_without_a_word() -> None:
     ours = {".".join(map(str, path)) for path in sourced.given.origins}
     # Each has another beside it that holds over it, or says what happens anyway.
     yields = {"algorithm.clip_ratio_low", "actor.lr_sched.lr_warmup_iters", "actor.lr_sched.lr_decay_iters"}
-    yields |= {"actor.model.megatron_checkpoint", "actor.megatron.use_hf_ckpt"}
+    yields |= {"actor.model.megatron_checkpoint", "actor.megatron.use_hf_ckpt", "runner.enable_dynamic_batch_size"}
     given = set(leaves(yaml.safe_load(PIPELINED.read_text())))
     assert given - read_from - told - stands - ours - yields == set()
 
@@ -214,6 +214,7 @@ REFUSED = {
         "runner.val_check_interval=0.5",
         "runner.val_check_interval=0.5 must be a number of iterations, or -1 for no evaluation",
     ),
+    "dynamic sizes of a word": ("runner.enable_dynamic_batch_size=auto", "='auto' must be true or false"),
     "several files": ("data.train_data_paths=[a.jsonl, b.jsonl]", "put several files into a folder"),
     "a list of files to compose": ("defaults=[model/qwen]", "tidegate run A.yaml B.yaml"),
     "a key that RLinf has not": ("actor.optim.lrr=1", "unknown key 'actor.optim.lrr'; the nearest that RLinf has is"),
@@ -228,6 +229,18 @@ def test_what_cannot_be_had_is_refused_by_name_with_what_to_write(case: str) -> 
     (fault,) = refused(*asks, override)
     assert want in fault
     assert f"[override {override.partition('=')[0]}]" in fault
+
+
+def test_micro_batches_of_dynamic_sizes_are_taken_over(tmp_path: Path) -> None:
+    dynamic = read("runner.enable_dynamic_batch_size=true")
+    assert (dynamic.config.actor.max_tokens_per_microbatch, dynamic.config.actor.micro_batch_size) == (2048, 16)
+    assert any(note.startswith("runner.max_tokens_per_mbs: padding counts") for note in dynamic.notes)
+    assert any(note.startswith("algorithm.training_batch_size_per_gpu: without effect") for note in dynamic.notes)
+    raw = yaml.safe_load(PIPELINED.read_text())
+    raw["runner"] |= {"enable_dynamic_batch_size": True}
+    del raw["runner"]["max_tokens_per_mbs"]
+    with pytest.raises(ConfigError, match=r"of how many tokens .* is not said; set runner.max_tokens_per_mbs"):
+        load_sources(Sources([written(tmp_path, "r.yaml", raw)], MENDED))
 
 
 def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(

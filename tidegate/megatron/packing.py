@@ -1,0 +1,225 @@
+"""Packs the samples of a minibatch into micro-batches under a cap of tokens, equally many for each share. Pure.
+
+A share is what one replica runs, or one logical shard. Order: a sample over the cap is refused or let alone; a share
+runs as many micro-batches as the cap needs, the longest samples first, and more while what they save in padding is
+worth them; as many are cut so that the costliest costs least, and dealt to the shares so that their costs are even.
+Invariants: each sample is in one
+micro-batch; all shares run equally many, some of them empty where samples are too few; rows times padded length is at
+most the cap, but for a sample that is longer and alone; what is packed follows from lengths, cap and number of shares.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from tidegate.model_config import ModelConfig
+
+PAD_MULTIPLE = 8
+"""Padded lengths are multiples of this, so that few shapes occur, and every context-parallel size of up to 4 divides
+them into its two parts a rank."""
+
+
+PASS_POSITIONS = 256
+"""What a pass costs besides its rows, in positions without their attention. A forward and backward pass of the demo's
+model takes 5 ms and 0.018 ms a position of rows of 64, on one core (`benchmarks/packing_step.py` has the machinery).
+Larger ones pay for more padding with fewer passes; on a GPU it was not measured."""
+
+
+class Oversize(StrEnum):
+    """What becomes of a sample that is longer than the cap."""
+
+    ALONE = "alone"
+    REFUSE = "refuse"
+
+
+class SampleOverCap(ValueError):
+    """Of a sample that the policy refuses; nothing has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCap:
+    """How many positions a micro-batch may have, padding included."""
+
+    max_tokens: int
+    token_cost: int = 0
+    """A row of L positions costs token_cost * L + L^2; see `token_cost`."""
+    pass_cost: int | None = None
+    """Of a micro-batch besides its rows; None: there are no more of them than the cap needs."""
+    oversize: Oversize = Oversize.ALONE
+    pad_multiple: int = PAD_MULTIPLE
+
+    def __post_init__(self) -> None:
+        if self.pad_multiple < 1 or self.token_cost < 0:
+            raise ValueError(
+                f"token cap pad_multiple={self.pad_multiple} must be at least 1 and token_cost={self.token_cost} at "
+                "least 0"
+            )
+        if self.max_tokens < self.pad_multiple:
+            raise ValueError(
+                f"token cap max_tokens={self.max_tokens} holds no row: it must be at least pad_multiple="
+                f"{self.pad_multiple}"
+            )
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, max_tokens: int, oversize: Oversize = Oversize.ALONE) -> TokenCap:
+        """With what the model's rows and passes cost."""
+        cost = token_cost(model)
+        return cls(max_tokens, cost, PASS_POSITIONS * cost, oversize)
+
+    def row_length(self, length: int) -> int:
+        """Positions of a row that ends with a sample of this length."""
+        return max(-(-length // self.pad_multiple), 1) * self.pad_multiple
+
+    def row_cost(self, row_length: int) -> int:
+        return (self.token_cost + row_length) * row_length
+
+
+def token_cost(model: ModelConfig) -> int:
+    """To how many positions a token has to attend for its attention to cost as much as all else of it does.
+
+    Counted in multiplications: each weight once, and twice the heads' width for a position that is attended to.
+    """
+    attention = model.hidden_size * (model.qkv_size + model.num_heads * model.head_dim)
+    mlp = 3 * model.hidden_size * model.ffn_hidden_size * (model.experts_per_token or 1)
+    output = model.hidden_size * model.vocab_size
+    return (model.num_layers * (attention + mlp) + output) // (2 * model.num_layers * model.num_heads * model.head_dim)
+
+
+def pack(
+    lengths: Sequence[int], cap: TokenCap, *, num_shares: int, multiple: int = 1, alike: bool = False
+) -> list[list[tuple[int, ...]]]:
+    """Of each share its micro-batches, as indices into `lengths`, the longest samples first; () is an empty one.
+
+    A share's number of micro-batches is a multiple of `multiple`. `alike`: the n-th of all shares, widened to one
+    shape, are together under the cap. SampleOverCap where the policy is to refuse.
+    """
+    if not lengths:
+        return [[] for _ in range(num_shares)]
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    rows = [cap.row_length(lengths[index]) for index in order]
+    if cap.oversize is Oversize.REFUSE and rows[0] > cap.max_tokens:
+        raise _over(rows, cap)
+    # One that is alike on all shares is cut for all of them together.
+    width = num_shares if alike else 1
+    num_batches, bound = _number_and_bound(rows, cap, num_shares=num_shares, multiple=multiple, width=width)
+    parts = _cut(rows, cap, bound=bound, width=width)
+    if alike:
+        dealt = [[_strip(part, share, num_shares) for part in parts] for share in range(num_shares)]
+    else:
+        dealt = _differenced(parts, [len(part) * cap.row_cost(rows[part.start]) for part in parts], num_shares)
+    batches = [[tuple(order[place] for place in part) for part in share] for share in dealt]
+    return [share + [()] * (num_batches - len(share)) for share in batches]
+
+
+def _over(rows: Sequence[int], cap: TokenCap) -> SampleOverCap:
+    num_over = sum(row > cap.max_tokens for row in rows)
+    return SampleOverCap(
+        f"{num_over} of {len(rows)} samples are longer than a micro-batch may be: the longest takes {rows[0]} "
+        f"positions and the cap is {cap.max_tokens}; raise the cap to {rows[0]}, or let such a sample be alone"
+    )
+
+
+def _number_and_bound(
+    rows: Sequence[int], cap: TokenCap, *, num_shares: int, multiple: int, width: int
+) -> tuple[int, int]:
+    """How many micro-batches a share runs, and the least bound on the cost of one with which so many are enough."""
+    groups = [(length, len(list(same))) for length, same in groupby(rows)]
+    num_dealt = num_shares // width
+
+    def evened(num_batches: int, high: int) -> tuple[int, int]:
+        """The least bound, and what everything costs under it."""
+        bound = _least_bound(groups, cap, width=width, num_most=num_batches * num_dealt, high=high)
+        total = _count(groups, cap, bound=bound, width=width)[1]
+        return bound, total + num_batches * num_shares * (cap.pass_cost or 0)
+
+    no_bound = max(cap.max_tokens, rows[0]) * (cap.token_cost + rows[0])
+    num_needed, _ = _count(groups, cap, bound=no_bound, width=width)
+    num_batches = -(-num_needed // (num_dealt * multiple)) * multiple
+    bound, total = evened(num_batches, no_bound)
+    while cap.pass_cost is not None and num_batches * num_dealt < len(rows):
+        tried, tried_total = evened(num_batches + multiple, bound)
+        if tried_total >= total:
+            break
+        num_batches, bound, total = num_batches + multiple, tried, tried_total
+    return num_batches, bound
+
+
+def _least_bound(groups: Sequence[tuple[int, int]], cap: TokenCap, *, width: int, num_most: int, high: int) -> int:
+    """On the cost of a part, with which there are at most `num_most`; `high` is one."""
+    low = 0
+    while low < high:
+        bound = (low + high) // 2
+        if _count(groups, cap, bound=bound, width=width)[0] <= num_most:
+            high = bound
+        else:
+            low = bound + 1
+    return low
+
+
+def _count(groups: Sequence[tuple[int, int]], cap: TokenCap, *, bound: int, width: int) -> tuple[int, int]:
+    """How many parts `_cut` makes of rows, given as (length, number of them), and what they cost in all."""
+    num_parts = total = room = cost = 0
+    for length, count in groups:
+        if count > room:
+            cost = cap.row_cost(length)
+            num_rows = width * _num_rows(length, cost, cap, bound)
+            more = -((room - count) // num_rows)
+            num_parts += more
+            total += more * num_rows * cost
+            room += more * num_rows
+        room -= count
+    # The last one is not full.
+    return num_parts, total - room * cost
+
+
+def _cut(rows: Sequence[int], cap: TokenCap, *, bound: int, width: int) -> list[range]:
+    """Runs of the sorted rows, each as long as the cap and the bound on its cost let it be, `width` times over.
+
+    Nothing that is cut in this order under both has fewer: a part of what fits does fit.
+    """
+    parts: list[range] = []
+    start = 0
+    while start < len(rows):
+        end = start + width * _num_rows(rows[start], cap.row_cost(rows[start]), cap, bound)
+        parts.append(range(start, min(end, len(rows))))
+        start = end
+    return parts
+
+
+def _num_rows(length: int, cost: int, cap: TokenCap, bound: int) -> int:
+    """Of one micro-batch: one at least."""
+    return max(1, min(cap.max_tokens // length, bound // cost))
+
+
+def _strip(part: range, share: int, num_shares: int) -> range:
+    """A share's rows of what is cut for all."""
+    num_rows = -(-len(part) // num_shares)
+    return part[share * num_rows : (share + 1) * num_rows]
+
+
+def _differenced(parts: Sequence[range], costs: Sequence[int], num_shares: int) -> list[list[range]]:
+    """Of each share its parts, in order; no share has more than another but for the parts that are missing in the end.
+
+    Largest differencing for equally many parts a share (Karmarkar and Karp 1982; Michiels, Korst, Aarts and van
+    Leeuwen 2003): the costliest parts, one a share, are one row; the two rows whose costs differ most are put together,
+    the dearest of the one with the cheapest of the other, until one is left.
+    """
+    ranked = sorted(range(len(parts)), key=lambda number: -costs[number])
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for count, first in enumerate(range(0, len(ranked), num_shares)):
+        row = [(costs[number], [number]) for number in ranked[first : first + num_shares]]
+        row += [(0, [])] * (num_shares - len(row))
+        heapq.heappush(heap, (row[-1][0] - row[0][0], count, row))
+    num_rows = len(heap)
+    while len(heap) > 1:
+        (_, _, dear), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        row = [(a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in zip(dear, reversed(other), strict=True)]
+        row.sort(key=lambda share: -share[0])
+        num_rows += 1
+        heapq.heappush(heap, (row[-1][0] - row[0][0], num_rows, row))
+    # In an order that is none of cost: several of them may be one replica's.
+    return [[parts[number] for number in numbers] for numbers in sorted(sorted(share) for _, share in heap[0][2])]
