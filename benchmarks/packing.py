@@ -103,7 +103,7 @@ def main() -> int:
     options = arguments("Pack lognormal lengths, and train on some.")
     packed = [pack_case(max_tokens, 5 if options.quick else 21) for max_tokens in CAPS]
     layouts = (1,) if options.quick else (1, 2)
-    call = {"num_runs": 5 if options.quick else 15, "num_samples": 64 if options.quick else 128}
+    call = {"num_runs": 5 if options.quick else 11, "num_samples": 64 if options.quick else 128}
     with rank_server() as ranks:
         target = "benchmarks.packing_step:measure_step"
         steps = [step_case(ranks.run(target, size, call, timeout_s=600.0)) for size in layouts]

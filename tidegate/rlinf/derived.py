@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from tidegate.config_checks import gpu_indices
+from tidegate.rlinf.micro_batches import micro_batches
 from tidegate.rlinf.rules import SAME_AS
 from tidegate.rlinf.translation import MISSING, Translation
 
@@ -31,7 +32,7 @@ def derive(config: Translation) -> None:
     _trackers(config)
     _iterations(config)
     _clipping(config)
-    _micro_batches(config)
+    micro_batches(config)
     _decay(config, _warm_up(config))
     _one_path(config, "data.train_data_paths", "data.train")
     _evaluation(config)
@@ -204,27 +205,6 @@ def _clipping(config: Translation) -> None:
             config.put(f"algorithm.clip_{side}", value, key)
         elif eps is not MISSING:
             config.put(f"algorithm.clip_{side}", eps, eps_key)
-
-
-def _micro_batches(config: Translation) -> None:
-    """RLinf counts them in tokens where their size is dynamic, else in sequences, and gives both numbers either way."""
-    switch, tokens = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
-    sequences = "algorithm.training_batch_size_per_gpu"
-    is_dynamic, max_tokens, num_sequences = (config.take(key) for key in (switch, tokens, sequences))
-    if is_dynamic is not MISSING and not isinstance(is_dynamic, bool):
-        config.refuse(switch, f"{switch}={is_dynamic!r} must be true or false")
-    elif is_dynamic is True and max_tokens is MISSING:
-        config.refuse(switch, f"{switch}=True: of how many tokens a micro-batch is, is not said; set {tokens}")
-    elif is_dynamic is True:
-        config.put("actor.max_tokens_per_microbatch", max_tokens, tokens)
-        config.tell("padding counts: samples are padded to the longest of a micro-batch", tokens)
-        if num_sequences is not MISSING:
-            config.tell(f"without effect here: {switch} is true", sequences)
-    else:
-        if num_sequences is not MISSING:
-            config.put("actor.micro_batch_size", num_sequences, sequences)
-        if max_tokens is not MISSING:
-            config.tell(f"without effect here: {switch} is not true", tokens)
 
 
 def _warm_up(config: Translation) -> Any:
