@@ -92,6 +92,7 @@ def measured(python: Path, dtype: str, folder: Path) -> dict[str, float]:
         scratch=folder / "scratch",
         model=MODEL,
         device="cpu",
+        gpu_index=0,
         dtype=dtype,
         max_running_requests=BATCH,
         start_timeout_s=180.0,

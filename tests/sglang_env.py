@@ -26,6 +26,7 @@ def settings_in(folder: Path, *, model: ModelConfig = TINY) -> ServerSettings:
         scratch=folder / "scratch",
         model=model,
         device="cpu",
+        gpu_index=0,
         dtype="float32",
         max_running_requests=3,
         start_timeout_s=250.0,

@@ -156,5 +156,10 @@ def node_of(gpu: GpuId) -> NodeId:
     return NodeId(gpu.rsplit("/", 1)[0])
 
 
+def gpu_index(gpu: GpuId) -> int:
+    """Its number on its node, by which the node's CUDA knows it."""
+    return int(gpu.rsplit("/", 1)[1])
+
+
 def instance_id(role: Role, node: NodeId) -> InstanceId:
     return InstanceId(f"{role}@{node}")

@@ -14,7 +14,7 @@ from services.rollout.engine import Engine
 from services.rollout.sglang.engine import SglangEngine
 from services.rollout.sglang.server import ServerSettings
 from tidegate.job import Job, JobFolder, engine_scratch
-from tidegate.types import GpuId
+from tidegate.types import GpuId, gpu_index
 
 ENGINE_LOST_STATUS = 71
 """Exit status of a worker whose engine's server died."""
@@ -39,6 +39,7 @@ def start_engine(job: Job, gpu: GpuId) -> StartedEngine:
         scratch=engine_scratch(job.config, gpu),
         model=job.model,
         device=job.config.cluster.device,
+        gpu_index=gpu_index(gpu),
         dtype=rollout.sglang.dtype,
         max_running_requests=rollout.max_running_requests,
         start_timeout_s=rollout.sglang.start_timeout_s,

@@ -12,7 +12,7 @@ from tidegate.codec import decode_layout
 from tidegate.job import Job
 from tidegate.megatron import parallel
 from tidegate.runtime.worker import WorkerChannel
-from tidegate.types import node_of
+from tidegate.types import gpu_index
 from tidegate.v1 import types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -21,7 +21,7 @@ def slot_device(job: Job, channel: WorkerChannel) -> torch.device:
     """The device of the worker's slot."""
     if job.config.cluster.device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(channel.grant.gpu.removeprefix(f"{node_of(channel.grant.gpu)}/")))
+    return torch.device("cuda", gpu_index(channel.grant.gpu))
 
 
 def join_world(

@@ -48,13 +48,15 @@ _OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"})
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """`python` is an interpreter with SGLang; `folder` keeps the server's config and log, `scratch` its sockets, for as
-    long as it runs: a short path, since the kernel takes 107 bytes for a socket's."""
+    long as it runs: a short path, since the kernel takes 107 bytes for a socket's. Of `gpu_index` is its device, where
+    that is CUDA's."""
 
     python: Path
     folder: Path
     scratch: Path
     model: ModelConfig
     device: str
+    gpu_index: int
     dtype: str
     max_running_requests: int
     start_timeout_s: float
@@ -210,8 +212,12 @@ def server_options(settings: ServerSettings, model: Path, client: SglangClient) 
             "mem-fraction-static": 0.1,
         }
     else:
-        # Draws by seed; only attention on CUDA has it.
-        options["enable-deterministic-inference"] = True
+        options |= {
+            # Without it each server of a node takes the first.
+            "base-gpu-id": settings.gpu_index,
+            # Draws by seed; only attention on CUDA has it.
+            "enable-deterministic-inference": True,
+        }
     return options
 
 

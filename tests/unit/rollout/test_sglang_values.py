@@ -53,13 +53,14 @@ def reply(**changes: Any) -> dict[str, Any]:
     return {"output_ids": [4, 5, 6], "meta_info": meta | changes}
 
 
-def settings_of(*, device: str = "cpu") -> ServerSettings:
+def settings_of(*, device: str = "cpu", gpu_index: int = 0) -> ServerSettings:
     return ServerSettings(
         python=Path("python"),
         folder=Path("folder"),
         scratch=Path("/memory"),
         model=TINY,
         device=device,
+        gpu_index=gpu_index,
         dtype="bfloat16",
         max_running_requests=3,
         start_timeout_s=60.0,
@@ -244,10 +245,16 @@ def test_a_server_listens_on_loopback_keeps_no_prefixes_and_has_a_token() -> Non
     want = {"host": "127.0.0.1", "port": 4321, "api-key": "secret", "disable-radix-cache": True, "device": "cpu"}
     assert {key: options[key] for key in want} == want
     assert options["max-total-tokens"] == 3 * 168
-    on_cuda = server_options(settings_of(device="cuda"), Path("model"), SglangClient(4321, "secret"))
-    assert on_cuda["enable-deterministic-inference"] is True
-    assert "max-total-tokens" not in on_cuda
     assert "secret" not in repr(SglangClient(4321, "secret"))
+
+
+def test_on_cuda_a_server_takes_its_own_slots_gpu_and_draws_by_seed() -> None:
+    settings = settings_of(device="cuda", gpu_index=3)
+    options = server_options(settings, Path("model"), SglangClient(4321, "secret"))
+    want = {"device": "cuda", "base-gpu-id": 3, "enable-deterministic-inference": True}
+    assert {key: options[key] for key in want} == want
+    assert "max-total-tokens" not in options
+    assert "base-gpu-id" not in server_options(settings_of(), Path("model"), SglangClient(4321, "secret"))
 
 
 def test_its_ranks_meet_at_a_file_and_its_sockets_lie_in_its_scratch() -> None:
