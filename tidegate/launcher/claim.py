@@ -194,10 +194,11 @@ def _how_to_run_anew(config: JobConfig, anew: str) -> str:
 
 
 def _deciding(config: JobConfig) -> dict[str, Any]:
-    """What decides samples and weights.
+    """What decides samples and weights; of the rollout, who draws the samples.
 
     The tokenizer is the folder's own after the first start; data may lie elsewhere, under the same checksum.
     """
+    rollout = config.rollout
     dumped = {
         section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
     }
@@ -208,7 +209,8 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
         del dumped["data"]["train"], dumped["data"]["chat_template"]
     for reward in dumped["rewards"]:
         del reward["import_from"]
-    return dumped
+    dtype = rollout.sglang.dtype if rollout.engine == "sglang" else None
+    return dumped | {"rollout": {"engine": rollout.engine, "sglang": {"dtype": dtype}}}
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any], where: str = "") -> Iterator[str]:

@@ -164,6 +164,35 @@ def test_what_would_run_a_job_anew_depends_on_whose_servers_hold_it(
         pass
 
 
+SGLANG = {"engine": "sglang", "sglang": {"python": "python"}}
+FLOAT32 = {"engine": "sglang", "sglang": {"python": "python", "dtype": "float32"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, SGLANG, r"rollout.engine \(was embedded, is sglang\); rollout.sglang.dtype \(was None, is bfloat16\)"),
+        (SGLANG, FLOAT32, r"changed are rollout.sglang.dtype \(was bfloat16, is float32\)\."),
+    ],
+    ids=["another engine", "another precision"],
+)
+def test_a_resumed_run_may_not_change_who_draws_its_samples(
+    before: dict[str, Any], after: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with claimed(load_job(small_config(tmp_path, rollout=before)), Start.FRESH, now_unix_s=0.0):
+        pass
+    other = load_job(small_config(tmp_path, rollout=after))
+    with pytest.raises(CannotStart, match=message), claimed(other, Start.RESUME, now_unix_s=0.0):
+        pass
+
+
+def test_a_resumed_run_may_have_other_servers_and_fuller_engines(tmp_path: Path) -> None:
+    moved = {"max_running_requests": 8, "num_reward_workers": 1, "sglang": {"start_timeout_s": 60, "dtype": "float32"}}
+    run_once(tmp_path)
+    with claimed(load_job(small_config(tmp_path, rollout=moved)), Start.RESUME, now_unix_s=0.0) as claim:
+        assert claim.config.rollout.max_running_requests == 8
+
+
 def test_a_resumed_run_may_change_the_machinery(tmp_path: Path) -> None:
     run_once(tmp_path)
     other = load_job(small_config(tmp_path, checkpoint={"every": 2}))
