@@ -187,7 +187,10 @@ class Pauses(Protocol):
     """Holds generation still, or gives the device memory back."""
 
     def pause(self, mode: PauseMode) -> tuple[Generation, ...]:
-        """Stop generating before the next token; idempotent. The requests taken out: empty unless mode is abort."""
+        """Stop generating before the next token; idempotent. The requests taken out: empty unless mode is abort.
+
+        Until the resume no token is made, whatever is aborted; an abort may retract what it leaves inside.
+        """
 
     def resume(self) -> None:
         """Generate again; nothing happens when not paused."""

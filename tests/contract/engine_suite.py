@@ -212,6 +212,41 @@ class EngineSuite:
         assert aborted.response.tokens
         assert num_inside(subject.engine) == 0
 
+    @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+    def test_an_abort_in_a_pause_hands_back_every_token_made_before(self, subject: Subject, mode: PauseMode) -> None:
+        whole = run(subject.engine, request_of(sampling=subject.long))["a"].response
+        subject.engine.submit(request_of(sampling=subject.long))
+        generate_until_used(subject.engine, 20)
+        subject.engine.pause(mode)
+        (aborted,) = subject.engine.abort()
+        assert aborted.finish_reason is FinishReason.ABORT
+        num_made = len(aborted.response.tokens)
+        assert 20 <= 3 + num_made < 103
+        assert aborted.response.tokens == whole.tokens[:num_made]
+
+    @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+    def test_an_abort_of_one_in_a_pause_has_the_others_make_no_token(self, subject: Subject, mode: PauseMode) -> None:
+        """A token would be of version 2, which is there only while the engine is paused."""
+        for name in ("a", "b"):
+            subject.engine.submit(request_of(name, sampling=subject.long))
+        generate_until_used(subject.engine, 20)
+        subject.engine.pause(mode)
+        subject.engine.update_weights(2, subject.weights(2))
+        (aborted,) = subject.engine.abort([RequestId("a")])
+        assert [span.version for span in aborted.response.versions] == [1]
+        subject.engine.update_weights(3, subject.weights(3))
+        subject.engine.resume()
+        finished = finish(subject.engine)
+        assert [span.version for span in finished["b"].response.versions] == [1, 3]
+        assert finished["b"].response.versions[-1].end == 100
+
+    def test_an_abort_in_a_pause_finds_what_was_sent_the_moment_before(self, subject: Subject) -> None:
+        names = [f"r{index}" for index in range(2 * subject.num_slots)]
+        for name in names:
+            subject.engine.submit(request_of(name, sampling=subject.long))
+        subject.engine.pause(PauseMode.IN_PLACE)
+        assert [generation.id for generation in subject.engine.abort()] == names
+
     def test_a_request_sent_in_a_pause_waits_and_runs_on_the_weights_of_the_resume(self, subject: Subject) -> None:
         subject.engine.pause(PauseMode.IN_PLACE)
         subject.engine.submit(request_of())

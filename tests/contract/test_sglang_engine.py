@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.rollout.engine import FinishReason, PauseMode, RequestId, SamplingParams
+from services.rollout.engine import PauseMode, RequestId, SamplingParams
 from services.rollout.sglang.client import CallFailed, SglangClient
 from services.rollout.sglang.engine import SglangEngine
 from tests.contract.engine_suite import EngineSuite, Subject
 from tests.sglang_env import settings_in, slowed_down
-from tests.unit.rollout.tiny_models import TINY, engine_of, generate_until_used, random_weights, request_of, run
+from tests.unit.rollout.tiny_models import TINY, engine_of, finish, generate_until_used, random_weights, request_of, run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -72,10 +72,15 @@ class TestSglangServer:
         assert awake.load().num_running + awake.load().num_waiting == 1
         awake.abort()
 
-    def test_an_abort_in_a_pause_in_place_hands_back_what_was_made(self, awake: SglangEngine) -> None:
+    def test_a_retraction_frees_the_servers_own_cache_and_a_pause_in_place_keeps_it(self, awake: SglangEngine) -> None:
+        """By the server's word: it flushes its cache only while that holds nothing of a request."""
         awake.submit(request_of(sampling=SamplingParams(max_new_tokens=100, temperature=0)))
         generate_until_used(awake, 20)
         awake.pause(PauseMode.IN_PLACE)
-        (aborted,) = awake.abort()
-        assert aborted.finish_reason is FinishReason.ABORT
-        assert 20 <= len(aborted.response.tokens) + 3 < 103
+        with pytest.raises(CallFailed, match="status 400"):
+            awake.server.client.get("/flush_cache", timeout_s=10.0)
+        awake.pause(PauseMode.RETRACT)
+        with pytest.raises(CallFailed, match=r"with no JSON: b'Cache flushed"):
+            awake.server.client.get("/flush_cache", timeout_s=10.0)
+        awake.resume()
+        assert len(finish(awake)["a"].response.tokens) == 100

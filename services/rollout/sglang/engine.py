@@ -1,8 +1,9 @@
 """The `Engine` protocol over a real SGLang server.
 
 Each request is one call to the server, held open by a thread until the response is whole or aborted; `poll` collects
-what has come. A pause reaches the server's scheduler before `pause` returns; what is submitted in a pause stays here
-until the resume, since the server would let nobody abort it.
+what has come. A pause reaches the server's scheduler before `pause` returns, and finds there all that was sent; what is
+submitted in a pause stays here until the resume. A server aborts what runs with its next step only: so that none comes
+in a pause, an abort has it retract all before, and what stays inside begins with a prefill.
 Invariants: a request is in `_inside` from its submission until it is handed out; an update happens in a pause, and what
 the server tells of its tensors afterwards is what was sent (on a CPU; on CUDA its checksums are of another kind); after
 a failure every call raises EngineFailed.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +47,8 @@ _CONTROL_TIMEOUT_S = 60.0
 """For a control call's answer: each waits for at most the step that runs."""
 _ABORT_AGAIN_S = 0.2
 """The server forgets an abort that overtakes its request: it is told again until the request is out."""
+_LOOK_AGAIN_S = 0.005
+"""Between looks at whether the server took in what was sent, which takes it a step."""
 _MOST_OPEN_CALLS = 1024
 """Threads that hold a call open; more requests wait here for a thread."""
 
@@ -131,8 +135,7 @@ class SglangEngine:
                 "already or was never submitted"
             )
         taken = [inside for id_, inside in self._inside.items() if id_ in wanted]
-        open_ = [inside for inside in taken if inside.reply is not None and not inside.reply.done()]
-        if open_:
+        if open_ := [inside for inside in self._sent() if inside.request.id in wanted]:
             self._abort_sent(open_)
         return tuple(self._take(inside) for inside in taken)
 
@@ -144,8 +147,7 @@ class SglangEngine:
             told = load_of(self._get("/v1/loads?include=core"))
         # The server tells its load every few steps and never in a pause; a retraction frees all that runs.
         retracted = self._paused is PauseMode.RETRACT
-        num_sent = sum(1 for inside in self._inside.values() if inside.reply is not None and not inside.reply.done())
-        num_running = 0 if retracted else min(told.num_running, num_sent)
+        num_running = 0 if retracted else min(told.num_running, len(self._sent()))
         return EngineLoad(
             num_running=num_running,
             num_waiting=len(self._inside) - num_running,
@@ -156,8 +158,11 @@ class SglangEngine:
     def pause(self, mode: PauseMode) -> tuple[Generation, ...]:
         self._awake()
         aborted = self.abort() if mode is PauseMode.ABORT else ()
-        self._pause_server(PauseMode.RETRACT if mode is PauseMode.RETRACT else PauseMode.IN_PLACE)
-        self._paused = mode
+        if self._paused is None:
+            self._until_taken_in()
+        if self._paused is not PauseMode.RETRACT:
+            # What is retracted stays so until the resume.
+            self._pause_server(mode)
         return aborted
 
     def resume(self) -> None:
@@ -165,7 +170,6 @@ class SglangEngine:
         if self._paused is None:
             return
         self._resume_server()
-        self._paused = None
         for inside in self._inside.values():
             if inside.reply is None:
                 self._send(inside)
@@ -187,11 +191,12 @@ class SglangEngine:
         if self._server is None:
             raise EngineNotReady(f"the engine sleeps and cannot take weights version {version}: wake it first")
         weights = weight_set(self._settings.model, version=version, dtype=self._dtype, tensors=tensors)
-        if self._paused is None:
+        was_paused = self._paused is not None
+        if not was_paused:
             self._pause_server(PauseMode.IN_PLACE)
         self._load(weights)
         self._version = version
-        if self._paused is None:
+        if not was_paused:
             self._resume_server()
 
     @property
@@ -222,10 +227,26 @@ class SglangEngine:
         with self._answers():
             return generation_of(request, inside.reply.result())
 
+    def _sent(self) -> list[_Inside]:
+        """Whose reply is not here yet."""
+        return [inside for inside in self._inside.values() if inside.reply is not None and not inside.reply.done()]
+
+    def _until_taken_in(self) -> None:
+        """Until the server's scheduler has what was sent: in a pause none comes to it, and no abort would find it."""
+        deadline_s = time.monotonic() + _CONTROL_TIMEOUT_S
+        while sent := self._sent():
+            with self._answers():
+                told = load_of(self._get("/v1/loads?include=core"))
+            if told.num_running + told.num_waiting >= len(sent):
+                return
+            if time.monotonic() > deadline_s:
+                raise self._fail(f"SGLang did not take in {len(sent)} requests within {_CONTROL_TIMEOUT_S:g} s")
+            concurrent.futures.wait([inside.reply for inside in sent if inside.reply], timeout=_LOOK_AGAIN_S)
+
     def _abort_sent(self, open_: list[_Inside]) -> None:
-        """Until their replies are there. A paused server aborts nothing, so it goes on for a moment."""
-        if self._paused is not None:
-            self._resume_server()
+        """Until their replies are there."""
+        if self._paused is PauseMode.IN_PLACE:
+            self._pause_server(PauseMode.RETRACT)
         waiting = {inside.reply: inside for inside in open_ if inside.reply is not None}
         for _ in range(int(_CONTROL_TIMEOUT_S / _ABORT_AGAIN_S)):
             for inside in waiting.values():
@@ -237,16 +258,18 @@ class SglangEngine:
                 break
         else:
             raise self._fail(f"SGLang did not abort {len(waiting)} requests within {_CONTROL_TIMEOUT_S:g} s")
-        if self._paused is not None:
-            self._pause_server(PauseMode.RETRACT if self._paused is PauseMode.RETRACT else PauseMode.IN_PLACE)
 
     def _pause_server(self, mode: PauseMode) -> None:
+        """With nothing inside, a pause that aborts is one in place."""
+        mode = PauseMode.RETRACT if mode is PauseMode.RETRACT else PauseMode.IN_PLACE
         self._post("/pause_generation", {"mode": mode.value})
         # The scheduler takes its messages in order, and the pause itself is not answered: this one is.
         self._get("/server_info")
+        self._paused = mode
 
     def _resume_server(self) -> None:
         self._post("/continue_generation", {"torch_empty_cache": False})
+        self._paused = None
 
     def _load(self, weights: WeightSet) -> None:
         """EngineFailed when anything fails: the server may hold some of the new tensors then."""

@@ -24,6 +24,7 @@ class ReplyUnreadable(ValueError):
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
     num_running: int
+    num_waiting: int
     num_used_tokens: int
     num_capacity_tokens: int
 
@@ -68,6 +69,7 @@ def load_of(reply: Mapping[str, Any]) -> ServerLoad:
         (rank,) = reply["loads"]
         return ServerLoad(
             num_running=rank["num_running_reqs"],
+            num_waiting=rank["num_waiting_reqs"],
             num_used_tokens=rank["num_used_tokens"],
             num_capacity_tokens=rank["max_total_num_tokens"],
         )

@@ -225,6 +225,9 @@ def server_environment(settings: ServerSettings, client: SglangClient) -> dict[s
     """What only its environment tells it."""
     environment = {
         "HF_HUB_OFFLINE": "1",
+        # Steps between its scheduler's messages on a running request. One that is aborted while it waits, retracted,
+        # ends with its last message: of what came after it, nobody would hear.
+        "SGLANG_FORCE_STREAM_INTERVAL": "1",
         # The sockets between its processes.
         "TMPDIR": str(settings.scratch),
         # Its ranks meet at a file: torch's own store would listen on every interface.

@@ -128,7 +128,8 @@ def test_a_reply_that_does_not_add_up_is_unreadable(wrong: dict[str, Any]) -> No
 
 def test_a_load_and_checksums_are_read_by_name() -> None:
     load = {"num_running_reqs": 2, "num_waiting_reqs": 1, "num_used_tokens": 30, "max_total_num_tokens": 500}
-    assert load_of({"loads": [load]}) == ServerLoad(num_running=2, num_used_tokens=30, num_capacity_tokens=500)
+    want = ServerLoad(num_running=2, num_waiting=1, num_used_tokens=30, num_capacity_tokens=500)
+    assert load_of({"loads": [load]}) == want
     checksums = {"model.norm.weight": "0a", "lm_head.weight": "0b"}
     assert checksums_of({"ranks": [{"checksums": checksums}]}, {"output": "lm_head.weight"}) == {"output": "0b"}
 
