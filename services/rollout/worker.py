@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.rollout.engine import (
     Engine,
+    EngineFailed,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -83,7 +84,11 @@ class EngineWorker:
         if self._engine is not None:
             raise CallRefused("the engine is started already")
         self._job = load_job(JobConfig.from_json(call.start_engine.config_json))
-        started = start_engine(self._job, self._gpu)
+        try:
+            started = start_engine(self._job, self._gpu)
+        except EngineFailed as error:
+            # Told to the lead, so that the job ends with it; the end of the engine's log stays where it names it.
+            raise CallRefused(str(error).partition("\n")[0]) from error
         self._engine = started.engine
         return Answer(call.call_id, wire.Started(memory_bytes=started.memory_bytes, detail=self._engine.features.name))
 

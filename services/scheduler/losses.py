@@ -54,7 +54,7 @@ def lose(
         return impaired(state, gone, why=why)
     transition = state.transition_of(role)
     if transition is not None and transition.id not in component.broken and gone & set(_coming(state, role)):
-        component = replace(component, broken=(*component.broken, transition.id))
+        component = replace(component, broken=(*component.broken, transition.id), last_failure=why)
         state = with_component(state, role, component)
     left = tuple(grant for grant in component.grants if grant not in gone)
     if len(left) == len(component.grants):

@@ -230,7 +230,8 @@ def _planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int)
     if not missing:
         return None
     if component.num_failed_starts >= MAX_FAILED_STARTS:
-        return Wanted(failure=f"the {role} failed to start {component.num_failed_starts} times in a row: see its logs")
+        times = f"the {role} failed to start {component.num_failed_starts} times in a row"
+        return Wanted(failure=f"{times}, the last time: {component.last_failure}; see its logs")
     pause = _pause(state, role, now_ms)
     if pause is not None:
         return pause

@@ -70,7 +70,8 @@ def _closed(state: ClusterState, transition: Transition) -> ClusterState:
             state = resizes.over(state, transition)
             continue
         if part.new_layout is not None and transition.outcome is not Outcome.COMMITTED:
-            component = replace(component, num_failed_starts=component.num_failed_starts + 1)
+            why = component.last_failure if transition.id in component.broken else "it was not done in time"
+            component = replace(component, num_failed_starts=component.num_failed_starts + 1, last_failure=why)
             state = with_component(state, part.role, component)
     return state
 
@@ -156,6 +157,7 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
         layout=body.layout,
         grants=tuple(grant for grant in body.grants if grant in working),
         num_failed_starts=0,
+        last_failure="",
     )
     state = with_component(state, role, component)
     return _lineage(state, body) if role is Role.ACTOR else state

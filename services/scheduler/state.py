@@ -65,9 +65,10 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Component:
     """`layout` is None while the component is down; `broken` names transitions that cannot succeed any more, `switched`
-    the resize whose layout is in force by the lead's word. An actor that is up and lacks ranks keeps its state and
-    waits for them; `gone` are those of its members, and of those to come, who died in the open resize, `num_deaths`
-    counts what it outlived since the iteration opened."""
+    the resize whose layout is in force by the lead's word; `last_failure` says of the last of its starts that failed in
+    a row what broke it. An actor that is up and lacks ranks keeps its state and waits for them; `gone` are those of its
+    members, and of those to come, who died in the open resize, `num_deaths` counts what it outlived since the iteration
+    opened."""
 
     lead: Lead | None = None
     grants: tuple[Grant, ...] = ()
@@ -76,6 +77,7 @@ class Component:
     has_reference: bool = False
     broken: tuple[TransitionId, ...] = ()
     num_failed_starts: int = 0
+    last_failure: str = ""
     switched: TransitionId | None = None
     gone: tuple[Grant, ...] = ()
     num_deaths: int = 0

@@ -43,14 +43,30 @@ class CheckpointWeights:
                     self._check_copy(source, list(_parts(tensor, parameter, shard)))
 
     def _check_copy(self, embedding: torch.Tensor, parts: list[_Part]) -> None:
-        if not self.checkpoint.model.tied_embeddings or OUTPUT_TENSOR not in self.checkpoint.file_of:
-            return
-        copy = mapped(self.checkpoint.file_of[OUTPUT_TENSOR], OUTPUT_TENSOR)
-        if not all(torch.equal(part.of(copy), part.of(embedding)) for part in parts):
-            raise CheckpointRefused(
-                f"{self.checkpoint.folder}: {OUTPUT_TENSOR} differs from {EMBEDDING_TENSOR}, which {CONFIG} ties it to "
-                "(tie_word_embeddings): set that to false if the model has both"
-            )
+        copy = _tied_copy(self.checkpoint)
+        if copy is not None and not all(torch.equal(part.of(copy), part.of(embedding)) for part in parts):
+            raise _of_two_minds(self.checkpoint)
+
+
+def check_copy(checkpoint: HuggingFaceCheckpoint) -> None:
+    """CheckpointRefused when a tied copy is not what it is a copy of. It reads both tensors: once a job, not a rank."""
+    copy = _tied_copy(checkpoint)
+    if copy is not None and not torch.equal(copy, mapped(checkpoint.file_of[EMBEDDING_TENSOR], EMBEDDING_TENSOR)):
+        raise _of_two_minds(checkpoint)
+
+
+def _tied_copy(checkpoint: HuggingFaceCheckpoint) -> torch.Tensor | None:
+    """The output layer that a tied checkpoint keeps beside the embedding; None of most."""
+    if not checkpoint.model.tied_embeddings or OUTPUT_TENSOR not in checkpoint.file_of:
+        return None
+    return mapped(checkpoint.file_of[OUTPUT_TENSOR], OUTPUT_TENSOR)
+
+
+def _of_two_minds(checkpoint: HuggingFaceCheckpoint) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"{checkpoint.folder}: {OUTPUT_TENSOR} differs from {EMBEDDING_TENSOR}, which {CONFIG} ties it to "
+        "(tie_word_embeddings): set that to false if the model has both"
+    )
 
 
 def mapped(file: TensorFile, name: str) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What is asked before a job starts: do its servers answer, is its name free on them, is its engine installed.
+"""What is asked before a job starts: do its servers answer, is its name free on them, is its engine installed,
+are its weights what they are said to be.
 
 Invariants: nothing is written; a message names the URL without its password, and what would help.
 """
@@ -11,7 +12,8 @@ from urllib.parse import urlsplit
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
 from tidegate.config import JobConfig
-from tidegate.huggingface.served import check_served
+from tidegate.huggingface.importing import check_copy
+from tidegate.huggingface.served import check_served, check_version
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.ownership import StoreUnavailable
@@ -36,10 +38,7 @@ async def check_servers(config: JobConfig, start: Start) -> None:
 
 
 async def check_engine(job: Job) -> None:
-    """CannotStart when the model is none that SGLang is given, or its environment has no SGLang.
-
-    Whether its version will do is the engine's to say.
-    """
+    """CannotStart when the model is none that SGLang is given, or its environment has none that can be driven."""
     rollout = job.config.rollout
     if rollout.engine != "sglang":
         return
@@ -51,14 +50,29 @@ async def check_engine(job: Job) -> None:
     remedy = "name the interpreter of an environment with SGLang (`make .venv-sglang` makes one)"
     try:
         process = await asyncio.create_subprocess_exec(
-            *(python, "-I", "-c", "import importlib.metadata; importlib.metadata.version('sglang')"),
-            stdout=asyncio.subprocess.DEVNULL,
+            *(python, "-I", "-c", "import importlib.metadata; print(importlib.metadata.version('sglang'))"),
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
     except OSError as error:
         raise CannotStart(f"rollout.sglang.python={python} cannot be run ({error.strerror}): {remedy}") from error
-    if await process.wait() != 0:
+    told, _ = await process.communicate()
+    if process.returncode != 0:
         raise CannotStart(f"rollout.sglang.python={python} has no package sglang: {remedy}")
+    try:
+        check_version(told.decode().strip())
+    except ValueError as error:
+        raise CannotStart(f"rollout.sglang.python={python}: {error}; or {remedy}") from error
+
+
+async def check_weights(job: Job) -> None:
+    """CannotStart when the checkpoint's weights contradict its config, as far as no header tells."""
+    if job.checkpoint is None:
+        return
+    try:
+        await asyncio.to_thread(check_copy, job.checkpoint)
+    except ValueError as error:
+        raise CannotStart(str(error)) from error
 
 
 def masked(url: str) -> str:

@@ -39,7 +39,7 @@ from tidegate.launcher.claim import (
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
-from tidegate.launcher.preflight import check_engine, check_servers
+from tidegate.launcher.preflight import check_engine, check_servers, check_weights
 from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
@@ -107,6 +107,7 @@ async def _checked(order: Order) -> Job:
     if faults := tracking_faults(order.config.tracking):
         raise ConfigError("\n".join(faults))
     await check_engine(job)
+    await check_weights(job)
     job = await with_checked_data(job)
     await check_servers(order.config, order.start)
     return job

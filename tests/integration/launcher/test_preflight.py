@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import venv
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from tests.hugging_face import save
 from tests.unit.cli.configs import small_config
 from tidegate.config import JobConfig
 from tidegate.events import EventSource
+from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
-from tidegate.launcher.preflight import check_engine, check_servers, masked
+from tidegate.launcher.preflight import check_engine, check_servers, check_weights, masked
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connected_bus
 from tidegate.types import JobId
@@ -81,6 +87,34 @@ async def test_an_environment_without_sglang_is_told_before_anything_starts(
     with pytest.raises(CannotStart, match=f"rollout.sglang.python={python} {message}.*make .venv-sglang"):
         await check_engine(job)
     await check_engine(load_job(small_config(tmp_path, rollout={"sglang": {"python": python}})))
+
+
+async def test_an_sglang_that_is_too_old_is_told_before_anything_starts(tmp_path: Path) -> None:
+    venv.create(tmp_path / "old")
+    python = tmp_path / "old" / "bin" / "python"
+    packages = next((tmp_path / "old").glob("lib/python*/site-packages"))
+    job = load_job(small_config(tmp_path, rollout={"engine": "sglang", "sglang": {"python": str(python)}}))
+    refusals = {"0.5.9": r"SGLang 0\.5\.9 is older than 0\.5\.23, .*install sglang==0\.5\.23", "0.6": None}
+    for version, refusal in refusals.items():
+        package = packages / f"sglang-{version}.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+        with pytest.raises(CannotStart, match=rf"rollout\.sglang\.python=.*{refusal}") if refusal else nullcontext():
+            await check_engine(job)
+        shutil.rmtree(package)
+
+
+async def test_a_tied_copy_that_differs_is_told_before_anything_starts(tmp_path: Path) -> None:
+    tensors = dict(save(tmp_path / "model", "Qwen2.5").state_dict())
+    copy = tensors["model.embed_tokens.weight"].clone()
+    job = load_job(small_config(tmp_path))
+    for altered in (0, 1):
+        copy[0, 0] += altered
+        save_file(tensors | {"lm_head.weight": copy}, tmp_path / "model" / SINGLE_FILE)
+        from_checkpoint = replace(job, checkpoint=open_checkpoint(tmp_path / "model"))
+        with pytest.raises(CannotStart, match=r"lm_head\.weight differs from") if altered else nullcontext():
+            await check_weights(from_checkpoint)
+    await check_weights(job)
 
 
 async def test_a_model_with_experts_is_refused_where_sglang_would_generate(tmp_path: Path) -> None:

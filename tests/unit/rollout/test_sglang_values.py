@@ -22,7 +22,7 @@ from services.rollout.engine import (
     WeightsRefused,
 )
 from services.rollout.sglang.client import SglangClient
-from services.rollout.sglang.features import check_version, features_of
+from services.rollout.sglang.features import features_of
 from services.rollout.sglang.names import as_held, held_name, pieces_of, served_config
 from services.rollout.sglang.replies import (
     ReplyUnreadable,
@@ -238,7 +238,7 @@ def test_a_version_with_the_api_is_taken(version: str) -> None:
 )
 def test_a_version_without_it_is_refused_with_the_remedy(version: str, message: str) -> None:
     with pytest.raises(EngineFailed, match=message):
-        check_version(version)
+        features_of({"version": version})
 
 
 def test_a_server_listens_on_loopback_keeps_no_prefixes_and_has_a_token() -> None:

@@ -396,7 +396,9 @@ def test_a_component_that_fails_to_start_again_and_again_fails_the_job_after_pau
     state = drive.run()
 
     assert state.phase is Phase.FAILED
-    assert "the rollout failed to start 4 times in a row" in state.message
+    assert state.message.startswith(
+        "the rollout failed to start 4 times in a row, the last time: rollout@n0: rollout@n1 is gone; see its logs"
+    )
     assert drive.now_ms - began_ms >= 42_000
 
 
@@ -470,7 +472,8 @@ def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed
         deliver_all(drive)
 
     assert drive.cluster.records[transition.id].outcome is Outcome.ABORTED
-    assert drive.state.components[Role.ROLLOUT].num_failed_starts == 1
+    rollout = drive.state.components[Role.ROLLOUT]
+    assert (rollout.num_failed_starts, rollout.last_failure) == (1, "it was not done in time")
     drive.cluster.hung.clear()
     assert drive.run().phase is Phase.FINISHED
 
