@@ -6,7 +6,6 @@ Invariants: every process of a job makes the same `Job` of the same config; the 
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from tidegate.megatron.family import check_layout, model_parameters, padded_voca
 from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist
 from tidegate.model_config import ModelConfig
 from tidegate.tasks import Task, find_task
-from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, check_same_ids, load_tokenizer
+from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokenizer
 from tidegate.types import GpuId, NodeId, Role, SampleId
 
 MAX_VOCAB_SIZE = 1 << 20
@@ -180,7 +179,6 @@ def load_job(config: JobConfig) -> Job:
             tokenizer = load_tokenizer(file, model_vocab_size=limit)
             if checkpoint is not None:
                 _check_ends(checkpoint, tokenizer, file)
-                _check_ids(checkpoint, tokenizer, file)
         else:
             assert task is not None, "the config was checked: data comes with a tokenizer"
             tokenizer = build_tokenizer(task.words())
@@ -216,20 +214,6 @@ def _check_ends(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, fil
             f"tokenizer {file} has no special token of the id {ends}, with which {checkpoint.folder} ends its texts "
             f"(eos_token_id): it is another model's; name the one that belongs to the checkpoint by model.tokenizer"
         )
-
-
-def _check_ids(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, file: Path) -> None:
-    """ConfigError when an id is another token's than in the checkpoint's own tokenizer, where it has one."""
-    own = checkpoint.folder / TOKENIZER
-    if not own.is_file() or filecmp.cmp(own, file, shallow=False):
-        return
-    try:
-        check_same_ids(tokenizer, own)
-    except ValueError as error:
-        raise ConfigError(
-            f"tokenizer {file} is another model's than the checkpoint {checkpoint.folder}: {error}; leave "
-            "model.tokenizer out, or name one that gives each token the checkpoint's id"
-        ) from error
 
 
 def _limited(checkpoint: HuggingFaceCheckpoint, config: JobConfig) -> ModelConfig:

@@ -25,9 +25,6 @@ _MODEL = ("embedding.", "decoder.", "output_layer.")
 _NO_WEIGHT = "_extra_state"
 """What Transformer Engine's layers keep of fp8."""
 _MOST_NAMES_SHOWN = 4
-MOST_PADDING = 128 * 8
-"""Rows that a table has fewer of than this above its vocabulary: Megatron rounds up to a multiple of 128 * tp
-(--make-vocab-size-divisible-by), and tp=8 is the ranks of one host. With more, another model's table passes for it."""
 _FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -87,16 +84,11 @@ def _place(folder: Path, index: Mapping[str, StoredTensor], parameter: Parameter
 def _check_shape(folder: Path, key: str, place: Place, parameter: Parameter, *, num_layers: int) -> None:
     counts = (num_layers, *(() if parameter.expert is None else (parameter.expert.count,)))
     lead, shape = place.stored.shape[: len(place.lead)], place.stored.shape[len(place.lead) :]
-    num_spare = 0
-    if isinstance(parameter.cut, Vocabulary) and len(shape) == 2:
-        num_spare, shape = max(0, shape[0] - parameter.shape[0]), (min(shape[0], parameter.shape[0]), shape[1])
-    if num_spare >= MOST_PADDING:
-        raise TorchDistRefused(
-            f"{folder}: {key} has {place.stored.shape[0]} rows and the job's vocabulary {parameter.shape[0]}: "
-            f"{num_spare} more, and Megatron pads with fewer than 128 * tp = {MOST_PADDING} (tp=8): name the model's "
-            "own tokenizer by model.tokenizer, or its Hugging Face checkpoint, which says its vocabulary, by model.path"
-        )
-    if shape != parameter.shape or lead != counts[len(counts) - len(lead) :]:
+    is_table = isinstance(parameter.cut, Vocabulary) and len(shape) == 2
+    fits = shape == parameter.shape or (
+        is_table and shape[0] >= parameter.shape[0] and shape[1:] == parameter.shape[1:]
+    )
+    if not fits or lead != counts[len(counts) - len(lead) :]:
         raise TorchDistRefused(
             f"{folder}: {key} has shape {list(place.stored.shape)}, {parameter.name} has {list(parameter.shape)}: the "
             "configured model is another one"

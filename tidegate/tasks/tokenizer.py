@@ -47,11 +47,6 @@ class TaskTokenizer:
         """One more than the largest id: the rows an embedding needs."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
-    @property
-    def ids(self) -> dict[str, int]:
-        """Of every token, special ones too."""
-        return dict(self._tokenizer.get_vocab())
-
     def is_special(self, token: int) -> bool:
         """Whether the id is a special token's."""
         added = self._tokenizer.get_added_tokens_decoder().get(token)
@@ -123,45 +118,20 @@ def load_tokenizer(path: Path, *, model_vocab_size: int) -> TaskTokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"no tokenizer at {file}; give the path of a tokenizer.json, or of the folder that holds one")
-    parsed = _parsed(file)
     try:
-        tokenizer = TaskTokenizer(parsed, load_tokenizer_config(file.parent))
+        tokenizer = TaskTokenizer(Tokenizer.from_file(str(file)), load_tokenizer_config(file.parent))
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from error
+    except Exception as error:  # the package raises a bare Exception for whatever it cannot parse
+        raise ValueError(
+            f"{file} is not a Hugging Face tokenizer ({error}); give the tokenizer.json saved with the model"
+        ) from error
     if tokenizer.vocab_size > model_vocab_size:
         raise ValueError(
             f"tokenizer {file} has {tokenizer.vocab_size} ids and the model's vocabulary {model_vocab_size}; "
             f"set the model's vocabulary to at least {tokenizer.vocab_size} or give the model's own tokenizer"
         )
     return tokenizer
-
-
-def check_same_ids(tokenizer: TaskTokenizer, own: Path) -> None:
-    """ValueError, with a token and the number of such, unless the ids mean the same in the tokenizer in the file `own`.
-
-    The one may have tokens that the other lacks: a model is given new ones in rows that its vocabulary has to spare.
-    """
-    there = dict(_parsed(own).get_vocab())
-    token_of = {id_: token for token, id_ in there.items()}
-    ids = tokenizer.ids
-    wrong = sorted(
-        (id_, token) for token, id_ in ids.items() if there.get(token, id_) != id_ or token_of.get(id_, token) != token
-    )
-    if wrong:
-        id_, token = wrong[0]
-        found = f"{token!r} is {there[token]}" if token in there else f"{id_} is {token_of[id_]!r}"
-        raise ValueError(
-            f"{len(wrong)} of its {len(ids)} tokens have other ids in {own}: {token!r} is {id_}, there {found}"
-        )
-
-
-def _parsed(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises a bare Exception for whatever it cannot parse
-        raise ValueError(
-            f"{file} is not a Hugging Face tokenizer ({error}); give the tokenizer.json saved with the model"
-        ) from error
 
 
 def _special_id(tokenizer: Tokenizer, name: str) -> int:

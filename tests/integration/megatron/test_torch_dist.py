@@ -157,20 +157,8 @@ def with_place(index: Any, **fields: Any) -> None:
             object.__setattr__(place, name, value)
 
 
-def with_rows(index: Any, num_rows: int) -> None:
-    object.__setattr__(index.state_dict_metadata[TABLE], "size", torch.Size((num_rows, 32)))
-
-
 TAMPERED: dict[str, tuple[Callable[[Any], None], str]] = {
     "a chunk is left out": (without_last_chunk, f"the chunks of {TABLE} have 2048 of 4096 elements"),
-    "a table of another vocabulary": (
-        lambda index: with_rows(index, 61 + 1024),
-        f"{TABLE} has 1085 rows and the job's vocabulary 61: 1024 more, and Megatron pads with fewer than",
-    ),
-    "a table padded as far as it may be, without its chunks": (
-        lambda index: with_rows(index, 61 + 1023),
-        f"the chunks of {TABLE} have 4096 of {1084 * 32} elements",
-    ),
     "a chunk leaves its tensor": (lambda index: with_sizes(index, torch.Size((999, 32))), "has a chunk of shape"),
     "a chunk of other dims": (lambda index: with_sizes(index, torch.Size((64,))), "has a chunk of shape"),
     "sizes that are no numbers": (lambda index: with_sizes(index, "many"), "its index is damaged"),
