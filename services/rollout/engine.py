@@ -76,10 +76,12 @@ class EngineFeatures:
     """What this engine, in this version and on this device, does beyond the protocol's least.
 
     repeats_draws: a request's seed decides its draws, whatever the batch around it.
+    num_untold_tokens: a request that is aborted in a pause, or while it waits retracted, may lose as many of its last.
     """
 
     name: str
     repeats_draws: bool
+    num_untold_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

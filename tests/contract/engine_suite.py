@@ -213,7 +213,7 @@ class EngineSuite:
         assert num_inside(subject.engine) == 0
 
     @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-    def test_an_abort_in_a_pause_hands_back_every_token_made_before(self, subject: Subject, mode: PauseMode) -> None:
+    def test_an_abort_in_a_pause_hands_back_what_was_made_before(self, subject: Subject, mode: PauseMode) -> None:
         whole = run(subject.engine, request_of(sampling=subject.long))["a"].response
         subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
@@ -221,7 +221,7 @@ class EngineSuite:
         (aborted,) = subject.engine.abort()
         assert aborted.finish_reason is FinishReason.ABORT
         num_made = len(aborted.response.tokens)
-        assert 20 <= 3 + num_made < 103
+        assert 20 - subject.engine.features.num_untold_tokens <= 3 + num_made < 103
         assert aborted.response.tokens == whole.tokens[:num_made]
 
     @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
@@ -229,7 +229,7 @@ class EngineSuite:
         """A token would be of version 2, which is there only while the engine is paused."""
         for name in ("a", "b"):
             subject.engine.submit(request_of(name, sampling=subject.long))
-        generate_until_used(subject.engine, 20)
+        generate_until_used(subject.engine, 60)
         subject.engine.pause(mode)
         subject.engine.update_weights(2, subject.weights(2))
         (aborted,) = subject.engine.abort([RequestId("a")])

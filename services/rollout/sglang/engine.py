@@ -39,7 +39,7 @@ from services.rollout.requests import check_request
 from services.rollout.sglang.client import CallFailed
 from services.rollout.sglang.names import held_name
 from services.rollout.sglang.replies import ReplyUnreadable, checksums_of, generate_body, generation_of, load_of
-from services.rollout.sglang.server import ServerSettings, SglangServer
+from services.rollout.sglang.server import TOKENS_A_MESSAGE, ServerSettings, SglangServer
 from services.rollout.sglang.weights import WeightSet, weight_set
 from tidegate.megatron.family import model_parameters
 
@@ -83,7 +83,11 @@ class SglangEngine:
     @property
     def features(self) -> EngineFeatures:
         features = self._awake().features
-        return EngineFeatures(name=f"sglang {features.version}", repeats_draws=features.repeats_draws)
+        return EngineFeatures(
+            name=f"sglang {features.version}",
+            repeats_draws=features.repeats_draws,
+            num_untold_tokens=TOKENS_A_MESSAGE - 1,
+        )
 
     @property
     def server(self) -> SglangServer:
