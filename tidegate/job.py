@@ -176,7 +176,8 @@ def load_job(config: JobConfig) -> Job:
         checkpoint = open_checkpoint(Path(config.model.path)) if config.model.path else None
         limit = checkpoint.model.vocab_size if checkpoint else MAX_VOCAB_SIZE
         if (file := tokenizer_file(config)) is not None:
-            tokenizer = load_tokenizer(file, model_vocab_size=limit)
+            ends = checkpoint.end_ids if checkpoint else ()
+            tokenizer = load_tokenizer(file, model_vocab_size=limit, end_ids=ends)
             if checkpoint is not None:
                 _check_ends(checkpoint, tokenizer, file)
         else:

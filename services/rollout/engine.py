@@ -86,13 +86,16 @@ class EngineFeatures:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """temperature 0 is greedy. `max_new_tokens` counts the tokens of a continued partial too."""
+    """temperature 0 is greedy. `max_new_tokens` counts the tokens of a continued partial too.
+
+    Whichever stop token comes first ends a response; without any, none does.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
-    stop_token_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -11,7 +11,7 @@ def check_request(request: GenerationRequest, config: ModelConfig) -> None:
     prompt, sampling, partial = request.prompt_tokens, request.sampling, request.partial
     if not prompt:
         raise RequestRefused(f"request {request.id}: the prompt is empty; it needs at least 1 token")
-    for what, tokens in (("prompt", prompt), ("partial", partial.tokens), ("stop", _present(sampling.stop_token_id))):
+    for what, tokens in (("prompt", prompt), ("partial", partial.tokens), ("stop", sampling.stop_token_ids)):
         for position, token in enumerate(tokens):
             if not 0 <= token < config.vocab_size:
                 raise RequestRefused(
@@ -30,11 +30,6 @@ def check_request(request: GenerationRequest, config: ModelConfig) -> None:
             f"request {request.id}: its partial has {len(partial.tokens)} tokens of max_new_tokens "
             f"{sampling.max_new_tokens}: nothing is left to generate; take it as finished"
         )
-    if sampling.stop_token_id is not None and sampling.stop_token_id in partial.tokens:
-        raise RequestRefused(
-            f"request {request.id}: its partial holds the stop token {sampling.stop_token_id}: take it as finished"
-        )
-
-
-def _present(token: int | None) -> tuple[int, ...]:
-    return () if token is None else (token,)
+    stop = next((token for token in partial.tokens if token in sampling.stop_token_ids), None)
+    if stop is not None:
+        raise RequestRefused(f"request {request.id}: its partial holds the stop token {stop}: take it as finished")

@@ -152,7 +152,7 @@ def _request(identity: RequestId, request: wire.GenerationRequest, job: Job) -> 
         temperature=said.temperature,
         top_p=said.top_p,
         seed=request.seed,
-        stop_token_id=job.tokenizer.eos_id,
+        stop_token_ids=job.tokenizer.end_ids,
     )
     return GenerationRequest(id=identity, prompt_tokens=tuple(request.prompt_tokens), sampling=sampling)
 

@@ -71,14 +71,16 @@ class EngineSuite:
         assert all(math.isfinite(log_prob) and log_prob <= 0 for log_prob in generation.response.log_probs)
         assert generation.response.versions == (VersionSpan(version=1, start=0, end=12),)
 
-    def test_the_stop_token_ends_a_response_and_belongs_to_it(self, subject: Subject) -> None:
+    def test_each_stop_token_ends_a_response_and_belongs_to_it(self, subject: Subject) -> None:
         whole = run(subject.engine, request_of(sampling=GREEDY))["a"].response
         stop = whole.tokens[4]
+        absent = next(token for token in range(subject.config.vocab_size) if token not in whole.tokens)
         want = whole.tokens[: whole.tokens.index(stop) + 1]
-        generation = run(subject.engine, request_of(sampling=replace(GREEDY, stop_token_id=stop)))["a"]
-        assert generation.finish_reason is FinishReason.STOP
-        assert generation.response.tokens == want
-        assert len(generation.response.log_probs) == len(want)
+        for stops in ((stop,), (stop, absent), (absent, stop)):
+            generation = run(subject.engine, request_of(sampling=replace(GREEDY, stop_token_ids=stops)))["a"]
+            assert generation.finish_reason is FinishReason.STOP
+            assert generation.response.tokens == want
+            assert len(generation.response.log_probs) == len(want)
 
     def test_another_seed_draws_another_response(self, subject: Subject) -> None:
         other = replace(SHORT, seed=8)
@@ -169,7 +171,7 @@ class EngineSuite:
     ) -> None:
         size = subject.config.vocab_size
         tokens = [size if token == "V" else int(token) for token in prompt]
-        sampling = SamplingParams(max_new_tokens=4, stop_token_id=size if stop else None)
+        sampling = SamplingParams(max_new_tokens=4, stop_token_ids=(1, size) if stop else ())
         with pytest.raises(RequestRefused, match=message.format(V=size)):
             subject.engine.submit(request_of(prompt=tokens, sampling=sampling))
         assert num_inside(subject.engine) == 0
@@ -178,7 +180,7 @@ class EngineSuite:
         done = run(subject.engine, request_of())["a"].response
         with pytest.raises(RequestRefused, match="12 tokens of max_new_tokens 12"):
             subject.engine.submit(request_of(partial=done))
-        ended = SamplingParams(max_new_tokens=40, stop_token_id=done.tokens[-1])
+        ended = SamplingParams(max_new_tokens=40, stop_token_ids=(subject.config.vocab_size - 1, done.tokens[-1]))
         with pytest.raises(RequestRefused, match="holds the stop token"):
             subject.engine.submit(request_of(sampling=ended, partial=done))
 

@@ -3,12 +3,12 @@
 A `tokenizer_config.json` beside the file names the special tokens; then the tokenizer's own rules decide with what a
 prompt begins, as in `transformers`. Without one they are <pad>, <bos> and <eos>, and a prompt begins with <bos>.
 Invariants: the special tokens are ids 0, 1, 2 (pad, bos, eos) in a built file and are found by name in a loaded one;
-a response ends with eos; a text with a word outside the vocabulary is refused, not dropped.
+a response that is written here ends with eos; a text with a word outside the vocabulary is refused, not dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -27,20 +27,22 @@ _NO_UNKNOWN = "<unk>"
 
 
 class TaskTokenizer:
-    """Texts to ids and back, by a `tokenizers` tokenizer. `config` is None for one that knows <pad>, <bos>, <eos>."""
+    """Texts to ids and back, by a `tokenizers` tokenizer. `config` is None for one that knows <pad>, <bos>, <eos>.
 
-    def __init__(self, tokenizer: Tokenizer, config: TokenizerConfig | None = None) -> None:
+    `end_ids` are what ends the model's texts by its own files; those that are no special token here are passed over.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: TokenizerConfig | None = None, *, end_ids: Iterable[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self.config = config
-        if config is None:
-            self.pad_id = _special_id(tokenizer, PAD)
-            self.bos_id: int | None = _special_id(tokenizer, BOS)
-            self.eos_id = _special_id(tokenizer, EOS)
-            return
-        special = config.special_tokens
+        special = {"pad_token": PAD, "bos_token": BOS} if config is None else config.special_tokens
         self.eos_id = _special_id(tokenizer, special.get("eos_token", EOS))
         self.bos_id = _special_id(tokenizer, special["bos_token"]) if "bos_token" in special else None
         self.pad_id = _special_id(tokenizer, special["pad_token"]) if "pad_token" in special else self.eos_id
+        self.end_ids = tuple(sorted({self.eos_id, *filter(self.is_special, end_ids)}))
+        """Whichever of them comes first ends a response: an end of the turn, an end of the text."""
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +73,7 @@ class TaskTokenizer:
 
         So does, as U+FFFD, an id that no token has: models have more rows than their tokenizers ids, and may draw one.
         """
-        return self.decode(ids[:-1] if ids and ids[-1] == self.eos_id else ids)
+        return self.decode(ids[:-1] if ids and ids[-1] in self.end_ids else ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """As `decode_response`, an end token at the end included."""
@@ -110,8 +112,10 @@ def build_tokenizer(words: Sequence[str]) -> TaskTokenizer:
     return TaskTokenizer(tokenizer)
 
 
-def load_tokenizer(path: Path, *, model_vocab_size: int) -> TaskTokenizer:
+def load_tokenizer(path: Path, *, model_vocab_size: int, end_ids: Iterable[int] = ()) -> TaskTokenizer:
     """The tokenizer in the file (or the folder's `tokenizer.json`) at `path`, checked against the model's vocabulary.
+
+    `end_ids` as the tokenizer takes them.
 
     ValueError when the file is missing, is not a tokenizer, lacks a special token or has ids the model has no row for.
     """
@@ -119,7 +123,8 @@ def load_tokenizer(path: Path, *, model_vocab_size: int) -> TaskTokenizer:
     if not file.is_file():
         raise ValueError(f"no tokenizer at {file}; give the path of a tokenizer.json, or of the folder that holds one")
     try:
-        tokenizer = TaskTokenizer(Tokenizer.from_file(str(file)), load_tokenizer_config(file.parent))
+        config = load_tokenizer_config(file.parent)
+        tokenizer = TaskTokenizer(Tokenizer.from_file(str(file)), config, end_ids=end_ids)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from error
     except Exception as error:  # the package raises a bare Exception for whatever it cannot parse

@@ -62,7 +62,7 @@ class Sequence:
     def finish_reason(self) -> FinishReason | None:
         """None while it could go on."""
         sampling = self.request.sampling
-        if self.tokens and self.tokens[-1] == sampling.stop_token_id:
+        if self.tokens and self.tokens[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) == sampling.max_new_tokens else None
 

@@ -37,10 +37,10 @@ def generate_body(request: GenerationRequest, *, rid: str) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "sampling_seed": sampling.seed & _SEED_MASK,
     }
-    if sampling.stop_token_id is None:
-        params["ignore_eos"] = True
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
     else:
-        params["stop_token_ids"] = [sampling.stop_token_id]
+        params["ignore_eos"] = True
     return {
         "rid": rid,
         "input_ids": [*request.prompt_tokens, *partial],

@@ -12,6 +12,7 @@ import pytest
 
 from tests.component_bench import job_config
 from tests.hugging_face import save
+from tests.unit.data.tokenizers_made import make_tokenizer
 from tidegate.config import ConfigError, JobConfig, parse_config
 from tidegate.huggingface.checkpoint import CONFIG, GENERATION, SINGLE_FILE, TOKENIZER, open_checkpoint
 from tidegate.job import load_job
@@ -69,6 +70,17 @@ def test_a_text_may_end_with_any_of_the_ids_that_the_checkpoint_names(folder: Pa
     job = load_job(config_of(tmp_path))
     assert job.checkpoint is not None
     assert job.checkpoint.end_ids == (2, 60)
+
+
+def test_a_response_ends_with_any_special_token_that_ends_the_checkpoints_texts(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path / "model")
+    save(folder, "Qwen2.5", vocab_size=264)
+    end_of_turn, end_of_text, letter = 257, 256, 70
+    ends_with(folder, end_of_turn, end_of_text, letter)
+    tokenizer = load_job(config_of(tmp_path, max_seq_len=200)).tokenizer
+    assert (tokenizer.eos_id, tokenizer.end_ids) == (end_of_turn, (end_of_text, end_of_turn))
+    for end in tokenizer.end_ids:
+        assert tokenizer.decode_response([letter, end, letter, end]) == tokenizer.decode([letter, end, letter])
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -72,7 +72,7 @@ def parameter_named(name: str) -> Parameter:
 
 
 def test_a_continued_request_sends_its_tokens_as_prompt_and_asks_only_for_what_is_left() -> None:
-    sampling = SamplingParams(max_new_tokens=12, temperature=0.5, top_p=0.75, seed=2**64 - 1, stop_token_id=2)
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.5, top_p=0.75, seed=2**64 - 1, stop_token_ids=(2, 60))
     assert generate_body(request_of(sampling=sampling, partial=PARTIAL), rid="7") == {
         "rid": "7",
         "input_ids": [5, 17, 3, 9, 8],
@@ -81,7 +81,7 @@ def test_a_continued_request_sends_its_tokens_as_prompt_and_asks_only_for_what_i
             "temperature": 0.5,
             "top_p": 0.75,
             "sampling_seed": 2**63 - 1,
-            "stop_token_ids": [2],
+            "stop_token_ids": [2, 60],
         },
         "return_logprob": True,
     }
