@@ -180,6 +180,7 @@ def load_job(config: JobConfig) -> Job:
             tokenizer = load_tokenizer(file, model_vocab_size=limit, end_ids=ends)
             if checkpoint is not None:
                 _check_ends(checkpoint, tokenizer, file)
+                _check_same_ids(checkpoint, tokenizer, file)
         else:
             assert task is not None, "the config was checked: data comes with a tokenizer"
             tokenizer = build_tokenizer(task.words())
@@ -214,6 +215,18 @@ def _check_ends(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, fil
         raise ConfigError(
             f"tokenizer {file} has no special token of the id {ends}, with which {checkpoint.folder} ends its texts "
             f"(eos_token_id): it is another model's; name the one that belongs to the checkpoint by model.tokenizer"
+        )
+
+
+def _check_same_ids(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, file: Path) -> None:
+    """ConfigError where the checkpoint's own tokenizer has other tokens under the ids; more of them are welcome."""
+    own = checkpoint.folder / TOKENIZER
+    if not own.is_file() or own.read_bytes() == file.read_bytes():
+        return
+    if conflicts := tokenizer.conflicts(own):
+        raise ConfigError(
+            f"tokenizer {file}: {len(conflicts)} of its tokens are not what {own} has under their ids, {conflicts[0]} "
+            "for one: it is another model's; name one with the same ids by model.tokenizer, or leave that out"
         )
 
 

@@ -25,6 +25,10 @@ _MODEL = ("embedding.", "decoder.", "output_layer.")
 _NO_WEIGHT = "_extra_state"
 """What Transformer Engine's layers keep of fp8."""
 _MOST_NAMES_SHOWN = 4
+_PADDED_TO = 128
+"""Rows a tensor-parallel rank to which Megatron pads the vocabulary (`--make-vocab-size-divisible-by`)."""
+_SPARE_ROWS = 512
+"""That a model has beyond its tokenizer's ids before padding: a Qwen2.5 has up to 399 (152064 - 151665)."""
 _FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -88,10 +92,24 @@ def _check_shape(folder: Path, key: str, place: Place, parameter: Parameter, *, 
     fits = shape == parameter.shape or (
         is_table and shape[0] >= parameter.shape[0] and shape[1:] == parameter.shape[1:]
     )
+    if fits and is_table:
+        _check_spare_rows(folder, key, place.stored, vocab_size=parameter.shape[0])
     if not fits or lead != counts[len(counts) - len(lead) :]:
         raise TorchDistRefused(
             f"{folder}: {key} has shape {list(place.stored.shape)}, {parameter.name} has {list(parameter.shape)}: the "
             "configured model is another one"
+        )
+
+
+def _check_spare_rows(folder: Path, key: str, stored: StoredTensor, *, vocab_size: int) -> None:
+    """A table of another tokenizer may be larger too, by more than padding."""
+    num_rows, num_parts = stored.shape[0], len({chunk.offsets[:1] for chunk in stored.chunks})
+    limit = _PADDED_TO * num_parts + _SPARE_ROWS
+    if num_rows - vocab_size >= limit:
+        raise TorchDistRefused(
+            f"{folder}: {key} has {num_rows} rows, and the model's vocabulary {vocab_size}: {num_rows - vocab_size} "
+            f"rows more, where padding of a table saved in {num_parts} parts makes fewer than {limit}. The tokenizer "
+            "is another model's: name the one that belongs to the weights by model.tokenizer"
         )
 
 

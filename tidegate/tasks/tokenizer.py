@@ -54,6 +54,20 @@ class TaskTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().get(token)
         return added is not None and added.special
 
+    def conflicts(self, file: Path) -> list[str]:
+        """Of the tokens here those that the file's tokenizer knows by another id, or whose id is another token's there.
+
+        ValueError when the file is no tokenizer.
+        """
+        theirs = _read(file).get_vocab()
+        taken = set(theirs.values())
+        ours = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return [
+            f"{token!r} ({id_}, {theirs.get(token, 'none')} there)"
+            for token, id_ in ours
+            if theirs.get(token, id_) != id_ or (token not in theirs and id_ in taken)
+        ]
+
     def encode_prompt(self, text: str) -> list[int]:
         """A text as a person wrote it."""
         if self.config is not None:
@@ -122,21 +136,27 @@ def load_tokenizer(path: Path, *, model_vocab_size: int, end_ids: Iterable[int] 
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"no tokenizer at {file}; give the path of a tokenizer.json, or of the folder that holds one")
+    read = _read(file)
     try:
         config = load_tokenizer_config(file.parent)
-        tokenizer = TaskTokenizer(Tokenizer.from_file(str(file)), config, end_ids=end_ids)
+        tokenizer = TaskTokenizer(read, config, end_ids=end_ids)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from error
-    except Exception as error:  # the package raises a bare Exception for whatever it cannot parse
-        raise ValueError(
-            f"{file} is not a Hugging Face tokenizer ({error}); give the tokenizer.json saved with the model"
-        ) from error
     if tokenizer.vocab_size > model_vocab_size:
         raise ValueError(
             f"tokenizer {file} has {tokenizer.vocab_size} ids and the model's vocabulary {model_vocab_size}; "
             f"set the model's vocabulary to at least {tokenizer.vocab_size} or give the model's own tokenizer"
         )
     return tokenizer
+
+
+def _read(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises a bare Exception for whatever it cannot parse
+        raise ValueError(
+            f"{file} is not a Hugging Face tokenizer ({error}); give the tokenizer.json saved with the model"
+        ) from error
 
 
 def _special_id(tokenizer: Tokenizer, name: str) -> int:

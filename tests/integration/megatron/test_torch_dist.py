@@ -151,6 +151,12 @@ def with_sizes(index: Any, sizes: Any) -> None:
     object.__setattr__(chunk, "sizes", sizes)
 
 
+def with_rows(index: Any, num_rows: int) -> None:
+    """The table's number of them, by the index alone."""
+    table = index.state_dict_metadata[TABLE]
+    table.size = torch.Size((num_rows, table.size[1]))
+
+
 def with_place(index: Any, **fields: Any) -> None:
     for place in index.storage_data.values():
         for name, value in fields.items():
@@ -175,6 +181,15 @@ TAMPERED: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_an_index_that_does_not_add_up_is_refused(folder: Path, change: Callable[[Any], None], message: str) -> None:
     with_index(folder, change)
     assert message in refusal(folder)
+
+
+def test_a_table_with_more_rows_than_padding_explains_is_of_another_tokenizer(folder: Path) -> None:
+    with_index(folder, lambda index: with_rows(index, 61 + 767))
+    assert "is not whole" in refusal(folder), "so many are padding, and only their elements are missed"
+    with_index(folder, lambda index: with_rows(index, 61 + 768))
+    message = refusal(folder)
+    assert f"{TABLE} has 829 rows, and the model's vocabulary 61: 768 rows more" in message
+    assert "saved in 2 parts makes fewer than 768. The tokenizer is another model's" in message
 
 
 def test_a_job_whose_weights_do_not_fit_is_refused_before_anything_starts(folder: Path, tmp_path: Path) -> None:

@@ -51,6 +51,24 @@ def test_a_tokenizer_that_is_named_takes_the_place_of_the_checkpoints(folder: Pa
     assert job.tokenizer.vocab_size < VOCAB_SIZE
 
 
+def test_a_tokenizer_that_is_named_may_have_more_tokens_than_the_checkpoints(folder: Path, tmp_path: Path) -> None:
+    words = [*find_task("countdown", 0).words(), "more"]
+    build_tokenizer(words).save(tmp_path / "other.json")
+    job = load_job(config_of(tmp_path, tokenizer=str(tmp_path / "other.json")))
+    assert job.tokenizer.vocab_size == len(words) + 3 <= VOCAB_SIZE
+
+
+def test_a_tokenizer_with_other_tokens_under_the_checkpoints_ids_is_refused(folder: Path, tmp_path: Path) -> None:
+    words = list(find_task("countdown", 0).words())
+    words[2:4] = "other", words[2]
+    build_tokenizer(words).save(tmp_path / "other.json")
+    message = (
+        rf"other.json: 2 of its tokens are not what .*model/{TOKENIZER} has under their ids, 'other' \(5, none there\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_job(config_of(tmp_path, tokenizer=str(tmp_path / "other.json")))
+
+
 def test_a_model_of_a_checkpoint_needs_no_warm_up(folder: Path, tmp_path: Path) -> None:
     assert "warm_up" in " ".join(job_config(tmp_path).warnings())
     assert "warm_up" not in " ".join(config_of(tmp_path).warnings())
