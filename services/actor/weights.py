@@ -38,9 +38,10 @@ def export_weights(job: Job, checkpoint: Path, folder: Path) -> None:
     itemsize = job.config.actor.precision.itemsize
     parameters = model_parameters(job.model, padded_vocab=job.padded_vocab, itemsize=itemsize)
     weights = StateFiles(checkpoint, files_of(checkpoint)).read_whole(parameters)
-    tokenizer = JobFolder.of(job.config).tokenizer
-    is_sources = job.checkpoint is not None and _came_with(job.checkpoint.folder, tokenizer)
-    export(folder, job.model, parameters, weights, source=job.checkpoint, tokenizer=None if is_sources else tokenizer)
+    is_sources = job.checkpoint is not None and _came_with(job.checkpoint.folder, JobFolder.of(job.config).tokenizer)
+    export(
+        folder, job.model, parameters, weights, source=job.checkpoint, tokenizer=None if is_sources else job.tokenizer
+    )
 
 
 def _came_with(source: Path, tokenizer: Path) -> bool:

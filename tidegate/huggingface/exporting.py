@@ -36,6 +36,7 @@ from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf
 from tidegate.huggingface.tensor_file import StoredTensor, header_of
 from tidegate.model_config import ModelConfig
 from tidegate.replacing import partial_of, put_in_place
+from tidegate.tasks.tokenizer import TaskTokenizer
 from tidegate.tasks.tokenizer_config import CONFIG_FILE, TEMPLATE_FILE
 
 TOKENIZERS = (
@@ -66,12 +67,12 @@ def export(
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
     source: HuggingFaceCheckpoint | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: TaskTokenizer | None = None,
 ) -> None:
     """Write `folder`, in place of what has its name; `weights` are the parameters by name, whole, in any order.
 
-    `tokenizer` is a tokenizer.json, which with the config beside it takes the place of the source's. Raises
-    CheckpointRefused for a model of no family, ValueError when not every parameter came.
+    `tokenizer` takes the place of the source's. Raises CheckpointRefused for a model of no family, ValueError when not
+    every parameter came.
     """
     partial = partial_of(folder)
     if source:
@@ -79,10 +80,10 @@ def export(
         _copy(source.folder, partial, BESIDE if tokenizer else (*BESIDE, *TOKENIZERS))
     else:
         files = {SINGLE_FILE: _new_file(model, parameters)}
-        (partial / CONFIG).write_text(json.dumps(config_of(model, dtype="float32"), indent=2) + "\n")
+        said = config_of(model, dtype="float32") | (_special_ids(tokenizer) if tokenizer else {})
+        (partial / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
     if tokenizer is not None:
-        shutil.copyfile(tokenizer, partial / TOKENIZER)
-        _copy(tokenizer.parent, partial, (CONFIG_FILE, TEMPLATE_FILE))
+        tokenizer.export(partial)
     with ExitStack() as stack:
         streams = {name: stack.enter_context((partial / name).open("wb")) for name in files}
         writer = _Writer(files, streams)
@@ -150,6 +151,15 @@ def _new_file(model: ModelConfig, parameters: Iterable[Parameter]) -> _NewFile:
         tensor.name: ("F32", tensor.shape) for parameter in parameters for tensor in tensors_of(parameter, model)
     }
     return _NewFile(*header_of(tensors))
+
+
+def _special_ids(tokenizer: TaskTokenizer) -> dict[str, int | None]:
+    has_pad = tokenizer.pad_id != tokenizer.eos_id
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id if has_pad else None,
+    }
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:

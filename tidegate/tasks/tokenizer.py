@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from tidegate.tasks.tokenizer_config import TokenizerConfig, load_tokenizer_config
 
@@ -105,6 +106,18 @@ class TaskTokenizer:
         self._tokenizer.save(str(path))
         if self.config is not None:
             self.config.save(path.parent)
+
+    def export(self, folder: Path) -> None:
+        """Write the file and a config by which `transformers` has its special tokens and encodes a prompt as this."""
+        if self.config is not None:
+            self.save(folder / "tokenizer.json")
+            return
+        assert self.bos_id is not None, "a tokenizer without a config has all three special tokens"
+        exported = Tokenizer.from_str(self._tokenizer.to_str())
+        exported.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, self.bos_id)])
+        exported.save(str(folder / "tokenizer.json"))
+        named = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+        TokenizerConfig(named, chat_template=None).save(folder)
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:

@@ -15,6 +15,8 @@ from typing import Any
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_ANY_FILE = "PreTrainedTokenizerFast"
+"""What transformers calls a tokenizer that is all in its tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class TokenizerConfig:
     chat_template: str | None
 
     def save(self, folder: Path) -> None:
-        content: dict[str, Any] = dict(self.special_tokens)
+        # Without a class transformers takes the one of the model's family, and with it that family's own rules.
+        content: dict[str, Any] = {"tokenizer_class": _ANY_FILE, **self.special_tokens}
         if self.chat_template is not None:
             content["chat_template"] = self.chat_template
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.hugging_face import CONFIGS, save
 from tidegate.elastic.gpt import EMBEDDING, OUTPUT
@@ -20,6 +20,7 @@ from tidegate.huggingface.families import CheckpointRefused
 from tidegate.huggingface.importing import CheckpointWeights
 from tidegate.huggingface.names import tensors_of
 from tidegate.megatron.family import model_parameters
+from tidegate.tasks.tokenizer import build_tokenizer, load_tokenizer
 
 PADDED_VOCAB = 64
 
@@ -159,23 +160,43 @@ def test_an_export_takes_the_place_of_the_former_only_when_it_is_whole(tmp_path:
 
 
 def test_a_tokenizer_of_ones_own_takes_the_place_of_all_that_the_checkpoints_had(tmp_path: Path) -> None:
-    source, target, own = (tmp_path / name for name in ("source", "target", "own"))
+    source, target = tmp_path / "source", tmp_path / "target"
     save(source, "Llama 2")
-    own.mkdir()
-    for folder, names in (
-        (source, ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja")),
-        (own, ("tokenizer.json", "tokenizer_config.json")),
-    ):
-        for name in names:
-            (folder / name).write_text(folder.name)
+    names = {"tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"}
+    for name in names:
+        (source / name).write_text("the source's")
     checkpoint = open_checkpoint(source)
-    for tokenizer, want in ((None, "source"), (own / "tokenizer.json", "own")):
+    for tokenizer, want in ((None, names), (build_tokenizer(["own"]), {"tokenizer.json", "tokenizer_config.json"})):
         weights = put_together(checkpoint, tp=1)
         parameters = parameters_of(checkpoint)
         export(target, checkpoint.model, parameters, weights, source=checkpoint, tokenizer=tokenizer)
-        assert (target / "tokenizer.json").read_text() == (target / "tokenizer_config.json").read_text() == want
-        assert (target / "merges.txt").exists() == (target / "chat_template.jinja").exists() == (want == "source")
+        found = {name for name in names if (target / name).exists()}
+        assert found == want
+        assert {(target / name).read_text() == "the source's" for name in found} == {tokenizer is None}
         assert (target / CONFIG).read_bytes() == (source / CONFIG).read_bytes()
+
+
+def test_an_export_of_a_model_made_on_the_spot_has_its_special_tokens_and_begins_a_prompt_as_the_job(
+    tmp_path: Path,
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save(source, "Llama 2")
+    checkpoint = open_checkpoint(source)
+    tokenizer = build_tokenizer(["count", "from", "12"])
+    weights = put_together(checkpoint, tp=1)
+    export(target, checkpoint.model, parameters_of(checkpoint), weights, tokenizer=tokenizer)
+    config = AutoConfig.from_pretrained(target)
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
+    theirs = AutoTokenizer.from_pretrained(target)
+    assert (theirs.pad_token, theirs.bos_token, theirs.eos_token) == ("<pad>", "<bos>", "<eos>")
+    want = tokenizer.encode_prompt("count from 12")
+    assert theirs("count from 12")["input_ids"] == want
+    again = load_tokenizer(
+        target, model_vocab_size=checkpoint.model.vocab_size, end_ids=open_checkpoint(target).end_ids
+    )
+    assert again.encode_prompt("count from 12") == want
+    assert again.encode_response("12") == tokenizer.encode_response("12")
+    assert again.end_ids == tokenizer.end_ids
 
 
 def test_a_model_of_no_family_is_not_exported(tmp_path: Path) -> None:
