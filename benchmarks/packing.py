@@ -108,7 +108,8 @@ def main() -> int:
         target = "benchmarks.packing_step:measure_step"
         steps = [step_case(ranks.run(target, size, call, timeout_s=600.0)) for size in layouts]
     for case in [*packed, *steps]:
-        print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{value}" for key, value in case.items()))
+        figures = (f"{key}={value:.4g}" for key, value in case.items() if key != "case")
+        print(case["case"], *figures)
     worst = max(packed, key=lambda case: case["waste"] - min(case["waste_kk"], case["waste_kk_kept"]))
     waste_kk = min(worst["waste_kk"], worst["waste_kk_kept"])
     report = Report(

@@ -3,9 +3,9 @@
 A share is what one replica runs, or one logical shard. Order: a sample over the cap is refused or let alone; a share
 runs as many micro-batches as the cap needs, the longest samples first, and more while what they save in padding is
 worth them; as many are cut so that the costliest costs least, and dealt to the shares so that their costs are even.
-Invariants: each sample is in one
-micro-batch; all shares run equally many, some of them empty where samples are too few; rows times padded length is at
-most the cap, but for a sample that is longer and alone; what is packed follows from lengths, cap and number of shares.
+Invariants: each sample is in one micro-batch; all shares run equally many, some of them empty where samples are too
+few; rows times padded length is at most the cap, but for a sample that is longer and alone; what is packed follows from
+lengths, cap and number of shares.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tidegate.model_config import ModelConfig
 PAD_MULTIPLE = 8
 """Padded lengths are multiples of this, so that few shapes occur, and every context-parallel size of up to 4 divides
 them into its two parts a rank."""
-
-
 PASS_POSITIONS = 256
 """What a pass costs besides its rows, in positions without their attention. A forward and backward pass of the demo's
-model takes 5 ms and 0.018 ms a position of rows of 64, on one core (`benchmarks/packing_step.py` has the machinery).
-Larger ones pay for more padding with fewer passes; on a GPU it was not measured."""
+model takes 5 ms and 0.018 ms a position of rows of 64, on one core. Where it is larger there are fewer passes and more padding;
+on a GPU it was not measured."""
+_PRECISION_BITS = 10
+"""Of the bound on a micro-batch's cost: a thousandth is no loss, and each bit is a pass over all lengths."""
 
 
 class Oversize(StrEnum):
@@ -149,15 +149,15 @@ def _number_and_bound(
 
 
 def _least_bound(groups: Sequence[tuple[int, int]], cap: TokenCap, *, width: int, num_most: int, high: int) -> int:
-    """On the cost of a part, with which there are at most `num_most`; `high` is one."""
+    """On the cost of a part, up to its precision, with which there are at most `num_most`; with `high` there are."""
     low = 0
-    while low < high:
+    while high - low > high >> _PRECISION_BITS:
         bound = (low + high) // 2
         if _count(groups, cap, bound=bound, width=width)[0] <= num_most:
             high = bound
         else:
             low = bound + 1
-    return low
+    return high
 
 
 def _count(groups: Sequence[tuple[int, int]], cap: TokenCap, *, bound: int, width: int) -> tuple[int, int]:
