@@ -23,8 +23,8 @@ PAD_MULTIPLE = 8
 them into its two parts a rank."""
 PASS_POSITIONS = 256
 """What a pass costs besides its rows, in positions without their attention. A forward and backward pass of the demo's
-model takes 5 ms and 0.018 ms a position of rows of 64, on one core. Where it is larger there are fewer passes and more padding;
-on a GPU it was not measured."""
+model takes 5 ms and 0.018 ms a position of rows of 64, on one core. Where it is larger there are fewer passes and more
+padding; on a GPU it was not measured."""
 _PRECISION_BITS = 10
 """Of the bound on a micro-batch's cost: a thousandth is no loss, and each bit is a pass over all lengths."""
 
