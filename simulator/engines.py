@@ -1,0 +1,176 @@
+"""One engine with continuous batching, advanced lazily: right when last looked at, and carried on by closed forms.
+
+All that runs gains one token a step, so a sequence admitted at step s with g tokens ends at step s + its end - g, and
+the next thing to happen is the smallest of these, or the step at which the KV cache is full.
+Invariants: steps are whole; who joins does so after the step in flight, and prefill lets the others stand; the cached
+tokens are the sum over what runs, context and generated; what is taken off keeps every token of the steps that ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from simulator.costs import EngineCosts
+from tidegate.types import GpuId
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A response on its way. `turn_ends` count generated tokens, all turns before included."""
+
+    index: int
+    group: int
+    turn_ends: tuple[int, ...]
+    context_tokens: int
+    """The prompt, and what the environment has added."""
+    generated: int = 0
+    turn: int = 0
+    prefilled: int = 0
+    """Tokens that an engine had computed when it last gave the sequence up in good order, at the end of a turn."""
+
+    @property
+    def goal(self) -> int:
+        """Generated tokens at the end of this turn."""
+        return self.turn_ends[self.turn]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.context_tokens + self.generated
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What an engine does next, if nobody interferes."""
+
+    at_s: float
+    steps: int
+    overflows: bool
+    """The KV cache is full then: the sequence with the fewest tokens goes back to the queue."""
+
+
+@dataclass(slots=True)
+class _Member:
+    sequence: Sequence
+    start: int
+    """The engine's step at which it would have had no token."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """`at_s` is the end of its last step; later than now while a step or a prefill goes on that all must wait for."""
+
+    name: int
+    gpus: tuple[GpuId, ...]
+    costs: EngineCosts
+    at_s: float
+    steps: int = 0
+    kv_tokens: int = 0
+    next: Next | None = None
+    _members: dict[int, _Member] = field(default_factory=dict)
+    _ends: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def running(self) -> int:
+        return len(self._members)
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """An empty engine takes any: otherwise one longer than the cache's share would wait for ever."""
+        if not self._members:
+            return True
+        room = self.costs.kv_admission_share * self.costs.kv_capacity_tokens
+        return self.running < self.costs.max_running and self.kv_tokens + sequence.num_tokens <= room
+
+    def advance(self, now_s: float) -> None:
+        """Every step that has ended by `now_s`."""
+        if not self._members:
+            self.at_s = max(self.at_s, now_s)
+        elif now_s > self.at_s or (self.next and now_s >= self.next.at_s):
+            self._step(*self._ended(now_s))
+
+    def admit(self, sequence: Sequence, now_s: float) -> None:
+        """The caller plans again afterwards, by `plan`."""
+        self.advance(now_s)
+        if self._members and self.at_s < now_s:
+            in_flight = self.costs.decode_s(running=self.running, kv_tokens=self.kv_tokens, steps=1)
+            self._step(1, self.at_s + in_flight)
+        self.next = None
+        self.at_s += self._prefill_s(sequence)
+        start = self.steps - sequence.generated
+        self._members[sequence.index] = _Member(sequence, start)
+        heapq.heappush(self._ends, (start + sequence.goal, sequence.index))
+        self.kv_tokens += sequence.num_tokens
+
+    def plan(self) -> Next | None:
+        """What comes next; None when nothing runs."""
+        self._forget_gone()
+        if not self._members:
+            self.next = None
+            return None
+        to_end = max(0, self._ends[0][0] - self.steps)
+        to_full = (self.costs.kv_capacity_tokens - self.kv_tokens) // self.running + 1
+        overflows = self.running > 1 and to_full < to_end
+        steps = max(0, to_full) if overflows else to_end
+        seconds = self.costs.decode_s(running=self.running, kv_tokens=self.kv_tokens, steps=steps)
+        self.next = Next(self.at_s + seconds, steps, overflows)
+        return self.next
+
+    def take_ended(self) -> list[Sequence]:
+        """Those that have reached their turn's end, in the order of their numbers at the same step."""
+        ended = []
+        self._forget_gone()
+        while self._ends and self._ends[0][0] <= self.steps:
+            ended.append(self.take(self._ends[0][1]))
+            self._forget_gone()
+        return ended
+
+    def take(self, index: int) -> Sequence:
+        """Off the engine, with what it has generated; the caller has advanced it, and plans again."""
+        member = self._members.pop(index)
+        sequence = member.sequence
+        sequence.generated = self.steps - member.start
+        self.kv_tokens -= sequence.num_tokens
+        self.next = None
+        return sequence
+
+    def shortest(self) -> int:
+        """The number of the sequence with the fewest generated tokens."""
+        return min(self._members, key=lambda index: (self.steps - self._members[index].start, index))
+
+    def progress(self) -> tuple[tuple[int, int], ...]:
+        """(number, generated tokens) of what runs, as far as the engine was advanced."""
+        return tuple((index, self.steps - member.start) for index, member in sorted(self._members.items()))
+
+    def _ended(self, now_s: float) -> tuple[int, float]:
+        """Steps since `at_s`, and when the last of them ended. What was planned is reached exactly, and not before."""
+        if self.next and now_s >= self.next.at_s:
+            return self.next.steps, self.next.at_s
+        state = {"running": self.running, "kv_tokens": self.kv_tokens}
+        steps = self.costs.steps_within(now_s - self.at_s, **state)
+        if self.next:
+            steps = min(steps, self.next.steps - 1)
+        return steps, self.at_s + self.costs.decode_s(steps=steps, **state)
+
+    def _step(self, steps: int, at_s: float) -> None:
+        self.steps += steps
+        self.kv_tokens += steps * self.running
+        self.at_s = at_s
+        if self.next:
+            self.next = Next(self.next.at_s, self.next.steps - steps, self.next.overflows)
+
+    def _prefill_s(self, sequence: Sequence) -> float:
+        tokens = float(sequence.num_tokens)
+        if sequence.prefilled:
+            tokens += (self.costs.turn_prefill_share - 1) * sequence.prefilled
+        elif not sequence.generated:
+            tokens *= self.costs.fresh_prefill_share
+        return tokens / self.costs.prefill_tokens_per_s
+
+    def _forget_gone(self) -> None:
+        """Ends of sequences that were taken, or taken and admitted again."""
+        while self._ends and self._is_gone(*self._ends[0]):
+            heapq.heappop(self._ends)
+
+    def _is_gone(self, end: int, index: int) -> bool:
+        member = self._members.get(index)
+        return member is None or member.start + member.sequence.goal != end

@@ -1,0 +1,36 @@
+"""What goes wrong in a simulated iteration, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.happenings import What
+from tidegate.types import GpuId
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFault:
+    """The GPU is lost, and with it what it was part of: an engine, the trainer's uncommitted minibatch."""
+
+    at_s: float
+    gpu: GpuId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFault:
+    """The engine's process dies; its GPUs become free. Nothing, where it does not run then."""
+
+    at_s: float
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class LateFault:
+    """The first happening of this kind from `at_s` on is told `late_s` after it happened."""
+
+    at_s: float
+    what: What
+    late_s: float
+
+
+Fault = GpuFault | EngineFault | LateFault

@@ -1,0 +1,111 @@
+"""The inference: complete groups get their log-probabilities, one group after the other on all of its GPUs.
+
+Invariants: a GPU leaves between two groups, never within one; a group whose computation a lost GPU ended is computed
+again from its beginning, before those behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from simulator.clock import Due
+from simulator.costs import Costs
+from simulator.gpus import Holder
+from simulator.happenings import Shared, What
+from tidegate.types import GpuId
+
+
+class Inference:
+    """`group_done` gets the number and the tokens of each group."""
+
+    def __init__(self, num_groups: int, costs: Costs, shared: Shared, group_done: Callable[[int, int], None]) -> None:
+        self._left, self._costs, self._shared, self._group_done = num_groups, costs, shared, group_done
+        self.gpus: tuple[GpuId, ...] = ()
+        self.wanted: tuple[GpuId, ...] = ()
+        self.backlog: deque[tuple[int, int]] = deque()
+        """(group, tokens) of what waits."""
+        self._starting: tuple[GpuId, ...] = ()
+        self._current: tuple[Due, tuple[int, int]] | None = None
+
+    def start(self, gpus: tuple[GpuId, ...]) -> None:
+        """Before the iteration: workers that are awake already."""
+        self._shared.gpus.move(gpus, Holder.FREE, Holder.INFERENCE, self._shared.clock.now_s)
+        self.gpus = self.wanted = gpus
+
+    @property
+    def is_busy(self) -> bool:
+        return self._current is not None
+
+    def resize(self, gpus: tuple[GpuId, ...]) -> None:
+        """Those that are free join at once, others when they become free."""
+        self.wanted = gpus
+        self.go()
+
+    def add(self, group: int, num_tokens: int) -> None:
+        self.backlog.append((group, num_tokens))
+        self.go()
+
+    def go(self) -> None:
+        """Whatever can be done now: join, leave, compute."""
+        self._join()
+        if self._current is None:
+            self._leave()
+        if self._current is None and self.gpus and self.backlog:
+            group, num_tokens = self.backlog.popleft()
+            seconds = num_tokens / (len(self.gpus) * self._costs.inference.rate_tokens_per_s)
+            due = self._shared.clock.schedule(self._shared.clock.now_s + seconds, self._computed)
+            self._current = due, (group, num_tokens)
+
+    def lose(self, gpu: GpuId) -> None:
+        """The GPU is lost already."""
+        self.wanted = tuple(own for own in self.wanted if own != gpu)
+        self._starting = tuple(own for own in self._starting if own != gpu)
+        if gpu in self.gpus:
+            self.gpus = tuple(own for own in self.gpus if own != gpu)
+            if self._current is not None:
+                due, work = self._current
+                due.is_cancelled = True
+                self.backlog.appendleft(work)
+                self._current = None
+        self.go()
+
+    def _join(self) -> None:
+        joins = tuple(
+            gpu
+            for gpu in self.wanted
+            if gpu not in (*self.gpus, *self._starting) and self._shared.gpus.holder(gpu) is Holder.FREE
+        )
+        if joins:
+            clock = self._shared.clock
+            self._shared.gpus.move(joins, Holder.FREE, Holder.INFERENCE, clock.now_s)
+            self._starting += joins
+            clock.schedule(clock.now_s + self._costs.switch.inference_warm_s, partial(self._joined, joins))
+
+    def _joined(self, joins: tuple[GpuId, ...]) -> None:
+        up = tuple(gpu for gpu in joins if gpu in self._starting)
+        self._starting = tuple(gpu for gpu in self._starting if gpu not in up)
+        self.gpus += up
+        self._shared.tell(What.INFERENCE_RESIZED, gpus=self.gpus)
+        self.go()
+
+    def _leave(self) -> None:
+        leaving = tuple(gpu for gpu in self.gpus if gpu not in self.wanted)
+        if leaving:
+            self.gpus = tuple(gpu for gpu in self.gpus if gpu in self.wanted)
+            self._shared.gpus.move(leaving, Holder.INFERENCE, Holder.FREE, self._shared.clock.now_s)
+            self._shared.tell(What.INFERENCE_RESIZED, gpus=self.gpus)
+            self._shared.tell(What.GPUS_FREED, gpus=leaving)
+            self._shared.freed()
+
+    def _computed(self) -> None:
+        assert self._current is not None, "a group's computation was cancelled and ended"
+        _, (group, num_tokens) = self._current
+        self._current = None
+        self._left -= 1
+        self._shared.tell(What.GROUP_INFERRED, group, num_tokens)
+        self._group_done(group, num_tokens)
+        if not self._left:
+            self._shared.tell(What.INFERENCE_FINISHED)
+        self.go()

@@ -1,0 +1,135 @@
+"""How long the responses of an iteration are, and what earlier iterations told of them.
+
+A response's length is a prompt's own, spread within its group: lognormal, the same with a Pareto tail on some prompts,
+or from a trace. A response of several turns is one length cut into them. A hint is what an earlier iteration told of a
+prompt: its true level under lognormal noise.
+Invariants: drawn from an explicit numpy Generator, in one order, so that a seed gives the same lengths wherever that
+numpy does; every length is between 1 and the most tokens; every turn has at least one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from tidegate.config_base import ConfigPath, Count, NonNegativeFloat, Positive, PositiveFloat, Section
+
+Floats = NDArray[np.float64]
+Turns = tuple[int, ...]
+"""Tokens that each turn generates."""
+
+
+class LengthLaw(StrEnum):
+    LOGNORMAL = "lognormal"
+    LONG_TAILED = "long_tailed"
+    TRACE = "trace"
+
+
+class LengthSection(Section):
+    """Of a scenario; the defaults are the assumed lengths of the published 64-GPU timeline, about 68 M tokens."""
+
+    law: LengthLaw = LengthLaw.LOGNORMAL
+    median_tokens: PositiveFloat = 7050.0
+    sigma_prompt: NonNegativeFloat = 0.50
+    """Of the logarithm, between prompts."""
+    sigma_group: NonNegativeFloat = 0.25
+    """Of the logarithm, within a group."""
+    tail_share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Of `long_tailed`: the prompts that a Pareto factor makes longer."""
+    tail_index: PositiveFloat = 1.5
+    """Of that factor; the smaller, the longer."""
+    min_tokens: Positive = 64
+    max_tokens: Positive = 27_648
+    file: ConfigPath = ""
+    """Of `trace`: one line a prompt, one word a response, `+` between its turns: `812+90 1033 77`."""
+    mean_turns: Annotated[float, Field(ge=1)] = 1.0
+    """Each response has 1 + Poisson(mean_turns - 1) turns; a trace says its own."""
+    observation_tokens: Count = 0
+    """That the environment adds after each turn but the last."""
+    environment_s: NonNegativeFloat = 0.0
+    """Between two turns."""
+    hint_sigma: NonNegativeFloat = 0.30
+    """Of the logarithm of a hint's noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """By group: each member's turns, and the hint of one member's tokens."""
+
+    turns: tuple[tuple[Turns, ...], ...]
+    hints: tuple[float, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sum(turns) for group in self.turns for turns in group)
+
+
+class BadTrace(ValueError):
+    """A line of a lengths file is not what it must be; the message names file and line."""
+
+
+def draw_lengths(section: LengthSection, *, num_prompts: int, group_size: int, rng: np.random.Generator) -> Lengths:
+    """Of the laws that are drawn."""
+    z_prompt = rng.standard_normal(num_prompts)
+    z_member = rng.standard_normal((num_prompts, group_size))
+    level = section.median_tokens * np.exp(section.sigma_prompt * z_prompt)
+    z_hint = rng.standard_normal(num_prompts)
+    if section.law is LengthLaw.LONG_TAILED:
+        is_tail = rng.random(num_prompts) < section.tail_share
+        level = np.where(is_tail, level * (1 + rng.pareto(section.tail_index, num_prompts)), level)
+    drawn = level[:, None] * np.exp(section.sigma_group * z_member)
+    tokens = np.clip(drawn, section.min_tokens, section.max_tokens).astype(np.int64)
+    num_turns = 1 + rng.poisson(section.mean_turns - 1, tokens.shape)
+    turns = tuple(
+        tuple(_cut(int(total), int(parts)) for total, parts in zip(*rows, strict=True))
+        for rows in zip(tokens, num_turns, strict=True)
+    )
+    return Lengths(turns, _hints(level, section.hint_sigma, z_hint))
+
+
+def lengths_of_trace(turns: tuple[tuple[Turns, ...], ...], section: LengthSection, rng: np.random.Generator) -> Lengths:
+    """A trace's lengths; the hints are noise about the mean of each prompt's."""
+    level = np.array([np.mean([sum(response) for response in group]) for group in turns])
+    return Lengths(turns, _hints(level, section.hint_sigma, rng.standard_normal(len(turns))))
+
+
+def parse_trace(text: str, *, told: str, group_size: int, max_tokens: int) -> tuple[tuple[Turns, ...], ...]:
+    """BadTrace at the first bad line of the file `told`; empty lines and what follows a `#` are left out."""
+    return tuple(_groups(text, told, group_size, max_tokens))
+
+
+def _groups(text: str, told: str, group_size: int, max_tokens: int) -> Iterator[tuple[Turns, ...]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        where = f"{told}:{number}"
+        if len(words) != group_size:
+            raise BadTrace(f"{where}: {len(words)} responses, a group has group_size={group_size}: write one word each")
+        yield tuple(_response(word, where, max_tokens) for word in words)
+
+
+def _response(word: str, where: str, max_tokens: int) -> Turns:
+    parts = word.split("+")
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise BadTrace(f"{where}: {word!r} is no response: write its tokens, at least 1, with + between turns: 812+90")
+    turns = tuple(map(int, parts))
+    if sum(turns) > max_tokens:
+        raise BadTrace(f"{where}: {word!r} has {sum(turns)} tokens, lengths.max_tokens is {max_tokens}: raise that one")
+    return turns
+
+
+def _cut(total: int, parts: int) -> Turns:
+    parts = min(parts, total)
+    each, more = divmod(total, parts)
+    return tuple(each + (part < more) for part in range(parts))
+
+
+def _hints(level: Floats, sigma: float, z: Floats) -> tuple[float, ...]:
+    return tuple(float(hint) for hint in level * np.exp(sigma * z))

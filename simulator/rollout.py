@@ -1,0 +1,227 @@
+"""The rollout: engines, the queue before them, and sequences that go from one engine to another.
+
+Order: what waits is given from the head of the queue to the engine that runs fewest; an engine on which one ended
+takes from the queue itself. What a leaving engine had unfinished comes back to the head of the queue.
+Invariants: an unfinished sequence is in exactly one place: running, waiting, on its way back, or with its environment;
+its tokens never become fewer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+
+from simulator.clock import Due
+from simulator.costs import Costs
+from simulator.engines import Engine, Sequence
+from simulator.gpus import Holder, MoveRefused
+from simulator.happenings import Shared, What
+from simulator.workload import Workload
+from tidegate.types import GpuId
+
+
+class Rollout:
+    """`group_done` gets the number of each group whose last member ended."""
+
+    def __init__(self, workload: Workload, costs: Costs, shared: Shared, group_done: Callable[[int], None]) -> None:
+        self._workload, self._costs, self._shared, self._group_done = workload, costs, shared, group_done
+        self.sequences = tuple(workload.sequences())
+        self.engines: dict[int, Engine] = {}
+        self.waiting: deque[Sequence] = deque(self.sequences)
+        self.num_unfinished = len(self.sequences)
+        self._left = [workload.group_size] * workload.num_groups
+        self._due: dict[int, Due] = {}
+        self._starting: dict[int, tuple[GpuId, ...]] = {}
+        self._count = 0
+
+    def start(self, gpus: tuple[GpuId, ...]) -> None:
+        """Before the iteration: engines that are awake already."""
+        for own in self._cut(gpus):
+            self._shared.gpus.move(own, Holder.FREE, Holder.ROLLOUT, self._now)
+            self._add(self._new_name(), own)
+
+    def acquire(self, gpus: tuple[GpuId, ...], *, cold: bool) -> None:
+        """Whole engines on free GPUs."""
+        engines = self._cut(gpus)
+        self._shared.gpus.move(gpus, Holder.FREE, Holder.ROLLOUT, self._now)
+        after = self._costs.switch.engine_cold_s if cold else self._costs.switch.acquire_s
+        for own in engines:
+            name = self._new_name()
+            self._starting[name] = own
+            self._shared.clock.schedule(self._now + after, partial(self._acquired, name))
+
+    def release(self, names: Iterable[int]) -> None:
+        """Their unfinished sequences go back to the queue, their GPUs become free a while after."""
+        leaving = tuple(names)
+        self._require(leaving)
+        if not leaving:
+            return
+        after = self._costs.switch.release_s
+        back = [sequence for name in leaving for sequence in self._take_down(name)]
+        gpus = tuple(gpu for name in leaving for gpu in self._drop(name))
+        self._shared.gpus.move(gpus, Holder.ROLLOUT, Holder.LEAVING, self._now)
+        self._bring_back(back, self._costs.switch.resubmit_s)
+        self._shared.clock.schedule(self._now + after, partial(self.free, gpus))
+
+    def order(self, numbers: Iterable[int]) -> None:
+        """What waits of them, first and in this order; the rest keeps its own."""
+        place = {number: at for at, number in enumerate(numbers)}
+        self.waiting = deque(sorted(self.waiting, key=lambda each: place.get(each.index, len(place))))
+
+    def migrate(self, numbers: Iterable[int]) -> None:
+        """Running sequences go to the head of the queue and from there to the engines that run fewest."""
+        wanted = tuple(dict.fromkeys(numbers))
+        self.advance()
+        where = {number: engine for engine in self.engines.values() for number, _ in engine.progress()}
+        if missing := [number for number in wanted if number not in where]:
+            raise MoveRefused(f"sequences {missing} do not run: only a running sequence can migrate")
+        back = [self._given_up(where[number], number) for number in wanted]
+        for engine in {where[number].name: where[number] for number in wanted}.values():
+            self._plan(engine)
+        self._bring_back(back, self._costs.switch.resubmit_s)
+
+    def kill(self, name: int) -> tuple[GpuId, ...]:
+        """An engine dies; the GPUs it had, still the rollout's. Its tokens were told as they came: none is lost."""
+        self._require([name])
+        switch = self._costs.switch
+        self._bring_back(self._take_down(name), switch.detect_s + switch.resubmit_s)
+        return self._drop(name)
+
+    def engine_on(self, gpu: GpuId) -> int | None:
+        """None where one is only starting."""
+        return next((engine.name for engine in self.engines.values() if gpu in engine.gpus), None)
+
+    def forget_start(self, gpu: GpuId) -> tuple[GpuId, ...]:
+        """The GPUs of the engine that was starting on `gpu`, and starts no longer."""
+        name = next(name for name, gpus in self._starting.items() if gpu in gpus)
+        return self._starting.pop(name)
+
+    def advance(self) -> None:
+        for engine in self.engines.values():
+            engine.advance(self._now)
+
+    @property
+    def _now(self) -> float:
+        return self._shared.clock.now_s
+
+    def _new_name(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _cut(self, gpus: tuple[GpuId, ...]) -> list[tuple[GpuId, ...]]:
+        size = self._costs.engine.gpus_per_engine
+        if len(gpus) % size:
+            raise MoveRefused(f"{len(gpus)} GPUs are no whole engines of {size}: leave {len(gpus) % size} out")
+        return [gpus[at : at + size] for at in range(0, len(gpus), size)]
+
+    def _require(self, names: Collection[int]) -> None:
+        if missing := [name for name in names if name not in self.engines]:
+            raise MoveRefused(f"engines {missing} do not run: those that do are {sorted(self.engines)}")
+        if len(set(names)) < len(names):
+            raise MoveRefused(f"an engine is named twice in {list(names)}: name each once")
+
+    def _add(self, name: int, gpus: tuple[GpuId, ...]) -> None:
+        self.engines[name] = Engine(name=name, gpus=gpus, costs=self._costs.engine, at_s=self._now)
+
+    def _acquired(self, name: int) -> None:
+        if gpus := self._starting.pop(name, None):
+            self._add(name, gpus)
+            self._shared.tell(What.ENGINE_ACQUIRED, name, gpus=gpus)
+            self.fill()
+
+    def _take_down(self, name: int) -> list[Sequence]:
+        engine = self.engines[name]
+        engine.advance(self._now)
+        back = [self._given_up(engine, number) for number, _ in engine.progress()]
+        self._plan(engine)
+        self._shared.tell(What.ENGINE_LEFT, name, len(back), engine.gpus)
+        return back
+
+    def _drop(self, name: int) -> tuple[GpuId, ...]:
+        return self.engines.pop(name).gpus
+
+    def _given_up(self, engine: Engine, number: int) -> Sequence:
+        sequence = engine.take(number)
+        sequence.prefilled = 0
+        return sequence
+
+    def free(self, gpus: tuple[GpuId, ...]) -> None:
+        """What of them is still on its way: a GPU may have been lost meanwhile."""
+        left = tuple(gpu for gpu in gpus if self._shared.gpus.holder(gpu) is Holder.LEAVING)
+        if left:
+            self._shared.gpus.move(left, Holder.LEAVING, Holder.FREE, self._now)
+            self._shared.tell(What.GPUS_FREED, gpus=left)
+            self._shared.freed()
+
+    def _bring_back(self, sequences: list[Sequence], after_s: float) -> None:
+        if sequences:
+            self._shared.clock.schedule(self._now + after_s, partial(self._back, sequences))
+
+    def _back(self, sequences: list[Sequence]) -> None:
+        self.waiting.extendleft(reversed(sequences))
+        self.fill()
+
+    def fill(self) -> None:
+        """Give what waits to the engines that run fewest."""
+        self._fill(list(self.engines.values()))
+
+    def _fill(self, engines: list[Engine]) -> None:
+        heap = [(engine.running, engine.kv_tokens, engine.name) for engine in engines]
+        heapq.heapify(heap)
+        touched = {}
+        while heap and self.waiting:
+            engine = self.engines[heap[0][2]]
+            if not engine.has_room(self.waiting[0]):
+                heapq.heappop(heap)
+                continue
+            engine.admit(self.waiting.popleft(), self._now)
+            touched[engine.name] = engine
+            heapq.heapreplace(heap, (engine.running, engine.kv_tokens, engine.name))
+        for engine in touched.values():
+            self._plan(engine)
+
+    def _plan(self, engine: Engine) -> None:
+        if due := self._due.pop(engine.name, None):
+            due.is_cancelled = True
+        if coming := engine.plan():
+            self._due[engine.name] = self._shared.clock.schedule(coming.at_s, partial(self._reached, engine))
+
+    def _reached(self, engine: Engine) -> None:
+        assert engine.next is not None, "an engine's next was cancelled and came"
+        overflows = engine.next.overflows
+        engine.advance(self._now)
+        if overflows:
+            self.waiting.appendleft(self._given_up(engine, engine.shortest()))
+        for sequence in engine.take_ended():
+            self._turn_ended(sequence)
+        if not overflows:
+            self._fill([engine])
+        self._plan(engine)
+        if not self.num_unfinished:
+            self._shared.tell(What.ROLLOUT_FINISHED)
+
+    def _turn_ended(self, sequence: Sequence) -> None:
+        sequence.turn += 1
+        if sequence.turn < len(sequence.turn_ends):
+            sequence.prefilled = sequence.num_tokens
+            sequence.context_tokens += self._workload.observation_tokens
+            after = self._workload.environment_s
+            self._shared.clock.schedule(self._now + after, partial(self._answered, sequence))
+            return
+        self.num_unfinished -= 1
+        self._left[sequence.group] -= 1
+        self._shared.tell(What.SEQUENCE_FINISHED, sequence.index, sequence.generated)
+        if not self._left[sequence.group]:
+            self._shared.tell(What.GROUP_FINISHED, sequence.group, self.group_tokens(sequence.group))
+            self._group_done(sequence.group)
+
+    def _answered(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self.fill()
+
+    def group_tokens(self, group: int) -> int:
+        """Contexts included: what inference and training compute on."""
+        size = self._workload.group_size
+        return sum(each.num_tokens for each in self.sequences[group * size : (group + 1) * size])

@@ -1,0 +1,280 @@
+"""A scenario file and overrides -> a checked `Scenario` that knows where each value was given.
+
+Order: keys, types and ranges, then what must hold between sections, then the lengths file; every fault of the first
+step that finds any is told, one a line, with the file and line or the override that the value comes from. Nothing runs
+before all are right. Invariant: a `Scenario` is valid when made and never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from simulator.costs import Costs
+from simulator.faults import EngineFault, Fault, GpuFault, LateFault
+from simulator.happenings import What
+from simulator.lengths import BadTrace, LengthLaw, Lengths, LengthSection, draw_lengths, lengths_of_trace, parse_trace
+from simulator.workload import Workload
+from simulator.world import Placement, World
+from tidegate.config import LayoutSection
+from tidegate.config_base import Count, FileName, GpuList, NonNegativeFloat, Positive, Section, fields_of
+from tidegate.config_checks import gpu_indices
+from tidegate.config_faults import described
+from tidegate.config_layers import (
+    NOTHING,
+    Layer,
+    Origin,
+    dotted,
+    laid_over,
+    overridden,
+    parse_override,
+    with_whole_paths,
+)
+from tidegate.config_origins import with_origin, with_origins
+from tidegate.config_yaml import NotAsMeant, read_yaml
+from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
+
+
+class ScenarioError(ValueError):
+    """The scenario cannot be run; one fault a line."""
+
+
+class PlacementSection(Section):
+    """GPUs at the iteration's beginning, counted over the nodes in order; what nobody has is free."""
+
+    actor: GpuList = ""
+    rollout: GpuList
+    inference: GpuList = ""
+
+
+class ClusterSection(Section):
+    nodes: Annotated[dict[str, Positive], Field(min_length=1)]
+    placement: PlacementSection
+
+    def gpus(self) -> tuple[GpuId, ...]:
+        return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))
+
+
+class AlgorithmSection(Section):
+    """The defaults are the published 7B GRPO job's."""
+
+    prompts_per_iteration: Positive = 512
+    group_size: Positive = 16
+    n_minibatches: Positive = 4
+    minibatch_order: MinibatchOrder = MinibatchOrder.ARRIVAL
+    streams: bool = True
+    """Whether a minibatch starts with its first group, not with its last."""
+    prompt_tokens: Count = 200
+
+
+class FaultSection(Section):
+    """`gpu` loses one, `engine` loses an engine's process, `late` holds the first such happening back."""
+
+    at_s: NonNegativeFloat
+    kind: Literal["gpu", "engine", "late"]
+    gpu: Count | None = None
+    engine: Count | None = None
+    what: What | None = None
+    late_s: NonNegativeFloat = 0.0
+
+
+class Scenario(Section):
+    """All of one simulated iteration but the policy."""
+
+    name: str = "scenario"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    cluster: ClusterSection
+    actor_layout: LayoutSection | None = None
+    """Of the GPUs that the actor begins with; None: tp 1, pp 1 and dp as many as they are."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    lengths: LengthSection = LengthSection()
+    costs: Costs = Costs()
+    faults: tuple[FaultSection, ...] = ()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Scenario:
+        if found := [*_placement_faults(self), *_workload_faults(self), *_fault_faults(self)]:
+            raise ValueError("\n".join(found))
+        return self
+
+    def placement(self) -> Placement:
+        gpus = self.cluster.gpus()
+        has = {role: tuple(gpus[index] for index in _indices(self, role)) for role in Role}
+        actor = has[Role.ACTOR]
+        own = self.actor_layout.layout() if self.actor_layout else Layout(dp=max(1, len(actor)))
+        return Placement(gpus, has[Role.ROLLOUT], has[Role.INFERENCE], actor, own if actor else None)
+
+    def scheduled_faults(self) -> tuple[Fault, ...]:
+        return tuple(_scheduled(fault, self.cluster.gpus()) for fault in self.faults)
+
+    def read_lengths(self, seed: int | None = None) -> Lengths:
+        """Drawn, or of the file. ScenarioError when the file is not a trace of this job."""
+        rng = np.random.default_rng(self.seed if seed is None else seed)
+        if self.lengths.law is not LengthLaw.TRACE:
+            own = self.algorithm
+            return draw_lengths(self.lengths, num_prompts=own.prompts_per_iteration, group_size=own.group_size, rng=rng)
+        return lengths_of_trace(_read_trace(self), self.lengths, rng)
+
+    def workload(self, seed: int | None = None) -> Workload:
+        """ScenarioError as `read_lengths`."""
+        return Workload(
+            lengths=self.read_lengths(seed),
+            n_minibatches=self.algorithm.n_minibatches,
+            prompt_tokens=self.algorithm.prompt_tokens,
+            minibatch_order=self.algorithm.minibatch_order,
+            streams=self.algorithm.streams,
+            observation_tokens=self.lengths.observation_tokens,
+            environment_s=self.lengths.environment_s,
+        )
+
+    def world(self, seed: int | None = None) -> World:
+        """ScenarioError as `read_lengths`."""
+        return World(self.workload(seed), self.costs, self.placement(), self.scheduled_faults())
+
+
+_FILE_NAMES = {path: mark for path, info in fields_of(Scenario) for mark in info.metadata if isinstance(mark, FileName)}
+_WHOLE = frozenset({("cluster", "nodes"), ("costs", "trainer", "layout_efficiency")})
+
+
+def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
+    """ScenarioError lists what is wrong, the lengths file included."""
+    try:
+        given = _layered(path, overrides)
+    except ValueError as error:
+        raise ScenarioError(str(error)) from error
+    scenario = parse_scenario(given.values, given=given)
+    if scenario.lengths.law is LengthLaw.TRACE:
+        _read_trace(scenario)
+    return scenario
+
+
+def parse_scenario(raw: object, *, given: Layer = NOTHING) -> Scenario:
+    """ScenarioError with every fault; `given` knows where the values come from."""
+    try:
+        return Scenario.model_validate(raw)
+    except ValidationError as error:
+        found = [(described(Scenario, fault), fault["loc"]) for fault in error.errors()]
+        told = [with_origin(text, given, at) if at else with_origins(text, given) for text, at in found]
+        raise ScenarioError("\n".join(told)) from error
+
+
+def _layered(path: Path, overrides: Sequence[str]) -> Layer:
+    lowest = laid_over(NOTHING, _file_layer(path), whole=_WHOLE)
+
+    def with_override(below: Layer, text: str) -> Layer:
+        override = parse_override(text)
+        origin = Origin(f"override {dotted(override.path)}", Path(), layer=1)
+        return overridden(below, override, origin, whole=_WHOLE)
+
+    return with_whole_paths(reduce(with_override, overrides, lowest), _FILE_NAMES)
+
+
+def _file_layer(path: Path) -> Layer:
+    try:
+        document = read_yaml(path.read_text())
+    except OSError as error:
+        raise ScenarioError(f"scenario {path}: {error.strerror}; give the path of a YAML file") from error
+    except NotAsMeant as error:
+        raise ScenarioError(f"scenario {path}: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"scenario {path} is not YAML: {error}") from error
+    if not isinstance(document.value, dict):
+        raise ScenarioError(f"scenario {path} must hold keys and values such as cluster:, found {document.value!r}")
+    origins = {at: Origin(f"{path}:{line}", path.parent, 0) for at, line in document.lines.items()}
+    return Layer(document.value, origins)
+
+
+def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    path, own = scenario.lengths.file, scenario.algorithm
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"lengths.file {path} cannot be read: {error}; name a file of one line a prompt") from error
+    try:
+        turns = parse_trace(text, told=path, group_size=own.group_size, max_tokens=scenario.lengths.max_tokens)
+    except BadTrace as error:
+        raise ScenarioError(str(error)) from error
+    if len(turns) != own.prompts_per_iteration:
+        raise ScenarioError(
+            f"{path} has {len(turns)} prompts and algorithm.prompts_per_iteration={own.prompts_per_iteration}: "
+            "make them the same"
+        )
+    return turns
+
+
+def _indices(scenario: Scenario, role: Role) -> list[int]:
+    text = getattr(scenario.cluster.placement, role.value)
+    return gpu_indices(text) if text else []
+
+
+def _placement_faults(scenario: Scenario) -> Iterator[str]:
+    num_gpus, holder = len(scenario.cluster.gpus()), dict[int, Role]()
+    for role in Role:
+        key = f"cluster.placement.{role}"
+        try:
+            indices = _indices(scenario, role)
+        except ValueError as error:
+            yield f"{key}: {error}"
+            continue
+        for index in indices:
+            if index >= num_gpus:
+                yield f"{key} names GPU {index}, the cluster has {num_gpus} (0-{num_gpus - 1})"
+            elif index in holder:
+                yield f"{key} names GPU {index}, which {holder[index]} has already: list each GPU once"
+            holder.setdefault(index, role)
+        yield from _size_faults(scenario, role, len(indices))
+
+
+def _size_faults(scenario: Scenario, role: Role, num_gpus: int) -> Iterator[str]:
+    size = scenario.costs.engine.gpus_per_engine
+    if role is Role.ROLLOUT and num_gpus % size:
+        yield (
+            f"cluster.placement.rollout has {num_gpus} GPUs, which are no whole engines of "
+            f"costs.engine.gpus_per_engine={size}: leave {num_gpus % size} out"
+        )
+    if (
+        role is Role.ACTOR
+        and scenario.actor_layout
+        and num_gpus != (wanted := scenario.actor_layout.layout().num_ranks)
+    ):
+        own = scenario.actor_layout
+        told = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
+        yield f"{told} needs {wanted} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
+
+
+def _workload_faults(scenario: Scenario) -> Iterator[str]:
+    own, lengths = scenario.algorithm, scenario.lengths
+    if own.n_minibatches > own.prompts_per_iteration:
+        yield (
+            f"algorithm.n_minibatches={own.n_minibatches} is more than the groups of an iteration, "
+            f"prompts_per_iteration={own.prompts_per_iteration}: a minibatch has one at least"
+        )
+    if lengths.min_tokens > lengths.max_tokens:
+        yield f"lengths.min_tokens={lengths.min_tokens} is above max_tokens={lengths.max_tokens}"
+    if (lengths.law is LengthLaw.TRACE) != bool(lengths.file):
+        yield f"lengths.law={lengths.law} and lengths.file={lengths.file!r}: a trace has a file, another law none"
+
+
+def _fault_faults(scenario: Scenario) -> Iterator[str]:
+    num_gpus = len(scenario.cluster.gpus())
+    for at, fault in enumerate(scenario.faults):
+        needed = "what" if fault.kind == "late" else fault.kind
+        if getattr(fault, needed) is None:
+            yield f"faults.{at}.kind={fault.kind} needs faults.{at}.{needed}: say which"
+        elif fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:
+            yield f"faults.{at}.gpu={fault.gpu} leaves the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"
+
+
+def _scheduled(fault: FaultSection, gpus: tuple[GpuId, ...]) -> Fault:
+    if fault.gpu is not None and fault.kind == "gpu":
+        return GpuFault(fault.at_s, gpus[fault.gpu])
+    if fault.engine is not None and fault.kind == "engine":
+        return EngineFault(fault.at_s, fault.engine)
+    assert fault.what is not None, "a fault's fields were checked with its scenario"
+    return LateFault(fault.at_s, fault.what, fault.late_s)

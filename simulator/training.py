@@ -1,0 +1,200 @@
+"""The trainer: groups with log-probabilities become minibatches, and its GPUs change between two optimizer steps.
+
+Order at a boundary: a resize that waits and whose GPUs are free; then, unless training is held, the next minibatch. A
+resize that waits for GPUs keeps the next minibatch waiting too: it was asked to run on them. `arrival` takes groups as
+they come, `fixed` by their numbers. A minibatch's sequences are split over the data-parallel ranks as evenly as their
+number allows, and the rank with most sets the pace.
+Invariants: each group is in one minibatch; a minibatch is trained on one layout; what a death leaves uncommitted is
+trained again, nothing twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from simulator.clock import Due
+from simulator.costs import Costs, imbalance
+from simulator.gpus import Holder
+from simulator.happenings import Shared, What
+from simulator.workload import Workload
+from tidegate.types import GpuId, Layout, MinibatchOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """`moved_bytes` are those of the busiest rank of the reshard's plan; None takes the published time."""
+
+    gpus: tuple[GpuId, ...]
+    layout: Layout | None
+    moved_bytes: int | None = None
+
+
+class Trainer:
+    """Ends the iteration by `n_minibatches` optimizer steps and one weight sync."""
+
+    def __init__(self, workload: Workload, costs: Costs, shared: Shared) -> None:
+        self._workload, self._costs, self._shared = workload, costs, shared
+        self.gpus: tuple[GpuId, ...] = ()
+        self.layout: Layout | None = None
+        self.ready: list[tuple[int, int]] = []
+        """(group, tokens) with log-probabilities, not taken."""
+        self.minibatch = 0
+        self.taken: list[tuple[int, int]] = []
+        """Of the minibatch that is open."""
+        self.waiting_resize: Resize | None = None
+        self.held_until_s = 0.0
+        self.closes_at_s: float | None = None
+        """The end of the minibatch whose last group has been taken."""
+        self._busy: Due | None = None
+        self._resizing: tuple[Due, Resize] | None = None
+        self._has_died = False
+
+    def start(self, gpus: tuple[GpuId, ...], layout: Layout | None) -> None:
+        """Before the iteration: state and communicators are there already."""
+        self._shared.gpus.move(gpus, Holder.FREE, Holder.ACTOR, self._now)
+        self.gpus, self.layout = gpus, layout
+
+    @property
+    def is_at_boundary(self) -> bool:
+        return self._busy is None and not self.taken
+
+    @property
+    def is_resizing(self) -> bool:
+        return self._resizing is not None
+
+    @property
+    def is_done(self) -> bool:
+        return self.minibatch == self._workload.n_minibatches
+
+    def resize(self, resize: Resize) -> None:
+        """In place of one that waits."""
+        self.waiting_resize = resize
+        self.go()
+
+    def hold(self, until_s: float) -> None:
+        """No minibatch begins before."""
+        self.held_until_s = until_s
+        self._shared.clock.schedule(until_s, self.go)
+        self.go()
+
+    def add(self, group: int, num_tokens: int) -> None:
+        self.ready.append((group, num_tokens))
+        self.go()
+
+    def go(self) -> None:
+        """Whatever can be done now."""
+        if self._busy is not None or self._resizing is not None:
+            return
+        if not self.taken:
+            self._begin_resize()
+            if self._resizing is not None or self.waiting_resize is not None or not self._may_open():
+                return
+        if self.gpus and not self.is_done and (at := self._next()) is not None:
+            self._train(at)
+
+    def lose(self, gpu: GpuId, others: tuple[GpuId, ...]) -> None:
+        """One of the trainer's GPUs, lost already; `others` are those that it holds still, all of which it gives up."""
+        for due in (self._busy, self._resizing[0] if self._resizing else None):
+            if due is not None:
+                due.is_cancelled = True
+        again = len(self.taken)
+        self.ready[:0] = self.taken
+        self.taken, self.gpus, self.layout = [], (), None
+        self._busy = self._resizing = self.closes_at_s = None
+        self._has_died = True
+        self.drop_waiting(gpu)
+        self._shared.gpus.move(others, Holder.ACTOR, Holder.FREE, self._now)
+        self._shared.tell(What.TRAINER_DIED, self.minibatch, again)
+        if others:
+            self._shared.tell(What.GPUS_FREED, gpus=others)
+            self._shared.freed()
+
+    def drop_waiting(self, gpu: GpuId) -> None:
+        """A resize that needs a GPU that is lost."""
+        if self.waiting_resize is not None and gpu in self.waiting_resize.gpus:
+            self.waiting_resize = None
+            self._shared.tell(What.MOVE_DROPPED, gpus=(gpu,))
+            self.go()
+
+    @property
+    def _now(self) -> float:
+        return self._shared.clock.now_s
+
+    def _begin_resize(self) -> None:
+        resize = self.waiting_resize
+        if resize is None:
+            return
+        joins = tuple(gpu for gpu in resize.gpus if gpu not in self.gpus)
+        if any(self._shared.gpus.holder(gpu) is not Holder.FREE for gpu in joins):
+            return
+        self._shared.gpus.move(joins, Holder.FREE, Holder.ACTOR, self._now)
+        self.waiting_resize = None
+        due = self._shared.clock.schedule(self._now + self._resize_s(resize), self._resized)
+        self._resizing = due, resize
+
+    def _resize_s(self, resize: Resize) -> float:
+        switch = self._costs.switch
+        if not resize.gpus:
+            return switch.release_s
+        if not self.gpus:
+            return switch.trainer_cold_s if self._has_died else switch.trainer_warm_s
+        return switch.resharding_s(resize.moved_bytes)
+
+    def _resized(self) -> None:
+        assert self._resizing is not None, "a resize was cancelled and ended"
+        resize = self._resizing[1]
+        leaving = tuple(gpu for gpu in self.gpus if gpu not in resize.gpus)
+        self.gpus, self.layout, self._resizing = resize.gpus, resize.layout, None
+        self._has_died = self._has_died and not resize.gpus
+        self._shared.tell(What.TRAINER_RESIZED, gpus=self.gpus)
+        if leaving:
+            self._shared.gpus.move(leaving, Holder.ACTOR, Holder.FREE, self._now)
+            self._shared.tell(What.GPUS_FREED, gpus=leaving)
+            self._shared.freed()
+        self.go()
+
+    def _members(self) -> list[int]:
+        """Places in `ready` of what this minibatch may take."""
+        if self._workload.minibatch_order is MinibatchOrder.ARRIVAL:
+            return list(range(len(self.ready)))
+        sizes = self._workload.minibatch_sizes
+        first = sum(sizes[: self.minibatch])
+        own = range(first, first + sizes[self.minibatch])
+        return [at for at, (group, _) in enumerate(self.ready) if group in own]
+
+    def _next(self) -> int | None:
+        return next(iter(self._members()), None)
+
+    def _may_open(self) -> bool:
+        if self.is_done or not self.gpus or self._now < self.held_until_s:
+            return False
+        wanted = 1 if self._workload.streams else self._workload.minibatch_sizes[self.minibatch]
+        return len(self._members()) >= wanted
+
+    def _train(self, at: int) -> None:
+        assert self.layout is not None, "a trainer with GPUs has a layout"
+        if not self.taken:
+            self._shared.tell(What.MINIBATCH_STARTED, self.minibatch)
+        group, num_tokens = self.ready.pop(at)
+        self.taken.append((group, num_tokens))
+        size = self._workload.minibatch_sizes[self.minibatch]
+        uneven = imbalance(size * self._workload.group_size, self.layout.dp)
+        seconds = self._costs.trainer.tokens_s(num_tokens, self.layout) * uneven
+        if is_last := len(self.taken) == size:
+            seconds += self._costs.trainer.fixed_s
+            self.closes_at_s = self._now + seconds
+            self._shared.tell(What.MINIBATCH_CLOSED, self.minibatch, size)
+        self._busy = self._shared.clock.schedule(self._now + seconds, partial(self._trained, is_last))
+
+    def _trained(self, is_last: bool) -> None:
+        self._busy = None
+        if is_last:
+            num_tokens = sum(tokens for _, tokens in self.taken)
+            self.taken, self.closes_at_s = [], None
+            self._shared.tell(What.MINIBATCH_FINISHED, self.minibatch, num_tokens)
+            self.minibatch += 1
+            if self.is_done:
+                after = self._costs.sync.sync_s
+                self._shared.clock.schedule(self._now + after, partial(self._shared.tell, What.ITERATION_FINISHED))
+        self.go()

@@ -1,0 +1,227 @@
+"""One iteration on a virtual clock: it takes moves as calls and tells what happened as frozen values.
+
+This is the seam to whatever decides. A run is
+
+    for happening in world.happenings():
+        ...            # any of the moves below, which take effect at world.now_s
+
+and ends with ITERATION_FINISHED. Moves correspond to the commands that a scheduler issues: `release_engines` and
+`acquire_engines` (ScaleDown and ScaleUp of the rollout), `migrate` and `order_queue`, `resize_inference`,
+`resize_trainer` with the target layout, `hold_training` until an instant, and `wake_at` for whoever wants to be asked
+again. Happenings correspond to its events, and `view()` to its snapshot: an adapter turns both into the scheduler's own
+values and its commands into moves. Nothing here chooses a move: the world only carries them out, by the rules of the
+components, which are in `rollout`, `inference` and `training`.
+
+Order of what waits for the same free GPU: nobody waits for what another was promised, because such a move is refused.
+Invariants: a GPU has one holder; a refused move changes nothing; the same workload, costs, placement, faults and moves
+give the same history, byte for byte; a run that cannot end says so, with what it waits for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from simulator.clock import Clock
+from simulator.costs import Costs
+from simulator.faults import EngineFault, Fault, GpuFault, LateFault
+from simulator.gpus import Gpus, Holder, MoveRefused
+from simulator.happenings import Happening, Shared, What
+from simulator.inference import Inference
+from simulator.rollout import Rollout
+from simulator.training import Resize, Trainer
+from simulator.view import View, view_of
+from simulator.workload import Workload
+from tidegate.types import GpuId, Layout
+
+
+class Stalled(RuntimeError):
+    """Nothing is due and the iteration has not ended: work waits for GPUs that nobody gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who has which GPUs when the iteration begins, all of it awake; the rest of `cluster` is free."""
+
+    cluster: tuple[GpuId, ...]
+    rollout: tuple[GpuId, ...]
+    inference: tuple[GpuId, ...] = ()
+    actor: tuple[GpuId, ...] = ()
+    layout: Layout | None = None
+    """Of the actor; None where it has no GPUs."""
+
+
+class World:
+    """One iteration. MoveRefused for a placement that no component can have."""
+
+    def __init__(self, workload: Workload, costs: Costs, placement: Placement, faults: Iterable[Fault] = ()) -> None:
+        self.costs = costs
+        self.history: list[Happening] = []
+        self._clock = Clock()
+        self.gpus = Gpus(placement.cluster)
+        self._untold: deque[Happening] = deque()
+        self._late: list[LateFault] = []
+        shared = Shared(self._clock, self.gpus, self._publish, self._freed)
+        self._shared = shared
+        self.trainer = Trainer(workload, costs, shared)
+        self.inference = Inference(workload.num_groups, costs, shared, self.trainer.add)
+        self.rollout = Rollout(workload, costs, shared, self._group_finished)
+        self._check_layout(placement.actor, placement.layout)
+        self.rollout.start(placement.rollout)
+        self.inference.start(placement.inference)
+        self.trainer.start(placement.actor, placement.layout)
+        for fault in faults:
+            self._clock.schedule(fault.at_s, partial(self._fail, fault))
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
+
+    def happenings(self) -> Iterator[Happening]:
+        """Each when it is told, up to the end of the iteration; Stalled when it cannot end."""
+        self.rollout.fill()
+        while True:
+            while self._untold:
+                happening = self._untold.popleft()
+                self.history.append(happening)
+                yield happening
+                if happening.what is What.ITERATION_FINISHED:
+                    return
+            if not self._untold and not self._clock.step():
+                raise Stalled(self._stalled())
+
+    def view(self) -> View:
+        """All that can be seen now, as frozen values."""
+        self.rollout.advance()
+        return view_of(self.now_s, self.gpus, self.rollout, self.inference, self.trainer)
+
+    def release_engines(self, names: Iterable[int]) -> None:
+        self.rollout.release(names)
+
+    def acquire_engines(self, gpus: Iterable[GpuId], *, cold: bool = False) -> None:
+        """On free GPUs that nobody was promised, `gpus_per_engine` of them each, in the order given."""
+        wanted = tuple(gpus)
+        for gpu in wanted:
+            self._refuse_promised(gpu, self.trainer_promised() | self._inference_promised(), "the rollout")
+        self.rollout.acquire(wanted, cold=cold)
+
+    def migrate(self, sequences: Iterable[int]) -> None:
+        self.rollout.migrate(sequences)
+
+    def order_queue(self, sequences: Iterable[int]) -> None:
+        self.rollout.order(sequences)
+
+    def resize_inference(self, gpus: Iterable[GpuId]) -> None:
+        """All the GPUs it shall have; those on their way to be free join when they are."""
+        wanted = tuple(gpus)
+        self._refuse_twice(wanted)
+        for gpu in wanted:
+            self._refuse_promised(gpu, self.trainer_promised(), "the inference")
+            self._refuse_held(gpu, Holder.INFERENCE, "the inference")
+        self.inference.resize(wanted)
+
+    def resize_trainer(self, gpus: Iterable[GpuId], layout: Layout | None, moved_bytes: int | None = None) -> None:
+        """All the GPUs it shall have, in rank order; no GPUs and no layout gives all up. At the next boundary."""
+        wanted = tuple(gpus)
+        self._refuse_twice(wanted)
+        self._check_layout(wanted, layout)
+        for gpu in wanted:
+            self._refuse_promised(gpu, self._inference_promised(), "the actor")
+            self._refuse_held(gpu, Holder.ACTOR, "the actor")
+        self.trainer.resize(Resize(wanted, layout, moved_bytes))
+
+    def hold_training(self, until_s: float) -> None:
+        self.trainer.hold(until_s)
+
+    def wake_at(self, at_s: float, number: int = 0) -> None:
+        """WOKE with this number, then."""
+        self._clock.schedule(at_s, partial(self._shared.tell, What.WOKE, number))
+
+    def trainer_promised(self) -> frozenset[GpuId]:
+        """GPUs of a resize that waits."""
+        waiting = self.trainer.waiting_resize
+        return frozenset(waiting.gpus) if waiting else frozenset()
+
+    def _inference_promised(self) -> frozenset[GpuId]:
+        return frozenset(self.inference.wanted)
+
+    def _refuse_twice(self, gpus: tuple[GpuId, ...]) -> None:
+        if len(set(gpus)) < len(gpus):
+            raise MoveRefused(f"a GPU is named twice in {', '.join(gpus)}: name each once")
+
+    def _refuse_promised(self, gpu: GpuId, promised: frozenset[GpuId], to: str) -> None:
+        if gpu in promised:
+            raise MoveRefused(
+                f"GPU {gpu} is promised to another component and cannot go to {to}: resize that one first"
+            )
+
+    def _refuse_held(self, gpu: GpuId, own: Holder, to: str) -> None:
+        held = self.gpus.holder(gpu)
+        comes_free = held in (Holder.FREE, Holder.LEAVING, own)
+        comes_free |= held is Holder.INFERENCE and gpu not in self.inference.wanted
+        waiting = self.trainer.waiting_resize
+        comes_free |= held is Holder.ACTOR and waiting is not None and gpu not in waiting.gpus
+        if not comes_free:
+            raise MoveRefused(f"GPU {gpu} is {held} and cannot go to {to}: it must be released before it is acquired")
+
+    def _check_layout(self, gpus: tuple[GpuId, ...], layout: Layout | None) -> None:
+        num_ranks = layout.num_ranks if layout else 0
+        if num_ranks != len(gpus):
+            raise MoveRefused(f"layout {layout} has {num_ranks} ranks and the actor {len(gpus)} GPUs: give one a rank")
+
+    def _group_finished(self, group: int) -> None:
+        self.inference.add(group, self.rollout.group_tokens(group))
+
+    def _freed(self) -> None:
+        self.inference.go()
+        self.trainer.go()
+
+    def _publish(self, happening: Happening) -> None:
+        for fault in self._late:
+            if fault.what is happening.what:
+                self._late.remove(fault)
+                told_s = self.now_s + fault.late_s
+                self._clock.schedule(told_s, partial(self._untold.append, replace(happening, told_s=told_s)))
+                return
+        self._untold.append(happening)
+
+    def _fail(self, fault: Fault) -> None:
+        match fault:
+            case LateFault():
+                self._late.append(fault)
+            case GpuFault(gpu=gpu):
+                self._lose(gpu)
+            case EngineFault(engine=name):
+                if name in self.rollout.engines:
+                    self._free_after_death(self.rollout.kill(name))
+
+    def _lose(self, gpu: GpuId) -> None:
+        before = self.gpus.lose(gpu, self.now_s)
+        if before is Holder.LOST:
+            return
+        self._shared.tell(What.GPU_LOST, gpus=(gpu,))
+        match before:
+            case Holder.ROLLOUT:
+                name = self.rollout.engine_on(gpu)
+                others = self.rollout.forget_start(gpu) if name is None else self.rollout.kill(name)
+                self._free_after_death(tuple(other for other in others if other != gpu))
+            case Holder.ACTOR:
+                self.trainer.lose(gpu, self.gpus.held_by(Holder.ACTOR))
+        self.inference.lose(gpu)
+        self.trainer.drop_waiting(gpu)
+
+    def _free_after_death(self, gpus: tuple[GpuId, ...]) -> None:
+        self.gpus.move(gpus, Holder.ROLLOUT, Holder.LEAVING, self.now_s)
+        self._clock.schedule(self.now_s + self.costs.switch.detect_s, partial(self.rollout.free, gpus))
+
+    def _stalled(self) -> str:
+        rollout, inference, trainer = self.rollout, self.inference, self.trainer
+        return (
+            f"after {self.now_s:.1f} s nothing is due and the iteration has not ended: "
+            f"{rollout.num_unfinished} sequences are unfinished on {len(rollout.engines)} engines, "
+            f"{len(inference.backlog)} groups wait for {len(inference.gpus)} inference GPUs, {len(trainer.ready)} for "
+            f"{len(trainer.gpus)} of the trainer's, which has made {trainer.minibatch} optimizer steps; "
+            f"{len(self.gpus.held_by(Holder.FREE))} GPUs are free: a move must give them to who has work"
+        )

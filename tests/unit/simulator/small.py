@@ -1,0 +1,47 @@
+"""Small worlds for tests: two GPUs an engine, four running sequences each, moves that take their defaults' time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simulator.costs import Costs, EngineCosts, SwitchCosts, SyncCosts, TrainerCosts
+from simulator.faults import Fault
+from simulator.lengths import Lengths, Turns
+from simulator.workload import Workload
+from simulator.world import Placement, World
+from tidegate.types import GpuId, Layout, MinibatchOrder
+
+CLUSTER = tuple(GpuId(f"n0/{index}") for index in range(8))
+COSTS = Costs(engine=EngineCosts(max_running=4, kv_capacity_tokens=2_000))
+FREE_MOVES = Costs(
+    engine=EngineCosts(gpus_per_engine=1, max_running=4),
+    trainer=TrainerCosts(fixed_s=0.5, rate_tokens_per_s=2_000, rate_gpus=4, exponent=0.5),
+    switch=SwitchCosts(
+        release_s=0, acquire_s=0, resubmit_s=0, reshard_s=0, trainer_warm_s=0, inference_warm_s=0, detect_s=0
+    ),
+    sync=SyncCosts(fixed_s=0),
+)
+
+
+def workload(
+    turns: Sequence[Sequence[Turns]], *, order: MinibatchOrder = MinibatchOrder.ARRIVAL, streams: bool = True
+) -> Workload:
+    """Two minibatches; a second turn comes a second after the first, with five tokens of the environment's."""
+    lengths = Lengths(tuple(map(tuple, turns)), tuple(1.0 for _ in turns))
+    return Workload(
+        lengths=lengths,
+        n_minibatches=2,
+        prompt_tokens=10,
+        minibatch_order=order,
+        streams=streams,
+        observation_tokens=5,
+        environment_s=1.0,
+    )
+
+
+def world(work: Workload, *, faults: Sequence[Fault] = (), actor: int = 2, inference: int = 2) -> World:
+    """The first GPUs are the actor's, the next the inference's, the others the rollout's."""
+    others = actor + inference
+    layout = Layout(dp=actor) if actor else None
+    placement = Placement(CLUSTER, CLUSTER[others:], CLUSTER[actor:others], CLUSTER[:actor], layout)
+    return World(work, COSTS, placement, faults)

@@ -1,0 +1,83 @@
+"""Closed forms against their steps, one by one, and what each field says of itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from simulator.costs import Costs, EngineCosts, SwitchCosts, TrainerCosts, busiest_bytes, even_split, imbalance
+from tidegate.elastic.plan import Plan
+from tidegate.types import Layout
+
+engines = st.builds(
+    EngineCosts,
+    step_floor_s=st.sampled_from([0.0, 0.0141, 0.03]),
+    step_per_sequence_s=st.sampled_from([0.0, 1.5e-5]),
+    step_per_kv_token_s=st.sampled_from([0.0, 9e-9, 1e-6]),
+)
+running = st.integers(1, 128)
+cached = st.integers(0, 2_000_000)
+
+
+def one_by_one(costs: EngineCosts, *, running: int, kv_tokens: int, steps: int) -> float:
+    seconds = 0.0
+    for step in range(steps):
+        cached = kv_tokens + step * running
+        line = costs.step_base_s + costs.step_per_sequence_s * running + costs.step_per_kv_token_s * cached
+        seconds += max(costs.step_floor_s, line)
+    return seconds
+
+
+@given(engines, running, cached, st.integers(0, 500))
+def test_the_closed_form_of_decoding_is_the_sum_of_its_steps(
+    costs: EngineCosts, running: int, kv_tokens: int, steps: int
+) -> None:
+    want = one_by_one(costs, running=running, kv_tokens=kv_tokens, steps=steps)
+    assert costs.decode_s(running=running, kv_tokens=kv_tokens, steps=steps) == pytest.approx(want, rel=1e-9)
+
+
+@given(engines, running, cached, st.floats(0, 100))
+def test_the_steps_within_a_time_fit_it_and_one_more_does_not(
+    costs: EngineCosts, running: int, kv_tokens: int, seconds: float
+) -> None:
+    steps = costs.steps_within(seconds, running=running, kv_tokens=kv_tokens)
+    assert costs.decode_s(running=running, kv_tokens=kv_tokens, steps=steps) <= seconds or steps == 0
+    assert costs.decode_s(running=running, kv_tokens=kv_tokens, steps=steps + 1) > seconds
+
+
+@given(st.integers(1, 500), st.integers(1, 64))
+def test_an_uneven_split_gives_all_away_and_no_rank_two_more_than_another(count: int, parts: int) -> None:
+    split = even_split(count, parts)
+    assert sum(split) == count
+    assert max(split) - min(split) <= 1
+
+
+def test_48_gpus_at_tp2_train_128_prompts_of_16_responses_with_none_stranded() -> None:
+    assert imbalance(128 * 16, 24) == pytest.approx(86 * 24 / 2048)
+
+
+def test_a_trainers_rate_depends_on_its_gpus_and_on_its_layouts_own_efficiency() -> None:
+    costs = TrainerCosts(exponent=0.5, layout_efficiency={"tp4-dp4": 2.0})
+    assert costs.tokens_s(182_000, Layout(tp=4, dp=16)) == pytest.approx(1.0)
+    assert costs.tokens_s(182_000, Layout(tp=2, dp=8)) == pytest.approx(2.0)
+    assert costs.tokens_s(182_000, Layout(tp=4, dp=4)) == pytest.approx(1.0)
+
+
+def test_a_reshard_costs_its_busiest_ranks_bytes_or_what_is_published() -> None:
+    costs = SwitchCosts(reshard_s=3.0, reshard_setup_s=0.5, reshard_bytes_per_s=10.0)
+    assert costs.resharding_s(None) == 3.0
+    assert costs.resharding_s(20) == 2.5
+    assert busiest_bytes(Plan(())) == 0
+
+
+def test_every_field_has_a_source() -> None:
+    found = list(Costs().assumptions())
+    assert len(found) == len({each.key for each in found}) >= 25
+    assert all(each.source for each in found)
+
+
+def test_a_layout_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError, match="layout_efficiency"):
+        TrainerCosts(layout_efficiency={"tp4xdp4": 2.0})

@@ -1,0 +1,103 @@
+"""What a scenario file may say, and how each fault is told before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simulator.faults import EngineFault, GpuFault, LateFault
+from simulator.happenings import What
+from simulator.scenario import ScenarioError, load_scenario
+from tidegate.types import GpuId, Layout
+
+GOOD = """\
+cluster:
+  nodes: {n0: 4, n1: 4}
+  placement:
+    actor: 0-1
+    rollout: 2-5
+    inference: 6
+algorithm: {prompts_per_iteration: 4, group_size: 2, n_minibatches: 2}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "scenario.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_scenario_becomes_a_placement_and_a_workload(tmp_path: Path) -> None:
+    scenario = load_scenario(written(tmp_path, GOOD), ["lengths.median_tokens=50", "seed=7"])
+    placement = scenario.placement()
+    assert placement.actor == ("n0/0", "n0/1")
+    assert placement.layout == Layout(dp=2)
+    assert placement.rollout == ("n0/2", "n0/3", "n1/0", "n1/1")
+    assert scenario.workload() == scenario.workload(seed=7)
+    assert scenario.workload().num_groups == 4
+
+
+def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
+    text = GOOD + (
+        "faults:\n- {at_s: 1, kind: gpu, gpu: 4}\n- {at_s: 2, kind: engine, engine: 0}\n"
+        "- {at_s: 3, kind: late, what: gpus_freed, late_s: 9}\n"
+    )
+    want = (GpuFault(1, GpuId("n1/0")), EngineFault(2, 0), LateFault(3, What.GPUS_FREED, 9))
+    assert load_scenario(written(tmp_path, text)).scheduled_faults() == want
+
+
+@pytest.mark.parametrize(
+    ("override", "want"),
+    [
+        ("costs.engine.max_runing=3", "unknown key 'costs.engine.max_runing'; the nearest known key is 'max_running'"),
+        ("costs.switch.release_s=-1", "costs.switch.release_s=-1"),
+        ("lengths.environment_s=-2", "lengths.environment_s=-2"),
+        ("cluster.placement.inference=5", "cluster.placement.inference names GPU 5, which rollout has already"),
+        ("cluster.placement.inference=8", "cluster.placement.inference names GPU 8, the cluster has 8 (0-7)"),
+        ("cluster.placement.rollout=2-4", "cluster.placement.rollout has 3 GPUs, which are no whole engines"),
+        ("cluster.placement.rollout=x", "cluster.placement.rollout: 'x' is not a list of GPUs"),
+        ("actor_layout.tp=4", "actor_layout.tp=4, pp=1, dp=1 needs 4 GPUs and cluster.placement.actor has 2"),
+        ("algorithm.n_minibatches=9", "algorithm.n_minibatches=9 is more than the groups of an iteration"),
+        ("lengths.law=trace", "lengths.law=trace and lengths.file=''"),
+        ("faults=[{at_s: 1, kind: gpu, gpu: 8}]", "faults.0.gpu=8 leaves the cluster, which has 8 GPUs"),
+        ("faults=[{at_s: 1, kind: late}]", "faults.0.kind=late needs faults.0.what"),
+        ("faults=[{at_s: -1, kind: engine, engine: 0}]", "faults.0.at_s=-1"),
+    ],
+)
+def test_a_fault_names_the_key_and_where_it_was_given(tmp_path: Path, override: str, want: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(written(tmp_path, GOOD), [override])
+    assert str(caught.value).startswith(want)
+    assert "override" in str(caught.value)
+
+
+def test_a_fault_in_a_file_names_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD + "sed: 1\n")
+    with pytest.raises(ScenarioError, match=f"nearest known key is 'seed'.*{path}:8"):
+        load_scenario(path)
+
+
+def test_a_bad_line_of_the_lengths_file_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("1 2\n3 4\n5 six\n7 8\n")
+    path = written(tmp_path, GOOD + "lengths: {law: trace, file: lengths.txt}\n")
+    with pytest.raises(ScenarioError, match=r"lengths\.txt:3: 'six' is no response"):
+        load_scenario(path)
+
+
+def test_a_lengths_file_of_another_number_of_prompts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("1 2\n")
+    path = written(tmp_path, GOOD + "lengths: {law: trace, file: lengths.txt}\n")
+    with pytest.raises(ScenarioError, match=r"has 1 prompts and algorithm\.prompts_per_iteration=4"):
+        load_scenario(path)
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [\n"])
+def test_a_file_that_is_no_scenario_says_so(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ScenarioError, match=r"scenario\.yaml"):
+        load_scenario(written(tmp_path, text))
+
+
+def test_a_scenario_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match="No such file"):
+        load_scenario(tmp_path / "none.yaml")

@@ -1,0 +1,213 @@
+"""What each move does, what is refused, and what faults cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from simulator.faults import EngineFault, GpuFault, LateFault
+from simulator.gpus import Holder, MoveRefused
+from simulator.happenings import What
+from simulator.workload import Workload
+from simulator.world import Stalled, World
+from tests.unit.simulator.small import CLUSTER, COSTS, workload, world
+from tidegate.types import Layout, MinibatchOrder
+
+EIGHT_GROUPS = [((30 + 7 * group,), (90,)) for group in range(8)]
+
+
+def run(over: World) -> list[What]:
+    return [happening.what for happening in over.happenings()]
+
+
+def until(over: World, what: What) -> float:
+    return next(happening.at_s for happening in over.happenings() if happening.what is what)
+
+
+def minibatches(over: World) -> list[list[int]]:
+    """The groups of each, as they were taken: an inferred group is taken at once or in the order of its minibatch."""
+    taken: list[list[int]] = []
+    for happening in over.happenings():
+        if happening.what is What.MINIBATCH_CLOSED:
+            taken.append([group for group, _ in over.trainer.taken])
+    return taken
+
+
+def test_an_iteration_in_a_fixed_placement_ends_with_every_sequence_once() -> None:
+    told = run(world(workload(EIGHT_GROUPS)))
+    assert told.count(What.SEQUENCE_FINISHED) == 16
+    assert told.count(What.GROUP_INFERRED) == 8
+    assert told.count(What.MINIBATCH_FINISHED) == 2
+    assert told[-1] is What.ITERATION_FINISHED
+
+
+def test_a_fixed_order_trains_groups_by_their_number_and_arrival_as_they_come() -> None:
+    lengths = [((900,), (900,)), *EIGHT_GROUPS[:5]]
+    fixed = minibatches(world(workload(lengths, order=MinibatchOrder.FIXED)))
+    assert [sorted(groups) for groups in fixed] == [[0, 1, 2], [3, 4, 5]]
+    assert 0 in minibatches(world(workload(lengths)))[1]
+
+
+def test_a_minibatch_that_does_not_stream_starts_with_its_last_group() -> None:
+    started = {
+        streams: until(world(workload(EIGHT_GROUPS, streams=streams)), What.MINIBATCH_STARTED)
+        for streams in (False, True)
+    }
+    assert started[True] < started[False]
+
+
+def test_a_released_engines_sequences_go_on_elsewhere_with_their_tokens() -> None:
+    over = world(workload(EIGHT_GROUPS))
+    over.wake_at(0.8)
+    until(over, What.WOKE)
+    before = {number: done for engine in over.view().engines for number, done in engine.running}
+    over.release_engines([0])
+    until(over, What.GPUS_FREED)
+    view = over.view()
+    after = dict((*view.waiting, *(pair for engine in view.engines for pair in engine.running)))
+    assert max(before.values()) > 0
+    assert all(after.get(number, before[number]) >= before[number] for number in before)
+    assert view.free == CLUSTER[4:6]
+
+
+def test_an_engine_acquired_later_takes_what_waits() -> None:
+    over = world(workload(EIGHT_GROUPS * 3), actor=0, inference=4)
+    over.resize_inference(CLUSTER[:2])
+    until(over, What.GPUS_FREED)
+    over.acquire_engines(CLUSTER[2:4])
+    until(over, What.ENGINE_ACQUIRED)
+    assert over.view().engines[-1].running
+
+
+def test_what_migrates_runs_on_the_engine_with_the_fewest() -> None:
+    over = world(workload([((200,), (200,))] * 2))
+    over.wake_at(0.3)
+    until(over, What.WOKE)
+    moved = [number for number, _ in over.view().engines[0].running]
+    over.migrate(moved)
+    assert over.view().engines[0].running == ()
+    over.wake_at(over.now_s + 1.5)
+    until(over, What.WOKE)
+    assert sum(len(engine.running) for engine in over.view().engines) == 4
+
+
+def test_the_queue_follows_the_order_that_is_given() -> None:
+    over = world(workload(EIGHT_GROUPS))
+    over.order_queue([15, 3])
+    assert [number for number, _ in over.view().waiting][:4] == [15, 3, 0, 1]
+
+
+def test_the_trainer_is_resized_between_two_optimizer_steps_only() -> None:
+    over = world(workload(EIGHT_GROUPS), actor=4)
+    told = []
+    for happening in over.happenings():
+        told.append(happening.what)
+        if happening.what is What.MINIBATCH_STARTED and len(over.trainer.gpus) == 4:
+            over.resize_trainer(CLUSTER[:2], Layout(dp=2))
+    assert told.index(What.TRAINER_RESIZED) > told.index(What.MINIBATCH_FINISHED)
+    assert over.gpus.holder(CLUSTER[3]) is Holder.FREE
+
+
+def test_training_that_is_held_begins_at_its_instant() -> None:
+    over = world(workload(EIGHT_GROUPS))
+    over.hold_training(50.0)
+    assert until(over, What.MINIBATCH_STARTED) == 50.0
+
+
+def test_a_reshards_bytes_say_how_long_it_takes() -> None:
+    over = world(workload(EIGHT_GROUPS))
+    over.resize_trainer(CLUSTER[:1], Layout(), moved_bytes=int(4 * COSTS.switch.reshard_bytes_per_s))
+    assert until(over, What.TRAINER_RESIZED) == pytest.approx(COSTS.switch.reshard_setup_s + 4)
+
+
+@pytest.mark.parametrize(
+    ("move", "want"),
+    {
+        "a GPU of the rollout to the trainer": (
+            lambda over: over.resize_trainer(CLUSTER[5:6], Layout()),
+            "n0/5 is rollout and cannot go to the actor",
+        ),
+        "a GPU of the inference to the trainer": (
+            lambda over: over.resize_trainer(CLUSTER[2:3], Layout()),
+            "n0/2 is promised to another component",
+        ),
+        "a layout of more ranks": (
+            lambda over: over.resize_trainer(CLUSTER[:2], Layout(dp=3)),
+            "layout dp3 has 3 ranks and the actor 2 GPUs",
+        ),
+        "half an engine": (lambda over: over.acquire_engines(CLUSTER[:1]), "1 GPUs are no whole engines of 2"),
+        "an engine on held GPUs": (lambda over: over.acquire_engines(CLUSTER[4:6]), "cannot go from free to rollout"),
+        "an engine that is not there": (lambda over: over.release_engines([7]), "engines [7] do not run"),
+        "a sequence that does not run": (lambda over: over.migrate([99]), "sequences [99] do not run"),
+        "a GPU outside of the cluster": (
+            lambda over: over.resize_inference(["n9/0"]),
+            "GPU n9/0 is not in the cluster, which has 8: n0/0 to n0/7",
+        ),
+        "a GPU twice": (lambda over: over.resize_inference(CLUSTER[2:3] * 2), "named twice"),
+    }.values(),
+)
+def test_a_move_that_cannot_be_made_is_refused_and_changes_nothing(move: Callable[[World], None], want: str) -> None:
+    over = world(workload(EIGHT_GROUPS))
+    before = over.view()
+    with pytest.raises(MoveRefused) as caught:
+        move(over)
+    assert want in str(caught.value)
+    assert over.view() == before
+
+
+def test_work_without_gpus_stalls_and_says_what_waits() -> None:
+    with pytest.raises(Stalled, match="4 groups wait for 0 inference GPUs"):
+        run(world(workload(EIGHT_GROUPS[:4]), inference=0))
+
+
+def test_a_dead_engines_sequences_go_on_and_its_gpus_become_free() -> None:
+    over = world(workload(EIGHT_GROUPS), faults=[EngineFault(0.5, 0)])
+    told = run(over)
+    assert told.count(What.SEQUENCE_FINISHED) == 16
+    assert over.view().free == CLUSTER[4:6]
+
+
+def test_a_lost_gpu_takes_its_engine_and_is_never_free_again() -> None:
+    over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[4])])
+    assert run(over).count(What.SEQUENCE_FINISHED) == 16
+    assert over.view().lost == CLUSTER[4:5]
+    assert over.view().free == CLUSTER[5:6]
+
+
+def test_a_lost_gpu_of_the_inference_costs_a_group_its_computation_only() -> None:
+    over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[2])])
+    assert run(over).count(What.GROUP_INFERRED) == 8
+    assert over.view().inference.gpus == CLUSTER[3:4]
+
+
+def test_a_trainer_that_dies_trains_its_open_minibatch_again_after_a_cold_start() -> None:
+    over = world(workload(EIGHT_GROUPS), faults=[GpuFault(6.0, CLUSTER[0])])
+    tokens, died = [], 0.0
+    for happening in over.happenings():
+        if happening.what is What.TRAINER_DIED:
+            died = happening.at_s
+            over.resize_trainer(CLUSTER[1:2], Layout())
+        if happening.what is What.TRAINER_RESIZED:
+            assert happening.at_s == pytest.approx(died + COSTS.switch.trainer_cold_s)
+        if happening.what is What.MINIBATCH_FINISHED:
+            tokens.append(happening.count)
+    assert died == 6.0
+    assert sum(tokens) == total_tokens(workload(EIGHT_GROUPS))
+
+
+def test_a_late_happening_is_told_later_and_changes_nothing_else() -> None:
+    on_time, late = (
+        world(workload(EIGHT_GROUPS)),
+        world(workload(EIGHT_GROUPS), faults=[LateFault(0, What.GROUP_FINISHED, 2)]),
+    )
+    run(on_time)
+    run(late)
+    told = next(each for each in late.history if each.told_s is not None)
+    assert told.told_s == told.at_s + 2
+    assert late.now_s == on_time.now_s
+    assert len(late.history) == len(on_time.history)
+
+
+def total_tokens(work: Workload) -> int:
+    return work.lengths.num_tokens + work.prompt_tokens * work.num_groups * work.group_size
