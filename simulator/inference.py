@@ -72,11 +72,8 @@ class Inference:
         self.go()
 
     def _join(self) -> None:
-        joins = tuple(
-            gpu
-            for gpu in self.wanted
-            if gpu not in (*self.gpus, *self._starting) and self._shared.gpus.holder(gpu) is Holder.FREE
-        )
+        here = {*self.gpus, *self._starting}
+        joins = tuple(gpu for gpu in self.wanted if gpu not in here and self._shared.gpus.holder(gpu) is Holder.FREE)
         if joins:
             clock = self._shared.clock
             self._shared.gpus.move(joins, Holder.FREE, Holder.INFERENCE, clock.now_s)
@@ -91,9 +88,10 @@ class Inference:
         self.go()
 
     def _leave(self) -> None:
-        leaving = tuple(gpu for gpu in self.gpus if gpu not in self.wanted)
+        wanted = set(self.wanted)
+        leaving = tuple(gpu for gpu in self.gpus if gpu not in wanted)
         if leaving:
-            self.gpus = tuple(gpu for gpu in self.gpus if gpu in self.wanted)
+            self.gpus = tuple(gpu for gpu in self.gpus if gpu in wanted)
             self._shared.gpus.move(leaving, Holder.INFERENCE, Holder.FREE, self._shared.clock.now_s)
             self._shared.tell(What.INFERENCE_RESIZED, gpus=self.gpus)
             self._shared.tell(What.GPUS_FREED, gpus=leaving)
