@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from services.scheduler.remembered import Remembered
 from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed, Snapshot, total
 from tidegate.ownership import GpuRecord, GpuState, Owner, Transition
 from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, TransitionId
@@ -268,6 +269,7 @@ class ClusterState:
     ignored: Mapping[str, int] = field(default_factory=dict)
     progress: Mapping[Role, ProgressSeen] = field(default_factory=dict)
     backlog: Mapping[str, int] = field(default_factory=dict)
+    remembered: Remembered = field(default_factory=Remembered)
 
     def lead_of(self, role: Role) -> Lead | None:
         """The lead that can be asked now."""

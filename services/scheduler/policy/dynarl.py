@@ -1,0 +1,258 @@
+"""`dynarl`: the donor and receiver rules that DynaRL published, a baseline to compare with. Pure.
+
+Order: an iteration starts with every GPU in the rollout. The rollout becomes a donor when more than `low_share` of its
+engines stay under `low_kv_use` of their KV capacity for `low_for_s`; then a few numbers of engines to keep are scored
+by the slowest stage (`stages`), and the best becomes pending. The first is carried out at once, a later one when the
+trainer is between two updates. What the rollout's end leaves behind goes to the trainer in the same way.
+
+Invariants:
+- 3 to 10 candidates are scored, keeping all engines among them; none that overfills the survivors;
+- one move before the first minibatch, then at most one after each but the last: `num_minibatches` an iteration;
+- while work waits, no GPU is left over that a whole unit of a component with work could use.
+
+Assumptions, where nothing is published:
+- a donor has no sequence that waits; inference gets the GPUs that the config gives it, while groups wait for it or are
+  still to come, then none; the trainer gets the rest in whole data-parallel copies, any number of them (the published
+  16, 32 and 52 GPUs are no divisors of a minibatch), and never fewer than it has;
+- after a move the survivors hold at most `max_kv_use` of their KV capacity;
+- the engines that go are those with the fewest KV tokens;
+- with request priority, prompts go longest first by what an earlier epoch saw, and the predictor knows it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from services.scheduler.policy.situation import (
+    Choice,
+    Situation,
+    as_configured,
+    as_engines,
+    engine_size,
+    placed_gpus,
+    replica_size,
+    with_dp,
+)
+from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
+from services.scheduler.remembered import Assignment, EngineGpus, Remembered
+from services.scheduler.values import JobSpec, Placed
+from tidegate.types import GpuId, Role, node_of
+
+MIN_CANDIDATES, MAX_CANDIDATES = 3, 10
+
+
+@dataclass(frozen=True, slots=True)
+class DynaRLRules:
+    """`low_kv_use` and `low_for_s` are flat for 0.1-0.3 and 2-8 s as published; `released_shares` are the candidates,
+    besides releasing nothing."""
+
+    request_priority: bool = False
+    low_kv_use: float = 0.3
+    low_share: float = 0.8
+    low_for_s: float = 4.0
+    max_kv_use: float = 0.8
+    released_shares: tuple[float, ...] = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+
+    def __post_init__(self) -> None:
+        num_candidates = len(self.released_shares) + 1
+        if not MIN_CANDIDATES <= num_candidates <= MAX_CANDIDATES:
+            raise ValueError(
+                f"dynarl scores {MIN_CANDIDATES} to {MAX_CANDIDATES} candidates, {num_candidates} are named; "
+                f"name {MIN_CANDIDATES - 1} to {MAX_CANDIDATES - 1} released_shares"
+            )
+        for name, share in (
+            ("low_kv_use", self.low_kv_use),
+            ("low_share", self.low_share),
+            ("max_kv_use", self.max_kv_use),
+            *(("released_shares", each) for each in self.released_shares),
+        ):
+            if not 0 < share <= 1:
+                raise ValueError(f"dynarl: {name}={share} is a share, it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class DynaRLPolicy:
+    rules: DynaRLRules
+
+    def choose(self, situation: Situation) -> Choice:
+        remembered = situation.remembered
+        if not remembered.is_of(situation.incarnation, situation.iteration):
+            remembered = _opened(situation)
+        assert remembered.assignment is not None, "an iteration opens with an assignment"
+        if situation.trainer.num_minibatches_done == situation.spec.num_minibatches:
+            remembered = replace(remembered, assignment=as_configured(situation.spec))
+            return self._chosen(situation, remembered, "all minibatches are done, everything where it is placed")
+        if situation.moving:
+            return self._chosen(situation, remembered, f"{len(situation.moving)} GPUs are on their way")
+        remembered, reason = self._planned(situation, remembered)
+        is_free_to_move = situation.trainer.is_at_boundary and (
+            not remembered.is_begun or situation.trainer.num_minibatches_done > remembered.num_answered
+        )
+        if remembered.pending_engines is None or not is_free_to_move:
+            return self._chosen(situation, remembered, reason)
+        return self._carried_out(situation, remembered, remembered.pending_engines, reason)
+
+    def _chosen(self, situation: Situation, remembered: Remembered, reason: str) -> Choice:
+        assert remembered.assignment is not None
+        return Choice(
+            assignment=remembered.assignment,
+            trains=remembered.is_begun,
+            remembered=remembered,
+            reason=f"dynarl: {reason}; {remembered.assignment}",
+            group_order=_longest_first(situation) if self.rules.request_priority else (),
+        )
+
+    def _planned(self, situation: Situation, remembered: Remembered) -> tuple[Remembered, str]:
+        """With what is pending now, and since when the rollout is nearly empty."""
+        if not situation.num_unfinished:
+            wants_more = split_of(situation, 0) != _present(situation)
+            pending = 0 if wants_more else None
+            return replace(remembered, pending_engines=pending, low_since_ms=None), "the rollout is done"
+        low = sum(engine.kv_use < self.rules.low_kv_use for engine in situation.engines)
+        told = f"{low} of {len(situation.engines)} engines under {self.rules.low_kv_use:g} of their KV"
+        if not self._is_low(situation, low):
+            return replace(remembered, low_since_ms=None), told
+        since = situation.now_ms if remembered.low_since_ms is None else remembered.low_since_ms
+        low_for_s = (situation.now_ms - since) / 1000
+        if remembered.pending_engines is not None or low_for_s < self.rules.low_for_s:
+            return replace(remembered, low_since_ms=since), f"{told} for {low_for_s:g} s"
+        pending, scored = self._best(situation)
+        reason = f"{told} for {low_for_s:g} s; {scored}"
+        return replace(remembered, pending_engines=pending, low_since_ms=None), reason
+
+    def _is_low(self, situation: Situation, num_low: int) -> bool:
+        num_engines = len(situation.engines)
+        waits = situation.num_unfinished != sum(engine.num_running for engine in situation.engines)
+        return num_engines > 1 and not waits and num_low > self.rules.low_share * num_engines
+
+    def _best(self, situation: Situation) -> tuple[int | None, str]:
+        """The engines to keep; None when keeping all is best. The earlier candidate, which moves less, wins a tie."""
+        if not situation.trainer.measured:
+            return None, "no minibatch was measured yet"
+        left = outlook(situation, uses_hints=self.rules.request_priority)
+        best: int | None = None
+        stays_s = best_s = slowest_stage_s(situation, left, _present(situation))
+        num_scored = 1
+        for num_engines in self._candidates(situation):
+            split = split_of(situation, num_engines)
+            if split.num_trainer_gpus <= situation.trainer.num_gpus:
+                continue
+            num_scored += 1
+            seconds = slowest_stage_s(situation, left, split)
+            if seconds < best_s:
+                best, best_s = num_engines, seconds
+        return best, f"{num_scored} candidates, {stays_s:.1f} s as it is, {best_s:.1f} s at best"
+
+    def _candidates(self, situation: Situation) -> tuple[int, ...]:
+        """Numbers of engines to keep that hold what runs, the most first."""
+        engines = situation.engines
+        num_kv_tokens = sum(engine.num_kv_tokens for engine in engines)
+        slots = min(engine.max_running for engine in engines)
+        capacity_tokens = min(engine.kv_capacity_tokens for engine in engines) * self.rules.max_kv_use
+        kept = {max(1, len(engines) - round(len(engines) * share)) for share in self.rules.released_shares}
+        holding = (
+            num
+            for num in kept
+            if num < len(engines) and situation.num_submitted <= num * slots and num_kv_tokens <= num * capacity_tokens
+        )
+        return tuple(sorted(holding, reverse=True))
+
+    def _carried_out(self, situation: Situation, remembered: Remembered, num_engines: int, reason: str) -> Choice:
+        assignment = _assigned(situation, split_of(situation, min(num_engines, len(situation.engines))))
+        moved = replace(
+            remembered,
+            assignment=assignment,
+            is_begun=assignment.trainer is not None,
+            num_answered=situation.trainer.num_minibatches_done,
+            num_moves=remembered.num_moves + (assignment != remembered.assignment),
+            pending_engines=None,
+        )
+        return self._chosen(situation, moved, reason)
+
+
+def split_of(situation: Situation, num_engines: int) -> Split:
+    """With so many engines kept: inference its configured GPUs while it has work, the trainer the rest; what makes no
+    whole copy of the trainer goes to inference, or stays in engines."""
+    spec, now = situation.spec, situation.trainer.num_gpus
+    size = engine_size(spec)
+    rest = len(_there(situation)) - num_engines * size
+    unit = replica_size(spec.placement[Role.INFERENCE].layout)
+    num_wanted = 0 if situation.is_inferred else len(spec.placement[Role.INFERENCE].gpus)
+    num_inference = max(0, min(num_wanted, rest - now)) // unit * unit
+    num_trainer = max(now, _largest_trainer(spec, rest - num_inference))
+    left = max(0, rest - num_inference - num_trainer)
+    if num_wanted:
+        num_inference += left // unit * unit
+        left %= unit
+    if situation.num_unfinished:
+        num_engines = min(len(situation.engines), num_engines + left // size)
+    return Split(num_engines, num_trainer, num_inference)
+
+
+def _largest_trainer(spec: JobSpec, num_gpus: int) -> int:
+    """GPUs of the most data-parallel copies that fit; each has a sequence of every minibatch."""
+    layout = spec.placement[Role.ACTOR].layout
+    size = replica_size(layout)
+    most = min(num_gpus // size, spec.num_prompts // spec.num_minibatches * spec.group_size)
+    return next((dp * size for dp in range(most, 0, -1) if with_dp(layout, dp)), 0)
+
+
+def _present(situation: Situation) -> Split:
+    return Split(len(situation.engines), situation.trainer.num_gpus, len(situation.inference.gpus))
+
+
+def _there(situation: Situation) -> tuple[GpuId, ...]:
+    """Placed GPUs that a component may be given: none that is lost or on its way."""
+    trainer = situation.trainer.placed
+    held = {gpu for engine in situation.engines for gpu in engine.gpus}
+    held.update(situation.inference.gpus, situation.free, trainer.gpus if trainer else ())
+    return tuple(gpu for gpu in placed_gpus(situation.spec) if gpu in held)
+
+
+def _assigned(situation: Situation, split: Split) -> Assignment:
+    """GPUs stay where they are if they can, else they go home if they can."""
+    spec, placed = situation.spec, situation.trainer.placed
+    fullest = sorted(situation.engines, key=lambda engine: -engine.num_kv_tokens)[: split.num_engines]
+    kept = {engine.gpus for engine in fullest}
+    engines = tuple(engine.gpus for engine in situation.engines if engine.gpus in kept)
+    trainer = placed.gpus if placed else ()
+    taken = {*trainer, *(gpu for engine in engines for gpu in engine)}
+    pool = [gpu for gpu in _there(situation) if gpu not in taken]
+    present = set(situation.inference.gpus)
+    homes = {role: set(spec.placement[role].gpus) for role in Role}
+    pool.sort(key=lambda gpu: (gpu not in present, gpu not in homes[Role.INFERENCE], gpu in homes[Role.ACTOR]))
+    inference, pool = tuple(pool[: split.num_inference_gpus]), pool[split.num_inference_gpus :]
+    pool.sort(key=lambda gpu: gpu not in homes[Role.ACTOR])
+    gpus = (*trainer, *pool[: split.num_trainer_gpus - len(trainer)])
+    layout = spec.placement[Role.ACTOR].layout
+    grown = with_dp(layout, len(gpus) // replica_size(layout))
+    return Assignment(engines, Placed(gpus, grown) if grown else None, inference)
+
+
+def _opened(situation: Situation) -> Remembered:
+    return Remembered(
+        incarnation=situation.incarnation,
+        iteration=situation.iteration,
+        assignment=Assignment(_everywhere(situation.spec), trainer=None, inference=()),
+    )
+
+
+def _everywhere(spec: JobSpec) -> tuple[EngineGpus, ...]:
+    """Engines as configured, and on the other components' GPUs as many as fit on each node."""
+    size = engine_size(spec)
+    lent = (*spec.placement[Role.ACTOR].gpus, *spec.placement[Role.INFERENCE].gpus)
+    by_node = {node_of(gpu): tuple(each for each in lent if node_of(each) == node_of(gpu)) for gpu in lent}
+    more = (engine for gpus in by_node.values() for engine in as_engines(gpus, size))
+    return (*as_configured(spec).engines, *more)
+
+
+def _longest_first(situation: Situation) -> tuple[int, ...]:
+    """Prompts that no engine was given yet; one without a hint counts as the mean."""
+    hints = [group.hint_tokens for group in situation.groups if group.hint_tokens is not None]
+    mean = sum(hints) / len(hints) if hints else 0.0
+    waiting = [
+        (-(mean if group.hint_tokens is None else group.hint_tokens), prompt)
+        for prompt, group in enumerate(situation.groups)
+        if any(each.engine is None for each in group.unfinished)
+    ]
+    return tuple(prompt for _, prompt in sorted(waiting))

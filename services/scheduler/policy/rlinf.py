@@ -1,0 +1,226 @@
+"""`rlinf`: the rules of RLinf's open scheduler as they are, a baseline to compare with. Pure.
+
+Order: at an iteration's start the rollout may have the actor's GPUs too, until half of the sequences are done; then
+after each minibatch, while the actor is blocked, rollout, inference and actor are asked in this order what they give
+and take; after the last one everything is where the config places it, for the weights to be taken.
+
+Invariants:
+- it acts when half of the sequences are done and after a minibatch, at no other time, and one way: to the actor;
+- after each minibatch it answers once; its memory says which were answered;
+- inference gives all of its GPUs or none; GPUs that make no whole legal data-parallel copy stay ownerless, as in RLinf.
+
+Ours, where the rules are silent: sequences are counted, not groups, and those that the rollout's lead still holds count
+as running; GPUs are given and taken in the order of placement (actor, rollout, inference), contiguous where the
+placement is; a dead engine counts as none; with experts only numbers of copies that divide over them are legal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from services.scheduler.policy.situation import (
+    Choice,
+    Engine,
+    Situation,
+    as_configured,
+    as_engines,
+    engine_size,
+    placed_gpus,
+    replica_size,
+    with_dp,
+)
+from services.scheduler.remembered import Assignment, EngineGpus, Remembered
+from services.scheduler.values import JobSpec, Placed
+from tidegate.types import GpuId, Role
+
+PRE_PROCESS_SHARE = 2
+"""The rollout gives the actor's GPUs back once `1 / PRE_PROCESS_SHARE` of the sequences run; hard-coded in RLinf."""
+
+
+@dataclass(frozen=True, slots=True)
+class RLinfRules:
+    """RLinf's keys, with the defaults of its workers."""
+
+    max_running_requests: int
+    auto_scheduler: bool = False
+    use_pre_process_policy: bool = False
+    use_wait_before_last_iter_policy: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_running_requests < 1:
+            raise ValueError(f"max_running_requests={self.max_running_requests} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a component is left with; `waits_for` is what the actor stays blocked for, empty when for nothing."""
+
+    engines: tuple[EngineGpus, ...]
+    waits_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RLinfPolicy:
+    rules: RLinfRules
+
+    def check(self, spec: JobSpec) -> None:
+        """ValueError when RLinf could not start: the actor's dp is not legal, or no whole engines fit on its GPUs."""
+        if not self.rules.auto_scheduler:
+            return
+        actor, legal = spec.placement[Role.ACTOR], valid_dp(spec)
+        if actor.layout.dp not in legal:
+            raise ValueError(
+                f"rlinf: the actor's dp={actor.layout.dp} does not divide {_prompts_per_minibatch(spec)} prompts a "
+                f"minibatch; legal dp: {', '.join(map(str, legal))}"
+            )
+        if self.rules.use_pre_process_policy and len(actor.gpus) % engine_size(spec):
+            raise ValueError(
+                f"rlinf: use_pre_process_policy lends the actor's {len(actor.gpus)} GPUs to engines of "
+                f"{engine_size(spec)}, which must divide them; change the placement or turn the policy off"
+            )
+
+    def choose(self, situation: Situation) -> Choice:
+        remembered = situation.remembered
+        if not self.rules.auto_scheduler:
+            home = as_configured(situation.spec)
+            return Choice(home, trains=True, remembered=remembered, reason="rlinf: auto_scheduler is off")
+        if not remembered.is_of(situation.incarnation, situation.iteration):
+            remembered = self._opened(situation)
+        assignment = remembered.assignment
+        assert assignment is not None, "an iteration opens with an assignment"
+        if not remembered.is_begun:
+            return self._pre_processed(situation, remembered, assignment)
+        num_done = situation.trainer.num_minibatches_done
+        if not situation.trainer.is_at_boundary or num_done <= remembered.num_answered:
+            return Choice(assignment, True, remembered, f"rlinf: as after minibatch {remembered.num_answered}")
+        if situation.moving:
+            reason = f"rlinf: minibatch {num_done} is done, {len(situation.moving)} GPUs are on their way"
+            return Choice(assignment, False, remembered, reason)
+        if num_done == situation.spec.num_minibatches:
+            home = as_configured(situation.spec)
+            return self._answered(home, remembered, num_done, "all are done, everything where it is placed")
+        return self._after_minibatch(situation, remembered, num_done)
+
+    def _opened(self, situation: Situation) -> Remembered:
+        spec, pre = situation.spec, self.rules.use_pre_process_policy
+        home = as_configured(spec)
+        lent = as_engines(spec.placement[Role.ACTOR].gpus, engine_size(spec)) if pre else ()
+        return Remembered(
+            incarnation=situation.incarnation,
+            iteration=situation.iteration,
+            assignment=Assignment((*lent, *home.engines), None if pre else home.trainer, home.inference),
+            is_begun=not pre,
+        )
+
+    def _pre_processed(self, situation: Situation, remembered: Remembered, lent: Assignment) -> Choice:
+        unsubmitted = situation.num_unfinished - situation.num_submitted
+        most = situation.num_sequences // PRE_PROCESS_SHARE
+        told = f"{situation.num_submitted} of {situation.num_sequences} sequences run, {unsubmitted} are not submitted"
+        if unsubmitted or situation.num_submitted > most:
+            reason = f"rlinf: {told}; the actor's GPUs generate until at most {most} run"
+            return Choice(lent, False, remembered, reason)
+        assignment = as_configured(situation.spec)
+        begun = replace(remembered, assignment=assignment, is_begun=True, num_moves=remembered.num_moves + 1)
+        return Choice(assignment, True, begun, f"rlinf: {told}; the actor gets its GPUs back")
+
+    def _after_minibatch(self, situation: Situation, remembered: Remembered, num_done: int) -> Choice:
+        """After minibatch number `num_done`, which is not the last: what the pseudo-code calls `it = num_done - 1`."""
+        is_before_last = num_done == situation.spec.num_minibatches - 1
+        waits_before_last = self.rules.use_wait_before_last_iter_policy and is_before_last
+        left = self._rollout_left(situation, waits_before_last)
+        keeps_inference, waits_for = self._inference_left(situation, left, waits_before_last)
+        inference = situation.inference.gpus if keeps_inference else ()
+        trainer = situation.trainer.placed
+        if left.waits_for or waits_for:
+            held = Assignment(left.engines, trainer, inference)
+            reason = f"rlinf: after minibatch {num_done} the actor waits for {left.waits_for or waits_for}"
+            return Choice(held, False, replace(remembered, assignment=held), reason)
+        available = _available(situation, left.engines, inference)
+        grown = _grown(situation, available)
+        assignment = Assignment(left.engines, grown, inference)
+        reason = (
+            f"{situation.num_unfinished} sequences are unfinished, {len(left.engines)} of {len(situation.engines)} "
+            f"engines are left, {len(available)} GPUs were to be had; {assignment}"
+        )
+        return self._answered(assignment, remembered, num_done, reason)
+
+    def _answered(self, assignment: Assignment, remembered: Remembered, num_done: int, reason: str) -> Choice:
+        answered = replace(
+            remembered,
+            assignment=assignment,
+            num_answered=num_done,
+            num_moves=remembered.num_moves + (assignment != remembered.assignment),
+        )
+        return Choice(assignment, True, answered, f"rlinf: after minibatch {num_done}: {reason}")
+
+    def _rollout_left(self, situation: Situation, waits_before_last: bool) -> _Left:
+        engines = _in_placement_order(situation.spec, situation.engines)
+        if situation.num_unfinished == 0 or not engines:
+            return _Left(())
+        if waits_before_last:
+            return _Left(engines, f"{situation.num_unfinished} sequences before the last minibatch")
+        if len(engines) <= 1:
+            return _Left(engines)
+        num_needed = -(-situation.num_unfinished // self.rules.max_running_requests)
+        num_releasable = max(0, len(engines) - num_needed)
+        size = engine_size(situation.spec)
+        num_gpus = _largest_growth(situation, num_releasable * size)
+        return _Left(engines[-(-num_gpus // size) :])
+
+    def _inference_left(self, situation: Situation, rollout: _Left, waits_before_last: bool) -> tuple[bool, str]:
+        """Whether it keeps its GPUs, and what the actor waits for."""
+        if rollout.waits_for or not situation.inference.gpus:
+            return True, ""
+        waits = self.rules.use_wait_before_last_iter_policy
+        if waits and rollout.engines and not waits_before_last:
+            return True, ""
+        if situation.is_inferred:
+            return False, ""
+        return True, "inference to finish" if waits else ""
+
+
+def valid_dp(spec: JobSpec) -> tuple[int, ...]:
+    """RLinf's legal numbers of data-parallel copies: those that divide the prompts of a minibatch, up to all GPUs."""
+    layout = spec.placement[Role.ACTOR].layout
+    most = len(placed_gpus(spec)) // replica_size(layout)
+    return tuple(dp for dp in range(1, most + 1) if _prompts_per_minibatch(spec) % dp == 0 and with_dp(layout, dp))
+
+
+def _prompts_per_minibatch(spec: JobSpec) -> int:
+    return spec.num_prompts // spec.num_minibatches
+
+
+def _largest_growth(situation: Situation, num_gpus: int) -> int:
+    """The most GPUs, out of so many, by which the actor can grow to a legal dp."""
+    placed = situation.trainer.placed
+    dp = placed.layout.dp if placed else 0
+    size = replica_size(situation.spec.placement[Role.ACTOR].layout)
+    growths = [(each - dp) * size for each in valid_dp(situation.spec) if each > dp]
+    return max((growth for growth in growths if growth <= num_gpus), default=0)
+
+
+def _available(
+    situation: Situation, engines: tuple[EngineGpus, ...], inference: tuple[GpuId, ...]
+) -> tuple[GpuId, ...]:
+    """Placed GPUs that are in working order and in no component, in placement order."""
+    trainer = situation.trainer.placed
+    kept = {*(gpu for engine in engines for gpu in engine), *inference, *(trainer.gpus if trainer else ())}
+    there = {*(gpu for engine in situation.engines for gpu in engine.gpus), *situation.inference.gpus, *situation.free}
+    return tuple(gpu for gpu in placed_gpus(situation.spec) if gpu in there and gpu not in kept)
+
+
+def _grown(situation: Situation, available: tuple[GpuId, ...]) -> Placed | None:
+    placed, layout = situation.trainer.placed, situation.spec.placement[Role.ACTOR].layout
+    growth = _largest_growth(situation, len(available))
+    dp = (placed.layout.dp if placed else 0) + growth // replica_size(layout)
+    grown = with_dp(layout, dp)
+    if growth == 0 or grown is None:
+        return placed
+    return Placed((*(placed.gpus if placed else ()), *available[:growth]), grown)
+
+
+def _in_placement_order(spec: JobSpec, engines: tuple[Engine, ...]) -> tuple[EngineGpus, ...]:
+    rank = {gpu: index for index, gpu in enumerate(placed_gpus(spec))}
+    return tuple(
+        sorted((engine.gpus for engine in engines), key=lambda gpus: [rank.get(gpu, len(rank)) for gpu in gpus])
+    )

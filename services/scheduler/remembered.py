@@ -1,0 +1,68 @@
+"""What a policy remembers of the open iteration: a value in the state, because policies keep nothing themselves.
+
+Invariants:
+- an `Assignment` gives a GPU to at most one component, and the trainer as many GPUs as its layout has ranks;
+- what was remembered of another iteration, or of another incarnation, counts for nothing (`is_of`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from services.scheduler.values import Placed
+from tidegate.types import GpuId
+
+EngineGpus = tuple[GpuId, ...]
+"""Those of one engine, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which GPUs each component should have; those in none are to be free. `trainer` is None while it should have
+    none."""
+
+    engines: tuple[EngineGpus, ...]
+    trainer: Placed | None
+    inference: tuple[GpuId, ...]
+
+    def __post_init__(self) -> None:
+        if self.trainer is not None and len(self.trainer.gpus) != self.trainer.layout.num_ranks:
+            ranks = self.trainer.layout.num_ranks
+            raise ValueError(
+                f"trainer on {len(self.trainer.gpus)} GPUs with layout {self.trainer.layout}: it has {ranks} ranks; "
+                f"assign {ranks} GPUs or another layout"
+            )
+        twice = sorted(gpu for gpu, count in Counter(self.gpus).items() if count > 1)
+        if twice:
+            raise ValueError(f"{len(twice)} GPUs are assigned twice ({', '.join(twice)}); assign each GPU once")
+
+    @property
+    def gpus(self) -> tuple[GpuId, ...]:
+        """All that it assigns: the rollout's, the trainer's, inference's."""
+        trainer = self.trainer.gpus if self.trainer else ()
+        return (*(gpu for engine in self.engines for gpu in engine), *trainer, *self.inference)
+
+    def __str__(self) -> str:
+        rollout = sum(map(len, self.engines))
+        trainer = len(self.trainer.gpus) if self.trainer else 0
+        return f"rollout {rollout}, actor {trainer}, inference {len(self.inference)} GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """`is_begun`: the trainer was given its GPUs in this iteration; `num_answered`: minibatches after which it was told
+    how to go on; `low_since_ms`: since when the rollout's engines are nearly empty; `pending_engines`: how many are to
+    be left once the trainer is between two updates."""
+
+    incarnation: int = 0
+    iteration: int | None = None
+    assignment: Assignment | None = None
+    is_begun: bool = False
+    num_answered: int = 0
+    num_moves: int = 0
+    low_since_ms: int | None = None
+    pending_engines: int | None = None
+
+    def is_of(self, incarnation: int, iteration: int) -> bool:
+        return self.assignment is not None and (self.incarnation, self.iteration) == (incarnation, iteration)

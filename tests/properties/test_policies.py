@@ -1,0 +1,224 @@
+"""Policies that look at a situation, through whole iterations in which anything may happen in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules, valid_dp
+from services.scheduler.policy.situation import (
+    Choice,
+    Group,
+    GroupStage,
+    Sequence,
+    Situation,
+    TrainerRate,
+    as_configured,
+    engine_size,
+    placed_gpus,
+    replica_size,
+)
+from services.scheduler.remembered import Assignment, Remembered
+from services.scheduler.values import JobSpec
+from tests.unit.scheduler.situations import job, seen
+from tidegate.types import Role
+
+QUICK = settings(max_examples=80, deadline=None)
+MAX_RUNNING = 8
+
+
+@dataclass
+class World:
+    """An iteration that does at once what a policy chooses, and in which the drawn steps happen."""
+
+    spec: JobSpec
+    policy: RLinfPolicy | DynaRLPolicy
+    at: Assignment
+    groups: list[Group]
+    remembered: Remembered = field(default_factory=Remembered)
+    trains: bool = False
+    num_done: int = 0
+    is_in_minibatch: bool = False
+    now_ms: int = 0
+
+    def seen(self) -> Situation:
+        """Sequences are spread over the engines' slots anew."""
+        slots, number = len(self.at.engines) * MAX_RUNNING, 0
+        groups = []
+        for group in self.groups:
+            spread = []
+            for sequence in group.unfinished:
+                spread.append(replace(sequence, engine=number % len(self.at.engines) if number < slots else None))
+                number += 1
+            groups.append(replace(group, unfinished=tuple(spread)))
+        layout = self.spec.placement[Role.ACTOR].layout
+        return seen(
+            self.spec,
+            self.at,
+            num_done=self.num_done,
+            is_at_boundary=not self.is_in_minibatch,
+            groups=tuple(groups),
+            max_running=MAX_RUNNING,
+            measured=(TrainerRate(layout, 10.0),),
+            remembered=self.remembered,
+            now_ms=self.now_ms,
+        )
+
+    def choose(self) -> Choice:
+        situation = self.seen()
+        choice = self.policy.choose(situation)
+        assert self.policy.choose(situation) == choice, "the same situation, the same choice"
+        self.remembered, self.at, self.trains = choice.remembered, choice.assignment, choice.trains
+        return choice
+
+    def work(self, step: str, number: int) -> None:
+        self.now_ms += 1000 * number
+        if step == "finish":
+            self._finish(number)
+        elif step == "infer" and self.at.inference:
+            self._infer(number)
+        elif step == "train" and self.at.trainer is not None:
+            self._train()
+
+    def _finish(self, number: int) -> None:
+        for index, group in enumerate(self.groups):
+            ended = min(number, len(group.unfinished)) if self.at.engines else 0
+            rest = tuple(replace(each, num_tokens=each.num_tokens + 10) for each in group.unfinished[ended:])
+            finished = (*group.finished, *(each.num_tokens for each in group.unfinished[:ended]))
+            over = group.stage is GroupStage.GENERATING and not rest
+            stage = GroupStage.GENERATED if over else group.stage
+            self.groups[index] = replace(group, stage=stage, finished=finished, unfinished=rest)
+            number -= ended
+
+    def _infer(self, number: int) -> None:
+        for index, group in enumerate(self.groups):
+            if group.stage is GroupStage.GENERATED and number:
+                self.groups[index] = replace(group, stage=GroupStage.INFERRED)
+                number -= 1
+
+    def _train(self) -> None:
+        if self.is_in_minibatch:
+            self.is_in_minibatch, self.num_done = False, self.num_done + 1
+            return
+        size = self.spec.num_prompts // self.spec.num_minibatches
+        ready = [index for index, group in enumerate(self.groups) if group.stage is GroupStage.INFERRED][:size]
+        if self.trains and len(ready) == size and self.num_done < self.spec.num_minibatches:
+            self.is_in_minibatch = True
+            for index in ready:
+                self.groups[index] = replace(self.groups[index], stage=GroupStage.TAKEN)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> JobSpec:
+    rollout_tp, actor_tp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))
+    return job(
+        actor=actor_tp * draw(st.integers(1, 3)),
+        rollout=rollout_tp * draw(st.integers(1, 5)),
+        inference=draw(st.integers(1, 3)),
+        actor_tp=actor_tp,
+        rollout_tp=rollout_tp,
+        prompts=12,
+        group_size=4,
+        minibatches=draw(st.sampled_from([1, 2, 3])),
+    )
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["finish", "finish", "infer", "train", "train", "wait"]), st.integers(1, 12)), max_size=60
+)
+
+
+def opened(spec: JobSpec, policy: RLinfPolicy | DynaRLPolicy) -> World:
+    groups = [Group(GroupStage.GENERATING, (), (Sequence(10, None),) * spec.group_size)] * spec.num_prompts
+    return World(spec, policy, as_configured(spec), groups)
+
+
+def check_assignment(world: World, assignment: Assignment) -> None:
+    """It is one of GPUs that there are, in whole engines and whole copies; that each GPU is in it once, and that the
+    trainer has one for each rank, was checked when it was made."""
+    spec = world.spec
+    assert set(assignment.gpus) <= set(placed_gpus(spec))
+    assert all(len(engine) == engine_size(spec) for engine in assignment.engines)
+    if assignment.trainer is not None:
+        actor = spec.placement[Role.ACTOR].layout
+        assert replace(assignment.trainer.layout, dp=actor.dp) == actor
+        assert assignment.trainer.layout.dp <= spec.num_prompts // spec.num_minibatches * spec.group_size
+
+
+@QUICK
+@given(spec=specs(), steps=STEPS, priority=st.booleans())
+def test_dynarl_keeps_its_bounds_and_strands_no_gpu_that_work_could_use(
+    spec: JobSpec, steps: list[tuple[str, int]], priority: bool
+) -> None:
+    world = opened(spec, DynaRLPolicy(DynaRLRules(request_priority=priority, low_for_s=1.0)))
+    for step, number in [("wait", 1), *steps]:
+        held = len(world.at.gpus)
+        choice = world.choose()
+        check_assignment(world, choice.assignment)
+        assert choice.remembered.num_moves <= spec.num_minibatches
+        if held != len(choice.assignment.gpus) or choice.assignment.trainer is None:
+            check_nothing_stranded(world)
+        assert world.choose().assignment == choice.assignment, "nothing happened, nothing changes"
+        world.work(step, number)
+
+
+def check_nothing_stranded(world: World) -> None:
+    spec, situation = world.spec, world.seen()
+    units = [replica_size(spec.placement[Role.ACTOR].layout)] if world.at.trainer is not None else []
+    if situation.num_unfinished:
+        units.append(engine_size(spec))
+    if not situation.is_inferred and world.at.trainer is not None:
+        units.append(replica_size(spec.placement[Role.INFERENCE].layout))
+    assert not units or len(situation.free) < min(units), world.at
+
+
+@QUICK
+@given(spec=specs(), steps=STEPS, pre=st.booleans(), wait=st.booleans(), max_running=st.integers(1, 16))
+def test_rlinf_moves_after_minibatches_alone_and_only_to_legal_layouts(
+    spec: JobSpec, steps: list[tuple[str, int]], pre: bool, wait: bool, max_running: int
+) -> None:
+    rules = RLinfRules(
+        max_running_requests=max_running,
+        auto_scheduler=True,
+        use_pre_process_policy=pre,
+        use_wait_before_last_iter_policy=wait,
+    )
+    world = opened(spec, RLinfPolicy(rules))
+    at_home = spec.placement[Role.ACTOR].layout.dp
+    for step, number in [("wait", 1), *steps]:
+        before, answered = world.at, world.remembered.num_answered
+        was_begun, num_engines = world.remembered.is_begun, len(world.at.engines)
+        choice = world.choose()
+        check_assignment(world, choice.assignment)
+        assert choice.remembered.num_moves <= spec.num_minibatches + 1
+        if was_begun and world.num_done == answered:
+            assert choice.assignment == before
+        if was_begun and world.num_done < spec.num_minibatches:
+            assert len(choice.assignment.engines) <= num_engines
+        if choice.assignment.trainer is not None:
+            assert choice.assignment.trainer.layout.dp in {at_home, *valid_dp(spec)}
+        world.work(step, number)
+
+
+@QUICK
+@given(spec=specs(), steps=STEPS)
+def test_the_same_history_gives_the_same_choices(spec: JobSpec, steps: list[tuple[str, int]]) -> None:
+    for policy in (DynaRLPolicy(DynaRLRules()), RLinfPolicy(RLinfRules(8, True, True))):
+        histories = []
+        for _ in range(2):
+            world = opened(spec, policy)
+            choices = []
+            for step, number in steps:
+                choices.append(world.choose())
+                world.work(step, number)
+            histories.append(choices)
+        assert histories[0] == histories[1]
+
+
+def test_a_rollout_on_every_gpu_leaves_at_most_part_of_an_engine() -> None:
+    spec = job(actor=2, rollout=4, inference=3, rollout_tp=2, prompts=12, minibatches=3)
+    world = opened(spec, DynaRLPolicy(DynaRLRules()))
+    assert len(world.choose().assignment.gpus) == 8

@@ -1,0 +1,131 @@
+"""What a policy sees is whole and free of contradictions, and what it remembers is a part of the state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.scheduler.codec import decode_state, encode_state
+from services.scheduler.policy.situation import (
+    GroupStage,
+    Situation,
+    Trainer,
+    TrainerRate,
+    as_configured,
+    as_engines,
+    with_dp,
+)
+from services.scheduler.remembered import Assignment, Remembered
+from services.scheduler.state import ClusterState
+from services.scheduler.values import Placed
+from tests.unit.scheduler.fake_cluster import JOB
+from tests.unit.scheduler.situations import gpus, job, seen
+from tidegate.types import Layout
+
+SPEC = job(actor=2, rollout=4, inference=2, prompts=8, group_size=2, minibatches=2)
+HOME = as_configured(SPEC)
+
+
+def whole() -> Situation:
+    return seen(SPEC, HOME, num_unfinished=6, num_unsubmitted=1)
+
+
+def changed(**fields: Any) -> Situation:
+    return replace(whole(), **fields)
+
+
+def with_group(**fields: Any) -> Situation:
+    groups = whole().groups
+    return changed(groups=(replace(groups[0], **fields), *groups[1:]))
+
+
+def test_a_whole_situation_counts_what_runs_and_what_waits() -> None:
+    situation = whole()
+    assert (situation.num_sequences, situation.num_unfinished, situation.num_submitted) == (16, 6, 5)
+    assert not situation.is_inferred
+
+
+CONTRADICTIONS = {
+    "a GPU in two places": (lambda: changed(free=gpus(0, 1)), "n0/0 in two places"),
+    "a GPU that is on its way and free": (lambda: changed(free=gpus(8, 9), moving=gpus(8, 9)), "n0/8 in two places"),
+    "an engine of another size": (
+        lambda: changed(engines=(replace(whole().engines[0], gpus=gpus(8, 10)), *whole().engines[1:])),
+        "1 of 4 engines have not 1 GPUs",
+    ),
+    "a trainer that lacks ranks": (
+        lambda: changed(trainer=Trainer(Placed(gpus(0, 1), Layout(dp=2)), 0, True, ())),
+        "the trainer has 1 GPUs, its layout 2 ranks",
+    ),
+    "more minibatches than there are": (
+        lambda: changed(trainer=replace(whole().trainer, num_minibatches_done=3)),
+        "3 minibatches are done, it has 2",
+    ),
+    "a minibatch on no GPUs": (lambda: changed(trainer=Trainer(None, 0, False, ())), "the trainer has no GPUs"),
+    "an engine that holds another number": (
+        lambda: changed(engines=(replace(whole().engines[0], num_waiting=5), *whole().engines[1:])),
+        "engine 0 tells of 6 sequences, the groups of 1",
+    ),
+    "a group too small": (lambda: with_group(finished=(100,)), "group 0 has 1 sequences, the group size is 2"),
+    "a finished group that is generated": (
+        lambda: with_group(stage=GroupStage.GENERATING),
+        "group 0 is generating with 0 unfinished sequences",
+    ),
+    "a sequence on no engine that is there": (
+        lambda: changed(engines=whole().engines[:2]),
+        "sequences on engine 2, there are 2",
+    ),
+    "too few groups": (lambda: changed(groups=whole().groups[1:]), "7 groups, at least 8 prompts were asked for"),
+    "a rate of nothing": (
+        lambda: changed(trainer=replace(whole().trainer, measured=(TrainerRate(Layout(dp=2), 0.0),))),
+        "the trainer's rate at dp2 is 0.0, it must be above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_situation_that_contradicts_itself_is_refused(name: str) -> None:
+    make, want = CONTRADICTIONS[name]
+    with pytest.raises(ValueError, match="situation of iteration 0") as refused:
+        make()
+    assert want in str(refused.value)
+
+
+def test_an_assignment_gives_a_gpu_once_and_the_trainer_one_for_each_rank() -> None:
+    with pytest.raises(ValueError, match=r"1 GPUs are assigned twice \(n0/1\)"):
+        Assignment((gpus(0, 2),), None, gpus(1, 3))
+    with pytest.raises(ValueError, match="trainer on 3 GPUs with layout dp2: it has 2 ranks"):
+        Assignment((), Placed(gpus(0, 3), Layout(dp=2)), ())
+
+
+@pytest.mark.parametrize(
+    "remembered",
+    [
+        Remembered(),
+        Remembered(2, 5, HOME, is_begun=True, num_answered=3, num_moves=2, low_since_ms=1234, pending_engines=0),
+        Remembered(iteration=0, assignment=Assignment((gpus(0, 2), gpus(4, 6)), None, ())),
+    ],
+)
+def test_what_a_policy_remembers_comes_back_from_the_states_bytes(remembered: Remembered) -> None:
+    state = ClusterState(job=JOB, remembered=remembered)
+    encoded = encode_state(state)
+    assert decode_state(encoded) == state
+    assert encode_state(decode_state(encoded)) == encoded
+
+
+def test_what_was_remembered_counts_in_its_own_iteration_and_incarnation_alone() -> None:
+    remembered = Remembered(incarnation=1, iteration=2, assignment=HOME)
+    assert remembered.is_of(1, 2)
+    assert not remembered.is_of(2, 2)
+    assert not remembered.is_of(1, 3)
+    assert not Remembered().is_of(0, 0)
+
+
+def test_what_does_not_fill_an_engine_is_left_out() -> None:
+    assert as_engines(gpus(0, 5), 2) == (gpus(0, 2), gpus(2, 4))
+
+
+def test_copies_that_the_experts_do_not_divide_over_make_no_layout() -> None:
+    assert with_dp(Layout(dp=2, ep=2), 3) is None
+    assert with_dp(Layout(dp=2, ep=2), 4) == Layout(dp=4, ep=2)
