@@ -127,8 +127,11 @@ def specs(draw: st.DrawFn) -> JobSpec:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["finish", "finish", "infer", "train", "train", "wait"]), st.integers(1, 12)), max_size=60
+    st.tuples(st.sampled_from(["finish", "finish", "infer", "train", "train", "wait"]), st.integers(1, 24)),
+    min_size=20,
+    max_size=60,
 )
+"""Enough that most iterations get past their first minibatch, and many to their end."""
 
 
 def opened(spec: JobSpec, policy: RLinfPolicy | DynaRLPolicy) -> World:

@@ -141,7 +141,7 @@ def trainer_rate(measured: tuple[TrainerRate, ...], num_gpus: int) -> float:
     above = [each for each in known if each[0] > num_gpus]
     if not (below and above):
         size, rate = below[-1] if below else above[0]
-        return rate * (num_gpus / size) ** TRAINER_EXPONENT
+        return rate * math.pow(num_gpus / size, TRAINER_EXPONENT)
     (small, slow), (large, fast) = below[-1], above[0]
     exponent = math.log(fast / slow) / math.log(large / small)
-    return slow * (num_gpus / small) ** exponent
+    return slow * math.pow(num_gpus / small, exponent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_a_whole_situation_counts_what_runs_and_what_waits() -> None:
     assert not situation.is_inferred
 
 
-CONTRADICTIONS = {
+CONTRADICTIONS: dict[str, tuple[Callable[[], Situation], str]] = {
     "a GPU in two places": (lambda: changed(free=gpus(0, 1)), "n0/0 in two places"),
     "a GPU that is on its way and free": (lambda: changed(free=gpus(8, 9), moving=gpus(8, 9)), "n0/8 in two places"),
     "an engine of another size": (
