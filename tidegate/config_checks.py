@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tidegate.config_lr import lr_warnings
 from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
 
@@ -207,7 +208,7 @@ def rollout_faults(config: JobConfig) -> list[str]:
 
 def config_warnings(config: JobConfig) -> tuple[str, ...]:
     """Of a config without fault."""
-    warnings = []
+    warnings = lr_warnings(config)
     if config.algorithm.top_p != 1:
         warnings.append(
             f"algorithm.top_p={config.algorithm.top_p:g}: responses are drawn from the likeliest tokens only, while "

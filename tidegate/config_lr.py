@@ -8,7 +8,7 @@ Invariant: a config without fault has a schedule; the number of replicas is in n
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidegate.config_base import Count, NonNegativeFloat, Positive, Section
 from tidegate.lr_checkpoint import LegacyPolicy, OnMismatch
@@ -41,6 +41,17 @@ class LrScheduleSection(Section):
 
 OF_A_RESUME = ("legacy_policy", "budget_mismatch")
 """Keys that say what to make of a checkpoint, and nothing of a run that was never interrupted."""
+
+
+OF_THE_RULES = ("mode", "on_skip", "empty_batch")
+"""Keys of the section that make no `LrSchedule`: what progress is counted by is the same for a whole lineage."""
+
+
+def leave_out_schedule(actor: dict[str, Any]) -> None:
+    """Of the config's section `actor` as plain values, what makes its `LrSchedule`."""
+    for key in ("learning_rate", "lr_warm_up_samples"):
+        del actor[key]
+    actor["lr_schedule"] = {key: actor["lr_schedule"][key] for key in OF_THE_RULES}
 
 
 def schedule_of(config: JobConfig) -> LrSchedule:
@@ -109,8 +120,27 @@ def lr_told(config: JobConfig) -> str:
         f"({config.algorithm.iterations} iterations of {config.algorithm.n_minibatches}), {_shape(schedule)}, in mode "
         f"{mode}"
     )
-    beyond = projected_overshoot(schedule, planned)
-    return f"{text}; projected overshoot: {beyond} updates at the minimum" if beyond else text
+    if beyond := projected_overshoot(schedule, planned):
+        text += f"; projected overshoot: {beyond} updates {_beyond(schedule)}"
+    if config.actor.lr_schedule.budget_mismatch is OnMismatch.CHECKPOINT:
+        text += "; a resume goes by its checkpoint's schedule"
+    return text
+
+
+def lr_warnings(config: JobConfig) -> list[str]:
+    """Of a config without fault: that the job passes its budget, where that changes the rate."""
+    schedule = schedule_of(config)
+    beyond = projected_overshoot(schedule, num_updates_of(config))
+    if not beyond or schedule.decay is Decay.CONSTANT:
+        return []
+    return [
+        f"actor.lr_schedule.budget_updates={schedule.budget}: the job is projected to pass it by {beyond} updates, "
+        f"{_beyond(schedule)}; leave it out for the budget of the whole job"
+    ]
+
+
+def _beyond(schedule: LrSchedule) -> str:
+    return f"at {schedule.rate(schedule.budget):g}, as before" if schedule.decay is Decay.CONSTANT else "at the minimum"
 
 
 def _shape(schedule: LrSchedule) -> str:

@@ -110,7 +110,7 @@ def resumed(
         raise BudgetMismatch(
             f"the checkpoint has a budget of {saved.schedule.budget} steps, of which {saved.progress} are done, and "
             f"the config one of {schedule.budget} ({_differences(saved.schedule, schedule)}): choose whose schedule "
-            "holds, config or checkpoint"
+            "holds, config or checkpoint (of a job: actor.lr_schedule.budget_mismatch)"
         )
     return replace(now, schedule=schedule)
 
@@ -148,8 +148,8 @@ def adopted(
 
 
 _CHOOSE = (
-    "choose rebase (progress is what was consumed), clamp (theirs, up to the budget) or keep (theirs); they are never "
-    "scaled"
+    "choose rebase (progress is what was consumed), clamp (theirs, up to the budget) or keep (theirs), of a job by "
+    "actor.lr_schedule.legacy_policy; they are never scaled"
 )
 
 

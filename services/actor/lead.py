@@ -205,7 +205,7 @@ class ActorLead(Lead):
         finally:
             keeping.cancel()
         num_never_filled = plan.num_minibatches - training.num_minibatches_taken
-        self._lr = without_update(self._lr, num_minibatches=num_never_filled)
+        self._follow(without_update(self._lr, num_minibatches=num_never_filled))
         self._ledger = self._ledger.taking(len(candidates.prompts))
         fates = self._ledger.open_iteration
         assert fates is not None, "the iteration is open until it is closed"
@@ -300,7 +300,7 @@ class ActorLead(Lead):
         if kept:
             await self._update(kept, training)
         elif training.num_minibatches_taken <= training.plan.num_minibatches:
-            self._lr = without_update(self._lr, num_minibatches=1)
+            self._follow(without_update(self._lr, num_minibatches=1))
         await asyncio.gather(*(delivery.ack() for delivery in deliveries))
         for prompt in prompts:
             del training.held[prompt]
@@ -324,13 +324,17 @@ class ActorLead(Lead):
         row = journal_row(update_id, ids, report, lr.rate)
         append_lines(self.tools.folder.journal, (json.dumps(row, allow_nan=False) + "\n").encode())
         self._samples.note(plan, groups, fate_of_update(report, samples, reason=NONFINITE_UPDATE))
-        self._lr = self._after(lr, is_committed=report.committed)
-        if beyond := passed_budget(lr.before, self._lr):
-            self._log.warning("learning rate", message=beyond)
+        self._follow(self._after(lr, is_committed=report.committed))
         figures = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr.rate, **lr_metrics(self._lr)}
         metrics = {**report.metrics, **figures}
         training.updates.append(metrics)
         await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **metrics)
+
+    def _follow(self, after: LrLedger) -> None:
+        """The learning rate is as far as this."""
+        if beyond := passed_budget(self._lr, after):
+            self._log.warning("learning rate", message=beyond)
+        self._lr = after
 
     def _after(self, lr: LrUpdate, *, is_committed: bool) -> LrLedger:
         """The ledger once the update has ended; UpdatesSkipped."""

@@ -87,5 +87,18 @@ def test_an_overshoot_is_projected_at_the_start(tmp_path: Path) -> None:
     config = config_of(tmp_path, {}, mode="optimizer_updates", budget_updates=4)
     assert lr_told(config) == (
         "learning rate: a budget of 4 updates for the 6 of this job (3 iterations of 2), constant at 0.001 without "
-        "warm-up, in mode optimizer_updates; projected overshoot: 2 updates at the minimum"
+        "warm-up, in mode optimizer_updates; projected overshoot: 2 updates at 0.001, as before"
     )
+    assert config.warnings() == config_of(tmp_path, {}, mode="optimizer_updates").warnings()
+
+
+def test_an_overshoot_that_lowers_the_rate_is_a_warning(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {}, decay="linear", budget_updates=4)
+    assert lr_told(config).endswith("; projected overshoot: 2 updates at the minimum")
+    (told,) = (warning for warning in config.warnings() if "actor.lr_schedule" in warning)
+    assert told.startswith("actor.lr_schedule.budget_updates=4: the job is projected to pass it by 2 updates, at the")
+
+
+def test_the_line_says_when_a_resume_goes_by_another_schedule(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {}, budget_mismatch="checkpoint")
+    assert lr_told(config).endswith("; a resume goes by its checkpoint's schedule")

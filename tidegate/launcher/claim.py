@@ -24,7 +24,7 @@ from typing import Any
 
 from tidegate.attempts import AttemptFolder, begin_attempt
 from tidegate.config import ConfigError, JobConfig
-from tidegate.config_lr import OF_A_RESUME
+from tidegate.config_lr import OF_A_RESUME, leave_out_schedule
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
@@ -177,12 +177,14 @@ def _refuse_other_job(folder: JobFolder, config: JobConfig, anew: str) -> None:
     before, after = _deciding(saved), _deciding(config)
     if config.actor.lr_schedule.budget_mismatch is not OnMismatch.ERROR:
         # Whose schedule holds is said: the actor goes by it.
-        del before["actor"]["lr_schedule"], after["actor"]["lr_schedule"]
+        for deciding in (before, after):
+            leave_out_schedule(deciding["actor"])
     changed = list(_differences(before, after))
     if changed:
         raise CannotStart(
             f"job {config.job} cannot go on with another config; changed are {'; '.join(changed)}. Give it the values "
-            f"that it was started with; {_how_to_run_anew(config, anew)}"
+            "that it was started with (actor.lr_schedule.budget_mismatch can say whose learning-rate schedule holds); "
+            f"{_how_to_run_anew(config, anew)}"
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.ledger import SampleLedger
@@ -68,6 +69,17 @@ async def test_minibatches_that_are_filtered_away_hold_or_advance(
         assert rates(of) == [rate(want_steps - 2), rate(want_steps - 1)]
         assert (metrics["lr_progress"], metrics["lr_shortfall"]) == (want_steps, want_shortfall)
         assert (metrics["lr_nominal"], metrics["lr_updates"]) == (4, 2)
+
+
+async def test_an_empty_minibatch_that_passes_the_budget_is_warned_of_and_no_later_update(tmp_path: Path) -> None:
+    schedule = LINEAR | {"empty_batch": "advance", "budget_updates": 1}
+    with capture_logs() as told:
+        async with training(tmp_path, algorithm={"filter_zero_std": True}, actor={"lr_schedule": schedule}) as of:
+            of.take(of.bench.scale_up())
+            await one_iteration(of, 0, rewards=(1.0, 1.0))
+            await one_iteration(of, 1, rewards=(0.0, 1.0))
+    (warning,) = (line for line in told if line["event"] == "learning rate")
+    assert "progress is 2 of a budget of 1 steps" in warning["message"]
 
 
 async def test_minibatches_that_were_planned_and_never_filled_are_empty_ones(tmp_path: Path) -> None:

@@ -213,6 +213,22 @@ def test_a_resumed_run_may_change_the_schedule_of_the_rate_only_where_it_says_wh
             assert claim.config.actor.lr_schedule.model_dump(exclude_defaults=True) == chosen
 
 
+def test_a_resume_whose_schedule_may_change_keeps_what_progress_is_counted_by(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    section = {"budget_mismatch": "config"}
+    changed: dict[str, Any] = {"learning_rate": 1e-4, "lr_warm_up_samples": 8}
+    config = small_config(tmp_path, actor=changed | {"lr_schedule": section})
+    with claimed(load_job(config), Start.RESUME, now_unix_s=0.0):
+        pass
+    section["mode"] = "optimizer_updates"
+    config = small_config(tmp_path, actor=changed | {"lr_schedule": section})
+    with (
+        pytest.raises(CannotStart, match=r"changed are actor.lr_schedule.mode \(was nominal, is optimizer_updates\)"),
+        claimed(load_job(config), Start.RESUME, now_unix_s=0.0),
+    ):
+        pass
+
+
 def with_schedule(tmp_path: Path, **section: Any) -> JobConfig:
     return small_config(tmp_path, actor={"learning_rate": 1e-3, "lr_schedule": section})
 
