@@ -68,7 +68,7 @@ def decoded(text: str) -> LrLedger:
     """Inverse of `encoded`. ForeignCheckpoint for counters without a unit, CheckpointRefused for what is damaged."""
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointRefused(f"the learning-rate ledger is no JSON ({error}); take another checkpoint") from error
     if not isinstance(raw, dict):
         raise CheckpointRefused(f"the learning-rate ledger is a {type(raw).__name__}, not an object")
@@ -81,10 +81,11 @@ def decoded(text: str) -> LrLedger:
         )
     try:
         ledger = _decoded(raw)
+        _check_sums(ledger)
+        _check_counts(ledger)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         fault = f"{type(error).__name__}: {error}"
         raise CheckpointRefused(f"the learning-rate ledger is damaged ({fault}); take another checkpoint") from error
-    _check_sums(ledger)
     return ledger
 
 
@@ -223,14 +224,17 @@ def _decoded_batch(raw: Mapping[str, Any]) -> OpenBatch:
     }
     consumed = Units.of(*updates.values())
     batch = OpenBatch(_int(raw["id"]), _int(raw["num_units"]), _exact(raw["nominal"]), updates, consumed=consumed)
+    if batch.num_units < 1 or batch.nominal <= 0:
+        raise LrError(f"batch {batch.id} has {batch.num_units} units and owns {batch.nominal} steps")
     skips = frozenset(raw["skips"])
-    if not skips <= updates.keys() or consumed - Units.of(range(batch.num_units)):
+    is_known = skips <= updates.keys() and all(updates.values())
+    if not is_known or consumed - Units.of(range(batch.num_units)):
         raise LrError(f"batch {batch.id} holds updates or units that are none of its {batch.num_units}")
     return replace(batch, skips=skips)
 
 
 def _check_sums(ledger: LrLedger) -> None:
-    """CheckpointRefused where the counters contradict each other."""
+    """LrError where the steps contradict each other."""
     made = ledger.progress - ledger.origin
     batch = ledger.open_batch
     pending = Fraction(0) if batch is None else batch.share(batch.pending)
@@ -238,10 +242,35 @@ def _check_sums(ledger: LrLedger) -> None:
     want = ledger.nominal - ledger.skipped - ledger.shortfall - pending if is_nominal else ledger.num_updates
     counters = [getattr(ledger, name) for name in (*_STEPS, *_COUNTS)]
     in_order = batch is None or batch.id == ledger.next_batch
-    if made != want or min(counters) < 0 or not in_order or ledger.committed > ledger.progress:
-        raise CheckpointRefused(
-            f"the learning-rate ledger does not add up: {made} steps of progress, its batches make {want}; batch "
-            f"{batch.id if batch else None} is open and {ledger.next_batch} follows; take another checkpoint"
+    is_within = ledger.origin <= ledger.committed <= ledger.progress
+    if made != want or min(counters) < 0 or not in_order or not is_within:
+        raise LrError(
+            f"it does not add up: {made} steps of progress, its batches make {want}; batch "
+            f"{batch.id if batch else None} is open and {ledger.next_batch} follows"
+        )
+
+
+def _check_counts(ledger: LrLedger) -> None:
+    """LrError where the counts of units, updates and skips contradict each other or the steps."""
+    batch = ledger.open_batch or OpenBatch(ledger.next_batch, 1, Fraction(0))
+    of_closed = ledger.nominal - batch.nominal - ledger.shortfall
+    before = (
+        ledger.num_units - batch.consumed.count,
+        ledger.num_updates - len(batch.updates) + len(batch.skips),
+        ledger.num_skips - len(batch.skips),
+    )
+    num_units, *num_told = before
+    is_possible = min(before) >= 0 and num_units >= sum(num_told) and of_closed >= 0
+    # Each closed batch owns steps; without any, none of the units, updates and skips are theirs.
+    is_possible &= of_closed > 0 or not any(before)
+    is_possible &= ledger.num_consecutive_skips <= ledger.num_skips and (ledger.num_skips > 0 or not ledger.skipped)
+    if not ledger.num_updates:
+        is_possible &= ledger.num_consecutive_skips == ledger.num_skips and ledger.committed == ledger.origin
+    if not is_possible:
+        raise LrError(
+            f"its counts do not add up: {ledger.num_units} units in {ledger.num_updates} updates and "
+            f"{ledger.num_skips} skips, {ledger.num_consecutive_skips} in a row; the closed batches have "
+            f"{before[0]}, {before[1]} and {before[2]} of them for {of_closed} steps"
         )
 
 

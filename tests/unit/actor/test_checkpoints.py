@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,13 @@ def test_a_name_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
     _saved(store)
     with pytest.raises(CheckpointError, match="complete: inc000-it000001"):
         store.load("inc000-it000009")
+
+
+@pytest.mark.parametrize("lr", [{}, 3, "{"])
+def test_a_learning_rate_ledger_that_is_none_is_named(tmp_path: Path, lr: object) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    checkpoint = _saved(store)
+    manifest = store.path(checkpoint.name) / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "lr": lr}))
+    with pytest.raises(CheckpointError, match=r"the learning-rate ledger is no JSON .* resume from another one"):
+        store.load(checkpoint.name)

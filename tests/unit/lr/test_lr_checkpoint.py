@@ -63,6 +63,15 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "of updates that are not there": (lambda raw: raw["open_batch"].update(skips=["z"]), "damaged .LrError"),
     "of a batch out of order": (lambda raw: raw["open_batch"].update(id=5), "batch 5 is open and 1 follows"),
+    "of a batch without units": (lambda raw: raw["open_batch"].update(num_units=0), "batch 1 has 0 units and owns 7/6"),
+    "of a batch without steps": (lambda raw: raw["open_batch"].update(nominal=[0, 1]), "7 units and owns 0 steps"),
+    "of an update without units": (lambda raw: raw["open_batch"]["updates"].update(c=[]), "damaged .LrError: batch 1"),
+    "of updates that took no unit": (lambda raw: raw.update(num_updates=50), "4 units in 50 updates and 1 skips"),
+    "of fewer updates than are open": (lambda raw: raw.update(num_updates=0), "4 units in 0 updates"),
+    "of units of no batch": (lambda raw: raw.update(num_units=77), "have 73, 0 and 0 of them for 0 steps"),
+    "of fewer units than are open": (lambda raw: raw.update(num_units=3), "have -1, 0 and 0"),
+    "of skips of no batch": (lambda raw: raw.update(num_skips=5), "in 1 updates and 5 skips, 1 in a row"),
+    "of more skips in a row than in all": (lambda raw: raw.update(num_consecutive_skips=9), "1 skips, 9 in a row"),
 }
 
 
@@ -75,8 +84,8 @@ def test_a_ledger_is_refused(case: str) -> None:
         decoded(json.dumps(raw))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
-def test_what_is_no_ledger_at_all_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", {}, 3])
+def test_what_is_no_ledger_at_all_is_refused(text: Any) -> None:
     with pytest.raises(CheckpointRefused, match="the learning-rate ledger is"):
         decoded(text)
 
