@@ -2,8 +2,8 @@
 
 Progress and all lengths are exact (ints and Fractions) and counted in steps; only the rate that comes out is a float.
 Invariants: at any progress the rate is, bit for bit, that of `megatron.core.optimizer_param_scheduler` with as many
-`num_steps`, for the operations on floats and their order are the same; beyond the budget it is `minimum`, unless it is
-constant; a schedule is valid when made.
+`num_steps`, for a group whose `max_lr` and `min_lr` are the schedule's peak and minimum, for the operations on floats
+and their order are the same; beyond the budget it is `minimum`, unless it is constant; a schedule is valid when made.
 """
 
 from __future__ import annotations

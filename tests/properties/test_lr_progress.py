@@ -138,7 +138,7 @@ def test_static_batching_gives_the_rates_of_megatrons_own_scheduler_bit_for_bit(
     """Both modes, against Megatron's class stepped as Megatron steps it, a little beyond the budget."""
     schedule = schedule_of(shape, budget=48, warm_up=5, minimum=1e-7)
     theirs, ours = Groups(), Groups()
-    scheduler, driven = param_scheduler(theirs, schedule), param_scheduler(ours, schedule)
+    scheduler, driven = (param_scheduler(groups, schedule, weight_decay=0.0) for groups in (theirs, ours))
     ledger = new(schedule, mode=mode, logical_minibatch=6)
     for batch in range(13):
         ledger = ledger.opened(batch, 24, dp=2)

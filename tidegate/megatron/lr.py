@@ -2,8 +2,10 @@
 
 Megatron's scheduler counts by increments, and its load adds what was saved to what it has. Here it counts nothing:
 `num_steps` is assigned from the ledger before each update, an int wherever progress is whole and a Fraction elsewhere,
-which its formulas take as they are. Invariants: what was assigned before has no effect, so that a resume, a repeat or
-another batching cannot make the rate drift; the saved state is the ledger's, not the scheduler's.
+which its formulas take as they are. It also prefers a group's own `max_lr` and `min_lr`, which Megatron's optimizer
+fills from its config, to those of the schedule: here they are assigned too. Invariants: what was assigned before has no
+effect, so that a resume, a repeat or another batching cannot make the rate drift; either way a group's rate is the
+schedule's times its `lr_mult`; progress is saved with the ledger, not with the scheduler.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from tidegate.lr_errors import ScheduleRefused
 from tidegate.lr_progress import LrLedger
 from tidegate.lr_schedule import Decay, LrSchedule
 
 
-def param_scheduler(optimizer: Any, schedule: LrSchedule, *, weight_decay: float = 0.0) -> OptimizerParamScheduler:
-    """Megatron's scheduler of this schedule, with constant weight decay; to be driven by `drive` only."""
+def param_scheduler(optimizer: Any, schedule: LrSchedule, *, weight_decay: float) -> OptimizerParamScheduler:
+    """Megatron's scheduler of this schedule; to be driven by `drive` only.
+
+    `weight_decay` is constant; a group's is this times its `wd_mult`, for Megatron overwrites what the group says.
+    ScheduleRefused, with nothing changed, where groups ask for ranges of their own.
+    """
+    _assign_range(optimizer.param_groups, schedule.peak, schedule.minimum)
     # A constant rate may warm up for longer than its budget; Megatron asks for a decay after the warm-up even so.
     decay_steps = schedule.budget
     if schedule.decay is Decay.CONSTANT:
@@ -42,12 +50,30 @@ def param_scheduler(optimizer: Any, schedule: LrSchedule, *, weight_decay: float
 
 
 def drive(scheduler: OptimizerParamScheduler, ledger: LrLedger) -> None:
-    """Set every group's rate for the next update: that of the progress before it."""
+    """Set every group's rate for the next update: that of the progress before it, times the group's `lr_mult`."""
+    groups = scheduler.optimizer.param_groups
+    # A checkpoint loaded since brought the ranges of its own groups.
+    _assign_range(groups, scheduler.max_lr, scheduler.min_lr)
     scheduler.num_steps = ledger.num_steps
     scheduler.step(0)
+    for group in groups:
+        # Megatron's groups have the multiplier, its step leaves it out. In place, for a rate may be a tensor.
+        group["lr"] *= group.get("lr_mult", 1.0)
 
 
 def assign_learning_rate(param_groups: Iterable[dict[str, Any]], rate: float) -> None:
     """Set each group's `lr` to `rate` times its `lr_mult`."""
     for group in param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
+
+
+def _assign_range(param_groups: Iterable[dict[str, Any]], peak: float, minimum: float) -> None:
+    groups = list(param_groups)
+    ranges = {(group.get("max_lr"), group.get("min_lr")) for group in groups}
+    if len(ranges) > 1:
+        raise ScheduleRefused(
+            f"the parameter groups have {len(ranges)} ranges of (max_lr, min_lr), {sorted(ranges, key=str)}, and one "
+            "schedule has one: leave both out of the config overrides, and give such groups an `lr_mult`"
+        )
+    for group in groups:
+        group["max_lr"], group["min_lr"] = peak, minimum

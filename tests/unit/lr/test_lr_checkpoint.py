@@ -116,7 +116,9 @@ def test_steps_of_another_kind_are_refused_whatever_is_chosen(rules: LrRules) ->
 
 def overshot() -> dict[str, Any]:
     """The state that ROLL's issue 442 shows, of Megatron's own scheduler."""
-    scheduler = param_scheduler(Groups(), LrSchedule(3e-4, budget=2400, warm_up=10, decay=Decay.COSINE))
+    scheduler = param_scheduler(
+        Groups(), LrSchedule(3e-4, budget=2400, warm_up=10, decay=Decay.COSINE), weight_decay=0.0
+    )
     for _ in range(8429):
         scheduler.step(1)
     state: dict[str, Any] = scheduler.state_dict()
@@ -152,7 +154,7 @@ def test_a_policy_says_what_foreign_counters_are_worth(case: str) -> None:
     going_on = ledger.opened(40, 6).committed_update(40, "a", range(6)).closed(40)
     assert going_on.progress == want + 1
     groups = Groups()
-    drive(param_scheduler(groups, COSINE), going_on)
+    drive(param_scheduler(groups, COSINE, weight_decay=0.0), going_on)
     assert groups.param_groups[0]["lr"] == going_on.rate
     assert (going_on.rate == COSINE.minimum) == (policy is not LegacyPolicy.REBASE)
 
@@ -170,7 +172,7 @@ def test_counters_that_are_none_are_refused(num_steps: Any) -> None:
 
 
 def test_megatrons_own_load_adds_and_a_ledgers_assigns() -> None:
-    scheduler = param_scheduler(Groups(), COSINE)
+    scheduler = param_scheduler(Groups(), COSINE, weight_decay=0.0)
     for _ in range(2):
         scheduler.load_state_dict({**overshot(), "lr_warmup_steps": COSINE.warm_up})
     assert scheduler.num_steps == 2 * 8429

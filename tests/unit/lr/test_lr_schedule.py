@@ -47,7 +47,7 @@ def test_the_rate_is_megatrons_at_any_progress(
     shape: str, budget: Fraction, part: Fraction, progress: Steps, has_floor: bool
 ) -> None:
     schedule = schedule_of(shape, budget=budget, warm_up=budget * part, **(RATES if has_floor else {}))
-    scheduler = param_scheduler(Groups(), schedule)
+    scheduler = param_scheduler(Groups(), schedule, weight_decay=0.0)
     scheduler.num_steps = progress
     assert schedule.rate(progress) == scheduler.get_lr({})
 
@@ -56,7 +56,7 @@ def test_the_rate_is_megatrons_at_any_progress(
 def test_whole_steps_give_the_rates_of_megatrons_scheduler_stepped_one_by_one(shape: str) -> None:
     schedule = schedule_of(shape, budget=60, warm_up=7, **RATES)
     groups = Groups()
-    scheduler = param_scheduler(groups, schedule)
+    scheduler = param_scheduler(groups, schedule, weight_decay=0.0)
     for step in range(80):
         rate = groups.param_groups[0]["lr"]
         assert (schedule.rate(step), schedule.rate(Fraction(step))) == (rate, rate), step
@@ -72,7 +72,7 @@ def test_beyond_the_budget_the_rate_is_the_minimum(shape: str) -> None:
 def test_a_constant_rate_may_warm_up_for_longer_than_its_budget() -> None:
     schedule = LrSchedule(1e-3, budget=2, warm_up=4)
     assert [schedule.rate(step) for step in range(6)] == [0.0, 0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3]
-    scheduler = param_scheduler(Groups(), schedule)
+    scheduler = param_scheduler(Groups(), schedule, weight_decay=0.0)
     scheduler.num_steps = 3
     assert scheduler.get_lr({}) == 0.75e-3
 
