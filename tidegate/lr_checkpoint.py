@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from fractions import Fraction
+from operator import ge
 from typing import Any
 
+from tidegate.lr_closed import ClosedBatch
 from tidegate.lr_errors import BudgetMismatch, CheckpointRefused, ForeignCheckpoint, LrError
 from tidegate.lr_progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, OpenBatch
 from tidegate.lr_schedule import Decay, LrSchedule, Steps, WsdDecay
@@ -60,6 +62,7 @@ def encoded(ledger: LrLedger) -> str:
             "rules": _fields(ledger.rules),
             **counters,
             "open_batch": None if ledger.open_batch is None else _encoded_batch(ledger.open_batch),
+            "last_batch": None if ledger.last_batch is None else _encoded_last(ledger.last_batch),
         }
     )
 
@@ -189,14 +192,21 @@ def _encoded_batch(batch: OpenBatch) -> dict[str, Any]:
     }
 
 
+def _encoded_last(batch: ClosedBatch) -> dict[str, Any]:
+    counts = {"updates": dict(batch.updates), "skips": sorted(batch.skips)}
+    return {"id": batch.id, "nominal": _plain(batch.nominal), **counts}
+
+
 def _decoded(raw: Mapping[str, Any]) -> LrLedger:
-    batch = raw["open_batch"]
+    # A ledger that was saved before there was one has none of the last batch.
+    batch, last = raw["open_batch"], raw.get("last_batch")
     counters: dict[str, Any] = {name: _exact(raw[name]) for name in _STEPS}
     counters |= {name: _int(raw[name]) for name in _COUNTS}
     return LrLedger(
         _decoded_schedule(raw["schedule"]),
         _decoded_rules(raw["rules"]),
         open_batch=None if batch is None else _decoded_batch(batch),
+        last_batch=None if last is None else _decoded_last(last),
         **counters,
     )
 
@@ -233,6 +243,14 @@ def _decoded_batch(raw: Mapping[str, Any]) -> OpenBatch:
     return replace(batch, skips=skips)
 
 
+def _decoded_last(raw: Mapping[str, Any]) -> ClosedBatch:
+    updates = {update: _int(count) for update, count in raw["updates"].items()}
+    batch = ClosedBatch(_int(raw["id"]), _exact(raw["nominal"]), updates, frozenset(raw["skips"]))
+    if min(updates.values(), default=1) < 1 or batch.nominal <= 0 or not batch.skips <= updates.keys():
+        raise LrError(f"the closed batch {batch.id} holds updates without units, skips of none, or no steps")
+    return batch
+
+
 def _check_sums(ledger: LrLedger) -> None:
     """LrError where the steps contradict each other."""
     made = ledger.progress - ledger.origin
@@ -242,11 +260,13 @@ def _check_sums(ledger: LrLedger) -> None:
     want = ledger.nominal - ledger.skipped - ledger.shortfall - pending if is_nominal else ledger.num_updates
     counters = [getattr(ledger, name) for name in (*_STEPS, *_COUNTS)]
     in_order = batch is None or batch.id == ledger.next_batch
+    in_order &= ledger.last_batch is None or ledger.last_batch.id == ledger.next_batch - 1
     is_within = ledger.origin <= ledger.committed <= ledger.progress
     if made != want or min(counters) < 0 or not in_order or not is_within:
         raise LrError(
             f"it does not add up: {made} steps of progress, its batches make {want}; batch "
-            f"{batch.id if batch else None} is open and {ledger.next_batch} follows"
+            f"{batch.id if batch else None} is open, {ledger.last_batch.id if ledger.last_batch else None} was closed "
+            f"last and {ledger.next_batch} follows"
         )
 
 
@@ -260,7 +280,9 @@ def _check_counts(ledger: LrLedger) -> None:
         ledger.num_skips - len(batch.skips),
     )
     num_units, *num_told = before
-    is_possible = min(before) >= 0 and num_units >= sum(num_told) and of_closed >= 0
+    last = ledger.last_batch or ClosedBatch(0, Fraction(0))
+    of_last = (sum(last.updates.values()), len(last.updates) - len(last.skips), len(last.skips))
+    is_possible = all(map(ge, before, of_last)) and num_units >= sum(num_told) and of_closed >= 0
     # Each closed batch owns steps; without any, none of the units, updates and skips are theirs.
     is_possible &= of_closed > 0 or not any(before)
     is_possible &= ledger.num_consecutive_skips <= ledger.num_skips and (ledger.num_skips > 0 or not ledger.skipped)

@@ -7,7 +7,8 @@ point of the data is the same whatever the token cap, the data-parallel size and
 
 A ledger is a value: each step returns the next one, and what is refused has changed nothing. Invariants:
 - no float: progress and all counters are ints and Fractions;
-- each unit is consumed once; what was told twice, in whatever order, counts once, by (batch, update);
+- each unit is consumed once; what was told twice, in whatever order, counts once, by (batch, update). What is told
+  of the batch closed last is held against what it was; of older ones no ids are kept, and anything passes as a repeat;
 - nominal steps of all batches = progress made + `skipped` + `shortfall` + what is pending (mode `nominal`);
 - gradients that are dropped were never told here: their units are pending, and may be planned anew on other ranks.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
 
+from tidegate.lr_closed import ClosedBatch
 from tidegate.lr_errors import (
     BatchOpen,
     BatchRefused,
@@ -111,6 +113,8 @@ class LrLedger:
     open_batch: OpenBatch | None = None
     next_batch: int = 0
     """All batches before it are closed."""
+    last_batch: ClosedBatch | None = None
+    """The one closed last; None where nothing is known of it, as in a checkpoint that was saved without it."""
     nominal: Fraction = Fraction(0)
     """Steps of all batches, the open one too."""
     num_units: int = 0
@@ -202,18 +206,24 @@ class LrLedger:
                 f"batch {batch} cannot close: {pending.count} of {self._open(batch).num_units} units are pending, the "
                 f"first {pending.runs[0][0]}; train on them or skip their update"
             )
-        return replace(self, open_batch=None, next_batch=batch + 1)
+        was = self._open(batch)
+        counts = {update: units.count for update, units in was.updates.items()}
+        last = ClosedBatch(batch, was.nominal, counts, was.skips)
+        return replace(self, open_batch=None, next_batch=batch + 1, last_batch=last)
 
     def emptied(self, batch: int, nominal: Steps) -> LrLedger:
         """A batch of so many steps of which nothing was left to train on."""
+        steps = exact_steps(nominal)
         if self._is_past(batch):
+            if last := self._last(batch):
+                last.check_empty(steps)
             return self
         self._check_follows(batch)
-        steps = exact_steps(nominal)
         moves = self.rules.mode is LrMode.NOMINAL and self.rules.empty_batch is EmptyBatch.ADVANCE
         return replace(
             self,
             next_batch=batch + 1,
+            last_batch=ClosedBatch(batch, steps),
             nominal=self.nominal + steps,
             progress=self.progress + (steps if moves else 0),
             shortfall=self.shortfall + (0 if moves else steps),
@@ -227,6 +237,9 @@ class LrLedger:
 
     def _is_past(self, batch: int) -> bool:
         return _whole(batch, "batch", least=0) < self.next_batch
+
+    def _last(self, batch: int) -> ClosedBatch | None:
+        return self.last_batch if self.last_batch is not None and self.last_batch.id == batch else None
 
     def _check_follows(self, batch: int) -> None:
         _whole(batch, "batch", least=0)
@@ -244,6 +257,8 @@ class LrLedger:
     def _taking(self, batch: int, update: str, units: Units, *, is_skip: bool) -> OpenBatch | None:
         """The open batch with the update; None where it was told before."""
         if self._is_past(batch):
+            if last := self._last(batch):
+                last.check_update(update, units.count, is_skip=is_skip)
             return None
         now = self._open(batch)
         if update in now.updates:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tidegate.lr_checkpoint import decoded, encoded
-from tidegate.lr_errors import LrError
+from tidegate.lr_errors import LrError, NoOpenBatch
 from tidegate.lr_progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip
 from tidegate.lr_schedule import Decay, LrSchedule
 
@@ -110,6 +110,12 @@ class Run(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def replay(self, which: int) -> None:
         self._tell(*self.told[which % len(self.told)])
+
+    @precondition(lambda self: self.truth.batch)
+    @rule(is_finite=st.booleans())
+    def tell_the_last_batch_what_it_never_had(self, is_finite: bool) -> None:
+        with pytest.raises(NoOpenBatch):
+            self._tell(self.truth.batch - 1, "never told", [0], is_finite)
 
     @precondition(lambda self: self.truth.size)
     @rule()

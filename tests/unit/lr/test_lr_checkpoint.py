@@ -32,6 +32,16 @@ def test_what_is_saved_is_what_is_loaded_and_loading_twice_is_loading_once() -> 
     assert encoded(decoded(encoded(decoded(text)))) == text
 
 
+def test_a_ledger_that_was_saved_without_its_last_batch_loads_and_keeps_the_next_one() -> None:
+    raw = json.loads(encoded(half_way()))
+    assert raw.pop("last_batch") == {"id": 0, "nominal": [1, 1], "updates": {}, "skips": []}
+    ledger = decoded(json.dumps(raw))
+    assert ledger == replace(half_way(), last_batch=None)
+    closed = ledger.committed_update(1, "c", [2, 4, 5]).closed(1)
+    assert json.loads(encoded(closed))["last_batch"]["updates"] == {"a": 2, "b": 2, "c": 3}
+    assert decoded(encoded(closed)) == closed
+
+
 def test_a_ledger_says_what_it_counts_with_whole_numbers_and_its_full_schedule() -> None:
     raw = json.loads(encoded(half_way()))
     assert (raw["version"], raw["unit"], raw["rules"]["mode"]) == (1, "sample x epoch", "nominal")
@@ -62,7 +72,16 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         "damaged .DuplicateUnit",
     ),
     "of updates that are not there": (lambda raw: raw["open_batch"].update(skips=["z"]), "damaged .LrError"),
-    "of a batch out of order": (lambda raw: raw["open_batch"].update(id=5), "batch 5 is open and 1 follows"),
+    "of a batch out of order": (
+        lambda raw: raw["open_batch"].update(id=5),
+        "batch 5 is open, 0 was closed last and 1 follows",
+    ),
+    "of a last batch out of order": (lambda raw: raw["last_batch"].update(id=3), "3 was closed last and 1 follows"),
+    "of a last update without units": (
+        lambda raw: raw["last_batch"]["updates"].update(a=0),
+        "the closed batch 0 holds",
+    ),
+    "of a last update that no count has": (lambda raw: raw["last_batch"]["updates"].update(a=2), "have 0, 0 and 0"),
     "of a batch without units": (lambda raw: raw["open_batch"].update(num_units=0), "batch 1 has 0 units and owns 7/6"),
     "of a batch without steps": (lambda raw: raw["open_batch"].update(nominal=[0, 1]), "7 units and owns 0 steps"),
     "of an update without units": (lambda raw: raw["open_batch"]["updates"].update(c=[]), "damaged .LrError: batch 1"),

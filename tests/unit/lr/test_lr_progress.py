@@ -115,20 +115,64 @@ def test_consecutive_skips_end_in_an_error_and_an_update_starts_their_count_anew
 
 
 REPLAYS: dict[str, Callable[[LrLedger], LrLedger]] = {
-    "an update": lambda ledger: ledger.committed_update(1, "a", [0, 1]),
-    "a skip": lambda ledger: ledger.skipped_update(1, "b", [2]),
-    "an update of a closed batch": lambda ledger: ledger.committed_update(0, "a", range(4)),
-    "a skip of a closed batch": lambda ledger: ledger.skipped_update(0, "a", range(4)),
-    "a close": lambda ledger: ledger.closed(0),
+    "an update": lambda ledger: ledger.committed_update(2, "a", [0, 1]),
+    "a skip": lambda ledger: ledger.skipped_update(2, "b", [2]),
+    "an update of a closed batch": lambda ledger: ledger.committed_update(1, "a", range(4)),
+    "a skip of a closed batch": lambda ledger: ledger.skipped_update(1, "s", [4]),
+    "a close": lambda ledger: ledger.closed(1),
     "an empty batch": lambda ledger: ledger.emptied(0, 1),
+    "anything of an older batch": lambda ledger: ledger.committed_update(0, "never told", [99]),
 }
 
 
 @pytest.mark.parametrize("case", REPLAYS)
 def test_what_is_told_again_changes_nothing(case: str) -> None:
-    ledger = new().opened(0, 4).committed_update(0, "a", range(4)).closed(0).opened(1, 4)
-    ledger = ledger.committed_update(1, "a", range(2)).skipped_update(1, "b", [2])
+    ledger = one_closed().opened(2, 4)
+    ledger = ledger.committed_update(2, "a", range(2)).skipped_update(2, "b", [2])
     assert REPLAYS[case](ledger) == ledger
+
+
+def one_closed() -> LrLedger:
+    ledger = new().emptied(0, 1).opened(1, 5)
+    return ledger.committed_update(1, "a", range(4)).skipped_update(1, "s", [4]).closed(1)
+
+
+NO_REPLAYS: dict[str, tuple[Callable[[LrLedger], object], type[LrError], str]] = {
+    "an update never told": (
+        lambda of: of.committed_update(1, "z", [0]),
+        NoOpenBatch,
+        "batch 1 is closed, and none of its 2 updates is z",
+    ),
+    "a skip never told": (lambda of: of.skipped_update(1, "z", [0]), NoOpenBatch, "none of its 2 updates is z"),
+    "an update of other units": (
+        lambda of: of.committed_update(1, "a", range(3)),
+        UpdateConflict,
+        "was told with 4 units and comes again with 3",
+    ),
+    "an applied one as skipped": (lambda of: of.skipped_update(1, "a", range(4)), UpdateConflict, "update a"),
+    "a skipped one as applied": (lambda of: of.committed_update(1, "s", [4]), UpdateConflict, "update s"),
+    "a trained batch as empty": (
+        lambda of: of.emptied(1, Fraction(5, 4)),
+        UpdateConflict,
+        "closed with 2 updates and 5/4 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_REPLAYS)
+def test_what_the_last_closed_batch_never_was_is_no_replay(case: str) -> None:
+    step, kind, want = NO_REPLAYS[case]
+    for ledger in (one_closed(), one_closed().opened(2, 4)):
+        with pytest.raises(kind, match=want):
+            step(ledger)
+
+
+def test_an_empty_batch_told_again_with_other_steps_or_an_update_is_no_replay() -> None:
+    ledger = new().emptied(0, 1)
+    with pytest.raises(UpdateConflict, match="0 updates and 1 steps, and comes again as an empty one of 99"):
+        ledger.emptied(0, 99)
+    with pytest.raises(NoOpenBatch, match="none of its 0 updates is never told"):
+        ledger.committed_update(0, "never told", [99])
 
 
 def test_a_change_of_replicas_leaves_the_ledger_and_what_is_pending() -> None:
