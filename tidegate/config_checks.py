@@ -224,8 +224,8 @@ def config_warnings(config: JobConfig) -> tuple[str, ...]:
     if config.actor.warm_up.steps == 0 and not (config.model.path or config.model.torch_dist):
         remedy = "" if config.task is None else "set it to 200 or so, as examples/grpo.yaml does, or "
         warnings.append(
-            "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; its rewards stay 0, "
-            f"and nothing is learnt, unless it earns one by chance; {remedy}name a checkpoint by model.path"
+            "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; it learns only "
+            f"where random responses earn some reward; {remedy}name a checkpoint by model.path"
         )
     if config.rollout.engine == "sglang" and config.cluster.device == "cpu":
         warnings.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.actor.checkpoints import files_of
+from tidegate.data.prompts import template_source
 from tidegate.elastic.files import StateFiles
 from tidegate.huggingface.checkpoint import TOKENIZER
 from tidegate.huggingface.exporting import export
@@ -19,6 +20,7 @@ from tidegate.megatron.family import model_parameters
 from tidegate.megatron.gpt_provider import InitialWeights
 from tidegate.megatron.torch_dist import TorchDistWeights
 from tidegate.megatron.torch_dist_index import TorchDistRefused
+from tidegate.tasks.tokenizer import TaskTokenizer
 from tidegate.tasks.tokenizer_config import load_tokenizer_config
 
 WEIGHTS_REFUSED = (CheckpointRefused, TorchDistRefused)
@@ -38,10 +40,18 @@ def export_weights(job: Job, checkpoint: Path, folder: Path) -> None:
     itemsize = job.config.actor.precision.itemsize
     parameters = model_parameters(job.model, padded_vocab=job.padded_vocab, itemsize=itemsize)
     weights = StateFiles(checkpoint, files_of(checkpoint)).read_whole(parameters)
-    is_sources = job.checkpoint is not None and _came_with(job.checkpoint.folder, JobFolder.of(job.config).tokenizer)
-    export(
-        folder, job.model, parameters, weights, source=job.checkpoint, tokenizer=None if is_sources else job.tokenizer
-    )
+    export(folder, job.model, parameters, weights, source=job.checkpoint, tokenizer=_tokenizer_to_export(job))
+
+
+def _tokenizer_to_export(job: Job) -> TaskTokenizer | None:
+    """The one that the prompts were made by; None where it is the source's, as it lies there."""
+    data = job.config.data
+    template = None if data is None else template_source(data, job.tokenizer)
+    if template is not None and (job.tokenizer.config is None or job.tokenizer.config.chat_template != template):
+        return job.tokenizer.with_template(template)
+    if job.checkpoint is not None and _came_with(job.checkpoint.folder, JobFolder.of(job.config).tokenizer):
+        return None
+    return job.tokenizer
 
 
 def _came_with(source: Path, tokenizer: Path) -> bool:

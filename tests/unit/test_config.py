@@ -247,7 +247,7 @@ def test_a_correction_of_the_engine_that_corrects_nothing_is_warned_of() -> None
 def test_a_model_that_starts_from_random_weights_is_warned_of_with_the_remedy() -> None:
     (warning,) = parse_config(_with("actor.warm_up.steps", 0)).warnings()
     assert warning.startswith("actor.warm_up.steps=0: ")
-    assert "rewards stay 0" in warning
+    assert "it learns only where random responses earn some reward" in warning
     assert "set it to 200" in warning
 
 

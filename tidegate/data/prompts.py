@@ -153,12 +153,10 @@ def evaluation_files(evaluation: EvaluationSection) -> tuple[Path, ...]:
     return data_files(Path(evaluation.data), split=evaluation.split)
 
 
-def _chat_template(data: DataSection, tokenizer: TaskTokenizer) -> tuple[str, ChatTemplate] | None:
-    """Its source and itself; None when texts go to the model as they are."""
+def template_source(data: DataSection, tokenizer: TaskTokenizer) -> str | None:
+    """Of the chat template; None when texts go to the model as they are. ValueError when there is none to read."""
     if not data.chat_template:
         return None
-    special = tokenizer.config.special_tokens if tokenizer.config else {}
-    name = "the tokenizer's chat template"
     if data.chat_template == TOKENIZERS_TEMPLATE:
         found = tokenizer.config.chat_template if tokenizer.config else None
         if found is None:
@@ -166,14 +164,26 @@ def _chat_template(data: DataSection, tokenizer: TaskTokenizer) -> tuple[str, Ch
                 "data.chat_template=tokenizer, and the tokenizer came with none (no chat_template in a "
                 "tokenizer_config.json beside it): give the path of a Jinja file, or leave it empty"
             )
-        source = found
-    else:
-        name = f"data.chat_template={data.chat_template}"
-        try:
-            source = Path(data.chat_template).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name} cannot be read: {error}; give the path of a Jinja file") from error
-    return source, ChatTemplate(source, name=name, names={**special, **data.chat_template_kwargs})
+        return found
+    try:
+        return Path(data.chat_template).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{_named(data)} cannot be read: {error}; give the path of a Jinja file") from error
+
+
+def _named(data: DataSection) -> str:
+    if data.chat_template == TOKENIZERS_TEMPLATE:
+        return "the tokenizer's chat template"
+    return f"data.chat_template={data.chat_template}"
+
+
+def _chat_template(data: DataSection, tokenizer: TaskTokenizer) -> tuple[str, ChatTemplate] | None:
+    """Its source and itself."""
+    source = template_source(data, tokenizer)
+    if source is None:
+        return None
+    special = tokenizer.config.special_tokens if tokenizer.config else {}
+    return source, ChatTemplate(source, name=_named(data), names={**special, **data.chat_template_kwargs})
 
 
 def _value(record: Record, key: str, config_key: str) -> Any:

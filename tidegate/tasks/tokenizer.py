@@ -27,6 +27,9 @@ _NO_UNKNOWN = "<unk>"
 """Not in the vocabulary, on purpose: the package then refuses an unknown word instead of mapping it to this."""
 
 
+_NAMED = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+
+
 class TaskTokenizer:
     """Texts to ids and back, by a `tokenizers` tokenizer. `config` is None for one that knows <pad>, <bos>, <eos>.
 
@@ -116,8 +119,12 @@ class TaskTokenizer:
         exported = Tokenizer.from_str(self._tokenizer.to_str())
         exported.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, self.bos_id)])
         exported.save(str(folder / "tokenizer.json"))
-        named = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
-        TokenizerConfig(named, chat_template=None).save(folder)
+        TokenizerConfig(_NAMED, chat_template=None).save(folder)
+
+    def with_template(self, source: str) -> TaskTokenizer:
+        """This one with another chat template, which makes all special tokens of a prompt."""
+        named = _NAMED if self.config is None else self.config.special_tokens
+        return TaskTokenizer(self._tokenizer, TokenizerConfig(named, source), end_ids=self.end_ids)
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:

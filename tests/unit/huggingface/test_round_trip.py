@@ -205,3 +205,18 @@ def test_a_model_of_no_family_is_not_exported(tmp_path: Path) -> None:
     odd = replace(checkpoint.model, qkv_bias=True)
     with pytest.raises(CheckpointRefused, match="it cannot be exported"):
         export(tmp_path / "target", odd, model_parameters(odd, padded_vocab=64), [])
+
+
+def test_an_export_of_a_job_with_a_chat_template_has_it_and_begins_a_prompt_with_nothing_else(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save(source, "Llama 2")
+    checkpoint = open_checkpoint(source)
+    plain = build_tokenizer(["say", "red", ":"])
+    tokenizer = plain.with_template("{{ messages[0]['content'] }} :")
+    weights = put_together(checkpoint, tp=1)
+    export(target, checkpoint.model, parameters_of(checkpoint), weights, tokenizer=tokenizer)
+    theirs = AutoTokenizer.from_pretrained(target)
+    want = plain.encode_rendered("say red :")
+    assert theirs("say red :")["input_ids"] == want
+    rendered = theirs.apply_chat_template([{"role": "user", "content": "say red"}], tokenize=False)
+    assert (rendered, theirs.eos_token) == ("say red :", "<eos>")
