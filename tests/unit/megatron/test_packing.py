@@ -20,8 +20,14 @@ from tidegate.model_config import ModelConfig
 LENGTHS = st.lists(st.integers(min_value=1, max_value=60), max_size=40)
 FEW_LENGTHS = st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=6)
 CAPS = st.builds(
-    TokenCap, max_tokens=st.integers(4, 150), token_cost=st.integers(0, 40), pad_multiple=st.sampled_from([1, 4])
+    TokenCap,
+    max_tokens=st.integers(4, 150),
+    token_cost=st.integers(0, 40),
+    pass_cost=st.none() | st.integers(0, 20_000),
+    pad_multiple=st.sampled_from([1, 4]),
 )
+OF_FREE_PASSES = CAPS.map(lambda cap: replace(cap, pass_cost=None))
+"""With them there are as few micro-batches as the cap lets there be."""
 SHARES = st.integers(1, 5)
 MULTIPLES = st.integers(1, 3)
 
@@ -58,7 +64,15 @@ def test_each_sample_runs_once_within_the_cap_and_replicas_run_equally_many(
         assert all(len({batch.shape for batch in same}) == 1 for same in zip(*replicas, strict=True))
 
 
-@given(lengths=FEW_LENGTHS, cap=CAPS, num_shares=SHARES, multiple=MULTIPLES)
+@given(lengths=LENGTHS, cap=CAPS, num_shares=SHARES, multiple=MULTIPLES)
+def test_a_micro_batch_is_empty_only_where_samples_are_too_few(
+    lengths: list[int], cap: TokenCap, num_shares: int, multiple: int
+) -> None:
+    batches = list(chain.from_iterable(pack(lengths, cap, num_shares=num_shares, multiple=multiple)))
+    assert batches.count(()) == max(0, len(batches) - len(lengths))
+
+
+@given(lengths=FEW_LENGTHS, cap=OF_FREE_PASSES, num_shares=SHARES, multiple=MULTIPLES)
 def test_no_packing_under_the_cap_has_fewer_micro_batches_or_a_cheaper_costliest_one(
     lengths: list[int], cap: TokenCap, num_shares: int, multiple: int
 ) -> None:
