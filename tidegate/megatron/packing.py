@@ -4,8 +4,8 @@ A share is what one replica runs, or one logical shard. Order: a sample over the
 runs as many micro-batches as the cap needs, the longest samples first, and more while what they save in padding is
 worth them; as many are cut so that the costliest costs least, and dealt to the shares so that their costs are even.
 Invariants: each sample is in one micro-batch; all shares run equally many, some of them empty where samples are too
-few; rows times padded length is at most the cap, but for a sample that is longer and alone; what is packed follows from
-lengths, cap and number of shares.
+few, or equal ones are cut away together; rows times padded length is at most the cap, but for a sample that is longer
+and alone; what is packed follows from lengths, cap and number of shares.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ def pack(
     if alike:
         dealt = [[_strip(part, share, num_shares) for part in parts] for share in range(num_shares)]
     else:
-        parts = _without_fillers(parts, rows, cap, num_parts=num_batches * num_shares)
         dealt = _differenced(parts, [len(part) * cap.row_cost(rows[part.start]) for part in parts], num_shares)
     batches = [[tuple(order[place] for place in part) for part in share] for share in dealt]
     return [share + [()] * (num_batches - len(share)) for share in batches]
@@ -189,23 +188,6 @@ def _cut(rows: Sequence[int], cap: TokenCap, *, bound: int, width: int) -> list[
         parts.append(range(start, min(end, len(rows))))
         start = end
     return parts
-
-
-def _without_fillers(parts: Sequence[range], rows: Sequence[int], cap: TokenCap, *, num_parts: int) -> list[range]:
-    """So many parts, where there are as many rows, by cutting the costliest in two: equal rows are cut away together,
-    and leave room for parts that would be empty."""
-    single = [part for part in parts if len(part) == 1]
-    heap = [(-len(part) * cap.row_cost(rows[part.start]), part.start, part) for part in parts if len(part) > 1]
-    heapq.heapify(heap)
-    while heap and len(heap) + len(single) < num_parts:
-        _, _, part = heapq.heappop(heap)
-        middle = part.start + -(-len(part) // 2)
-        for half in (range(part.start, middle), range(middle, part.stop)):
-            if len(half) > 1:
-                heapq.heappush(heap, (-len(half) * cap.row_cost(rows[half.start]), half.start, half))
-            else:
-                single.append(half)
-    return sorted([*single, *(part for _, _, part in heap)], key=lambda part: part.start)
 
 
 def _num_rows(length: int, cost: int, cap: TokenCap, bound: int) -> int:

@@ -64,14 +64,6 @@ def test_each_sample_runs_once_within_the_cap_and_replicas_run_equally_many(
         assert all(len({batch.shape for batch in same}) == 1 for same in zip(*replicas, strict=True))
 
 
-@given(lengths=LENGTHS, cap=CAPS, num_shares=SHARES, multiple=MULTIPLES)
-def test_a_micro_batch_is_empty_only_where_samples_are_too_few(
-    lengths: list[int], cap: TokenCap, num_shares: int, multiple: int
-) -> None:
-    batches = list(chain.from_iterable(pack(lengths, cap, num_shares=num_shares, multiple=multiple)))
-    assert batches.count(()) == max(0, len(batches) - len(lengths))
-
-
 @given(lengths=FEW_LENGTHS, cap=OF_FREE_PASSES, num_shares=SHARES, multiple=MULTIPLES)
 def test_no_packing_under_the_cap_has_fewer_micro_batches_or_a_cheaper_costliest_one(
     lengths: list[int], cap: TokenCap, num_shares: int, multiple: int
@@ -109,7 +101,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*parts[:number], [first, *part], *parts[number + 1 :]]
 
 
-@given(lengths=LENGTHS, cap=CAPS, num_shares=SHARES, multiple=MULTIPLES, pass_cost=st.integers(0, 20_000))
+@given(lengths=LENGTHS, cap=OF_FREE_PASSES, num_shares=SHARES, multiple=MULTIPLES, pass_cost=st.integers(0, 20_000))
 def test_more_micro_batches_than_the_cap_needs_are_run_where_that_costs_less(
     lengths: list[int], cap: TokenCap, num_shares: int, multiple: int, pass_cost: int
 ) -> None:
