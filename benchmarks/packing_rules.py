@@ -3,37 +3,18 @@
 As verl deals a batch out and cuts it (`verl/utils/seqlen_balancing.py`; slime and SkyRL do likewise): samples go to
 ranks in equal numbers with even sums of tokens; a rank's K is the largest number of caps that any rank's tokens fill;
 each rank's samples go into K micro-batches with even sums. The rule knows no padding, so that right-padded its
-micro-batches may be over the cap; with `keeps_cap`, K grows until none is. Written from the paper (1982).
+micro-batches may be over the cap; with `keeps_cap`, K grows until none is.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
+from tidegate.megatron.differencing import differenced
 from tidegate.megatron.packing import TokenCap
 
 Ranks = list[list[list[int]]]
 """Of each rank its micro-batches, as indices of samples."""
-
-
-def differenced(values: Sequence[int], num_parts: int, *, equal_numbers: bool = False) -> list[list[int]]:
-    """Indices of the values in each of so many parts with even sums."""
-    order = sorted(range(len(values)), key=lambda index: -values[index])
-    step = num_parts if equal_numbers else 1
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for count, first in enumerate(range(0, len(order), step)):
-        row = [(values[index], [index]) for index in order[first : first + step]]
-        row += [(0, [])] * (num_parts - len(row))
-        heapq.heappush(heap, (row[-1][0] - row[0][0], count, row))
-    count = len(heap)
-    while len(heap) > 1:
-        (_, _, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        row = [(a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in zip(left, reversed(right), strict=True)]
-        row.sort(key=lambda part: -part[0])
-        count += 1
-        heapq.heappush(heap, (row[-1][0] - row[0][0], count, row))
-    return [indices for _, indices in heap[0][2]]
 
 
 def by_karmarkar_karp(lengths: Sequence[int], cap: TokenCap, *, num_ranks: int, keeps_cap: bool) -> Ranks:

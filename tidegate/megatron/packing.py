@@ -10,12 +10,12 @@ and alone; what is packed follows from lengths, cap and number of shares.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
+from tidegate.megatron.differencing import differenced
 from tidegate.model_config import ModelConfig
 
 PAD_MULTIPLE = 8
@@ -110,7 +110,10 @@ def pack(
     if alike:
         dealt = [[_strip(part, share, num_shares) for part in parts] for share in range(num_shares)]
     else:
-        dealt = _differenced(parts, [len(part) * cap.row_cost(rows[part.start]) for part in parts], num_shares)
+        costs = [len(part) * cap.row_cost(rows[part.start]) for part in parts]
+        shares = differenced(costs, num_shares, equal_numbers=True)
+        # In an order that is none of cost: several of them may be one replica's.
+        dealt = [[parts[number] for number in numbers] for numbers in sorted(map(sorted, shares))]
     batches = [[tuple(order[place] for place in part) for part in share] for share in dealt]
     return [share + [()] * (num_batches - len(share)) for share in batches]
 
@@ -199,27 +202,3 @@ def _strip(part: range, share: int, num_shares: int) -> range:
     """A share's rows of what is cut for all."""
     num_rows = -(-len(part) // num_shares)
     return part[share * num_rows : (share + 1) * num_rows]
-
-
-def _differenced(parts: Sequence[range], costs: Sequence[int], num_shares: int) -> list[list[range]]:
-    """Of each share its parts, in order; no share has more than another but for the parts that are missing in the end.
-
-    Largest differencing for equally many parts a share (Karmarkar and Karp 1982; Michiels, Korst, Aarts and van
-    Leeuwen 2003): the costliest parts, one a share, are one row; the two rows whose costs differ most are put together,
-    the dearest of the one with the cheapest of the other, until one is left.
-    """
-    ranked = sorted(range(len(parts)), key=lambda number: -costs[number])
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for count, first in enumerate(range(0, len(ranked), num_shares)):
-        row = [(costs[number], [number]) for number in ranked[first : first + num_shares]]
-        row += [(0, [])] * (num_shares - len(row))
-        heapq.heappush(heap, (row[-1][0] - row[0][0], count, row))
-    num_rows = len(heap)
-    while len(heap) > 1:
-        (_, _, dear), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        row = [(a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in zip(dear, reversed(other), strict=True)]
-        row.sort(key=lambda share: -share[0])
-        num_rows += 1
-        heapq.heappush(heap, (row[-1][0] - row[0][0], num_rows, row))
-    # In an order that is none of cost: several of them may be one replica's.
-    return [[parts[number] for number in numbers] for numbers in sorted(sorted(share) for _, share in heap[0][2])]
