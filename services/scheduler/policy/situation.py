@@ -1,9 +1,9 @@
 """What a policy looks at when it chooses, and what it answers: frozen values, checked when made.
 
-Invariants of a `Situation`:
+Invariants of a `Situation`, besides those of what components told (`observed`):
 - no GPU is in two places: an engine, the trainer, inference, free, on its way;
-- engines are of one size and hold as many sequences as the groups say that they do;
-- a group that is still generated has unfinished sequences, another none, and each has `group_size` in all;
+- engines are of one size;
+- a group that inference handed on has no unfinished sequence; the trainer took no more than were handed on;
 - at most `num_minibatches` are done; a trainer without GPUs is between two updates.
 
 Counts are exact; rates and costs are what was measured, here or in earlier iterations, and never zero where something
@@ -14,75 +14,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
+from services.scheduler.observed import Engine, Generation, Inferring, Training
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.values import JobSpec, Placed
 from tidegate.types import GpuId, Layout, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """`num_waiting` were given to it and do not run yet; `rate_tokens_per_s` is of all that run together."""
-
-    gpus: EngineGpus
-    num_running: int
-    num_waiting: int
-    num_kv_tokens: int
-    kv_capacity_tokens: int
-    max_running: int
-    rate_tokens_per_s: float
-
-    @property
-    def kv_use(self) -> float:
-        return self.num_kv_tokens / self.kv_capacity_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """One that is not finished. `engine` counts in `Situation.engines`; None: no engine was given it yet."""
-
-    num_tokens: int
-    engine: int | None
-
-
-class GroupStage(StrEnum):
-    """How far a prompt's group is. `inferred` waits for the trainer, `taken` belongs to a minibatch."""
-
-    GENERATING = "generating"
-    GENERATED = "generated"
-    INFERRED = "inferred"
-    TAKEN = "taken"
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """`finished` are lengths in tokens, `num_cut` of them ended at the longest that is allowed. `hint_tokens` is the
-    mean length that an earlier epoch saw; None: none did."""
-
-    stage: GroupStage
-    finished: tuple[int, ...]
-    unfinished: tuple[Sequence, ...]
-    num_cut: int = 0
-    hint_tokens: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerRate:
-    """Measured over minibatches with this many GPUs."""
-
-    layout: Layout
-    rate_tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Trainer:
-    """`placed` is None while it has no GPUs. `is_at_boundary`: no minibatch is begun and not updated."""
+    """`placed` is None while it has no GPUs."""
 
     placed: Placed | None
-    num_minibatches_done: int
-    is_at_boundary: bool
-    measured: tuple[TrainerRate, ...]
+    training: Training
 
     @property
     def num_gpus(self) -> int:
@@ -91,10 +35,22 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Its backlog are the groups that are generated and not inferred."""
+    """Its backlog are the groups whose sequences have all ended and that it has not handed on."""
 
     gpus: tuple[GpuId, ...]
     rate_tokens_per_s_per_gpu: float
+    inferring: Inferring
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLaw:
+    """What earlier iterations, or the config, say of the logarithm of a response's tokens: its mean and its spread
+    between prompts and within a group, and how far a hint is off."""
+
+    log_mean: float
+    sigma_prompt: float
+    sigma_group: float
+    sigma_hint: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +69,11 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of a decode step and of each kind of switch, as measured. `resubmit_s`: a sequence that moves stands still."""
+    """Of a decode step and of each kind of switch, as measured. `resubmit_s`: a sequence that moves stands still;
+    `update_s`: what of a minibatch no GPU makes shorter."""
 
     decode: DecodeStep
+    update_s: float
     release_s: float
     acquire_s: float
     resubmit_s: float
@@ -125,21 +83,21 @@ class Costs:
     inference_start_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Situation:
-    """`groups` are in prompt order. `moving` are GPUs in an open transition: no component works on them."""
+    """`moving` are GPUs in an open transition: no component works on them."""
 
     now_ms: int
     incarnation: int
     iteration: int
     spec: JobSpec
-    engines: tuple[Engine, ...]
-    groups: tuple[Group, ...]
-    trainer: Trainer
+    generation: Generation
     inference: Inference
+    trainer: Trainer
     free: tuple[GpuId, ...]
     moving: tuple[GpuId, ...]
     costs: Costs
+    lengths: LengthLaw
     remembered: Remembered
 
     def __post_init__(self) -> None:
@@ -147,22 +105,25 @@ class Situation:
             raise ValueError(f"situation of iteration {self.iteration}: {problem}")
 
     @property
+    def engines(self) -> tuple[Engine, ...]:
+        return self.generation.engines
+
+    @property
     def num_submitted(self) -> int:
-        """Unfinished sequences that an engine was given: running or waiting there."""
-        return sum(engine.num_running + engine.num_waiting for engine in self.engines)
+        return self.generation.num_submitted
 
     @property
     def num_unfinished(self) -> int:
-        return sum(len(group.unfinished) for group in self.groups)
+        return self.generation.num_unfinished
 
     @property
     def num_sequences(self) -> int:
-        return len(self.groups) * self.spec.group_size
+        return len(self.generation.lengths)
 
     @property
     def is_inferred(self) -> bool:
         """Whether inference has nothing left to do in this iteration."""
-        return all(group.stage in (GroupStage.INFERRED, GroupStage.TAKEN) for group in self.groups)
+        return len(self.inference.inferring.ready) == self.generation.num_groups
 
 
 def _placing(situation: Situation) -> tuple[str, ...]:
@@ -177,11 +138,6 @@ def _placing(situation: Situation) -> tuple[str, ...]:
         problems.append(f"{odd} of {len(situation.engines)} engines have not {size} GPUs, as the rollout's layout says")
     if trainer.placed and len(trainer.placed.gpus) != trainer.placed.layout.num_ranks:
         problems.append(f"the trainer has {len(trainer_gpus)} GPUs, its layout {trainer.placed.layout.num_ranks} ranks")
-    if not 0 <= trainer.num_minibatches_done <= situation.spec.num_minibatches:
-        done, all_of_them = trainer.num_minibatches_done, situation.spec.num_minibatches
-        problems.append(f"{done} minibatches are done, it has {all_of_them}")
-    if trainer.placed is None and not trainer.is_at_boundary:
-        problems.append("a minibatch is begun and the trainer has no GPUs; what was not updated is dropped first")
     return tuple(problems)
 
 
@@ -190,43 +146,45 @@ def _rates(situation: Situation) -> tuple[str, ...]:
         "inference's rate": situation.inference.rate_tokens_per_s_per_gpu,
         "the prefill rate": situation.costs.prefill_tokens_per_s,
         "the decode step's floor": situation.costs.decode.floor_s,
-        **{f"the trainer's rate at {each.layout}": each.rate_tokens_per_s for each in situation.trainer.measured},
-        **{f"the KV capacity of {each.gpus[0]}'s engine": each.kv_capacity_tokens for each in situation.engines},
+        **{
+            f"the trainer's rate at {each.layout}": each.rate_tokens_per_s
+            for each in situation.trainer.training.measured
+        },
     }
     return tuple(f"{name} is {value}, it must be above 0" for name, value in rates.items() if value <= 0)
 
 
 def _counting(situation: Situation) -> tuple[str, ...]:
+    training, ready = situation.trainer.training, situation.inference.inferring.ready
+    unfinished = situation.generation.unfinished_by_group
+    num_groups, spec = situation.generation.num_groups, situation.spec
     problems = []
-    for prompt, group in enumerate(situation.groups):
-        size = len(group.finished) + len(group.unfinished)
-        if size != situation.spec.group_size:
-            problems.append(f"group {prompt} has {size} sequences, the group size is {situation.spec.group_size}")
-        if bool(group.unfinished) != (group.stage is GroupStage.GENERATING):
-            problems.append(f"group {prompt} is {group.stage} with {len(group.unfinished)} unfinished sequences")
-    held = Counter(each.engine for group in situation.groups for each in group.unfinished)
-    for index, engine in enumerate(situation.engines):
-        told = engine.num_running + engine.num_waiting
-        if told != held[index]:
-            problems.append(f"engine {index} tells of {told} sequences, the groups of {held[index]}")
-    if len(situation.groups) < situation.spec.num_prompts:
-        problems.append(f"{len(situation.groups)} groups, at least {situation.spec.num_prompts} prompts were asked for")
-    strangers = sorted(each for each in held if each is not None and not 0 <= each < len(situation.engines))
-    if strangers:
-        problems.append(f"sequences on engine {strangers[0]}, there are {len(situation.engines)}")
+    if situation.generation.group_size != spec.group_size or num_groups < spec.num_prompts:
+        told = f"{num_groups} groups of {situation.generation.group_size}"
+        problems.append(f"{told}, at least {spec.num_prompts} of {spec.group_size} were asked for")
+    if not 0 <= training.num_minibatches_done <= spec.num_minibatches:
+        problems.append(f"{training.num_minibatches_done} minibatches are done, it has {spec.num_minibatches}")
+    if situation.trainer.placed is None and not training.is_at_boundary:
+        problems.append("a minibatch is begun and the trainer has no GPUs; what was not updated is dropped first")
+    if len(set(ready)) < len(ready) or any(not 0 <= group < num_groups or unfinished[group] for group in ready):
+        problems.append("inference handed a group on twice, or one that is still generated")
+    if not 0 <= training.num_taken <= len(ready):
+        problems.append(f"the trainer took {training.num_taken} groups of {len(ready)} that are ready")
     return tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`trains`: whether the trainer may begin its next minibatch. `group_order`: in which prompts are to be given to
-    engines; empty leaves it as it is."""
+    engines, those that come back from one included; empty leaves it as it is. `ask_at_ms`: when it wants to be asked
+    again, should nothing happen before."""
 
     assignment: Assignment
     trains: bool
     remembered: Remembered
     reason: str
     group_order: tuple[int, ...] = ()
+    ask_at_ms: int | None = None
 
 
 def engine_size(spec: JobSpec) -> int:

@@ -1,0 +1,163 @@
+"""What components tell of the open iteration while it runs, as frozen values: what a policy stands on.
+
+Each is a whole picture, not a change: a later one replaces an earlier one, and one that is lost costs nothing. They are
+columns, not objects, because an iteration has thousands of sequences and a decision a few milliseconds.
+
+Invariants (checked when made):
+- the sequences of prompt `p` are `p * group_size` up to the next prompt's, in every column;
+- a sequence is in one place: on an engine, queued, away, or ended; `queue` are those queued, next first;
+- a group is handed to the trainer once, and taken in the order of `Inferring.ready`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidegate.types import GpuId, Layout
+
+QUEUED = -1
+"""No engine was given it; see `Generation.queue`."""
+AWAY = -2
+"""Between two engines, or with its environment."""
+ENDED = -3
+CUT = -4
+"""Ended at the longest that is allowed."""
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """`num_waiting` were given to it and do not run yet; `rate_tokens_per_s` is of all that run together."""
+
+    gpus: tuple[GpuId, ...]
+    num_running: int
+    num_waiting: int
+    num_kv_tokens: int
+    kv_capacity_tokens: int
+    max_running: int
+    rate_tokens_per_s: float
+
+    @property
+    def kv_use(self) -> float:
+        return self.num_kv_tokens / self.kv_capacity_tokens
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The rollout's word. `lengths` are tokens so far, `places` indices in `engines` or constants above.
+
+    `hints` are, by prompt, the mean tokens that an earlier epoch saw, 0 where none did; empty: there was none.
+    """
+
+    engines: tuple[Engine, ...]
+    group_size: int
+    lengths: tuple[int, ...]
+    places: tuple[int, ...]
+    queue: tuple[int, ...] = ()
+    hints: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for problem in _problems(self):
+            raise ValueError(f"the rollout's picture: {problem}")
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.lengths) // self.group_size
+
+    @cached_property
+    def length_of(self) -> Ints:
+        return np.array(self.lengths, dtype=np.int64)
+
+    @cached_property
+    def place_of(self) -> Ints:
+        return np.array(self.places, dtype=np.int64)
+
+    @cached_property
+    def is_unfinished(self) -> NDArray[np.bool_]:
+        return self.place_of > ENDED
+
+    @cached_property
+    def num_unfinished(self) -> int:
+        return int(self.is_unfinished.sum())
+
+    @property
+    def num_submitted(self) -> int:
+        """Unfinished sequences that an engine was given: running or waiting there."""
+        return sum(engine.num_running + engine.num_waiting for engine in self.engines)
+
+    @cached_property
+    def unfinished_by_group(self) -> Ints:
+        return self.is_unfinished.reshape(-1, self.group_size).sum(axis=1)
+
+    @cached_property
+    def tokens_by_group(self) -> Ints:
+        """Generated so far."""
+        return self.length_of.reshape(-1, self.group_size).sum(axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Inferring:
+    """Inference's word. `ready` are groups with log-probabilities, in the order in which the trainer gets them."""
+
+    ready: tuple[int, ...] = ()
+    is_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRate:
+    """Measured over minibatches with this many GPUs, what no GPU makes shorter (`Costs.update_s`) left out."""
+
+    layout: Layout
+    rate_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The actor's word. `num_taken` of `Inferring.ready` belong to a minibatch, the open one included; `closes_at_ms`:
+    when the open one ends, once its last group has been taken."""
+
+    num_minibatches_done: int = 0
+    num_taken: int = 0
+    is_at_boundary: bool = True
+    closes_at_ms: int | None = None
+    measured: tuple[TrainerRate, ...] = ()
+
+
+def _problems(told: Generation) -> tuple[str, ...]:
+    size, count = told.group_size, len(told.lengths)
+    if size < 1 or count % size or len(told.places) != count:
+        return (f"{count} lengths and {len(told.places)} places for groups of {size}; each sequence has one of each",)
+    if told.hints and len(told.hints) != told.num_groups:
+        return (f"{len(told.hints)} hints for {told.num_groups} groups; each has one, 0 where nothing is known",)
+    problems = []
+    if count and (told.length_of.min() < 0 or told.place_of.min() < CUT):
+        problems.append(f"a length of {told.length_of.min()} or a place of {told.place_of.min()}, which there is not")
+    elif count and told.place_of.max() >= len(told.engines):
+        problems.append(f"sequences on engine {told.place_of.max()}, there are {len(told.engines)}")
+    else:
+        problems.extend(_miscounted(told))
+    twice = sorted(gpu for gpu, n in Counter(gpu for each in told.engines for gpu in each.gpus).items() if n > 1)
+    if twice:
+        problems.append(f"{', '.join(twice)} in two engines; each GPU is in one")
+    if any(each.kv_capacity_tokens <= 0 or each.max_running <= 0 for each in told.engines):
+        problems.append("an engine without room for a sequence; kv_capacity_tokens and max_running are above 0")
+    return tuple(problems)
+
+
+def _miscounted(told: Generation) -> list[str]:
+    problems = []
+    held = np.bincount(told.place_of[told.place_of >= 0], minlength=len(told.engines))
+    for index, (engine, count) in enumerate(zip(told.engines, held, strict=True)):
+        if (num := engine.num_running + engine.num_waiting) != count:
+            problems.append(f"engine {index} tells of {num} sequences, the places of {count}")
+    queued = np.flatnonzero(told.place_of == QUEUED)
+    if len(told.queue) != len(queued) or sorted(told.queue) != queued.tolist():
+        problems.append(f"{len(told.queue)} sequences in the queue, {len(queued)} places say so; they must be the same")
+    return problems
