@@ -7,15 +7,12 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.observed import ENDED, QUEUED, TrainerRate
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules, valid_dp
 from services.scheduler.policy.situation import (
     Choice,
-    Group,
-    GroupStage,
-    Sequence,
     Situation,
-    TrainerRate,
     as_configured,
     engine_size,
     placed_gpus,
@@ -23,7 +20,7 @@ from services.scheduler.policy.situation import (
 )
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.values import JobSpec
-from tests.unit.scheduler.situations import job, seen
+from tests.unit.scheduler.situations import generation, job, seen
 from tidegate.types import Role
 
 QUICK = settings(max_examples=80, deadline=None)
@@ -37,7 +34,11 @@ class World:
     spec: JobSpec
     policy: RLinfPolicy | DynaRLPolicy
     at: Assignment
-    groups: list[Group]
+    lengths: list[int]
+    unfinished: list[int]
+    """Sequences, in the order of the prompts."""
+    ready: list[int] = field(default_factory=list)
+    num_taken: int = 0
     remembered: Remembered = field(default_factory=Remembered)
     trains: bool = False
     num_done: int = 0
@@ -46,23 +47,25 @@ class World:
 
     def seen(self) -> Situation:
         """Sequences are spread over the engines' slots anew."""
-        slots, number = len(self.at.engines) * MAX_RUNNING, 0
-        groups = []
-        for group in self.groups:
-            spread = []
-            for sequence in group.unfinished:
-                spread.append(replace(sequence, engine=number % len(self.at.engines) if number < slots else None))
-                number += 1
-            groups.append(replace(group, unfinished=tuple(spread)))
-        layout = self.spec.placement[Role.ACTOR].layout
+        num_engines = len(self.at.engines)
+        places = [ENDED] * len(self.lengths)
+        for number, sequence in enumerate(self.unfinished):
+            places[sequence] = number % num_engines if number < num_engines * MAX_RUNNING else QUEUED
         return seen(
             self.spec,
             self.at,
+            told=generation(
+                self.spec,
+                self.at.engines,
+                lengths=tuple(self.lengths),
+                places=tuple(places),
+                max_running=MAX_RUNNING,
+            ),
+            ready=tuple(self.ready),
             num_done=self.num_done,
+            num_taken=self.num_taken,
             is_at_boundary=not self.is_in_minibatch,
-            groups=tuple(groups),
-            max_running=MAX_RUNNING,
-            measured=(TrainerRate(layout, 10.0),),
+            measured=(TrainerRate(self.spec.placement[Role.ACTOR].layout, 10.0),),
             remembered=self.remembered,
             now_ms=self.now_ms,
         )
@@ -84,31 +87,23 @@ class World:
             self._train()
 
     def _finish(self, number: int) -> None:
-        for index, group in enumerate(self.groups):
-            ended = min(number, len(group.unfinished)) if self.at.engines else 0
-            rest = tuple(replace(each, num_tokens=each.num_tokens + 10) for each in group.unfinished[ended:])
-            finished = (*group.finished, *(each.num_tokens for each in group.unfinished[:ended]))
-            over = group.stage is GroupStage.GENERATING and not rest
-            stage = GroupStage.GENERATED if over else group.stage
-            self.groups[index] = replace(group, stage=stage, finished=finished, unfinished=rest)
-            number -= ended
+        del self.unfinished[: number if self.at.engines else 0]
+        for sequence in self.unfinished:
+            self.lengths[sequence] += 10
 
     def _infer(self, number: int) -> None:
-        for index, group in enumerate(self.groups):
-            if group.stage is GroupStage.GENERATED and number:
-                self.groups[index] = replace(group, stage=GroupStage.INFERRED)
-                number -= 1
+        generating = {sequence // self.spec.group_size for sequence in self.unfinished}
+        backlog = [each for each in range(self.spec.num_prompts) if each not in generating and each not in self.ready]
+        self.ready.extend(backlog[:number])
 
     def _train(self) -> None:
         if self.is_in_minibatch:
             self.is_in_minibatch, self.num_done = False, self.num_done + 1
             return
         size = self.spec.num_prompts // self.spec.num_minibatches
-        ready = [index for index, group in enumerate(self.groups) if group.stage is GroupStage.INFERRED][:size]
-        if self.trains and len(ready) == size and self.num_done < self.spec.num_minibatches:
+        if self.trains and len(self.ready) >= self.num_taken + size and self.num_done < self.spec.num_minibatches:
             self.is_in_minibatch = True
-            for index in ready:
-                self.groups[index] = replace(self.groups[index], stage=GroupStage.TAKEN)
+            self.num_taken += size
 
 
 @st.composite
@@ -135,8 +130,8 @@ STEPS = st.lists(
 
 
 def opened(spec: JobSpec, policy: RLinfPolicy | DynaRLPolicy) -> World:
-    groups = [Group(GroupStage.GENERATING, (), (Sequence(10, None),) * spec.group_size)] * spec.num_prompts
-    return World(spec, policy, as_configured(spec), groups)
+    count = spec.num_prompts * spec.group_size
+    return World(spec, policy, as_configured(spec), [10] * count, list(range(count)))
 
 
 def check_assignment(world: World, assignment: Assignment) -> None:

@@ -11,9 +11,9 @@ Invariants:
 - while work waits, no GPU is left over that a whole unit of a component with work could use.
 
 Assumptions, where nothing is published:
-- a donor has no sequence that waits; inference gets the GPUs that the config gives it, while groups wait for it or are
-  still to come, then none; the trainer gets the rest in whole data-parallel copies, any number of them (the published
-  16, 32 and 52 GPUs are no divisors of a minibatch), and never fewer than it has;
+- a donor has no sequence that waits for an engine; inference gets the GPUs that the config gives it, while groups wait
+  for it or are still to come, then none; the trainer gets the rest in whole data-parallel copies, any number of them
+  (the published 16, 32 and 52 GPUs are no divisors of a minibatch), and never fewer than it has;
 - after a move the survivors hold at most `max_kv_use` of their KV capacity;
 - the engines that go are those with the fewest KV tokens;
 - with request priority, prompts go longest first by what an earlier epoch saw, and the predictor knows it too.
@@ -22,6 +22,8 @@ Assumptions, where nothing is published:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from services.scheduler.policy.situation import (
     Choice,
@@ -79,14 +81,15 @@ class DynaRLPolicy:
         if not remembered.is_of(situation.incarnation, situation.iteration):
             remembered = _opened(situation)
         assert remembered.assignment is not None, "an iteration opens with an assignment"
-        if situation.trainer.num_minibatches_done == situation.spec.num_minibatches:
+        training = situation.trainer.training
+        if training.num_minibatches_done == situation.spec.num_minibatches:
             remembered = replace(remembered, assignment=as_configured(situation.spec))
             return self._chosen(situation, remembered, "all minibatches are done, everything where it is placed")
         if situation.moving:
             return self._chosen(situation, remembered, f"{len(situation.moving)} GPUs are on their way")
         remembered, reason = self._planned(situation, remembered)
-        is_free_to_move = situation.trainer.is_at_boundary and (
-            not remembered.is_begun or situation.trainer.num_minibatches_done > remembered.num_answered
+        is_free_to_move = training.is_at_boundary and (
+            not remembered.is_begun or training.num_minibatches_done > remembered.num_answered
         )
         if remembered.pending_engines is None or not is_free_to_move:
             return self._chosen(situation, remembered, reason)
@@ -122,12 +125,12 @@ class DynaRLPolicy:
 
     def _is_low(self, situation: Situation, num_low: int) -> bool:
         num_engines = len(situation.engines)
-        waits = situation.num_unfinished != sum(engine.num_running for engine in situation.engines)
+        waits = situation.generation.queue or any(engine.num_waiting for engine in situation.engines)
         return num_engines > 1 and not waits and num_low > self.rules.low_share * num_engines
 
     def _best(self, situation: Situation) -> tuple[int | None, str]:
         """The engines to keep; None when keeping all is best. The earlier candidate, which moves less, wins a tie."""
-        if not situation.trainer.measured:
+        if not situation.trainer.training.measured:
             return None, "no minibatch was measured yet"
         left = outlook(situation, uses_hints=self.rules.request_priority)
         best: int | None = None
@@ -153,7 +156,7 @@ class DynaRLPolicy:
         holding = (
             num
             for num in kept
-            if num < len(engines) and situation.num_submitted <= num * slots and num_kv_tokens <= num * capacity_tokens
+            if num < len(engines) and situation.num_unfinished <= num * slots and num_kv_tokens <= num * capacity_tokens
         )
         return tuple(sorted(holding, reverse=True))
 
@@ -163,7 +166,7 @@ class DynaRLPolicy:
             remembered,
             assignment=assignment,
             is_begun=assignment.trainer is not None,
-            num_answered=situation.trainer.num_minibatches_done,
+            num_answered=situation.trainer.training.num_minibatches_done,
             num_moves=remembered.num_moves + (assignment != remembered.assignment),
             pending_engines=None,
         )
@@ -247,12 +250,11 @@ def _everywhere(spec: JobSpec) -> tuple[EngineGpus, ...]:
 
 
 def _longest_first(situation: Situation) -> tuple[int, ...]:
-    """Prompts that no engine was given yet; one without a hint counts as the mean."""
-    hints = [group.hint_tokens for group in situation.groups if group.hint_tokens is not None]
-    mean = sum(hints) / len(hints) if hints else 0.0
-    waiting = [
-        (-(mean if group.hint_tokens is None else group.hint_tokens), prompt)
-        for prompt, group in enumerate(situation.groups)
-        if any(each.engine is None for each in group.unfinished)
-    ]
-    return tuple(prompt for _, prompt in sorted(waiting))
+    """Prompts of which no engine has some sequence yet; one without a hint counts as the mean."""
+    told = situation.generation
+    hints = np.array(told.hints or (0.0,) * told.num_groups)
+    known = hints[hints > 0]
+    expected = np.where(hints > 0, hints, known.mean() if len(known) else 0.0)
+    is_without_engine = (told.is_unfinished & (told.place_of < 0)).reshape(-1, told.group_size).any(axis=1)
+    longest_first = np.argsort(-expected, kind="stable")
+    return tuple(longest_first[is_without_engine[longest_first]].tolist())

@@ -9,18 +9,19 @@ Invariants:
 - after each minibatch it answers once; its memory says which were answered;
 - inference gives all of its GPUs or none; GPUs that make no whole legal data-parallel copy stay ownerless, as in RLinf.
 
-Ours, where the rules are silent: sequences are counted, not groups, and those that the rollout's lead still holds count
-as running; GPUs are given and taken in the order of placement (actor, rollout, inference), contiguous where the
-placement is; a dead engine counts as none; with experts only numbers of copies that divide over them are legal.
+Ours, where the rules are silent: sequences are counted, not groups, and all that are not queued count as running, on
+their way or with their environment too; GPUs are given and taken in the order of placement (actor, rollout, inference),
+contiguous where the placement is; a dead engine counts as none; with experts only numbers of copies that divide over
+them are legal.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from services.scheduler.observed import Engine
 from services.scheduler.policy.situation import (
     Choice,
-    Engine,
     Situation,
     as_configured,
     as_engines,
@@ -90,8 +91,9 @@ class RLinfPolicy:
         assert assignment is not None, "an iteration opens with an assignment"
         if not remembered.is_begun:
             return self._pre_processed(situation, remembered, assignment)
-        num_done = situation.trainer.num_minibatches_done
-        if not situation.trainer.is_at_boundary or num_done <= remembered.num_answered:
+        training = situation.trainer.training
+        num_done = training.num_minibatches_done
+        if not training.is_at_boundary or num_done <= remembered.num_answered:
             return Choice(assignment, True, remembered, f"rlinf: as after minibatch {remembered.num_answered}")
         if situation.moving:
             reason = f"rlinf: minibatch {num_done} is done, {len(situation.moving)} GPUs are on their way"
@@ -113,10 +115,11 @@ class RLinfPolicy:
         )
 
     def _pre_processed(self, situation: Situation, remembered: Remembered, lent: Assignment) -> Choice:
-        unsubmitted = situation.num_unfinished - situation.num_submitted
+        num_queued = len(situation.generation.queue)
+        num_running = situation.num_unfinished - num_queued
         most = situation.num_sequences // PRE_PROCESS_SHARE
-        told = f"{situation.num_submitted} of {situation.num_sequences} sequences run, {unsubmitted} are not submitted"
-        if unsubmitted or situation.num_submitted > most:
+        told = f"{num_running} of {situation.num_sequences} sequences run, {num_queued} are not submitted"
+        if num_queued or num_running > most:
             reason = f"rlinf: {told}; the actor's GPUs generate until at most {most} run"
             return Choice(lent, False, remembered, reason)
         assignment = as_configured(situation.spec)

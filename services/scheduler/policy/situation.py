@@ -13,7 +13,7 @@ is divided by them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from services.scheduler.observed import Engine, Generation, Inferring, Training
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
@@ -144,6 +144,9 @@ def _placing(situation: Situation) -> tuple[str, ...]:
 def _rates(situation: Situation) -> tuple[str, ...]:
     rates = {
         "inference's rate": situation.inference.rate_tokens_per_s_per_gpu,
+        "sigma_prompt": situation.lengths.sigma_prompt,
+        "sigma_group": situation.lengths.sigma_group,
+        "sigma_hint": situation.lengths.sigma_hint,
         "the prefill rate": situation.costs.prefill_tokens_per_s,
         "the decode step's floor": situation.costs.decode.floor_s,
         **{
@@ -151,7 +154,11 @@ def _rates(situation: Situation) -> tuple[str, ...]:
             for each in situation.trainer.training.measured
         },
     }
-    return tuple(f"{name} is {value}, it must be above 0" for name, value in rates.items() if value <= 0)
+    times = {each.name: getattr(situation.costs, each.name) for each in fields(Costs) if each.name.endswith("_s")}
+    return (
+        *(f"{name} is {value}, it must be above 0" for name, value in rates.items() if not value > 0),
+        *(f"{name}={value} is a time, it must be at least 0" for name, value in times.items() if not value >= 0),
+    )
 
 
 def _counting(situation: Situation) -> tuple[str, ...]:

@@ -14,11 +14,13 @@ Assumptions, as the predictor is not published:
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.scheduler.policy.situation import Group, GroupStage, Situation, TrainerRate
+import numpy as np
+
+from services.scheduler.observed import Floats, Generation, TrainerRate
+from services.scheduler.policy.situation import Situation
 
 BEYOND = 1.1
 """Without it the longest sequence would end at once, and the rollout would look done in its tail."""
@@ -39,55 +41,56 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is still to be done: tokens to be inferred and trained, and what the longest sequence still makes."""
+    """What is still to be done: tokens to be inferred and trained, minibatches not begun, and what the longest sequence
+    still makes."""
 
     longest_left_tokens: float
     to_infer_tokens: float
     to_train_tokens: float
+    num_updates: int
 
 
 def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
-    expected = expected_length(situation.groups)
-    longest, to_infer, to_train = 0.0, 0.0, 0.0
-    for group in situation.groups:
-        if group.stage is GroupStage.TAKEN:
-            continue
-        hint = group.hint_tokens if uses_hints and group.hint_tokens else 0.0
-        ends = [max(hint, expected(each.num_tokens)) for each in group.unfinished]
-        lefts = (end - each.num_tokens for end, each in zip(ends, group.unfinished, strict=True))
-        longest = max(longest, *lefts) if ends else longest
-        num_tokens = sum(group.finished) + sum(ends)
-        to_train += num_tokens
-        to_infer += 0 if group.stage is GroupStage.INFERRED else num_tokens
-    return Outlook(longest, to_infer, to_train)
+    told, ready = situation.generation, list(situation.inference.inferring.ready)
+    training = situation.trainer.training
+    lengths = told.length_of.astype(np.float64)
+    ends = np.where(told.is_unfinished, expected_length(told)(lengths), lengths)
+    if uses_hints and told.hints:
+        hinted = np.maximum(ends, np.repeat(np.array(told.hints), told.group_size))
+        ends = np.where(told.is_unfinished, hinted, ends)
+    by_group = ends.reshape(-1, told.group_size).sum(axis=1)
+    return Outlook(
+        longest_left_tokens=float((ends - lengths).max(initial=0.0)),
+        to_infer_tokens=float(np.delete(by_group, ready).sum()),
+        to_train_tokens=float(np.delete(by_group, ready[: training.num_taken]).sum()),
+        num_updates=situation.spec.num_minibatches - training.num_minibatches_done - (not training.is_at_boundary),
+    )
 
 
-def expected_length(groups: tuple[Group, ...]) -> Callable[[int], float]:
-    """The length that a sequence of so many tokens is expected to end with.
+def expected_length(told: Generation) -> Callable[[Floats], Floats]:
+    """The lengths that sequences of so many tokens are expected to end with.
 
     Kaplan and Meier's estimate (1958): an unfinished sequence says only that it is longer than it is now.
     """
-    finished = [(length, 0) for group in groups for length in group.finished]
-    running = [(each.num_tokens, 1) for group in groups for each in group.unfinished]
-    lengths: list[int] = []
-    weights: list[float] = []
-    survival, at_risk = 1.0, len(finished) + len(running)
-    for length, is_running in sorted(finished + running):
-        if not is_running:
-            lengths.append(length)
-            weights.append(survival / at_risk)
-            survival -= survival / at_risk
-        at_risk -= 1
-    tail_weight, tail_sum = [0.0], [0.0]
-    for length, weight in zip(reversed(lengths), reversed(weights), strict=True):
-        tail_weight.append(tail_weight[-1] + weight)
-        tail_sum.append(tail_sum[-1] + weight * length)
+    order = np.lexsort((told.is_unfinished, told.length_of))
+    is_end = ~told.is_unfinished[order]
+    at_risk = len(order) - np.arange(len(order))
+    survival = np.cumprod(np.where(is_end, 1 - 1 / at_risk, 1.0))
+    weights = (np.concatenate(([1.0], survival[:-1])) / at_risk)[is_end]
+    lengths = told.length_of[order][is_end].astype(np.float64)
+    tail_weight, tail_sum = _sums_from(weights), _sums_from(weights * lengths)
 
-    def expected(num_tokens: int) -> float:
-        beyond = len(lengths) - bisect_right(lengths, num_tokens)
-        return tail_sum[beyond] / tail_weight[beyond] if beyond else num_tokens * BEYOND
+    def expected(num_tokens: Floats) -> Floats:
+        first = np.searchsorted(lengths, num_tokens, side="right")
+        means = tail_sum[first] / np.maximum(tail_weight[first], np.finfo(np.float64).tiny)
+        return np.where(first < len(lengths), means, num_tokens * BEYOND)
 
     return expected
+
+
+def _sums_from(values: Floats) -> Floats:
+    """Of the values from each index to the end, and of none."""
+    return np.concatenate((np.cumsum(values[::-1])[::-1], [0.0]))
 
 
 def slowest_stage_s(situation: Situation, left: Outlook, split: Split) -> float:
@@ -130,8 +133,9 @@ def _train_s(situation: Situation, left: Outlook, split: Split) -> float:
         return math.inf
     now = situation.trainer.num_gpus
     switch_s = situation.costs.reshard_s if now else situation.costs.load_s
-    rate = trainer_rate(situation.trainer.measured, split.num_trainer_gpus)
-    return left.to_train_tokens / rate + (switch_s if split.num_trainer_gpus != now else 0.0)
+    rate = trainer_rate(situation.trainer.training.measured, split.num_trainer_gpus)
+    train_s = left.to_train_tokens / rate + left.num_updates * situation.costs.update_s
+    return train_s + (switch_s if split.num_trainer_gpus != now else 0.0)
 
 
 def trainer_rate(measured: tuple[TrainerRate, ...], num_gpus: int) -> float:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from services.scheduler.observed import ENDED, QUEUED, Engine, Generation, Inferring, TrainerRate, Training
 from services.scheduler.policy.situation import (
     Costs,
     DecodeStep,
-    Engine,
-    Group,
-    GroupStage,
     Inference,
-    Sequence,
+    LengthLaw,
     Situation,
     Trainer,
-    TrainerRate,
     placed_gpus,
 )
 from services.scheduler.remembered import Assignment, Remembered
@@ -22,6 +19,7 @@ from tidegate.types import GpuId, Layout, Role
 
 COSTS = Costs(
     decode=DecodeStep(floor_s=0.01, base_s=0.0, per_sequence_s=0.0, per_kv_token_s=0.0),
+    update_s=0.0,
     release_s=2.0,
     acquire_s=1.5,
     resubmit_s=1.0,
@@ -30,6 +28,8 @@ COSTS = Costs(
     load_s=5.0,
     inference_start_s=2.0,
 )
+
+LENGTHS = LengthLaw(log_mean=4.6, sigma_prompt=0.5, sigma_group=0.25, sigma_hint=0.3)
 
 
 def gpus(start: int, end: int) -> tuple[GpuId, ...]:
@@ -65,23 +65,37 @@ def job(
     )
 
 
-def groups_of(
-    spec: JobSpec, *, num_engines: int, num_unfinished: int, num_unsubmitted: int, stage: GroupStage, length: int
-) -> tuple[Group, ...]:
-    """The last sequences are unfinished, half as long as the others; the very last have no engine."""
-    size = spec.group_size
-    first = spec.num_prompts * size - num_unfinished
-    groups = []
-    for prompt in range(spec.num_prompts):
-        members = range(prompt * size, (prompt + 1) * size)
-        unfinished = tuple(
-            Sequence(length // 2, None if index - first >= num_unfinished - num_unsubmitted else index % num_engines)
-            for index in members
-            if index >= first
-        )
-        finished = (length,) * (size - len(unfinished))
-        groups.append(Group(GroupStage.GENERATING if unfinished else stage, finished, unfinished))
-    return tuple(groups)
+def generation(
+    spec: JobSpec,
+    engines: tuple[tuple[GpuId, ...], ...],
+    *,
+    lengths: tuple[int, ...],
+    places: tuple[int, ...],
+    kv_use: float = 0.1,
+    max_running: int = 1024,
+) -> Generation:
+    """All that an engine was given run; what is queued is so in the order of the prompts."""
+    return Generation(
+        engines=tuple(
+            Engine(each, places.count(index), 0, round(kv_use * 1000), 1000, max_running, 50.0)
+            for index, each in enumerate(engines)
+        ),
+        group_size=spec.group_size,
+        lengths=lengths,
+        places=places,
+        queue=tuple(index for index, place in enumerate(places) if place == QUEUED),
+    )
+
+
+def ending(
+    spec: JobSpec, *, num_engines: int, num_unfinished: int, num_unsubmitted: int, length: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths and places: the last sequences are unfinished, half as long as the others; the very last are queued."""
+    count = spec.num_prompts * spec.group_size
+    first, first_queued = count - num_unfinished, count - num_unsubmitted
+    lengths = tuple(length if index < first else length // 2 for index in range(count))
+    running = tuple(index % num_engines for index in range(first, first_queued))
+    return lengths, ((ENDED,) * first + running + (QUEUED,) * num_unsubmitted)
 
 
 def seen(
@@ -90,43 +104,49 @@ def seen(
     *,
     num_unfinished: int = 0,
     num_unsubmitted: int = 0,
+    told: Generation | None = None,
+    are_inferred: bool = True,
+    ready: tuple[int, ...] | None = None,
     num_done: int = 0,
+    num_taken: int = 0,
     is_at_boundary: bool = True,
-    stage: GroupStage = GroupStage.INFERRED,
-    groups: tuple[Group, ...] | None = None,
+    measured: tuple[TrainerRate, ...] = (),
     length: int = 100,
     kv_use: float = 0.1,
     max_running: int = 1024,
-    measured: tuple[TrainerRate, ...] = (),
     moving: tuple[GpuId, ...] = (),
     remembered: Remembered | None = None,
     now_ms: int = 0,
 ) -> Situation:
-    """`assignment` is where everything is; what it leaves out is free, or on its way. `stage`: of finished groups."""
-    shown = groups or groups_of(
-        spec,
-        num_engines=len(assignment.engines),
-        num_unfinished=num_unfinished,
-        num_unsubmitted=num_unsubmitted,
-        stage=stage,
-        length=length,
-    )
-    held = [each.engine for group in shown for each in group.unfinished]
+    """`assignment` is where everything is; what it leaves out is free, or on its way. `are_inferred`: finished groups,
+    unless `ready` names them."""
+    if told is None:
+        lengths, places = ending(
+            spec,
+            num_engines=len(assignment.engines),
+            num_unfinished=num_unfinished,
+            num_unsubmitted=num_unsubmitted,
+            length=length,
+        )
+        told = generation(
+            spec, assignment.engines, lengths=lengths, places=places, kv_use=kv_use, max_running=max_running
+        )
+    if ready is None:
+        finished = (group for group, num in enumerate(told.unfinished_by_group.tolist()) if num == 0)
+        ready = tuple(finished) if are_inferred else ()
     taken = {*assignment.gpus, *moving}
+    training = Training(num_done, num_taken, is_at_boundary, closes_at_ms=None, measured=measured)
     return Situation(
         now_ms=now_ms,
         incarnation=0,
         iteration=0,
         spec=spec,
-        engines=tuple(
-            Engine(each, held.count(index), 0, round(kv_use * 1000), 1000, max_running, 50.0)
-            for index, each in enumerate(assignment.engines)
-        ),
-        groups=shown,
-        trainer=Trainer(assignment.trainer, num_done, is_at_boundary, measured),
-        inference=Inference(assignment.inference, 1e9),
+        generation=told,
+        inference=Inference(assignment.inference, 1e9, Inferring(ready)),
+        trainer=Trainer(assignment.trainer, training),
         free=tuple(each for each in placed_gpus(spec) if each not in taken),
         moving=moving,
         costs=COSTS,
+        lengths=LENGTHS,
         remembered=remembered or Remembered(iteration=0, assignment=assignment, is_begun=True, num_answered=num_done),
     )

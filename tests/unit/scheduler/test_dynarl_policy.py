@@ -11,20 +11,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 
+from services.scheduler.observed import CUT, ENDED, QUEUED, Generation, TrainerRate
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules, split_of
-from services.scheduler.policy.situation import (
-    Choice,
-    Engine,
-    Group,
-    GroupStage,
-    Sequence,
-    Situation,
-    TrainerRate,
-    as_configured,
-    as_engines,
-)
+from services.scheduler.policy.situation import Choice, Situation, as_configured, as_engines
 from services.scheduler.policy.stages import Split, expected_length, outlook, slowest_stage_s, trainer_rate
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.values import Placed
@@ -55,7 +47,8 @@ def split(assignment: Assignment) -> tuple[int, int, int]:
 def with_kv(situation: Situation, num_full: int) -> Situation:
     """The first engines hold half of their KV capacity."""
     full = tuple(replace(each, num_kv_tokens=500) for each in situation.engines[:num_full])
-    return replace(situation, engines=(*full, *situation.engines[num_full:]))
+    told = replace(situation.generation, engines=(*full, *situation.engines[num_full:]))
+    return replace(situation, generation=told)
 
 
 def test_an_iteration_starts_with_every_gpu_in_the_rollout() -> None:
@@ -147,9 +140,9 @@ def test_a_later_move_waits_for_the_trainers_update() -> None:
 
 
 def test_what_the_rollouts_end_leaves_goes_to_the_trainer_after_its_minibatch() -> None:
-    waits = POLICY.choose(late(num_done=0, is_at_boundary=False, num_unfinished=0, stage=GroupStage.GENERATED))
+    waits = POLICY.choose(late(num_done=0, is_at_boundary=False, num_unfinished=0, are_inferred=False))
     assert (waits.assignment, waits.remembered.pending_engines) == (LATE, 0)
-    moved = POLICY.choose(late(num_done=1, is_at_boundary=True, num_unfinished=0, stage=GroupStage.GENERATED))
+    moved = POLICY.choose(late(num_done=1, is_at_boundary=True, num_unfinished=0, are_inferred=False))
     assert split(moved.assignment) == (0, 6, 2)
     inferred = POLICY.choose(late(num_done=1, is_at_boundary=True, num_unfinished=0))
     assert split(inferred.assignment) == (0, 8, 0)
@@ -157,9 +150,7 @@ def test_what_the_rollouts_end_leaves_goes_to_the_trainer_after_its_minibatch() 
 
 def test_the_trainer_has_no_more_copies_than_a_minibatch_has_sequences() -> None:
     # 4 sequences a minibatch: dp 4; the 2 GPUs that no copy has are inference's.
-    moved = POLICY.choose(
-        late(spec=SPEC, num_done=1, is_at_boundary=True, num_unfinished=0, stage=GroupStage.GENERATED)
-    )
+    moved = POLICY.choose(late(spec=SPEC, num_done=1, is_at_boundary=True, num_unfinished=0, are_inferred=False))
     assert split(moved.assignment) == (0, 4, 4)
 
 
@@ -179,17 +170,16 @@ def test_nothing_is_planned_while_gpus_are_on_their_way() -> None:
 
 
 def test_after_the_last_minibatch_everything_is_where_it_is_placed() -> None:
-    done = late(num_done=2, is_at_boundary=True, num_unfinished=0, stage=GroupStage.TAKEN)
+    done = late(num_done=2, is_at_boundary=True, num_unfinished=0, num_taken=8)
     assert POLICY.choose(done).assignment == HOME
 
 
 @pytest.mark.parametrize(("priority", "want"), [(True, (5, 7, 4, 6)), (False, ())])
 def test_with_request_priority_the_longest_prompts_go_first(priority: bool, want: tuple[int, ...]) -> None:
     # Of prompts 4-7 none is submitted; 6 and 4 have hints of 10 and 30, 5 of 90, 7 none: the mean of 10, 30, 90 = 43.
-    hints = {4: 30.0, 5: 90.0, 6: 10.0}
     situation = early(num_unsubmitted=4)
-    hinted = tuple(replace(group, hint_tokens=hints.get(prompt)) for prompt, group in enumerate(situation.groups))
-    choice: Choice = DynaRLPolicy(DynaRLRules(request_priority=priority)).choose(replace(situation, groups=hinted))
+    hinted = replace(situation.generation, hints=(0.0, 0.0, 0.0, 0.0, 30.0, 90.0, 10.0, 0.0))
+    choice: Choice = DynaRLPolicy(DynaRLRules(request_priority=priority)).choose(replace(situation, generation=hinted))
     assert choice.group_order == want
 
 
@@ -199,25 +189,48 @@ def test_what_makes_no_copy_of_the_trainer_goes_to_inference_or_stays_in_engines
     situation = seen(spec, everywhere, num_unfinished=4)
     # 9 - 2 engines - 1 = 6: dp 1, and 2 more for inference
     assert split_of(situation, 2) == Split(num_engines=2, num_trainer_gpus=4, num_inference_gpus=3)
-    inferred = tuple(replace(group, stage=GroupStage.INFERRED) for group in situation.groups if group.finished)
-    done = replace(situation, groups=(*inferred, *inferred), engines=tuple(map(emptied, situation.engines)))
+    done = seen(spec, everywhere)
     # 9 - 0 - 0: dp 2, one GPU makes no copy of 4
     assert split_of(done, 0) == Split(num_engines=0, num_trainer_gpus=8, num_inference_gpus=0)
 
 
-def emptied(engine: Engine) -> Engine:
-    return replace(engine, num_running=0)
-
-
 def test_an_unfinished_sequence_is_expected_to_end_like_those_that_were_longer() -> None:
     # At 10: 1 of 4 ends, survival 3/4. At 20 one is cut off, unfinished. At 30: 1 of 2 ends, then 50: 3/8 each.
-    unfinished = Group(GroupStage.GENERATING, (10,), (Sequence(20, None),))
-    finished = Group(GroupStage.INFERRED, (30, 50), ())
-    expected = expected_length((unfinished, finished))
-    assert expected(0) == pytest.approx(10 / 4 + (30 + 50) * 3 / 8)
-    assert expected(20) == pytest.approx(40.0)
-    assert expected(30) == 50.0
-    assert expected(100) == pytest.approx(110.0)
+    told = Generation((), 2, lengths=(10, 20, 30, 50), places=(ENDED, QUEUED, ENDED, CUT), queue=(1,))
+    expected = expected_length(told)(np.array([0.0, 20.0, 30.0, 100.0]))
+    assert expected == pytest.approx([10 / 4 + (30 + 50) * 3 / 8, 40.0, 50.0, 110.0])
+
+
+def test_with_nothing_finished_every_sequence_is_expected_to_end_a_tenth_later() -> None:
+    told = Generation((), 2, lengths=(10, 20), places=(QUEUED, QUEUED), queue=(0, 1))
+    assert expected_length(told)(told.length_of.astype(float)) == pytest.approx([11.0, 22.0])
+
+
+def test_what_no_gpu_makes_shorter_counts_for_each_minibatch_that_is_not_begun() -> None:
+    situation = early()
+    slow = replace(situation, costs=replace(situation.costs, update_s=20.0))
+    left = outlook(slow, uses_hints=False)
+    assert left.num_updates == 2
+    assert slowest_stage_s(slow, left, Split(2, 4, 2)) == pytest.approx(800 / 16 + 2 * 20 + 5)
+    begun = outlook(late(num_done=1, is_at_boundary=False), uses_hints=False)
+    assert begun.num_updates == 0
+
+
+def test_groups_that_are_ready_or_taken_are_not_inferred_or_trained_again() -> None:
+    # 6 finished sequences of 100, 4 of them in 2 groups that are ready, 1 taken; 10 unfinished ones to end at 100
+    situation = seen(PAIRS, EVERYWHERE, num_unfinished=10, ready=(2, 0), num_taken=1)
+    left = outlook(situation, uses_hints=False)
+    assert (left.to_infer_tokens, left.to_train_tokens) == (pytest.approx(1200.0), pytest.approx(1400.0))
+
+
+def test_with_hints_a_sequence_is_expected_to_reach_its_prompts() -> None:
+    situation = early()
+    hinted = replace(situation.generation, hints=(500.0,) * 5 + (0.0, 80.0, 120.0))
+    told = replace(situation, generation=hinted)
+    # prompts 4-7 are unfinished at 50 and expected at 100; hints 500 and 120 are more
+    assert outlook(told, uses_hints=True).to_train_tokens == 400.0 + 500 + 100 + 100 + 120
+    assert outlook(told, uses_hints=True).longest_left_tokens == 450.0
+    assert outlook(told, uses_hints=False).to_train_tokens == 800.0
 
 
 def test_the_slowest_stage_counts_and_one_without_gpus_never_ends() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules, valid_dp
-from services.scheduler.policy.situation import GroupStage, as_configured, as_engines
+from services.scheduler.policy.situation import as_configured, as_engines
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.values import JobSpec, Placed
 from tests.unit.scheduler.situations import gpus, job, seen
@@ -52,7 +52,7 @@ class Case:
     want: Assignment
     wait: bool = False
     holds: bool = False
-    stage: GroupStage = GroupStage.INFERRED
+    are_inferred: bool = True
 
 
 DP4 = HOME
@@ -73,13 +73,13 @@ CASES = {
     # 5000 / 128 -> 40 needed of 20: none to spare
     "more backlog than engines keeps all": Case(1, 5000, DP4, DP4),
     # all 12 engines go: 24 GPUs; inference is not done and keeps 8; dp 16 needs 32
-    "a rollout that is done leaves 24 GPUs to nobody": Case(2, 0, DP8, ROLLOUT_GONE, stage=GroupStage.GENERATED),
+    "a rollout that is done leaves 24 GPUs to nobody": Case(2, 0, DP8, ROLLOUT_GONE, are_inferred=False),
     # the 24 ownerless and inference's 8 are 32
     "what lay idle is used once inference gives its own": Case(3, 0, ROLLOUT_GONE, Assignment((), actor((0, 64)), ())),
     # 40 + 8 = 48 GPUs = (16 - 4) * 4
     "all at once when all is done": Case(1, 0, DP4, Assignment((), actor((0, 64)), ())),
     # 40 GPUs: dp 8 takes 16, 24 are left over
-    "without inference's GPUs the rollout's 40 are dp 8": Case(1, 0, DP4, ROLLOUT_GONE, stage=GroupStage.GENERATED),
+    "without inference's GPUs the rollout's 40 are dp 8": Case(1, 0, DP4, ROLLOUT_GONE, are_inferred=False),
     "one engine that still works stays": Case(
         2,
         3,
@@ -98,16 +98,14 @@ CASES = {
     "without the wait policy it does not": Case(3, 7, DP8, DP8),
     "with the wait policy an earlier minibatch does not wait": Case(1, 1536, DP4, DP8, wait=True),
     "before the last minibatch the actor waits for inference too": Case(
-        3, 0, DP8, Assignment((), actor((0, 32)), INFERENCE), wait=True, holds=True, stage=GroupStage.GENERATED
+        3, 0, DP8, Assignment((), actor((0, 32)), INFERENCE), wait=True, holds=True, are_inferred=False
     ),
     "with the wait policy inference is waited for once no engine is left": Case(
-        1, 0, DP4, Assignment((), actor((0, 16)), INFERENCE), wait=True, holds=True, stage=GroupStage.GENERATED
+        1, 0, DP4, Assignment((), actor((0, 16)), INFERENCE), wait=True, holds=True, are_inferred=False
     ),
     # 24 + 8 = 32 = (16 - 8) * 4
     "when both are done the last minibatch has all": Case(3, 0, DP8, Assignment((), actor((0, 64)), ()), wait=True),
-    "after the last minibatch everything is where it is placed": Case(
-        4, 0, Assignment((), actor((0, 64)), ()), HOME, stage=GroupStage.TAKEN
-    ),
+    "after the last minibatch everything is where it is placed": Case(4, 0, Assignment((), actor((0, 64)), ()), HOME),
 }
 
 
@@ -120,7 +118,7 @@ def test_after_a_minibatch(name: str) -> None:
         case.before,
         num_unfinished=case.unfinished,
         num_done=case.done,
-        stage=case.stage,
+        are_inferred=case.are_inferred,
         remembered=before,
     )
     choice = policy(wait=case.wait).choose(situation)

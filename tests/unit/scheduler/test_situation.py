@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 
 from services.scheduler.codec import decode_state, encode_state
-from services.scheduler.policy.situation import (
-    GroupStage,
-    Situation,
-    Trainer,
-    TrainerRate,
-    as_configured,
-    as_engines,
-    with_dp,
-)
-from services.scheduler.remembered import Assignment, Remembered
+from services.scheduler.observed import Engine, Inferring, TrainerRate, Training
+from services.scheduler.policy.situation import Situation, Trainer, as_configured, as_engines, with_dp
+from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Placed
 from tests.unit.scheduler.fake_cluster import JOB
@@ -37,9 +30,19 @@ def changed(**fields: Any) -> Situation:
     return replace(whole(), **fields)
 
 
-def with_group(**fields: Any) -> Situation:
-    groups = whole().groups
-    return changed(groups=(replace(groups[0], **fields), *groups[1:]))
+def with_gpus(held: EngineGpus) -> tuple[Engine, ...]:
+    """The first engine has others."""
+    engines = whole().engines
+    return (replace(engines[0], gpus=held), *engines[1:])
+
+
+def trained(**fields: Any) -> Situation:
+    trainer = whole().trainer
+    return changed(trainer=replace(trainer, training=replace(trainer.training, **fields)))
+
+
+def with_ready(*groups: int) -> Situation:
+    return changed(inference=replace(whole().inference, inferring=Inferring(groups)))
 
 
 def test_a_whole_situation_counts_what_runs_and_what_waits() -> None:
@@ -52,35 +55,48 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], Situation], str]] = {
     "a GPU in two places": (lambda: changed(free=gpus(0, 1)), "n0/0 in two places"),
     "a GPU that is on its way and free": (lambda: changed(free=gpus(8, 9), moving=gpus(8, 9)), "n0/8 in two places"),
     "an engine of another size": (
-        lambda: changed(engines=(replace(whole().engines[0], gpus=gpus(8, 10)), *whole().engines[1:])),
+        lambda: replace(whole(), generation=replace(whole().generation, engines=with_gpus(gpus(8, 10)))),
         "1 of 4 engines have not 1 GPUs",
     ),
     "a trainer that lacks ranks": (
-        lambda: changed(trainer=Trainer(Placed(gpus(0, 1), Layout(dp=2)), 0, True, ())),
+        lambda: changed(trainer=Trainer(Placed(gpus(0, 1), Layout(dp=2)), Training())),
         "the trainer has 1 GPUs, its layout 2 ranks",
     ),
     "more minibatches than there are": (
-        lambda: changed(trainer=replace(whole().trainer, num_minibatches_done=3)),
+        lambda: trained(num_minibatches_done=3),
         "3 minibatches are done, it has 2",
     ),
-    "a minibatch on no GPUs": (lambda: changed(trainer=Trainer(None, 0, False, ())), "the trainer has no GPUs"),
-    "an engine that holds another number": (
-        lambda: changed(engines=(replace(whole().engines[0], num_waiting=5), *whole().engines[1:])),
-        "engine 0 tells of 6 sequences, the groups of 1",
+    "a minibatch on no GPUs": (
+        lambda: changed(trainer=Trainer(None, Training(is_at_boundary=False))),
+        "the trainer has no GPUs",
     ),
-    "a group too small": (lambda: with_group(finished=(100,)), "group 0 has 1 sequences, the group size is 2"),
-    "a finished group that is generated": (
-        lambda: with_group(stage=GroupStage.GENERATING),
-        "group 0 is generating with 0 unfinished sequences",
+    "groups of another size": (
+        lambda: changed(generation=replace(whole().generation, group_size=1)),
+        "16 groups of 1, at least 8 of 2 were asked for",
     ),
-    "a sequence on no engine that is there": (
-        lambda: changed(engines=whole().engines[:2]),
-        "sequences on engine 2, there are 2",
+    "too few groups": (
+        lambda: seen(replace(SPEC, num_prompts=9), HOME, told=whole().generation),
+        "8 groups of 2, at least 9 of 2 were asked for",
     ),
-    "too few groups": (lambda: changed(groups=whole().groups[1:]), "7 groups, at least 8 prompts were asked for"),
+    "a group handed on twice": (lambda: with_ready(0, 1, 0), "inference handed a group on twice"),
+    "a group handed on that is generated": (lambda: with_ready(7), "or one that is still generated"),
+    "a group handed on that there is not": (lambda: with_ready(8), "or one that is still generated"),
+    "more taken than are ready": (lambda: trained(num_taken=6), "the trainer took 6 groups of 5 that are ready"),
     "a rate of nothing": (
-        lambda: changed(trainer=replace(whole().trainer, measured=(TrainerRate(Layout(dp=2), 0.0),))),
+        lambda: trained(measured=(TrainerRate(Layout(dp=2), 0.0),)),
         "the trainer's rate at dp2 is 0.0, it must be above 0",
+    ),
+    "an inference that infers nothing": (
+        lambda: changed(inference=replace(whole().inference, rate_tokens_per_s_per_gpu=0.0)),
+        "inference's rate is 0.0, it must be above 0",
+    ),
+    "a cost below nothing": (
+        lambda: changed(costs=replace(whole().costs, update_s=-1.0)),
+        "update_s=-1.0 is a time, it must be at least 0",
+    ),
+    "lengths without a spread": (
+        lambda: changed(lengths=replace(whole().lengths, sigma_group=0.0)),
+        "sigma_group is 0.0, it must be above 0",
     ),
 }
 
