@@ -255,6 +255,5 @@ def _longest_first(situation: Situation) -> tuple[int, ...]:
     hints = np.array(told.hints or (0.0,) * told.num_groups)
     known = hints[hints > 0]
     expected = np.where(hints > 0, hints, known.mean() if len(known) else 0.0)
-    is_without_engine = (told.is_unfinished & (told.place_of < 0)).reshape(-1, told.group_size).any(axis=1)
-    longest_first = np.argsort(-expected, kind="stable")
-    return tuple(longest_first[is_without_engine[longest_first]].tolist())
+    waiting = np.unique(np.flatnonzero(told.is_unfinished & (told.place_of < 0)) // told.group_size)
+    return tuple(waiting[np.argsort(-expected[waiting], kind="stable")].tolist())
