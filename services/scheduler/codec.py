@@ -48,6 +48,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         standby=config.standby(),
         max_extra_prompts=algorithm.max_extra_prompts,
         evaluate_every=config.evaluation.every if config.evaluation else None,
+        minibatch_order=algorithm.minibatch_order,
     )
 
 

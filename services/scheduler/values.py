@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tidegate.types import GpuId, Layout, Role
+from tidegate.types import GpuId, Layout, MinibatchOrder, Role
 
 DIGEST_MODULUS = 2**64
 """Digests are sums of 64-bit hashes modulo this, as the wire says (`Fate.ids_digest`)."""
@@ -85,6 +85,7 @@ class JobSpec:
     """Which an iteration may take to replace groups that teach nothing."""
     evaluate_every: int | None = None
     """Iterations between evaluations; None: there are none."""
+    minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
 
     def slots(self, role: Role) -> tuple[GpuId, ...]:
         """All GPUs that it may ever have."""

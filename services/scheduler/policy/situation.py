@@ -45,12 +45,14 @@ class Inference:
 @dataclass(frozen=True, slots=True)
 class LengthLaw:
     """What earlier iterations, or the config, say of the logarithm of a response's tokens: its mean and its spread
-    between prompts and within a group, and how far a hint is off."""
+    between prompts and within a group, and how far a hint is off. `max_tokens`: where a response is cut; None:
+    nowhere."""
 
     log_mean: float
     sigma_prompt: float
     sigma_group: float
     sigma_hint: float
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
