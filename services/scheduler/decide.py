@@ -18,7 +18,7 @@ from services.scheduler import commands as cmd
 from services.scheduler.expectations import due
 from services.scheduler.iterating import wanted_iteration
 from services.scheduler.moving import wanted_moves
-from services.scheduler.policy import Policy
+from services.scheduler.policy import Policy, Proposal
 from services.scheduler.state import TERMINAL, ClusterState, Phase
 from services.scheduler.wanted import Wanted
 from tidegate.types import CommandId, Role
@@ -40,7 +40,11 @@ def decide(state: ClusterState, now_ms: int, *, policy: Policy) -> Decision:
         return _finished(state, state.message)
     if state.spec is None:
         return Decision((), (), f"waits for the job to be submitted ({len(state.instances)} instances joined)")
-    proposal = policy.propose(state, now_ms)
+    return decided(state, policy.propose(state, now_ms), now_ms)
+
+
+def decided(state: ClusterState, proposal: Proposal, now_ms: int) -> Decision:
+    """What a proposal leads to."""
     wanted = wanted_moves(state, proposal, now_ms)
     if state.phase is not Phase.STOPPING:
         wanted += wanted_iteration(state, now_ms)

@@ -55,7 +55,7 @@ def _continued(state: ClusterState, role: Role, transition: Transition, proposal
     if _is_hopeless(state, role, transition):
         return close(transition)
     if transition == state.resize():
-        return resized(state, transition, proposal.placement[role], now_ms)
+        return resized(state, transition, proposal.placement.get(role), now_ms)
     if transition.part(role).state is PartState.COMMITTED:
         return close(transition)
     if transition.part(role).new_layout is None:

@@ -55,7 +55,7 @@ def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted |
     return plan(state, moves, part, reason=reason, now_ms=now_ms, deadline_ms=deadline_ms)
 
 
-def resized(state: ClusterState, transition: Transition, placed: Placed, now_ms: int) -> Wanted:
+def resized(state: ClusterState, transition: Transition, placed: Placed | None, now_ms: int) -> Wanted:
     """An open resize, carried on. `placed` gives the order of the ranks."""
     is_committed = transition.part(Role.ACTOR).state is PartState.COMMITTED
     if is_committed and state.components[Role.ACTOR].switched == transition.id:
@@ -72,14 +72,14 @@ def resized(state: ClusterState, transition: Transition, placed: Placed, now_ms:
     return _asked(state, transition, placed, now_ms)
 
 
-def _asked(state: ClusterState, transition: Transition, placed: Placed, now_ms: int) -> Wanted:
+def _asked(state: ClusterState, transition: Transition, placed: Placed | None, now_ms: int) -> Wanted:
     """The lead is asked until it says that it switched: after the commit as well, for then there is no way back."""
     lead, layout = state.lead_of(Role.ACTOR), transition.part(Role.ACTOR).new_layout
     assert layout is not None, f"{transition.id} is a resize"
     if lead is None:
         return Wanted((), (f"{transition.id} waits for a lead of the actor",))
     leaving, coming = moving(state, transition)
-    rank = {gpu: index for index, gpu in enumerate(placed.gpus)}
+    rank = {gpu: index for index, gpu in enumerate(placed.gpus if placed else ())}
     # Who died meanwhile too: what is asked under an id never changes, and the lead finds them dead.
     after = members_after(state, transition)
     members = tuple(sorted(after, key=lambda grant: (rank.get(grant.gpu, len(rank)), grant)))

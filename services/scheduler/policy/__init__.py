@@ -13,10 +13,17 @@ from tidegate.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Each component's GPUs and layout, and why."""
+    """Each component's GPUs and layout, and why.
 
-    placement: Mapping[Role, Placed]
+    A role that `placement` leaves out stays as it is; one that is None there should have no GPUs. The rollout's GPUs
+    are those of its engines, one engine after the other, in a layout whose dp is their number. `trains`: whether the
+    actor may begin its next minibatch; `group_order`: in which prompts go to engines, empty leaves it as it is.
+    """
+
+    placement: Mapping[Role, Placed | None]
     reason: str
+    trains: bool = True
+    group_order: tuple[int, ...] = ()
 
 
 class Policy(Protocol):
