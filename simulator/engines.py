@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+from simulator.columns import Columns
 from simulator.costs import EngineCosts
 from tidegate.types import GpuId
 
@@ -63,6 +64,7 @@ class Engine:
     name: int
     gpus: tuple[GpuId, ...]
     costs: EngineCosts
+    columns: Columns
     at_s: float
     steps: int = 0
     kv_tokens: int = 0
@@ -98,6 +100,7 @@ class Engine:
         self.at_s += self._prefill_s(sequence)
         start = self.steps - sequence.generated
         self._members[sequence.index] = _Member(sequence, start)
+        self.columns.run(sequence.index, engine=self.name, start=start)
         heapq.heappush(self._ends, (start + sequence.goal, sequence.index))
         self.kv_tokens += sequence.num_tokens
 
@@ -129,6 +132,7 @@ class Engine:
         member = self._members.pop(index)
         sequence = member.sequence
         sequence.generated = self.steps - member.start
+        self.columns.stop(index, tokens=sequence.generated)
         self.kv_tokens -= sequence.num_tokens
         self.next = None
         return sequence

@@ -1,4 +1,4 @@
-"""Who holds each GPU of the simulated cluster, and since when.
+"""Who holds each GPU of the simulated cluster and what it does, and since when.
 
 Invariants: a GPU has one holder at any time; it goes from one holder to another only by a move that names the holder it
 has, and between two roles it is free in between; a lost GPU stays lost.
@@ -23,6 +23,24 @@ class Holder(StrEnum):
     LOST = "lost"
 
 
+class Doing(StrEnum):
+    """What a GPU's time goes to."""
+
+    GENERATING = "generating"
+    INFERRING = "inferring"
+    TRAINING = "training"
+    SWITCHING = "switching"
+    """On its way from one use to another."""
+    WAITING = "waiting"
+    """Held, with no work."""
+    FREE = "free"
+    LOST = "lost"
+
+
+_WHEN_HELD = {Holder.FREE: Doing.FREE, Holder.LOST: Doing.LOST}
+"""Who gets a GPU has to make it ready first, and says when it is; who leaves it, too."""
+
+
 class MoveRefused(ValueError):
     """A move that cannot be made as things stand; nothing has changed."""
 
@@ -35,11 +53,12 @@ class Change:
 
 
 class Gpus:
-    """All free at the start."""
+    """All free at the start. `doings` are, by GPU, what it does from when on."""
 
     def __init__(self, gpus: Iterable[GpuId]) -> None:
         self._holder = dict.fromkeys(gpus, Holder.FREE)
         self.changes: list[Change] = []
+        self.doings: dict[GpuId, list[tuple[float, Doing]]] = {gpu: [(0.0, Doing.FREE)] for gpu in self._holder}
 
     @property
     def cluster(self) -> tuple[GpuId, ...]:
@@ -66,6 +85,14 @@ class Gpus:
         for gpu in moved:
             self._holder[gpu] = after
             self.changes.append(Change(at_s, gpu, after))
+        self.mark(moved, _WHEN_HELD.get(after, Doing.SWITCHING), at_s)
+
+    def mark(self, gpus: Iterable[GpuId], doing: Doing, at_s: float) -> None:
+        """What they do from now on."""
+        for gpu in gpus:
+            marks = self.doings[gpu]
+            if marks[-1][1] is not doing:
+                marks.append((at_s, doing))
 
     def lose(self, gpu: GpuId, at_s: float) -> Holder:
         """The holder that it had."""

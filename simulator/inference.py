@@ -12,7 +12,7 @@ from functools import partial
 
 from simulator.clock import Due
 from simulator.costs import Costs
-from simulator.gpus import Holder
+from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
 from tidegate.types import GpuId
 
@@ -26,13 +26,15 @@ class Inference:
         self.wanted: tuple[GpuId, ...] = ()
         self.backlog: deque[tuple[int, int]] = deque()
         """(group, tokens) of what waits."""
-        self._starting: tuple[GpuId, ...] = ()
+        self.coming: tuple[GpuId, ...] = ()
+        """Being started."""
         self._current: tuple[Due, tuple[int, int]] | None = None
 
     def start(self, gpus: tuple[GpuId, ...]) -> None:
         """Before the iteration: workers that are awake already."""
         self._shared.gpus.move(gpus, Holder.FREE, Holder.INFERENCE, self._shared.clock.now_s)
         self.gpus = self.wanted = gpus
+        self._shared.gpus.mark(gpus, Doing.WAITING, self._shared.clock.now_s)
 
     @property
     def is_busy(self) -> bool:
@@ -57,11 +59,13 @@ class Inference:
             seconds = num_tokens / (len(self.gpus) * self._costs.inference.rate_tokens_per_s)
             due = self._shared.clock.schedule(self._shared.clock.now_s + seconds, self._computed)
             self._current = due, (group, num_tokens)
+        doing = Doing.INFERRING if self.is_busy else Doing.WAITING
+        self._shared.gpus.mark(self.gpus, doing, self._shared.clock.now_s)
 
     def lose(self, gpu: GpuId) -> None:
         """The GPU is lost already."""
         self.wanted = tuple(own for own in self.wanted if own != gpu)
-        self._starting = tuple(own for own in self._starting if own != gpu)
+        self.coming = tuple(own for own in self.coming if own != gpu)
         if gpu in self.gpus:
             self.gpus = tuple(own for own in self.gpus if own != gpu)
             if self._current is not None:
@@ -72,17 +76,17 @@ class Inference:
         self.go()
 
     def _join(self) -> None:
-        here = {*self.gpus, *self._starting}
+        here = {*self.gpus, *self.coming}
         joins = tuple(gpu for gpu in self.wanted if gpu not in here and self._shared.gpus.holder(gpu) is Holder.FREE)
         if joins:
             clock = self._shared.clock
             self._shared.gpus.move(joins, Holder.FREE, Holder.INFERENCE, clock.now_s)
-            self._starting += joins
+            self.coming += joins
             clock.schedule(clock.now_s + self._costs.switch.inference_warm_s, partial(self._joined, joins))
 
     def _joined(self, joins: tuple[GpuId, ...]) -> None:
-        up = tuple(gpu for gpu in joins if gpu in self._starting)
-        self._starting = tuple(gpu for gpu in self._starting if gpu not in up)
+        up = tuple(gpu for gpu in joins if gpu in self.coming)
+        self.coming = tuple(gpu for gpu in self.coming if gpu not in up)
         self.gpus += up
         self._shared.tell(What.INFERENCE_RESIZED, gpus=self.gpus)
         self.go()

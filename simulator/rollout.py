@@ -1,22 +1,25 @@
 """The rollout: engines, the queue before them, and sequences that go from one engine to another.
 
 Order: what waits is given from the head of the queue to the engine that runs fewest; an engine on which one ended
-takes from the queue itself. What a leaving engine had unfinished comes back to the head of the queue.
+takes from the queue itself. What a leaving engine had unfinished comes back to the head of the queue, or to its place
+in the order that was last asked for.
 Invariants: an unfinished sequence is in exactly one place: running, waiting, on its way back, or with its environment;
 its tokens never become fewer.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from simulator.clock import Due
+from simulator.columns import Columns
 from simulator.costs import Costs
 from simulator.engines import Engine, Sequence
-from simulator.gpus import Holder, MoveRefused
+from simulator.gpus import Doing, Holder, MoveRefused
 from simulator.happenings import Shared, What
 from simulator.workload import Workload
 from tidegate.types import GpuId
@@ -30,16 +33,19 @@ class Rollout:
         self.sequences = tuple(workload.sequences())
         self.engines: dict[int, Engine] = {}
         self.waiting: deque[Sequence] = deque(self.sequences)
+        self.columns = Columns.of(len(self.sequences))
         self.num_unfinished = len(self.sequences)
         self._left = [workload.group_size] * workload.num_groups
         self._due: dict[int, Due] = {}
         self._starting: dict[int, tuple[GpuId, ...]] = {}
         self._count = 0
+        self._place_in_order: dict[int, int] = {}
 
     def start(self, gpus: tuple[GpuId, ...]) -> None:
         """Before the iteration: engines that are awake already."""
         for own in self._cut(gpus):
             self._shared.gpus.move(own, Holder.FREE, Holder.ROLLOUT, self._now)
+            self._shared.gpus.mark(own, Doing.WAITING, self._now)
             self._add(self._new_name(), own)
 
     def acquire(self, gpus: tuple[GpuId, ...], *, cold: bool) -> None:
@@ -66,9 +72,9 @@ class Rollout:
         self._shared.clock.schedule(self._now + after, partial(self.free, gpus))
 
     def order(self, numbers: Iterable[int]) -> None:
-        """What waits of them, first and in this order; the rest keeps its own."""
-        place = {number: at for at, number in enumerate(numbers)}
-        self.waiting = deque(sorted(self.waiting, key=lambda each: place.get(each.index, len(place))))
+        """What waits of them, first and in this order, and what comes back too; the rest keeps its own."""
+        self._place_in_order = {number: at for at, number in enumerate(numbers)}
+        self._reorder()
 
     def migrate(self, numbers: Iterable[int]) -> None:
         """Running sequences go to the head of the queue and from there to the engines that run fewest."""
@@ -123,11 +129,14 @@ class Rollout:
             raise MoveRefused(f"an engine is named twice in {list(names)}: name each once")
 
     def _add(self, name: int, gpus: tuple[GpuId, ...]) -> None:
-        self.engines[name] = Engine(name=name, gpus=gpus, costs=self._costs.engine, at_s=self._now)
+        self.engines[name] = Engine(
+            name=name, gpus=gpus, costs=self._costs.engine, columns=self.columns, at_s=self._now
+        )
 
     def _acquired(self, name: int) -> None:
         if gpus := self._starting.pop(name, None):
             self._add(name, gpus)
+            self._shared.gpus.mark(gpus, Doing.WAITING, self._now)
             self._shared.tell(What.ENGINE_ACQUIRED, name, gpus=gpus)
             self.fill()
 
@@ -160,8 +169,22 @@ class Rollout:
             self._shared.clock.schedule(self._now + after_s, partial(self._back, sequences))
 
     def _back(self, sequences: list[Sequence]) -> None:
+        self.columns.queue(sequence.index for sequence in sequences)
         self.waiting.extendleft(reversed(sequences))
+        self._reorder()
         self.fill()
+
+    def _reorder(self) -> None:
+        if self._place_in_order:
+            self.waiting = deque(sorted(self.waiting, key=self._place))
+
+    def _place(self, sequence: Sequence) -> int:
+        return self._place_in_order.get(sequence.index, len(self._place_in_order))
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """At the head: it was the next to run anyway."""
+        self.columns.queue([sequence.index])
+        self.waiting.appendleft(sequence)
 
     def fill(self) -> None:
         """Give what waits to the engines that run fewest."""
@@ -185,7 +208,9 @@ class Rollout:
     def _plan(self, engine: Engine) -> None:
         if due := self._due.pop(engine.name, None):
             due.is_cancelled = True
-        if coming := engine.plan():
+        coming = engine.plan()
+        self._shared.gpus.mark(engine.gpus, Doing.GENERATING if coming else Doing.WAITING, self._now)
+        if coming:
             self._due[engine.name] = self._shared.clock.schedule(coming.at_s, partial(self._reached, engine))
 
     def _reached(self, engine: Engine) -> None:
@@ -193,7 +218,7 @@ class Rollout:
         overflows = engine.next.overflows
         engine.advance(self._now)
         if overflows:
-            self.waiting.appendleft(self._given_up(engine, engine.shortest()))
+            self._put_back(self._given_up(engine, engine.shortest()))
         for sequence in engine.take_ended():
             self._turn_ended(sequence)
         if not overflows:
@@ -210,6 +235,7 @@ class Rollout:
             after = self._workload.environment_s
             self._shared.clock.schedule(self._now + after, partial(self._answered, sequence))
             return
+        self.columns.end(sequence.index)
         self.num_unfinished -= 1
         self._left[sequence.group] -= 1
         self._shared.tell(What.SEQUENCE_FINISHED, sequence.index, sequence.generated)
@@ -218,7 +244,8 @@ class Rollout:
             self._group_done(sequence.group)
 
     def _answered(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.columns.queue([sequence.index])
+        bisect.insort(self.waiting, sequence, key=self._place)
         self.fill()
 
     def group_tokens(self, group: int) -> int:

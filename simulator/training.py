@@ -1,7 +1,7 @@
 """The trainer: groups with log-probabilities become minibatches, and its GPUs change between two optimizer steps.
 
-Order at a boundary: a resize that waits and whose GPUs are free; then, unless training is held, the next minibatch. A
-resize that waits for GPUs keeps the next minibatch waiting too: it was asked to run on them. `arrival` takes groups as
+Order at a boundary: it is told first, and what is asked for at that instant counts already; then a resize that waits
+and whose GPUs are free; then, unless training is held, the next minibatch. A resize that waits for GPUs keeps the next minibatch waiting too: it was asked to run on them. `arrival` takes groups as
 they come, `fixed` by their numbers. A minibatch's sequences are split over the data-parallel ranks as evenly as their
 number allows, and the rank with most sets the pace.
 Invariants: each group is in one minibatch; a minibatch is trained on one layout; what a death leaves uncommitted is
@@ -10,12 +10,13 @@ trained again, nothing twice.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
 from simulator.clock import Due
 from simulator.costs import Costs, imbalance
-from simulator.gpus import Holder
+from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
 from simulator.workload import Workload
 from tidegate.types import GpuId, Layout, MinibatchOrder
@@ -42,6 +43,8 @@ class Trainer:
         self.minibatch = 0
         self.taken: list[tuple[int, int]] = []
         """Of the minibatch that is open."""
+        self.trained: list[int] = []
+        """Groups in committed minibatches, in the order in which they were taken."""
         self.waiting_resize: Resize | None = None
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
@@ -54,6 +57,7 @@ class Trainer:
         """Before the iteration: state and communicators are there already."""
         self._shared.gpus.move(gpus, Holder.FREE, Holder.ACTOR, self._now)
         self.gpus, self.layout = gpus, layout
+        self._shared.gpus.mark(gpus, Doing.WAITING, self._now)
 
     @property
     def is_at_boundary(self) -> bool:
@@ -62,6 +66,12 @@ class Trainer:
     @property
     def is_resizing(self) -> bool:
         return self._resizing is not None
+
+    @property
+    def target(self) -> tuple[tuple[GpuId, ...], Layout | None]:
+        """GPUs and layout once all that was asked for is done."""
+        coming = self.waiting_resize or (self._resizing[1] if self._resizing else None)
+        return (coming.gpus, coming.layout) if coming else (self.gpus, self.layout)
 
     @property
     def is_done(self) -> bool:
@@ -73,9 +83,10 @@ class Trainer:
         self.go()
 
     def hold(self, until_s: float) -> None:
-        """No minibatch begins before."""
+        """No minibatch begins before; none at all where that is infinite."""
         self.held_until_s = until_s
-        self._shared.clock.schedule(until_s, self.go)
+        if until_s < math.inf:
+            self._shared.clock.schedule(until_s, self.go)
         self.go()
 
     def add(self, group: int, num_tokens: int) -> None:
@@ -84,8 +95,12 @@ class Trainer:
 
     def go(self) -> None:
         """Whatever can be done now."""
-        if self._busy is not None or self._resizing is not None:
-            return
+        if self._busy is None and self._resizing is None:
+            self._go()
+        if self._resizing is None and not self.is_done:
+            self._shared.gpus.mark(self.gpus, Doing.WAITING if self._busy is None else Doing.TRAINING, self._now)
+
+    def _go(self) -> None:
         if not self.taken:
             self._begin_resize()
             if self._resizing is not None or self.waiting_resize is not None or not self._may_open():
@@ -132,6 +147,7 @@ class Trainer:
         self.waiting_resize = None
         due = self._shared.clock.schedule(self._now + self._resize_s(resize), self._resized)
         self._resizing = due, resize
+        self._shared.gpus.mark(self.gpus, Doing.SWITCHING, self._now)
 
     def _resize_s(self, resize: Resize) -> float:
         switch = self._costs.switch
@@ -190,11 +206,19 @@ class Trainer:
     def _trained(self, is_last: bool) -> None:
         self._busy = None
         if is_last:
-            num_tokens = sum(tokens for _, tokens in self.taken)
-            self.taken, self.closes_at_s = [], None
-            self._shared.tell(What.MINIBATCH_FINISHED, self.minibatch, num_tokens)
-            self.minibatch += 1
-            if self.is_done:
-                after = self._costs.sync.sync_s
-                self._shared.clock.schedule(self._now + after, partial(self._shared.tell, What.ITERATION_FINISHED))
-        self.go()
+            self._commit()
+        else:
+            self.go()
+
+    def _commit(self) -> None:
+        num_tokens = sum(tokens for _, tokens in self.taken)
+        self.trained.extend(group for group, _ in self.taken)
+        self.taken, self.closes_at_s = [], None
+        self._shared.tell(What.MINIBATCH_FINISHED, self.minibatch, num_tokens)
+        self.minibatch += 1
+        if self.is_done:
+            after = self._costs.sync.sync_s
+            self._shared.clock.schedule(self._now + after, partial(self._shared.tell, What.ITERATION_FINISHED))
+            self._shared.gpus.mark(self.gpus, Doing.SWITCHING, self._now)
+        else:
+            self._shared.clock.schedule(self._now, self.go)

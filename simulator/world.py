@@ -92,6 +92,11 @@ class World:
             if not self._untold and not self._clock.step():
                 raise Stalled(self._stalled())
 
+    @property
+    def is_told(self) -> bool:
+        """Whether all that happened at this instant so far was told."""
+        return not self._untold
+
     def view(self) -> View:
         """All that can be seen now, as frozen values."""
         self.rollout.advance()
