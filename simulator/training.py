@@ -1,9 +1,10 @@
 """The trainer: groups with log-probabilities become minibatches, and its GPUs change between two optimizer steps.
 
 Order at a boundary: it is told first, and what is asked for at that instant counts already; then a resize that waits
-and whose GPUs are free; then, unless training is held, the next minibatch. A resize that waits for GPUs keeps the next minibatch waiting too: it was asked to run on them. `arrival` takes groups as
-they come, `fixed` by their numbers. A minibatch's sequences are split over the data-parallel ranks as evenly as their
-number allows, and the rank with most sets the pace.
+and whose GPUs are free; then, unless training is held, the next minibatch. A resize that waits for GPUs keeps the next
+minibatch waiting too: it was asked to run on them. `arrival` takes groups as they come, `fixed` by their numbers. A
+minibatch's sequences are split over the data-parallel ranks as evenly as their number allows, and the rank with most
+sets the pace.
 Invariants: each group is in one minibatch; a minibatch is trained on one layout; what a death leaves uncommitted is
 trained again, nothing twice.
 """

@@ -149,6 +149,15 @@ class World:
         waiting = self.trainer.waiting_resize
         return frozenset(waiting.gpus) if waiting else frozenset()
 
+    def promised(self) -> frozenset[GpuId]:
+        """GPUs that somebody shall have who cannot take them yet, or has them already."""
+        return self.trainer_promised() | self._inference_promised()
+
+    def may_get(self, gpu: GpuId, to: Holder) -> bool:
+        """Whether the inference, or the actor, may be asked to have it: it is free, will be, or is its own."""
+        others = self.trainer_promised() if to is Holder.INFERENCE else self._inference_promised()
+        return gpu not in others and self._comes_free(gpu, to)
+
     def _inference_promised(self) -> frozenset[GpuId]:
         return frozenset(self.inference.wanted)
 
@@ -163,13 +172,17 @@ class World:
             )
 
     def _refuse_held(self, gpu: GpuId, own: Holder, to: str) -> None:
-        held = self.gpus.holder(gpu)
-        comes_free = held in (Holder.FREE, Holder.LEAVING, own)
-        comes_free |= held is Holder.INFERENCE and gpu not in self.inference.wanted
-        waiting = self.trainer.waiting_resize
-        comes_free |= held is Holder.ACTOR and waiting is not None and gpu not in waiting.gpus
-        if not comes_free:
+        if not self._comes_free(gpu, own):
+            held = self.gpus.holder(gpu)
             raise MoveRefused(f"GPU {gpu} is {held} and cannot go to {to}: it must be released before it is acquired")
+
+    def _comes_free(self, gpu: GpuId, own: Holder) -> bool:
+        held, waiting = self.gpus.holder(gpu), self.trainer.waiting_resize
+        return (
+            held in (Holder.FREE, Holder.LEAVING, own)
+            or (held is Holder.INFERENCE and gpu not in self.inference.wanted)
+            or (held is Holder.ACTOR and waiting is not None and gpu not in waiting.gpus)
+        )
 
     def _check_layout(self, gpus: tuple[GpuId, ...], layout: Layout | None) -> None:
         num_ranks = layout.num_ranks if layout else 0

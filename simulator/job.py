@@ -1,0 +1,108 @@
+"""The scenario's job as the scheduler knows one: its spec, and what earlier iterations would have measured.
+
+Invariant: nothing in it depends on the lengths that this iteration will have, except that a trace's own moments stand
+for those of earlier iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from services.scheduler.observed import TrainerRate
+from services.scheduler.policy.situation import Costs as PolicyCosts
+from services.scheduler.policy.situation import DecodeStep, LengthLaw, replica_size, with_dp
+from services.scheduler.values import JobSpec, Placed
+from simulator.costs import Costs, imbalance
+from simulator.lengths import LengthLaw as DrawnLaw
+from simulator.lengths import Lengths, LengthSection
+from simulator.scenario import Scenario, ScenarioError
+from tidegate.types import Layout, Role
+
+COMMAND_DEADLINE_MS = 600_000
+
+
+def job_of(scenario: Scenario) -> JobSpec:
+    """ScenarioError where a component has no GPUs of its own: policies bring each one home."""
+    own, placement = scenario.algorithm, scenario.placement()
+    has = {Role.ACTOR: placement.actor, Role.ROLLOUT: placement.rollout, Role.INFERENCE: placement.inference}
+    if homeless := [role.value for role, gpus in has.items() if not gpus]:
+        names = " and ".join(f"cluster.placement.{role}" for role in homeless)
+        raise ScenarioError(f"{names} has no GPUs: a policy starts from a placement, give each component at least one")
+    size = scenario.costs.engine.gpus_per_engine
+    layouts = {
+        Role.ACTOR: placement.layout or Layout(dp=len(placement.actor)),
+        Role.ROLLOUT: Layout(tp=size, dp=len(placement.rollout) // size),
+        Role.INFERENCE: Layout(dp=len(placement.inference)),
+    }
+    held = {gpu for gpus in has.values() for gpu in gpus}
+    return JobSpec(
+        placement={role: Placed(has[role], layouts[role]) for role in Role},
+        num_iterations=1,
+        num_prompts=own.prompts_per_iteration,
+        group_size=own.group_size,
+        num_minibatches=own.n_minibatches,
+        seed=scenario.seed,
+        uses_reference=False,
+        max_actor_restarts=len(placement.cluster),
+        command_deadline_ms=COMMAND_DEADLINE_MS,
+        standby=tuple(gpu for gpu in placement.cluster if gpu not in held),
+    )
+
+
+def measured_costs(costs: Costs) -> PolicyCosts:
+    engine, switch = costs.engine, costs.switch
+    return PolicyCosts(
+        decode=DecodeStep(
+            # The base is part of every step, so it is a floor where the scenario names none.
+            floor_s=max(engine.step_floor_s, engine.step_base_s),
+            base_s=engine.step_base_s,
+            per_sequence_s=engine.step_per_sequence_s,
+            per_kv_token_s=engine.step_per_kv_token_s,
+        ),
+        update_s=costs.trainer.fixed_s,
+        release_s=switch.release_s,
+        acquire_s=switch.acquire_s,
+        resubmit_s=switch.resubmit_s,
+        prefill_tokens_per_s=engine.prefill_tokens_per_s,
+        reshard_s=switch.reshard_s,
+        load_s=switch.trainer_warm_s,
+        inference_start_s=switch.inference_warm_s,
+    )
+
+
+def measured_rates(spec: JobSpec, costs: Costs) -> tuple[TrainerRate, ...]:
+    """At the configured layout, at the largest that all of the job's GPUs make, and at those that have an efficiency
+    of their own and the configured copy's size."""
+    home = spec.placement[Role.ACTOR].layout
+    most = min(len(spec.gpus) // replica_size(home), spec.num_prompts // spec.num_minibatches * spec.group_size)
+    named = [copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in costs.trainer.layout_efficiency]
+    layouts = {layout for copies in (home.dp, most, *named) if (layout := with_dp(home, copies))}
+    sequences = math.ceil(spec.num_prompts / spec.num_minibatches) * spec.group_size
+    return tuple(
+        TrainerRate(layout, 1.0 / costs.trainer.tokens_s(1.0, layout) / imbalance(sequences, layout.dp))
+        for layout in sorted(layouts, key=lambda layout: layout.num_ranks)
+    )
+
+
+def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:
+    """The moments of the law that is drawn from; a trace's own."""
+    if section.law is DrawnLaw.TRACE:
+        return _law_of_trace(lengths, section.hint_sigma)
+    mean, variance = math.log(section.median_tokens), section.sigma_prompt**2
+    if section.law is DrawnLaw.LONG_TAILED:
+        # The logarithm of 1 + a Lomax variable is exponential with mean 1 / tail_index.
+        share, scale = section.tail_share, 1 / section.tail_index
+        mean += share * scale
+        variance += 2 * share * scale**2 - (share * scale) ** 2
+    return LengthLaw(mean, math.sqrt(variance), section.sigma_group, section.hint_sigma)
+
+
+def _law_of_trace(lengths: Lengths, sigma_hint: float) -> LengthLaw:
+    logs = np.log([[sum(turns) for turns in row] for row in lengths.turns])
+    by_group = logs.mean(axis=1)
+    within = float(logs.var(axis=1, ddof=1).mean()) if logs.shape[1] > 1 else 0.0
+    between = float(by_group.var()) - within / logs.shape[1]
+    return LengthLaw(float(logs.mean()), math.sqrt(max(0.0, between)), math.sqrt(within), sigma_hint)
