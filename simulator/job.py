@@ -49,6 +49,7 @@ def job_of(scenario: Scenario) -> JobSpec:
         max_actor_restarts=len(placement.cluster),
         command_deadline_ms=COMMAND_DEADLINE_MS,
         standby=tuple(gpu for gpu in placement.cluster if gpu not in held),
+        minibatch_order=own.minibatch_order,
     )
 
 
@@ -78,7 +79,9 @@ def measured_rates(spec: JobSpec, costs: Costs) -> tuple[TrainerRate, ...]:
     of their own and the configured copy's size."""
     home = spec.placement[Role.ACTOR].layout
     most = min(len(spec.gpus) // replica_size(home), spec.num_prompts // spec.num_minibatches * spec.group_size)
-    named = [copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in costs.trainer.layout_efficiency]
+    named = [
+        copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in costs.trainer.layout_efficiency
+    ]
     layouts = {layout for copies in (home.dp, most, *named) if (layout := with_dp(home, copies))}
     sequences = math.ceil(spec.num_prompts / spec.num_minibatches) * spec.group_size
     return tuple(
@@ -90,19 +93,20 @@ def measured_rates(spec: JobSpec, costs: Costs) -> tuple[TrainerRate, ...]:
 def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:
     """The moments of the law that is drawn from; a trace's own."""
     if section.law is DrawnLaw.TRACE:
-        return _law_of_trace(lengths, section.hint_sigma)
+        return _law_of_trace(lengths, section)
     mean, variance = math.log(section.median_tokens), section.sigma_prompt**2
     if section.law is DrawnLaw.LONG_TAILED:
         # The logarithm of 1 + a Lomax variable is exponential with mean 1 / tail_index.
         share, scale = section.tail_share, 1 / section.tail_index
         mean += share * scale
         variance += 2 * share * scale**2 - (share * scale) ** 2
-    return LengthLaw(mean, math.sqrt(variance), section.sigma_group, section.hint_sigma)
+    return LengthLaw(mean, math.sqrt(variance), section.sigma_group, section.hint_sigma, section.max_tokens)
 
 
-def _law_of_trace(lengths: Lengths, sigma_hint: float) -> LengthLaw:
+def _law_of_trace(lengths: Lengths, section: LengthSection) -> LengthLaw:
     logs = np.log([[sum(turns) for turns in row] for row in lengths.turns])
     by_group = logs.mean(axis=1)
     within = float(logs.var(axis=1, ddof=1).mean()) if logs.shape[1] > 1 else 0.0
     between = float(by_group.var()) - within / logs.shape[1]
-    return LengthLaw(float(logs.mean()), math.sqrt(max(0.0, between)), math.sqrt(within), sigma_hint)
+    spread = math.sqrt(max(0.0, between)), math.sqrt(within)
+    return LengthLaw(float(logs.mean()), *spread, section.hint_sigma, section.max_tokens)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from services.scheduler.policy.situation import Choice, Situation, as_configured
+from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.remembered import Assignment, Remembered
 from simulator.bound import Bound, clairvoyant_bound
 from simulator.carrying import Carrying

@@ -33,7 +33,9 @@ class PhasesPolicy:
             told = f"{situation.num_unfinished} sequences are unfinished"
             at = Assignment(as_engines(gpus, engine_size(spec)), trainer=None, inference=())
         elif not situation.is_inferred:
-            told = f"{len(situation.inference.inferring.ready)} of {situation.generation.num_groups} groups are inferred"
+            told = (
+                f"{len(situation.inference.inferring.ready)} of {situation.generation.num_groups} groups are inferred"
+            )
             at = Assignment((), trainer=None, inference=gpus)
         else:
             told = "all groups are inferred"

@@ -1,0 +1,168 @@
+"""Policies on simulated iterations: what they see, what of their choices is carried out, and what comes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.observed import ENDED
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.phases import PhasesPolicy
+from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
+from services.scheduler.policy.situation import Choice, Situation, as_configured
+from services.scheduler.remembered import Assignment
+from services.scheduler.values import Placed
+from simulator.costs import Costs
+from simulator.gpus import Doing
+from simulator.happenings import What
+from simulator.run import Chooses, Run, simulate
+from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
+from tidegate.types import GpuId, Layout, Role
+
+PUBLISHED = Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml"
+SMALL = {
+    "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
+    "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
+    "lengths": {"median_tokens": 800, "max_tokens": 4000},
+    "costs": {"engine": {"max_running": 16, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}},
+}
+POLICIES: dict[str, Chooses] = {
+    "phases": PhasesPolicy(),
+    "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
+    "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
+}
+
+
+@dataclass
+class Asked:
+    """Stays as configured, and keeps what it was shown."""
+
+    seen: list[Situation]
+
+    def choose(self, situation: Situation) -> Choice:
+        self.seen.append(situation)
+        return Choice(as_configured(situation.spec), True, situation.remembered, "as configured")
+
+
+def small(**changes: object) -> Scenario:
+    return parse_scenario({**SMALL, **changes})
+
+
+def told(run: Run, what: What) -> list[int]:
+    return [happening.number for happening in run.history if happening.what is what]
+
+
+def check_whole(run: Run, scenario: Scenario) -> None:
+    """Each sample trained once, each GPU's time accounted for."""
+    own = scenario.algorithm
+    want = own.prompts_per_iteration * own.group_size
+    assert (run.num_samples, run.num_lost) == (want, 0)
+    assert Counter(told(run, What.SEQUENCE_FINISHED)) == Counter(range(want))
+    for spans in run.timeline.values():
+        assert spans[0].start_s == 0
+        assert spans[-1].end_s == run.iteration_s
+        assert all(each.end_s == after.start_s for each, after in pairwise(spans))
+        assert all(each.state is not after.state for each, after in pairwise(spans))
+
+
+def test_the_published_scenario_has_the_defaults_of_every_cost() -> None:
+    scenario = load_scenario(PUBLISHED)
+    assert scenario.costs == Costs()
+    assert scenario.lengths == Scenario.model_fields["lengths"].default
+    assert scenario.algorithm == Scenario.model_fields["algorithm"].default
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(name: str) -> None:
+    runs = [simulate(small(), POLICIES[name], seed=3) for _ in range(2)]
+    check_whole(runs[0], small())
+    assert runs[0] == runs[1]
+    assert runs[0].iteration_s > runs[0].bound.bound_s
+
+
+FAULTS = {
+    "a GPU of the rollout": [{"at_s": 5, "kind": "gpu", "gpu": 2}],
+    "a GPU of the actor": [{"at_s": 14, "kind": "gpu", "gpu": 0}],
+    "a GPU of the inference": [{"at_s": 5, "kind": "gpu", "gpu": 6}],
+    "an engine": [{"at_s": 5, "kind": "engine", "engine": 0}],
+    "an event that comes late": [{"at_s": 0, "kind": "late", "what": "minibatch_finished", "late_s": 9}],
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_loses_no_sample_and_trains_none_twice(name: str, faults: list[dict[str, object]]) -> None:
+    scenario = small(faults=faults)
+    check_whole(simulate(scenario, POLICIES[name], seed=3), scenario)
+
+
+def test_a_policy_sees_no_length_before_it_is_there_and_every_count_adds_up() -> None:
+    asked = Asked([])
+    run = simulate(small(), asked, seed=3)
+    lengths = {each.number: each.count for each in run.history if each.what is What.SEQUENCE_FINISHED}
+    for situation in asked.seen:
+        generation = situation.generation
+        ended = generation.place_of <= ENDED
+        assert all(
+            length == lengths[index] if ended[index] else length < lengths[index]
+            for index, length in enumerate(generation.lengths)
+        )
+        engines = [gpu for engine in situation.engines for gpu in engine.gpus]
+        placed = situation.trainer.placed.gpus if situation.trainer.placed else ()
+        everywhere = Counter((*engines, *placed, *situation.inference.gpus, *situation.free, *situation.moving))
+        assert everywhere == Counter(situation.spec.gpus)
+
+
+def test_a_policy_is_asked_at_a_boundary_before_the_next_minibatch_begins() -> None:
+    asked = Asked([])
+    simulate(small(algorithm={"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 4}), asked, seed=3)
+    done = {each.trainer.training.num_minibatches_done for each in asked.seen if each.trainer.training.is_at_boundary}
+    assert done == {0, 1, 2, 3, 4}
+
+
+@dataclass
+class Lending:
+    """The trainer's GPUs generate until `until_ms`, then it gets them, and trains once everything was inferred."""
+
+    until_ms: int
+
+    def choose(self, situation: Situation) -> Choice:
+        home = as_configured(situation.spec)
+        actor = situation.spec.placement[Role.ACTOR]
+        lent = Assignment((*home.engines, actor.gpus), None, home.inference)
+        is_over = situation.now_ms >= self.until_ms
+        order = tuple(reversed(range(situation.generation.num_groups)))
+        trains = situation.is_inferred
+        return Choice(home if is_over else lent, trains, situation.remembered, "lends", order, self.until_ms)
+
+
+def test_what_is_chosen_is_carried_out_when_it_can_be() -> None:
+    few = {"engine": {"max_running": 4, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}}
+    run = simulate(small(costs=few), Lending(10_000), seed=3)
+    states = [(round(each.start_s, 2), each.state) for each in run.timeline[GpuId("n0/0")]]
+    # Released in 2.1 s, loaded in 5 s.
+    assert states[:2] == [(0, Doing.GENERATING), (10.0, Doing.SWITCHING)]
+    assert (17.1, Doing.WAITING) in states
+    assert [decided.at_s for decided in run.decisions] == [0, 10.0]
+    started = next(each.at_s for each in run.history if each.what is What.MINIBATCH_STARTED)
+    inferred = next(each.at_s for each in run.history if each.what is What.INFERENCE_FINISHED)
+    assert started == inferred
+    assert told(run, What.GROUP_FINISHED)[0] > 7, "the last prompts were to be first"
+
+
+def test_a_component_without_a_home_is_refused_by_its_key() -> None:
+    placement = {"rollout": "0-7"}
+    with pytest.raises(ScenarioError, match=r"cluster.placement.actor and cluster.placement.inference has no GPUs"):
+        simulate(small(cluster={"nodes": {"n0": 8}, "placement": placement}), PhasesPolicy())
+
+
+def test_phases_use_every_gpu_for_one_stage_after_the_other() -> None:
+    run = simulate(small(), PhasesPolicy(), seed=3)
+    at = [each.assignment for each in run.decisions]
+    everything = tuple(GpuId(f"n0/{index}") for index in range(8))
+    assert [len(each.gpus) for each in at] == [8, 8, 8]
+    assert at[2].trainer == Placed(everything, Layout(dp=8))
