@@ -80,6 +80,23 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """To an actor: `grants`, all that it has, go; its state is kept in its nodes' memory."""
+
+    header: Header
+    grants: tuple[Grant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """To a suspended actor: `grants` come, in rank order, and it goes on from the state that was kept."""
+
+    header: Header
+    grants: tuple[Grant, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class LoadWeights:
     header: Header
     weights: Snapshot
@@ -106,6 +123,24 @@ class Evaluate:
     header: Header
     iteration: int
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldTraining:
+    """To the actor: whether it begins no minibatch of the iteration any more."""
+
+    header: Header
+    iteration: int
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OrderGroups:
+    """To the rollout: in which order the iteration's prompts go to engines, counted from its first."""
+
+    header: Header
+    iteration: int
+    groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +241,22 @@ class FinishJob:
     message: str
 
 
-LeadCommand = ScaleUp | ScaleDown | Migrate | LoadWeights | OpenIteration | CloseIteration | Evaluate
+LeadCommand = (
+    ScaleUp
+    | ScaleDown
+    | Migrate
+    | Suspend
+    | Resume
+    | LoadWeights
+    | OpenIteration
+    | CloseIteration
+    | Evaluate
+    | HoldTraining
+    | OrderGroups
+)
 StoreCommand = PlanTransition | AdvanceMove | CommitPart | CloseTransition | MarkLost | Reclaim
 Command = LeadCommand | StoreCommand | AskGate | Await | StopJob | FinishJob
 
 
 def command_id(command: Command) -> CommandId:
-    match command:
-        case ScaleUp() | ScaleDown() | Migrate() | LoadWeights() | OpenIteration() | CloseIteration() | Evaluate():
-            return command.header.id
-        case _:
-            return command.id
+    return command.header.id if isinstance(command, LeadCommand) else command.id

@@ -20,6 +20,7 @@ from services.scheduler.iterating import wanted_iteration
 from services.scheduler.moving import wanted_moves
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.state import TERMINAL, ClusterState, Phase
+from services.scheduler.steering import wanted_steering
 from services.scheduler.wanted import Wanted
 from tidegate.types import CommandId, Role
 
@@ -34,20 +35,20 @@ class Decision:
 
 
 def decide(state: ClusterState, now_ms: int, *, policy: Policy) -> Decision:
+    return decided(state, policy.propose(state, now_ms), now_ms)
+
+
+def decided(state: ClusterState, proposal: Proposal, now_ms: int) -> Decision:
+    """What a proposal leads to."""
     if state.phase in TERMINAL:
         return Decision((), (), f"{state.phase}: {state.message}")
     if state.phase is Phase.STOPPING and _is_all_given_back(state):
         return _finished(state, state.message)
     if state.spec is None:
         return Decision((), (), f"waits for the job to be submitted ({len(state.instances)} instances joined)")
-    return decided(state, policy.propose(state, now_ms), now_ms)
-
-
-def decided(state: ClusterState, proposal: Proposal, now_ms: int) -> Decision:
-    """What a proposal leads to."""
     wanted = wanted_moves(state, proposal, now_ms)
     if state.phase is not Phase.STOPPING:
-        wanted += wanted_iteration(state, now_ms)
+        wanted += wanted_iteration(state, now_ms) + wanted_steering(state, proposal, now_ms)
     now_due = due(state, wanted.commands, now_ms)
     failures = (*((wanted.failure,) if wanted.failure else ()), *now_due.given_up)
     if failures:

@@ -92,6 +92,9 @@ def issued(state: ClusterState, commands: Sequence[cmd.Command], waiting: Sequen
             case _:
                 key = key_of(command)
                 kept[key] = _expected(state, command, key, now_ms)
+        if isinstance(command, cmd.OrderGroups) and state.iteration is not None:
+            steering = replace(state.iteration.steering, asked_order=command.groups)
+            state = replace(state, iteration=replace(state.iteration, steering=steering))
     return replace(state, expectations=dict(sorted(kept.items())))
 
 
@@ -101,8 +104,8 @@ def next_due_ms(state: ClusterState) -> int | None:
 
 
 def answered(state: ClusterState, body: ev.CommandAnswered) -> ClusterState | None:
-    """An accepted open, close or evaluation is done with; an accepted scale or load shows by its events; a refused
-    command is tried again after a pause. None when the command is not waited for."""
+    """An accepted open, close, evaluation, hold or order is done with; an accepted scale or load shows by its events; a
+    refused command is tried again after a pause. None when the command is not waited for."""
     for known in state.expectations.values():
         if _attempt_id(known) != body.command_id:
             continue
@@ -168,13 +171,21 @@ def _accepted(state: ClusterState, known: Expectation) -> ClusterState:
     iteration = state.iteration
     if iteration is None or known.role is None or f"/i{iteration.plan.iteration}/" not in known.key:
         return state
+    steering = iteration.steering
     if known.kind is Kind.OPEN:
         opened = {**iteration.opened, known.role: known.epoch}
+        if known.role is Role.ROLLOUT:
+            # A new lead knows no order.
+            steering = replace(steering, group_order=())
         iteration = replace(iteration, opened={role: opened[role] for role in Role if role in opened})
+    elif known.kind is Kind.HOLD:
+        steering = replace(steering, is_held=not steering.is_held, num_holds=steering.num_holds + 1)
+    elif known.kind is Kind.ORDER:
+        steering = replace(steering, group_order=steering.asked_order, num_orders=steering.num_orders + 1)
     elif known.kind is Kind.CLOSE and known.role not in iteration.closed:
         closed = {*iteration.closed, known.role}
         iteration = replace(iteration, closed=tuple(role for role in Role if role in closed))
-    return replace(state, iteration=iteration)
+    return replace(state, iteration=replace(iteration, steering=steering))
 
 
 def _changed(after: ClusterState, before: ClusterState) -> ClusterState:
@@ -189,7 +200,11 @@ def _kind(command: cmd.Command) -> Kind:
             return Kind.CLOSE
         case cmd.Evaluate():
             return Kind.EVALUATE
-        case cmd.ScaleUp() | cmd.ScaleDown() | cmd.Migrate() | cmd.LoadWeights():
+        case cmd.HoldTraining():
+            return Kind.HOLD
+        case cmd.OrderGroups():
+            return Kind.ORDER
+        case _ if isinstance(command, cmd.LeadCommand):
             return Kind.LEAD
         case cmd.AskGate():
             return Kind.GATE

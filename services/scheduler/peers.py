@@ -67,6 +67,14 @@ class Peers:
                 return (await stub.CloseIteration(request, timeout=timeout_s)).result
             case commands_pb2.EvaluateRequest():
                 return (await stub.Evaluate(request, timeout=timeout_s)).result
+            case commands_pb2.SuspendRequest():
+                return (await stub.Suspend(request, timeout=timeout_s)).result
+            case commands_pb2.ResumeRequest():
+                return (await stub.Resume(request, timeout=timeout_s)).result
+            case commands_pb2.HoldTrainingRequest():
+                return (await stub.HoldTraining(request, timeout=timeout_s)).result
+            case commands_pb2.OrderGroupsRequest():
+                return (await stub.OrderGroups(request, timeout=timeout_s)).result
 
 
 def _gate_states(report: instance_pb2.GateReportResponse) -> Sequence[GateState]:

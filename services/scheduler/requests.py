@@ -18,6 +18,10 @@ Request: TypeAlias = (
     | commands_pb2.OpenIterationRequest
     | commands_pb2.CloseIterationRequest
     | commands_pb2.EvaluateRequest
+    | commands_pb2.SuspendRequest
+    | commands_pb2.ResumeRequest
+    | commands_pb2.HoldTrainingRequest
+    | commands_pb2.OrderGroupsRequest
 )
 
 
@@ -64,6 +68,25 @@ def encode_command(command: cmd.LeadCommand, *, config_json: str) -> Request:
         case cmd.Evaluate():
             plan = types_pb2.EvaluationPlan(iteration=command.iteration, version=command.version)
             return commands_pb2.EvaluateRequest(header=header, plan=plan)
+        case _:
+            return _on_the_way(command, header)
+
+
+def _on_the_way(
+    command: cmd.Suspend | cmd.Resume | cmd.HoldTraining | cmd.OrderGroups, header: commands_pb2.CommandHeader
+) -> Request:
+    """What is asked of a component in the middle of an iteration."""
+    match command:
+        case cmd.Suspend():
+            return commands_pb2.SuspendRequest(header=header, grants=encode_grants(command.grants))
+        case cmd.Resume():
+            return commands_pb2.ResumeRequest(
+                header=header, grants=encode_grants(command.grants), layout=encode_layout(command.layout)
+            )
+        case cmd.HoldTraining():
+            return commands_pb2.HoldTrainingRequest(header=header, iteration=command.iteration, holds=command.holds)
+        case cmd.OrderGroups():
+            return commands_pb2.OrderGroupsRequest(header=header, iteration=command.iteration, groups=command.groups)
 
 
 def _header(header: cmd.Header) -> commands_pb2.CommandHeader:

@@ -105,6 +105,18 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Steering:
+    """What the leads took of how the iteration is to go: whether the actor holds its training, the order of the groups,
+    empty as the rollout has it, and how many words of each kind. `asked_order` was asked last, taken or not."""
+
+    is_held: bool = False
+    num_holds: int = 0
+    group_order: tuple[int, ...] = ()
+    asked_order: tuple[int, ...] = ()
+    num_orders: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Iteration:
     """The iteration that is open. `opened` holds the lead epoch under which each component took it."""
 
@@ -113,6 +125,7 @@ class Iteration:
     reports: Mapping[Role, Report] = field(default_factory=dict)
     closed: tuple[Role, ...] = ()
     is_accounted: bool = False
+    steering: Steering = field(default_factory=Steering)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +205,8 @@ class Kind(StrEnum):
     OPEN = "open"
     CLOSE = "close"
     EVALUATE = "evaluate"
+    HOLD = "hold"
+    ORDER = "order"
     STORE = "store"
     GATE = "gate"
     WAIT = "wait"

@@ -67,10 +67,20 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         return commands_pb2.MigrateResponse(result=await self._taken(request))
 
     async def Suspend(self, request: commands_pb2.SuspendRequest, context: Context) -> commands_pb2.SuspendResponse:
-        raise NotSupported("Suspend is in the schema only; this version runs one job on its GPUs")
+        raise _not_yet("Suspend")
 
     async def Resume(self, request: commands_pb2.ResumeRequest, context: Context) -> commands_pb2.ResumeResponse:
-        raise NotSupported("Resume is in the schema only; this version runs one job on its GPUs")
+        raise _not_yet("Resume")
+
+    async def HoldTraining(
+        self, request: commands_pb2.HoldTrainingRequest, context: Context
+    ) -> commands_pb2.HoldTrainingResponse:
+        raise _not_yet("HoldTraining")
+
+    async def OrderGroups(
+        self, request: commands_pb2.OrderGroupsRequest, context: Context
+    ) -> commands_pb2.OrderGroupsResponse:
+        raise _not_yet("OrderGroups")
 
     async def _taken(self, command: Command) -> commands_pb2.CommandResult:
         header = command.header
@@ -90,6 +100,10 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         await self._log.remember(self._job, CommandId(header.id), accepted.SerializeToString())
         lead.take(command)
         return accepted
+
+
+def _not_yet(call: str) -> NotSupported:
+    return NotSupported(f"{call} is in the schema only, nobody carries it out yet: use scheduler.policy=static")
 
 
 def _refused(message: str) -> commands_pb2.CommandResult:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tidegate.v1 import types_pb2 as tidegate_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atidegate/v1/commands.proto\x12\x0btidegate.v1\x1a\x17tidegate/v1/types.proto\"C\n\x0fInstanceAddress\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x62oot\x18\x03 \x01(\x04\"\xd8\x01\n\rCommandHeader\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rtransition_id\x18\x04 \x01(\t\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x12\n\nlead_epoch\x18\x06 \x01(\x04\x12/\n\tinstances\x18\x07 \x03(\x0b\x32\x1c.tidegate.v1.InstanceAddress\x12#\n\x07members\x18\x08 \x03(\x0b\x32\x12.tidegate.v1.Grant\"2\n\rCommandResult\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa5\x02\n\x0eScaleUpRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12&\n\x07weights\x18\x05 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x06 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x08 \x01(\t\"=\n\x0fScaleUpResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xac\x01\n\x10ScaleDownRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\"?\n\x11ScaleDownResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xc8\x01\n\x0eMigrateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12 \n\x04\x66rom\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x1e\n\x02to\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x04 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tidegate.v1.Layout\"=\n\x0fMigrateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"<\n\x0eSuspendRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\"=\n\x0fSuspendResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\";\n\rResumeRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\"<\n\x0eResumeResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\x92\x01\n\x12LoadWeightsRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12&\n\x07weights\x18\x02 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x03 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\"A\n\x13LoadWeightsResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"l\n\x14OpenIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12(\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.tidegate.v1.IterationPlan\"C\n\x15OpenIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"h\n\x0f\x45valuateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12)\n\x04plan\x18\x02 \x01(\x0b\x32\x1b.tidegate.v1.EvaluationPlan\">\n\x10\x45valuateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"d\n\x15\x43loseIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\"D\n\x16\x43loseIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult2\xba\x05\n\tComponent\x12\x44\n\x07ScaleUp\x12\x1b.tidegate.v1.ScaleUpRequest\x1a\x1c.tidegate.v1.ScaleUpResponse\x12J\n\tScaleDown\x12\x1d.tidegate.v1.ScaleDownRequest\x1a\x1e.tidegate.v1.ScaleDownResponse\x12\x44\n\x07Migrate\x12\x1b.tidegate.v1.MigrateRequest\x1a\x1c.tidegate.v1.MigrateResponse\x12\x44\n\x07Suspend\x12\x1b.tidegate.v1.SuspendRequest\x1a\x1c.tidegate.v1.SuspendResponse\x12\x41\n\x06Resume\x12\x1a.tidegate.v1.ResumeRequest\x1a\x1b.tidegate.v1.ResumeResponse\x12P\n\x0bLoadWeights\x12\x1f.tidegate.v1.LoadWeightsRequest\x1a .tidegate.v1.LoadWeightsResponse\x12V\n\rOpenIteration\x12!.tidegate.v1.OpenIterationRequest\x1a\".tidegate.v1.OpenIterationResponse\x12Y\n\x0e\x43loseIteration\x12\".tidegate.v1.CloseIterationRequest\x1a#.tidegate.v1.CloseIterationResponse\x12G\n\x08\x45valuate\x12\x1c.tidegate.v1.EvaluateRequest\x1a\x1d.tidegate.v1.EvaluateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atidegate/v1/commands.proto\x12\x0btidegate.v1\x1a\x17tidegate/v1/types.proto\"C\n\x0fInstanceAddress\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x62oot\x18\x03 \x01(\x04\"\xd8\x01\n\rCommandHeader\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rtransition_id\x18\x04 \x01(\t\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x12\n\nlead_epoch\x18\x06 \x01(\x04\x12/\n\tinstances\x18\x07 \x03(\x0b\x32\x1c.tidegate.v1.InstanceAddress\x12#\n\x07members\x18\x08 \x03(\x0b\x32\x12.tidegate.v1.Grant\"2\n\rCommandResult\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa5\x02\n\x0eScaleUpRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12&\n\x07weights\x18\x05 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x06 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x08 \x01(\t\"=\n\x0fScaleUpResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xac\x01\n\x10ScaleDownRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\"?\n\x11ScaleDownResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xc8\x01\n\x0eMigrateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12 \n\x04\x66rom\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x1e\n\x02to\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x04 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tidegate.v1.Layout\"=\n\x0fMigrateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"`\n\x0eSuspendRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\"=\n\x0fSuspendResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\x84\x01\n\rResumeRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tidegate.v1.Layout\"<\n\x0eResumeResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\x92\x01\n\x12LoadWeightsRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12&\n\x07weights\x18\x02 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x03 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\"A\n\x13LoadWeightsResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"l\n\x14OpenIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12(\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.tidegate.v1.IterationPlan\"C\n\x15OpenIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"h\n\x0f\x45valuateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12)\n\x04plan\x18\x02 \x01(\x0b\x32\x1b.tidegate.v1.EvaluationPlan\">\n\x10\x45valuateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"d\n\x15\x43loseIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\"D\n\x16\x43loseIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"c\n\x13HoldTrainingRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\r\n\x05holds\x18\x03 \x01(\x08\"B\n\x14HoldTrainingResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"c\n\x12OrderGroupsRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x03(\r\"A\n\x13OrderGroupsResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult2\xe1\x06\n\tComponent\x12\x44\n\x07ScaleUp\x12\x1b.tidegate.v1.ScaleUpRequest\x1a\x1c.tidegate.v1.ScaleUpResponse\x12J\n\tScaleDown\x12\x1d.tidegate.v1.ScaleDownRequest\x1a\x1e.tidegate.v1.ScaleDownResponse\x12\x44\n\x07Migrate\x12\x1b.tidegate.v1.MigrateRequest\x1a\x1c.tidegate.v1.MigrateResponse\x12\x44\n\x07Suspend\x12\x1b.tidegate.v1.SuspendRequest\x1a\x1c.tidegate.v1.SuspendResponse\x12\x41\n\x06Resume\x12\x1a.tidegate.v1.ResumeRequest\x1a\x1b.tidegate.v1.ResumeResponse\x12P\n\x0bLoadWeights\x12\x1f.tidegate.v1.LoadWeightsRequest\x1a .tidegate.v1.LoadWeightsResponse\x12V\n\rOpenIteration\x12!.tidegate.v1.OpenIterationRequest\x1a\".tidegate.v1.OpenIterationResponse\x12Y\n\x0e\x43loseIteration\x12\".tidegate.v1.CloseIterationRequest\x1a#.tidegate.v1.CloseIterationResponse\x12G\n\x08\x45valuate\x12\x1c.tidegate.v1.EvaluateRequest\x1a\x1d.tidegate.v1.EvaluateResponse\x12S\n\x0cHoldTraining\x12 .tidegate.v1.HoldTrainingRequest\x1a!.tidegate.v1.HoldTrainingResponse\x12P\n\x0bOrderGroups\x12\x1f.tidegate.v1.OrderGroupsRequest\x1a .tidegate.v1.OrderGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,29 +51,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MIGRATERESPONSE']._serialized_start=1210
   _globals['_MIGRATERESPONSE']._serialized_end=1271
   _globals['_SUSPENDREQUEST']._serialized_start=1273
-  _globals['_SUSPENDREQUEST']._serialized_end=1333
-  _globals['_SUSPENDRESPONSE']._serialized_start=1335
-  _globals['_SUSPENDRESPONSE']._serialized_end=1396
-  _globals['_RESUMEREQUEST']._serialized_start=1398
-  _globals['_RESUMEREQUEST']._serialized_end=1457
-  _globals['_RESUMERESPONSE']._serialized_start=1459
-  _globals['_RESUMERESPONSE']._serialized_end=1519
-  _globals['_LOADWEIGHTSREQUEST']._serialized_start=1522
-  _globals['_LOADWEIGHTSREQUEST']._serialized_end=1668
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=1670
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=1735
-  _globals['_OPENITERATIONREQUEST']._serialized_start=1737
-  _globals['_OPENITERATIONREQUEST']._serialized_end=1845
-  _globals['_OPENITERATIONRESPONSE']._serialized_start=1847
-  _globals['_OPENITERATIONRESPONSE']._serialized_end=1914
-  _globals['_EVALUATEREQUEST']._serialized_start=1916
-  _globals['_EVALUATEREQUEST']._serialized_end=2020
-  _globals['_EVALUATERESPONSE']._serialized_start=2022
-  _globals['_EVALUATERESPONSE']._serialized_end=2084
-  _globals['_CLOSEITERATIONREQUEST']._serialized_start=2086
-  _globals['_CLOSEITERATIONREQUEST']._serialized_end=2186
-  _globals['_CLOSEITERATIONRESPONSE']._serialized_start=2188
-  _globals['_CLOSEITERATIONRESPONSE']._serialized_end=2256
-  _globals['_COMPONENT']._serialized_start=2259
-  _globals['_COMPONENT']._serialized_end=2957
+  _globals['_SUSPENDREQUEST']._serialized_end=1369
+  _globals['_SUSPENDRESPONSE']._serialized_start=1371
+  _globals['_SUSPENDRESPONSE']._serialized_end=1432
+  _globals['_RESUMEREQUEST']._serialized_start=1435
+  _globals['_RESUMEREQUEST']._serialized_end=1567
+  _globals['_RESUMERESPONSE']._serialized_start=1569
+  _globals['_RESUMERESPONSE']._serialized_end=1629
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=1632
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=1778
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=1780
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=1845
+  _globals['_OPENITERATIONREQUEST']._serialized_start=1847
+  _globals['_OPENITERATIONREQUEST']._serialized_end=1955
+  _globals['_OPENITERATIONRESPONSE']._serialized_start=1957
+  _globals['_OPENITERATIONRESPONSE']._serialized_end=2024
+  _globals['_EVALUATEREQUEST']._serialized_start=2026
+  _globals['_EVALUATEREQUEST']._serialized_end=2130
+  _globals['_EVALUATERESPONSE']._serialized_start=2132
+  _globals['_EVALUATERESPONSE']._serialized_end=2194
+  _globals['_CLOSEITERATIONREQUEST']._serialized_start=2196
+  _globals['_CLOSEITERATIONREQUEST']._serialized_end=2296
+  _globals['_CLOSEITERATIONRESPONSE']._serialized_start=2298
+  _globals['_CLOSEITERATIONRESPONSE']._serialized_end=2366
+  _globals['_HOLDTRAININGREQUEST']._serialized_start=2368
+  _globals['_HOLDTRAININGREQUEST']._serialized_end=2467
+  _globals['_HOLDTRAININGRESPONSE']._serialized_start=2469
+  _globals['_HOLDTRAININGRESPONSE']._serialized_end=2535
+  _globals['_ORDERGROUPSREQUEST']._serialized_start=2537
+  _globals['_ORDERGROUPSREQUEST']._serialized_end=2636
+  _globals['_ORDERGROUPSRESPONSE']._serialized_start=2638
+  _globals['_ORDERGROUPSRESPONSE']._serialized_end=2703
+  _globals['_COMPONENT']._serialized_start=2706
+  _globals['_COMPONENT']._serialized_end=3571
 # @@protoc_insertion_point(module_scope)

@@ -120,7 +120,9 @@ Global___CommandResult: _TypeAlias = CommandResult  # noqa: Y015
 
 @_typing.final
 class ScaleUpRequest(_message.Message):
-    """Acquire these GPUs and bring the component into this layout. An actor that has others besides is resharded."""
+    """Acquire these GPUs and bring the component into this layout. An actor that has others besides is resharded, a rollout
+    or an inference that has works on with all of them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -149,7 +151,7 @@ class ScaleUpRequest(_message.Message):
     def layout(self) -> _types_pb2.Layout: ...
     @_builtins.property
     def weights(self) -> _types_pb2.Snapshot:
-        """Rollout and inference: what to load once up; absent before the first publish."""
+        """Rollout and inference: what those that come load; absent before the first publish."""
 
     @_builtins.property
     def reference(self) -> _types_pb2.Snapshot: ...
@@ -195,7 +197,9 @@ Global___ScaleUpResponse: _TypeAlias = ScaleUpResponse  # noqa: Y015
 
 @_typing.final
 class ScaleDownRequest(_message.Message):
-    """Release these GPUs. An actor that keeps others is resharded to them first."""
+    """Release these GPUs. An actor that keeps others is resharded to them first; a rollout hands what its engines did not
+    finish to those that stay; an inference goes on with the ranks that stay.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -308,19 +312,25 @@ Global___MigrateResponse: _TypeAlias = MigrateResponse  # noqa: Y015
 
 @_typing.final
 class SuspendRequest(_message.Message):
+    """Actor: between two updates, keep the state in the nodes' host memory and release these GPUs, which are all it has."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
+    GRANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___CommandHeader: ...
+    @_builtins.property
+    def grants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]: ...
     def __init__(
         self,
         *,
         header: Global___CommandHeader | None = ...,
+        grants: _abc.Iterable[_types_pb2.Grant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,19 +358,29 @@ Global___SuspendResponse: _TypeAlias = SuspendResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
+    """Actor: acquire these GPUs, in rank order, and go on in this layout from the state that was kept."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
+    GRANTS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___CommandHeader: ...
+    @_builtins.property
+    def grants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]: ...
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout: ...
     def __init__(
         self,
         *,
         header: Global___CommandHeader | None = ...,
+        grants: _abc.Iterable[_types_pb2.Grant] | None = ...,
+        layout: _types_pb2.Layout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "header", b"header", "layout", b"layout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,3 +592,102 @@ class CloseIterationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseIterationResponse: _TypeAlias = CloseIterationResponse  # noqa: Y015
+
+@_typing.final
+class HoldTrainingRequest(_message.Message):
+    """Actor: begin no minibatch of this iteration while it holds; the one that is open is finished."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    iteration: _builtins.int
+    holds: _builtins.bool
+    @_builtins.property
+    def header(self) -> Global___CommandHeader: ...
+    def __init__(
+        self,
+        *,
+        header: Global___CommandHeader | None = ...,
+        iteration: _builtins.int = ...,
+        holds: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "holds", b"holds", "iteration", b"iteration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldTrainingRequest: _TypeAlias = HoldTrainingRequest  # noqa: Y015
+
+@_typing.final
+class HoldTrainingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def result(self) -> Global___CommandResult: ...
+    def __init__(
+        self,
+        *,
+        result: Global___CommandResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldTrainingResponse: _TypeAlias = HoldTrainingResponse  # noqa: Y015
+
+@_typing.final
+class OrderGroupsRequest(_message.Message):
+    """Rollout: the order in which the groups of this iteration go to engines, counted from its first prompt; those that are
+    handed back included, those left out last.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    iteration: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___CommandHeader: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        header: Global___CommandHeader | None = ...,
+        iteration: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "header", b"header", "iteration", b"iteration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderGroupsRequest: _TypeAlias = OrderGroupsRequest  # noqa: Y015
+
+@_typing.final
+class OrderGroupsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def result(self) -> Global___CommandResult: ...
+    def __init__(
+        self,
+        *,
+        result: Global___CommandResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderGroupsResponse: _TypeAlias = OrderGroupsResponse  # noqa: Y015

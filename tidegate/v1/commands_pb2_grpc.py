@@ -79,6 +79,16 @@ class ComponentStub:
                 request_serializer=tidegate_dot_v1_dot_commands__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_commands__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.HoldTraining = channel.unary_unary(
+                '/tidegate.v1.Component/HoldTraining',
+                request_serializer=tidegate_dot_v1_dot_commands__pb2.HoldTrainingRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_commands__pb2.HoldTrainingResponse.FromString,
+                _registered_method=True)
+        self.OrderGroups = channel.unary_unary(
+                '/tidegate.v1.Component/OrderGroups',
+                request_serializer=tidegate_dot_v1_dot_commands__pb2.OrderGroupsRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_commands__pb2.OrderGroupsResponse.FromString,
+                _registered_method=True)
 
 
 class ComponentServicer:
@@ -138,6 +148,18 @@ class ComponentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldTraining(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OrderGroups(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ComponentServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +207,16 @@ def add_ComponentServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=tidegate_dot_v1_dot_commands__pb2.EvaluateRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_commands__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'HoldTraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldTraining,
+                    request_deserializer=tidegate_dot_v1_dot_commands__pb2.HoldTrainingRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_commands__pb2.HoldTrainingResponse.SerializeToString,
+            ),
+            'OrderGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.OrderGroups,
+                    request_deserializer=tidegate_dot_v1_dot_commands__pb2.OrderGroupsRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_commands__pb2.OrderGroupsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -430,6 +462,60 @@ class Component:
             '/tidegate.v1.Component/Evaluate',
             tidegate_dot_v1_dot_commands__pb2.EvaluateRequest.SerializeToString,
             tidegate_dot_v1_dot_commands__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldTraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Component/HoldTraining',
+            tidegate_dot_v1_dot_commands__pb2.HoldTrainingRequest.SerializeToString,
+            tidegate_dot_v1_dot_commands__pb2.HoldTrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OrderGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Component/OrderGroups',
+            tidegate_dot_v1_dot_commands__pb2.OrderGroupsRequest.SerializeToString,
+            tidegate_dot_v1_dot_commands__pb2.OrderGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

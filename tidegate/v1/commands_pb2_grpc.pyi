@@ -40,6 +40,8 @@ class ComponentStub:
     OpenIteration: _grpc.UnaryUnaryMultiCallable[_commands_pb2.OpenIterationRequest, _commands_pb2.OpenIterationResponse]
     CloseIteration: _grpc.UnaryUnaryMultiCallable[_commands_pb2.CloseIterationRequest, _commands_pb2.CloseIterationResponse]
     Evaluate: _grpc.UnaryUnaryMultiCallable[_commands_pb2.EvaluateRequest, _commands_pb2.EvaluateResponse]
+    HoldTraining: _grpc.UnaryUnaryMultiCallable[_commands_pb2.HoldTrainingRequest, _commands_pb2.HoldTrainingResponse]
+    OrderGroups: _grpc.UnaryUnaryMultiCallable[_commands_pb2.OrderGroupsRequest, _commands_pb2.OrderGroupsResponse]
 
 @_typing.type_check_only
 class ComponentAsyncStub(ComponentStub):
@@ -53,6 +55,8 @@ class ComponentAsyncStub(ComponentStub):
     OpenIteration: _aio.UnaryUnaryMultiCallable[_commands_pb2.OpenIterationRequest, _commands_pb2.OpenIterationResponse]  # type: ignore[assignment]
     CloseIteration: _aio.UnaryUnaryMultiCallable[_commands_pb2.CloseIterationRequest, _commands_pb2.CloseIterationResponse]  # type: ignore[assignment]
     Evaluate: _aio.UnaryUnaryMultiCallable[_commands_pb2.EvaluateRequest, _commands_pb2.EvaluateResponse]  # type: ignore[assignment]
+    HoldTraining: _aio.UnaryUnaryMultiCallable[_commands_pb2.HoldTrainingRequest, _commands_pb2.HoldTrainingResponse]  # type: ignore[assignment]
+    OrderGroups: _aio.UnaryUnaryMultiCallable[_commands_pb2.OrderGroupsRequest, _commands_pb2.OrderGroupsResponse]  # type: ignore[assignment]
 
 class ComponentServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -117,5 +121,19 @@ class ComponentServicer(metaclass=_abc_1.ABCMeta):
         request: _commands_pb2.EvaluateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_commands_pb2.EvaluateResponse, _abc.Awaitable[_commands_pb2.EvaluateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def HoldTraining(
+        self,
+        request: _commands_pb2.HoldTrainingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_commands_pb2.HoldTrainingResponse, _abc.Awaitable[_commands_pb2.HoldTrainingResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def OrderGroups(
+        self,
+        request: _commands_pb2.OrderGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_commands_pb2.OrderGroupsResponse, _abc.Awaitable[_commands_pb2.OrderGroupsResponse]]: ...
 
 def add_ComponentServicer_to_server(servicer: ComponentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -161,13 +161,14 @@ async def test_a_component_that_does_not_generate_refuses_to_evaluate(tmp_path: 
         assert of.lead.diary == []
 
 
-@pytest.mark.parametrize("call", ["Suspend", "Resume"])
+@pytest.mark.parametrize("call", ["Suspend", "Resume", "HoldTraining", "OrderGroups"])
 async def test_what_this_release_does_not_do_is_unimplemented(tmp_path: Path, call: str) -> None:
     async with served(tmp_path) as of:
         request = getattr(commands_pb2, f"{call}Request")(header=of.hosted.bench.header())
         with pytest.raises(PeerRefused, match=f"{call} is in the schema only") as refused:
             await getattr(of.stub, call)(request)
         assert refused.value.status == "UNIMPLEMENTED"
+        assert "use scheduler.policy=static" in str(refused.value)
         assert of.lead.diary == []
 
 

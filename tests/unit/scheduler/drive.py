@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
-from services.scheduler.decide import Decision, decide
+from services.scheduler.decide import Decision, decide, decided
 from services.scheduler.evolve import evolve
 from services.scheduler.expectations import issued, next_due_ms
 from services.scheduler.invariants import check
+from services.scheduler.policy import Proposal
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import TERMINAL, ClusterState
 from tests.unit.scheduler.fake_cluster import JOB, FakeCluster
@@ -30,6 +31,8 @@ class Drive:
     delivered: list[ev.Event] = field(default_factory=list)
     num_losses: int = 0
     """Decisions to come whose commands are lost: a scheduler dies after it wrote its state."""
+    propose: Callable[[ClusterState], Proposal] | None = None
+    """In place of the static policy."""
 
     def deliver(self, event: ev.Event) -> None:
         self.delivered.append(event)
@@ -41,7 +44,7 @@ class Drive:
         done: list[cmd.Command] = []
         for _ in range(50):
             self._see(self.cluster.observed())
-            decision = decide(self.state, self.now_ms, policy=StaticPolicy())
+            decision = self._decided()
             self.seen.append((None, self.now_ms, decision))
             self.last_reason = decision.reason
             assert decision.reason, "every decision has a reason"
@@ -56,6 +59,11 @@ class Drive:
             self.cluster.execute(decision.commands)
             done += decision.commands
         raise AssertionError(f"50 decisions without an end; the last: {decision}")
+
+    def _decided(self) -> Decision:
+        if self.propose is None:
+            return decide(self.state, self.now_ms, policy=StaticPolicy())
+        return decided(self.state, self.propose(self.state), self.now_ms)
 
     def _see(self, event: ev.Event) -> None:
         self.seen.append((event, self.now_ms, None))

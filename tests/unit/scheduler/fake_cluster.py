@@ -124,6 +124,8 @@ class FakeLead:
     resize: FakeResize | None = None
     closing: IterationPlan | None = None
     """An iteration that is to be saved and published."""
+    is_held: bool = False
+    group_order: tuple[int, ...] = ()
 
     def meet(self, incarnation: int) -> None:
         if incarnation > self.incarnation:
@@ -131,6 +133,8 @@ class FakeLead:
             self.closing = self.evaluated = None
 
     def open(self, plan: IterationPlan) -> None:
+        if plan is not self.broken_off:
+            self.is_held, self.group_order = False, ()
         self.plan, self.broken_off, self.evaluated, self.has_reported = plan, None, None, False
 
     def evaluate(self, command: cmd.Evaluate) -> None:
@@ -400,6 +404,9 @@ class FakeCluster:
             self._answer(header, accepted=False, message=f"epoch {header.lead_epoch} is not {lead.epoch}")
             return
         if header.id not in self.answers:
+            if (fault := _fault(command, lead)) is not None:
+                self._answer(header, accepted=False, message=fault)
+                return
             self.answers[header.id] = (True, "")
             self.effects.append(header.id)
             if header.role not in self.hung:
@@ -440,6 +447,10 @@ class FakeCluster:
                     lead.members = header.members
             case cmd.Evaluate():
                 lead.evaluate(command)
+            case cmd.HoldTraining():
+                lead.is_held = command.holds
+            case cmd.OrderGroups():
+                lead.group_order = command.groups
             case cmd.CloseIteration():
                 plan, lead.plan = lead.plan, None
                 is_open = plan is not None and plan.iteration == command.iteration
@@ -581,7 +592,8 @@ class FakeCluster:
         plans = {(lead.incarnation, lead.plan) for lead in leads.values()}
         if len(leads) < len(Role) or len(plans) != 1 or None in {lead.plan for lead in leads.values()}:
             return False
-        todo = [role for role in (Role.ROLLOUT, Role.INFERENCE, Role.ACTOR) if not leads[role].has_reported]
+        order = (Role.ROLLOUT, Role.INFERENCE, Role.ACTOR)
+        todo = [role for role in order if not leads[role].has_reported and not leads[role].is_held]
         for role in todo:
             self._report(role, leads[role])
         return bool(todo)
@@ -619,6 +631,15 @@ class FakeCluster:
         self.next_prompts[name] = plan.first_prompt + num_prompts(plan)
         body = ev.CheckpointSaved(next_iteration, plan.version + 1, name, 0)
         self.say(lead.instance, body, incarnation=lead.incarnation, grants=lead.members)
+
+
+def _fault(command: cmd.LeadCommand, lead: FakeLead) -> str | None:
+    """Why it cannot be taken now."""
+    plan = lead.plan or lead.broken_off
+    if isinstance(command, cmd.HoldTraining | cmd.OrderGroups):
+        is_open = isinstance(plan, IterationPlan) and plan.iteration == command.iteration
+        return None if is_open else f"iteration {command.iteration} is not open"
+    return None
 
 
 def role_of(name: InstanceId) -> Role:

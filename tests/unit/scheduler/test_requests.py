@@ -48,6 +48,10 @@ REFERENCE, REFERENCE_MESSAGE = as_published(0)
         cmd.OpenIteration(HEADER, IterationPlan(1, 1, 4, 4, 2, 2, 7)),
         cmd.CloseIteration(HEADER, 1, last=False),
         cmd.Evaluate(HEADER, 1, 1),
+        cmd.Suspend(HEADER, (FIRST,)),
+        cmd.Resume(HEADER, (FIRST,), Layout()),
+        cmd.HoldTraining(HEADER, 1, holds=True),
+        cmd.OrderGroups(HEADER, 1, (1, 0)),
     ],
     ids=lambda command: type(command).__name__,
 )
@@ -113,3 +117,21 @@ def test_an_evaluation_is_of_a_version() -> None:
     request = encode_command(cmd.Evaluate(HEADER, 3, 4), config_json="{}")
     assert isinstance(request, commands_pb2.EvaluateRequest)
     assert request.plan == types_pb2.EvaluationPlan(iteration=3, version=4)
+
+
+def test_a_suspend_carries_who_goes_and_a_resume_who_comes_in_rank_order_and_the_layout() -> None:
+    suspend = encode_command(cmd.Suspend(HEADER, (FIRST, SECOND)), config_json="{}")
+    assert isinstance(suspend, commands_pb2.SuspendRequest)
+    assert decode_grants(suspend.grants) == (FIRST, SECOND)
+    resume = encode_command(cmd.Resume(HEADER, (SECOND, FIRST), Layout(tp=2)), config_json="{}")
+    assert isinstance(resume, commands_pb2.ResumeRequest)
+    assert (decode_grants(resume.grants), decode_layout(resume.layout)) == ((SECOND, FIRST), Layout(tp=2))
+
+
+def test_how_an_iteration_is_to_go_on_is_told_with_its_number() -> None:
+    hold = encode_command(cmd.HoldTraining(HEADER, 3, holds=True), config_json="{}")
+    assert isinstance(hold, commands_pb2.HoldTrainingRequest)
+    assert (hold.iteration, hold.holds) == (3, True)
+    order = encode_command(cmd.OrderGroups(HEADER, 3, (2, 0, 1)), config_json="{}")
+    assert isinstance(order, commands_pb2.OrderGroupsRequest)
+    assert (order.iteration, list(order.groups)) == (3, [2, 0, 1])
