@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.config_base import Count, NonNegativeFloat, Positive, Section
 from tidegate.lr_checkpoint import LegacyPolicy, OnMismatch
-from tidegate.lr_errors import LrError
-from tidegate.lr_progress import EmptyBatch, LrMode, LrRules, OnSkip, projected_overshoot
-from tidegate.lr_schedule import Decay, LrSchedule, WsdDecay
+from tidegate.lr_errors import BatchRefused, LrError
+from tidegate.lr_progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, projected_overshoot
+from tidegate.lr_schedule import Decay, LrSchedule, Steps, WsdDecay
 
 if TYPE_CHECKING:
     from tidegate.config import JobConfig
@@ -56,12 +56,11 @@ def leave_out_schedule(actor: dict[str, Any]) -> None:
 
 def schedule_of(config: JobConfig) -> LrSchedule:
     """LrError where it contradicts itself."""
-    actor, section = config.actor, config.actor.lr_schedule
-    warm_up = section.warm_up_updates
+    section = config.actor.lr_schedule
     return LrSchedule(
-        peak=actor.learning_rate,
-        budget=section.budget_updates or num_updates_of(config),
-        warm_up=Fraction(actor.lr_warm_up_samples, samples_per_update(config)) if warm_up is None else warm_up,
+        peak=config.actor.learning_rate,
+        budget=_budget(config),
+        warm_up=_warm_up(config),
         decay=section.decay,
         initial=section.initial,
         minimum=section.minimum,
@@ -86,6 +85,15 @@ def num_updates_of(config: JobConfig) -> int:
     return config.algorithm.iterations * config.algorithm.n_minibatches
 
 
+def _budget(config: JobConfig) -> int:
+    return config.actor.lr_schedule.budget_updates or num_updates_of(config)
+
+
+def _warm_up(config: JobConfig) -> Steps:
+    updates = config.actor.lr_schedule.warm_up_updates
+    return Fraction(config.actor.lr_warm_up_samples, samples_per_update(config)) if updates is None else updates
+
+
 def samples_per_update(config: JobConfig) -> int:
     """Of a full minibatch, over all replicas."""
     algorithm = config.algorithm
@@ -93,7 +101,7 @@ def samples_per_update(config: JobConfig) -> int:
 
 
 def lr_faults(config: JobConfig) -> list[str]:
-    section = config.actor.lr_schedule
+    section, dp = config.actor.lr_schedule, config.actor.layout.dp
     if section.warm_up_updates is not None and config.actor.lr_warm_up_samples:
         return [
             f"actor.lr_schedule.warm_up_updates={section.warm_up_updates} and actor.lr_warm_up_samples="
@@ -104,8 +112,19 @@ def lr_faults(config: JobConfig) -> list[str]:
             f"actor.lr_schedule.wsd_updates={section.wsd_updates} is the end of the decay WSD, and decay is "
             f"{section.decay}: set it to 0, or decay to WSD"
         ]
+    room = _budget(config) - _warm_up(config)
+    if section.decay is Decay.WSD and room > 0 and not 0 < section.wsd_updates <= room:
+        return [
+            f"actor.lr_schedule.wsd_updates={section.wsd_updates} must be above 0 and fit the {room} updates that "
+            f"follow the warm-up (budget {_budget(config)}, warm-up {_warm_up(config)})"
+        ]
     try:
-        schedule_of(config)
+        LrLedger(schedule_of(config), rules_of(config)).opened(0, samples_per_update(config), nominal=1, dp=dp)
+    except BatchRefused as error:
+        return [
+            f"actor.layout.dp={dp} replicas cannot share a minibatch of {samples_per_update(config)} samples "
+            f"(algorithm.prompts_per_iteration / n_minibatches * group_size): {error}"
+        ]
     except LrError as error:
         return [f"actor.lr_schedule: {error}"]
     return []

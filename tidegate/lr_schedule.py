@@ -48,19 +48,6 @@ def exact_steps(value: object, name: str = "nominal") -> Fraction:
     return Fraction(value)
 
 
-def exact_budget(num_batches: int, nominal: Steps) -> Fraction:
-    """The steps of `num_batches` batches of `nominal` steps each, rounded nowhere. BudgetRefused below one step."""
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise BudgetRefused(f"num_batches={num_batches!r} is no count of batches: give an int from 0")
-    budget = num_batches * exact_steps(nominal)
-    if budget < 1:
-        raise BudgetRefused(
-            f"{num_batches} batches of {nominal} steps each are a budget of {budget}, less than one step: train on "
-            "more batches, or in smaller logical mini-batches"
-        )
-    return budget
-
-
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
     """The rate rises from `initial` to `peak` over `warm_up` steps and is at `minimum` after `budget`."""

@@ -61,7 +61,17 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"wsd_updates": 2},
         "wsd_updates=2 is the end of the decay WSD, and decay is const",
     ),
-    "WSD without its end": ({}, {"decay": "WSD"}, "wsd_steps=0 must be above 0"),
+    "WSD without its end": ({}, {"decay": "WSD"}, "actor.lr_schedule.wsd_updates=0 must be above 0 and fit the 6 upd"),
+    "an end of WSD within the warm-up": (
+        {"lr_warm_up_samples": 12},
+        {"decay": "WSD", "wsd_updates": 4},
+        r"actor.lr_schedule.wsd_updates=4 must be .* fit the 3 updates that follow the warm-up \(budget 6, warm-up 3\)",
+    ),
+    "WSD within a warm-up as long as the budget": (
+        {},
+        {"decay": "WSD", "wsd_updates": 1, "warm_up_updates": 6},
+        "actor.lr_schedule: warm_up=6 steps leave nothing of a budget of 6",
+    ),
     "a minimum above the rate": ({}, {"minimum": 1.0}, "minimum=1.0 must lie between 0 and the peak, 0.001"),
     "no budget": ({}, {"budget_updates": 0}, "actor.lr_schedule.budget_updates=0"),
     "a decay that there is not": ({}, {"decay": "cubic"}, "actor.lr_schedule.decay='cubic'"),
@@ -73,6 +83,15 @@ def test_a_schedule_that_contradicts_itself_is_refused_by_its_keys(case: str, tm
     actor, schedule, want = FAULTS[case]
     with pytest.raises(ConfigError, match=want):
         config_of(tmp_path, actor, **schedule)
+
+
+def test_more_replicas_than_a_minibatch_has_samples_are_refused_by_their_keys(tmp_path: Path) -> None:
+    cluster = {"nodes": {"n0": 9}, "component_placement": {"actor": "0-5", "rollout": "6-7", "inference": "8"}}
+    refused = (
+        "actor.layout.dp=6 replicas cannot share a minibatch of 4 samples .*: use fewer replicas or larger batches"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        job_config(tmp_path, cluster=cluster, actor={"layout": {"dp": 6}}, inference={"layout": {"dp": 1}})
 
 
 def test_one_line_says_what_the_budget_holds(tmp_path: Path) -> None:

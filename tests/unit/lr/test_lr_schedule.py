@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.lr_errors import BudgetRefused, LrError, NominalRefused, ScheduleRefused
-from tidegate.lr_schedule import Decay, LrSchedule, Steps, WsdDecay, exact_budget, exact_steps
+from tidegate.lr_schedule import Decay, LrSchedule, Steps, WsdDecay, exact_steps
 from tidegate.megatron.lr import param_scheduler
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -113,22 +113,3 @@ def test_a_schedule_that_cannot_be_is_refused(case: str) -> None:
 def test_steps_are_exact_and_above_0(nominal: object) -> None:
     with pytest.raises(NominalRefused, match="nominal="):
         exact_steps(nominal)
-
-
-def test_a_budget_is_rounded_nowhere() -> None:
-    assert exact_budget(3, Fraction(5, 7)) == Fraction(15, 7)
-    assert exact_budget(8, Fraction(1, 8)) == 1
-
-
-@pytest.mark.parametrize(
-    ("num_batches", "nominal", "want"),
-    [
-        (7, Fraction(1, 8), "a budget of 7/8, less than one"),
-        (0, 5, "budget of 0"),
-        (1.5, 1, "no count"),
-        (True, 1, "no"),
-    ],
-)
-def test_a_budget_below_one_step_is_refused(num_batches: int, nominal: Steps, want: str) -> None:
-    with pytest.raises(BudgetRefused, match=want):
-        exact_budget(num_batches, nominal)
