@@ -8,8 +8,8 @@ lower one of these and of those with as many more as keep the cap.
 
 `tokens_per_s_ratio` is of tokens a second in whole updates of the demo's model on one rank, under a cap over a fixed
 number of sequences that fits the same cap at the longest sample (`benchmarks/packing_step.py`), medians of steps that
-take turns. A fixed number is of samples that follow one another in the minibatch, padded to the longest of them; the
-cases tell the ratio to such ones sorted by length, too, which is what the actor does without a cap.
+take turns. A fixed number is of samples that follow one another in the minibatch, padded to the longest of them;
+`tokens_per_s_ratio_by_length` is over such ones sorted by length, which is what the actor does without a cap.
 """
 
 from __future__ import annotations
@@ -119,8 +119,15 @@ def main() -> int:
             "waste": worst["waste"],
             "waste_kk": waste_kk,
             "tokens_per_s_ratio": steps[0]["tokens_per_s_ratio"],
+            "tokens_per_s_ratio_by_length": steps[0]["tokens_per_s_ratio_by_length"],
         },
-        goals={"pack_s": "<= 0.05", "waste": f"<= {waste_kk:.4f}", "tokens_per_s_ratio": ">= 1.5"},
+        goals={
+            "pack_s": "<= 0.05",
+            "waste": f"<= {waste_kk:.4f}",
+            "tokens_per_s_ratio": ">= 1.5",
+            # The cap is to be worth setting for who has it off; the least that a busy machine gave was 1.4.
+            "tokens_per_s_ratio_by_length": ">= 1.2",
+        },
         cases=[*packed, *steps],
         against="a plain Karmarkar-Karp rule on sums of lengths; micro-batches of a fixed number of sequences",
     )
