@@ -6,17 +6,17 @@ Invariant: the weights of the losses hold the global denominators, whichever ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from services.actor.grpo import SUMS, check_samples, token_weights
 from services.actor.grpo_loss import grpo_loss
-from services.actor.microbatch import TrainBatch, TrainSample, train_batches
+from services.actor.microbatch import TrainBatch, TrainSample, packed_samples, train_batches
 from services.actor.settings import TrainerSettings
 from tidegate.elastic.minibatch import RankPlace
-from tidegate.megatron.batching import ReplicaPlace, TokenBatch
+from tidegate.megatron.batching import Packed, ReplicaPlace, TokenBatch
 from tidegate.megatron.log_probs import token_log_probs
 from tidegate.megatron.schedule import OnLogits
 
@@ -27,6 +27,7 @@ class GrpoMinibatch:
 
     samples: Sequence[TrainSample]
     settings: TrainerSettings
+    _packed: dict[ReplicaPlace, Packed] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_samples(self.samples, self.settings.grpo)
@@ -39,9 +40,15 @@ class GrpoMinibatch:
     def num_sums(self) -> int:
         return len(SUMS)
 
+    def packed(self, place: ReplicaPlace) -> Packed:
+        """Which samples go together, found once a place. Raises SampleOverCap."""
+        if place not in self._packed:
+            self._packed[place] = packed_samples(self.samples, self.settings.limits, place)
+        return self._packed[place]
+
     def micro_batches(self, place: ReplicaPlace) -> list[TrainBatch]:
         """Of a replica."""
-        return train_batches(self.samples, token_weights(self.samples, self.settings.grpo), self.settings.limits, place)
+        return train_batches(self.samples, token_weights(self.samples, self.settings.grpo), self.packed(place))
 
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
         settings = self.settings

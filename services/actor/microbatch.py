@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.megatron.batching import ALONE, Limits, ReplicaPlace, TokenBatch, replica_batches
+from tidegate.megatron.batching import ALONE, Limits, Packed, ReplicaPlace, TokenBatch, packed
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -84,13 +84,14 @@ class TrainBatch:
     engine_log_probs_BS: FloatArray
 
 
-def train_batches(
-    samples: Sequence[TrainSample], token_weights: Sequence[float], limits: Limits, place: ReplicaPlace = ALONE
-) -> list[TrainBatch]:
-    """One replica's micro-batches of an update; `token_weights[i]` is the weight of each token of sample i.
+def packed_samples(samples: Sequence[TrainSample], limits: Limits, place: ReplicaPlace = ALONE) -> Packed:
+    """Which samples of an update go together. Raises SampleOverCap."""
+    return packed([len(sample.tokens) for sample in samples], limits, place)
 
-    Raises SampleOverCap."""
-    batches = replica_batches([sample.tokens for sample in samples], limits, place)
+
+def train_batches(samples: Sequence[TrainSample], token_weights: Sequence[float], together: Packed) -> list[TrainBatch]:
+    """One replica's micro-batches of an update; `token_weights[i]` is the weight of each token of sample i."""
+    batches = together.own([sample.tokens for sample in samples])
     return [train_batch(samples, token_weights, batch) for batch in batches]
 
 

@@ -25,7 +25,7 @@ from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
 from tidegate.elastic.world import World
-from tidegate.megatron.batching import filling, replica_batches
+from tidegate.megatron.batching import replica_batches
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider, InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.updates import Update
@@ -80,9 +80,10 @@ class MegatronTrainer:
         """One GRPO update over a whole minibatch, which every rank is given in full; `cursor` as in ElasticTrainer.
 
         Raises ValueError with nothing begun, NotInLayout, and PeerLost."""
-        update = self._update(GrpoMinibatch(samples, self.settings), learning_rate, cursor)
+        minibatch = GrpoMinibatch(samples, self.settings)
+        update = self._update(minibatch, learning_rate, cursor)
         metrics = update_metrics(samples, update.sums, importance_cap=self.settings.grpo.importance_cap)
-        filled = filling([len(sample.tokens) for sample in samples], self.settings.limits, self._place().of_replicas)
+        filled = minibatch.packed(self._place().of_replicas).filling
         return _report(update, metrics | {"micro_batches": float(filled.num_batches), "padding": filled.padding})
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:

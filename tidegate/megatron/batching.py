@@ -112,44 +112,61 @@ class Filling:
     """The share of all positions that hold no token."""
 
 
-def filling(lengths: Sequence[int], limits: Limits, place: ReplicaPlace) -> Filling:
-    """Without what makes shapes alike, and what a schedule fills up."""
-    shares = _shares(lengths, limits, place)
-    longest = [[max((lengths[index] for index in batch), default=FILLER_LENGTH) for batch in share] for share in shares]
-    num_positions = sum(
-        max(len(batch), 1) * padded_length(length, limits)
-        for share, own in zip(shares, longest, strict=True)
-        for batch, length in zip(share, own, strict=True)
-    )
-    num_batches = sum(map(len, shares)) // place.num_replicas
-    return Filling(num_batches, 1 - sum(lengths) / num_positions if num_positions else 0.0)
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Which sequences go together in the micro-batches of all replicas."""
+
+    lengths: tuple[int, ...]
+    limits: Limits
+    place: ReplicaPlace
+    shares: list[list[tuple[int, ...]]]
+    """Of each logical shard, or of each replica."""
+
+    @property
+    def filling(self) -> Filling:
+        """Without what makes shapes alike, and what a schedule fills up."""
+        num_positions = sum(
+            max(len(batch), 1) * padded_length(self._longest(batch), self.limits)
+            for share in self.shares
+            for batch in share
+        )
+        num_batches = sum(map(len, self.shares)) // self.place.num_replicas
+        return Filling(num_batches, 1 - sum(self.lengths) / num_positions if num_positions else 0.0)
+
+    def own(self, sequences: Sequence[Sequence[int]]) -> list[TokenBatch]:
+        """The micro-batches that the replica runs, of sequences of these lengths."""
+        num_own = len(self.shares) // self.place.num_replicas
+
+        def run_by(replica: int) -> list[TokenBatch]:
+            own = self.shares[replica * num_own : (replica + 1) * num_own]
+            return [pad(sequences, batch, self.limits) for share in own for batch in share]
+
+        own = run_by(self.place.replica)
+        if not self.place.alike:
+            return own
+        together = zip(*(run_by(other) for other in range(self.place.num_replicas)), strict=True)
+        return [_widened(batch, [other.shape for other in same]) for batch, same in zip(own, together, strict=True)]
+
+    def _longest(self, batch: tuple[int, ...]) -> int:
+        return max((self.lengths[index] for index in batch), default=FILLER_LENGTH)
+
+
+def packed(lengths: Sequence[int], limits: Limits, place: ReplicaPlace = ALONE) -> Packed:
+    """Raises SampleOverCap."""
+    num_shares = place.num_shards or place.num_replicas
+    if isinstance(limits, TokenCap):
+        shares = pack(lengths, limits, num_shares=num_shares, multiple=place.multiple, alike=place.alike)
+    else:
+        batches = cut(lengths, limits)
+        shares = [deal(batches, num_replicas=num_shares, replica=share) for share in range(num_shares)]
+    return Packed(tuple(lengths), limits, place, shares)
 
 
 def replica_batches(
     sequences: Sequence[Sequence[int]], limits: Limits, place: ReplicaPlace = ALONE
 ) -> list[TokenBatch]:
     """The micro-batches that one replica runs. Raises SampleOverCap."""
-    shares = _shares([len(tokens) for tokens in sequences], limits, place)
-    num_own = len(shares) // place.num_replicas
-
-    def run_by(replica: int) -> list[TokenBatch]:
-        own = shares[replica * num_own : (replica + 1) * num_own]
-        return [pad(sequences, batch, limits) for share in own for batch in share]
-
-    own = run_by(place.replica)
-    if not place.alike:
-        return own
-    together = zip(*(run_by(other) for other in range(place.num_replicas)), strict=True)
-    return [_widened(batch, [other.shape for other in same]) for batch, same in zip(own, together, strict=True)]
-
-
-def _shares(lengths: Sequence[int], limits: Limits, place: ReplicaPlace) -> list[list[tuple[int, ...]]]:
-    """The micro-batches of each logical shard, or of each replica."""
-    num_shares = place.num_shards or place.num_replicas
-    if isinstance(limits, TokenCap):
-        return pack(lengths, limits, num_shares=num_shares, multiple=place.multiple, alike=place.alike)
-    batches = cut(lengths, limits)
-    return [deal(batches, num_replicas=num_shares, replica=share) for share in range(num_shares)]
+    return packed([len(tokens) for tokens in sequences], limits, place).own(sequences)
 
 
 def padded_length(length: int, limits: Limits) -> int:

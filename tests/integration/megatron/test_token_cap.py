@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from services.actor.grpo import Aggregation, GrpoSettings, token_weights
 from services.actor.grpo_loss import grpo_loss
-from services.actor.microbatch import TrainBatch, TrainSample, train_batches
+from services.actor.grpo_minibatch import GrpoMinibatch
+from services.actor.microbatch import TrainBatch, TrainSample, packed_samples, train_batches
 from tests.integration.megatron import recorded, reference
 from tests.integration.megatron.reference import Weights
 from tidegate.megatron.batching import ReplicaPlace
@@ -88,12 +89,17 @@ def cut(samples: Sequence[TrainSample], grpo: GrpoSettings, cap: TokenCap, place
     """Of all replicas."""
     weights = token_weights(samples, grpo)
     places = [replace(place, replica=replica) for replica in range(place.num_replicas)]
-    return [batch for each in places for batch in train_batches(samples, weights, cap, each)]
+    return [batch for each in places for batch in train_batches(samples, weights, packed_samples(samples, cap, each))]
 
 
 @settings(max_examples=12)
 @given(
-    max_tokens=st.integers(8, 12 * LONGEST),
+    cap=st.builds(
+        TokenCap,
+        max_tokens=st.integers(8, 12 * LONGEST),
+        token_cost=st.just(30),
+        pass_cost=st.none() | st.integers(0, 20_000),
+    ),
     place=st.builds(
         ReplicaPlace,
         num_replicas=st.sampled_from([1, 2, 4]),
@@ -105,15 +111,21 @@ def cut(samples: Sequence[TrainSample], grpo: GrpoSettings, cap: TokenCap, place
     aggregation=st.sampled_from(AGGREGATIONS),
     draw=st.randoms(use_true_random=False),
 )
-@example(8, ReplicaPlace(num_replicas=4), set(range(1, len(SAMPLES))), AGGREGATIONS[1], random.Random(0))
+@example(
+    TokenCap(8, token_cost=30),
+    ReplicaPlace(num_replicas=4),
+    set(range(1, len(SAMPLES))),
+    AGGREGATIONS[1],
+    random.Random(0),
+)
 def test_gradients_do_not_depend_on_cap_replicas_grouping_or_order(
-    max_tokens: int, place: ReplicaPlace, masked: set[int], aggregation: str, draw: random.Random
+    cap: TokenCap, place: ReplicaPlace, masked: set[int], aggregation: str, draw: random.Random
 ) -> None:
     samples = [replace(sample, masked=index in masked) for index, sample in enumerate(SAMPLES)]
     grpo = recorded.grpo_settings(aggregation=aggregation)
     want = of_one_batch(samples, grpo)
     mixed = draw.sample(samples, len(samples))
-    got = of_micro_batches(mixed, grpo, cut(mixed, grpo, TokenCap(max_tokens, token_cost=30), place))
+    got = of_micro_batches(mixed, grpo, cut(mixed, grpo, cap, place))
     scale = torch.cat([gradient.flatten() for gradient in want.values()]).norm()
     for name, gradient in got.items():
         assert (gradient - want[name]).norm() <= TOLERANCE * scale, name
@@ -125,3 +137,12 @@ def test_a_minibatch_whose_every_sample_is_masked_has_no_gradient(aggregation: A
     grpo = recorded.grpo_settings(aggregation=aggregation.value)
     got = of_micro_batches(samples, grpo, cut(samples, grpo, TokenCap(64), ReplicaPlace(num_replicas=2)))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in got.values())
+
+
+def test_a_minibatch_is_packed_once_for_what_it_runs_and_for_what_is_told_of_it() -> None:
+    place = ReplicaPlace(replica=1, num_replicas=2)
+    minibatch = GrpoMinibatch(SAMPLES, recorded.trainer_settings(max_tokens=64))
+    batches = minibatch.micro_batches(place)
+    together = minibatch.packed(place)
+    assert together is minibatch.packed(place)
+    assert [batch.batch.sequences for batch in batches] == together.shares[1]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.actor.microbatch import Demonstration, TrainSample, train_batches
+from services.actor.microbatch import Demonstration, TrainSample, packed_samples, train_batches
 from tidegate.megatron.batching import BatchLimits, ReplicaPlace
 
 SAMPLE = TrainSample(
@@ -21,7 +21,7 @@ SAMPLE = TrainSample(
 
 
 def test_each_number_is_at_the_position_of_its_token() -> None:
-    (batch,) = train_batches([SAMPLE], [0.25], BatchLimits(pad_multiple=4))
+    (batch,) = train_batches([SAMPLE], [0.25], packed_samples([SAMPLE], BatchLimits(pad_multiple=4)))
     assert batch.batch.tokens_BS.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
     assert batch.mask_BS.tolist() == [[0, 0, 1, 1, 1, 0, 0, 0]]
     assert batch.token_weight_BS.tolist() == [[0, 0, 0.25, 0.25, 0.25, 0, 0, 0]]
@@ -34,14 +34,15 @@ def test_each_number_is_at_the_position_of_its_token() -> None:
 def test_masked_samples_and_fillers_weigh_nothing() -> None:
     samples = [dataclasses.replace(SAMPLE, masked=True)]
     for replica in (0, 1):
-        (batch,) = train_batches(samples, [1.0], BatchLimits(), ReplicaPlace(replica, 2))
+        (batch,) = train_batches(samples, [1.0], packed_samples(samples, BatchLimits(), ReplicaPlace(replica, 2)))
         assert not batch.mask_BS.any()
         assert not batch.token_weight_BS.any()
 
 
 def test_the_weights_follow_their_samples_through_the_cut() -> None:
     longer = dataclasses.replace(SAMPLE, prompt_tokens=(1, 2, 3, 4))
-    (batch,) = train_batches([SAMPLE, longer], [0.1, 0.2], BatchLimits())
+    samples = [SAMPLE, longer]
+    (batch,) = train_batches(samples, [0.1, 0.2], packed_samples(samples, BatchLimits()))
     assert batch.batch.sequences == (1, 0)
     assert batch.token_weight_BS.max(axis=1).tolist() == pytest.approx([0.2, 0.1])
 

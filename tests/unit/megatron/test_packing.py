@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.megatron.batching import BatchLimits, Filling, Limits, ReplicaPlace, TokenBatch, filling, replica_batches
+from tidegate.megatron.batching import BatchLimits, Filling, Limits, ReplicaPlace, TokenBatch, packed, replica_batches
 from tidegate.megatron.packing import Oversize, SampleOverCap, TokenCap, pack, token_cost
 from tidegate.model_config import ModelConfig
 
@@ -146,14 +146,14 @@ def test_what_logical_shards_run_does_not_depend_on_the_number_of_replicas(
 def test_another_order_of_the_same_lengths_is_packed_alike(
     lengths: list[int], cap: TokenCap, num_shares: int, draw: random.Random
 ) -> None:
-    def packed(lengths: list[int]) -> list[list[list[int]]]:
+    def lengths_of(lengths: list[int]) -> list[list[list[int]]]:
         return [[[lengths[index] for index in batch] for batch in share] for share in shares(lengths)]
 
     def shares(lengths: list[int]) -> list[list[tuple[int, ...]]]:
         return pack(lengths, cap, num_shares=num_shares)
 
     assert shares(lengths) == shares(lengths)
-    assert packed(draw.sample(lengths, len(lengths))) == packed(lengths)
+    assert lengths_of(draw.sample(lengths, len(lengths))) == lengths_of(lengths)
 
 
 def test_the_micro_batches_of_a_long_tail_are_even() -> None:
@@ -179,8 +179,8 @@ FILLINGS: dict[str, tuple[Limits, ReplicaPlace, Filling]] = {
 
 @pytest.mark.parametrize(("limits", "place", "want"), FILLINGS.values(), ids=FILLINGS)
 def test_it_is_told_how_full_micro_batches_are(limits: Limits, place: ReplicaPlace, want: Filling) -> None:
-    assert filling([16, 8, 5, 1], limits, place) == want
-    assert filling([], limits, place) == Filling(0, 0.0)
+    assert packed([16, 8, 5, 1], limits, place).filling == want
+    assert packed([], limits, place).filling == Filling(0, 0.0)
 
 
 def test_the_example_of_the_page() -> None:
