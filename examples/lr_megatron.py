@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
+from torch._C._distributed_c10d import HashStore
 
 from tidegate.lr_progress import LrLedger, LrRules
 from tidegate.lr_schedule import Decay, LrSchedule
@@ -22,7 +23,7 @@ from tidegate.megatron.lr import drive, param_scheduler
 
 
 def model_and_optimizer() -> tuple[Any, Any]:  # as any Megatron script has them
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True)

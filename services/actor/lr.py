@@ -4,12 +4,13 @@ A batch of the ledger is a minibatch, and owns one step of the budget. Order of 
 on where it was, its schedule held against the config's; one that was saved before there was a ledger counts trained
 samples, and is taken over by the config's policy; without a checkpoint progress is 0. Invariants: the ledger that a
 checkpoint holds is of the same updates as its weights; an iteration owns as many steps as minibatches were planned for
-it; ranks whose state is of other progress than the lead's train nothing.
+it; ranks whose state is of other progress than the lead's train nothing, and an update after which an optimizer has
+another rate than the ledger's ends the job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,6 +21,9 @@ from tidegate.lr_checkpoint import adopted, resumed
 from tidegate.lr_errors import RanksDisagree
 from tidegate.lr_progress import LrLedger, agreed
 from tidegate.v1 import workers_pb2 as wire
+
+_NUM_TOLD = 4
+"""Ranks that a message names."""
 
 
 def ledger_of(config: JobConfig, checkpoint: Checkpoint | None) -> LrLedger:
@@ -61,7 +65,8 @@ class LrUpdate:
         return self._opened.skipped_update(batch, self.update_id, range(self.num_samples)).closed(batch)
 
     def check(self, reports: Sequence[wire.UpdateReport]) -> None:
-        """RanksDisagree unless the state of every rank is of the progress that the ledger will have."""
+        """RanksDisagree unless every rank's state is of the progress that the ledger will have, and every optimizer
+        has the ledger's rate, or after a skipped update the same one as its peers."""
         mark = agreed({rank: report.lr_mark for rank, report in enumerate(reports)})
         want = self.committed.mark if reports[0].committed else self.before.mark
         if mark != want:
@@ -69,10 +74,28 @@ class LrUpdate:
                 f"after update {self.update_id} the ranks hold {mark or 'no update'} and the ledger "
                 f"{want or 'no update'}: resume from a checkpoint"
             )
+        held = [tuple(report.learning_rates) for report in reports]
+        want_rates = (self.rate,) if reports[0].committed else held[0]
+        others = {rank: rates for rank, rates in enumerate(held) if rates != want_rates}
+        if others:
+            raise RanksDisagree(
+                f"after update {self.update_id} the optimizers should have the learning rate "
+                f"{_listed(want_rates)}, and {_ranks_told(others)}: resume from a checkpoint"
+            )
 
     @property
     def _opened(self) -> LrLedger:
         return self.before.opened(self.before.next_batch, self.num_samples, nominal=1)
+
+
+def _listed(rates: Sequence[float]) -> str:
+    return " and ".join(map(repr, rates)) or "of no group"
+
+
+def _ranks_told(held: Mapping[int, Sequence[float]]) -> str:
+    """Of many ranks the first few."""
+    told = [f"rank {rank} has {_listed(rates)}" for rank, rates in list(held.items())[:_NUM_TOLD]]
+    return ", ".join(told) + (f" and {len(held) - _NUM_TOLD} more another" if len(held) > _NUM_TOLD else "")
 
 
 def without_update(ledger: LrLedger, *, num_minibatches: int) -> LrLedger:

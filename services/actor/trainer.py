@@ -28,6 +28,7 @@ from tidegate.elastic.world import World
 from tidegate.megatron.batching import replica_batches
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider, InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
+from tidegate.megatron.lr import held_rates
 from tidegate.megatron.updates import Update
 from tidegate.types import Precision
 
@@ -95,6 +96,11 @@ class MegatronTrainer:
             self.settings.limits,
         )
         return _report(self._update(minibatch, learning_rate), {"num_tokens": float(minibatch.num_tokens)})
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """What this rank's optimizer really has, whatever it was told: each rate of its groups once."""
+        return held_rates(self.elastic.state.skeleton.optimizer.param_groups)
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments: those of one objective say nothing of the next."""

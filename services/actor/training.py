@@ -61,13 +61,14 @@ def told_update(reports: Sequence[wire.UpdateReport]) -> wire.UpdateReport:
 
 
 def journal_row(update_id: str, ids: Sequence[SampleId], report: wire.UpdateReport, rate: float) -> dict[str, Any]:
-    """Of one update, whether it was applied or not."""
+    """Of one update, whether it was applied or not. `rate` is what it was asked with; that of an update that was
+    applied is the optimizer's own."""
     return {
         "update": update_id,
         "committed": report.committed,
         "loss": _number(report.loss),
         "grad_norm": _number(report.grad_norm),
-        "learning_rate": rate,
+        "learning_rate": report.learning_rates[0] if report.committed else rate,
         "samples": [str(sample) for sample in ids],
     }
 

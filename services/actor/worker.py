@@ -201,6 +201,7 @@ class TrainerWorker:
             grad_norm=report.grad_norm,
             metrics=report.metrics,
             lr_mark=_lr_mark(trainer),
+            learning_rates=trainer.learning_rates,
         )
         return Answer(call.call_id, self._last_update)
 
@@ -307,7 +308,12 @@ class TrainerWorker:
 def _made_before(update_id: str, trainer: MegatronTrainer) -> wire.UpdateReport:
     """By the ranks that were there: this one has come with its state."""
     return wire.UpdateReport(
-        update_id=update_id, committed=True, loss=math.nan, grad_norm=math.nan, lr_mark=_lr_mark(trainer)
+        update_id=update_id,
+        committed=True,
+        loss=math.nan,
+        grad_norm=math.nan,
+        lr_mark=_lr_mark(trainer),
+        learning_rates=trainer.learning_rates,
     )
 
 

@@ -54,7 +54,7 @@ async def test_an_actor_grows_moves_and_shrinks_while_the_job_goes_on(tmp_path: 
         draws = trained_draws(job.folder.journal)
         rates = [json.loads(line)["learning_rate"] for line in job.folder.journal.read_text().splitlines()]
     schedule = LrSchedule(1e-3, budget=8, decay=Decay.COSINE)
-    assert rates == [schedule.rate(step) for step in range(8)], "no resize moves the rate"
+    assert rates == [schedule.rate(step) for step in range(8)], "no resize moves the rate of any rank's optimizer"
     assert [held[gpu] for gpu in ("n0/0", "n0/1", "n1/0", "n1/1")] == [False, False, True, True]
     assert draws == expected_draws(iterations=4, prompts=8, group_size=4)
     assert (summary["samples_trained"], summary["lost"], summary["duplicates"]) == (128, 0, 0)

@@ -31,6 +31,8 @@ class Mutation:
     tests: tuple[str, ...] = ("tests/properties/test_lr_progress.py", "tests/unit/lr")
 
 
+_OF_THE_CONFIG = ("tests/unit/test_config_lr.py",)
+
 MUTATIONS = (
     Mutation(
         "float increments",
@@ -49,6 +51,33 @@ MUTATIONS = (
         "tidegate/megatron/lr.py",
         "scheduler.num_steps = ledger.num_steps\n    scheduler.step(0)",
         "scheduler.step(ledger.num_steps)",
+    ),
+    Mutation(
+        "a resume that forgets its progress",
+        "tidegate/lr_checkpoint.py",
+        "now = replace(saved, rules=rules)",
+        "now = replace(saved, rules=rules, progress=Fraction(0))",
+    ),
+    Mutation(
+        "a logical mini-batch of the data-parallel size",
+        "tidegate/config_lr.py",
+        "algorithm.n_minibatches * algorithm.group_size",
+        "algorithm.n_minibatches * algorithm.group_size // config.actor.layout.dp",
+        _OF_THE_CONFIG,
+    ),
+    Mutation(
+        "a budget of the data-parallel size",
+        "tidegate/config_lr.py",
+        "return config.algorithm.iterations * config.algorithm.n_minibatches",
+        "return config.algorithm.iterations * config.algorithm.n_minibatches // config.actor.layout.dp",
+        _OF_THE_CONFIG,
+    ),
+    Mutation(
+        "an optimizer's rate that nobody looks at",
+        "services/actor/lr.py",
+        "if rates != want_rates",
+        "if rates != held[0]",
+        ("tests/unit/actor/test_lead_lr.py",),
     ),
     Mutation(
         "the share of a full group for a short one",

@@ -67,6 +67,11 @@ def assign_learning_rate(param_groups: Iterable[dict[str, Any]], rate: float) ->
         group["lr"] = rate * group.get("lr_mult", 1.0)
 
 
+def held_rates(param_groups: Iterable[dict[str, Any]]) -> tuple[float, ...]:
+    """The rates that the groups have, each once, the lowest first."""
+    return tuple(sorted({float(group["lr"]) for group in param_groups}))
+
+
 def _assign_range(param_groups: Iterable[dict[str, Any]], peak: float, minimum: float) -> None:
     groups = list(param_groups)
     ranges = {(group.get("max_lr"), group.get("min_lr")) for group in groups}

@@ -640,6 +640,7 @@ class UpdateReport(_message.Message):
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     LR_MARK_FIELD_NUMBER: _builtins.int
+    LEARNING_RATES_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     committed: _builtins.bool
     """False: the gradient was not finite and nothing was applied, on any rank."""
@@ -649,6 +650,10 @@ class UpdateReport(_message.Message):
     """The learning-rate progress of the state as it is now."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def learning_rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What this rank's optimizer has: the rates of its parameter groups, each once, as the last committed update left them."""
+
     def __init__(
         self,
         *,
@@ -658,10 +663,11 @@ class UpdateReport(_message.Message):
         grad_norm: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         lr_mark: _builtins.str = ...,
+        learning_rates: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "grad_norm", b"grad_norm", "loss", b"loss", "lr_mark", b"lr_mark", "metrics", b"metrics", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "grad_norm", b"grad_norm", "learning_rates", b"learning_rates", "loss", b"loss", "lr_mark", b"lr_mark", "metrics", b"metrics", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,6 @@ from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, NodeId
 from tidegate.v1 import workers_pb2 as wire
 
 GPUS = ("n0/0", "n0/1", "n1/0", "n1/1")
-LEARNING_RATE = 1e-3
 
 
 class Member:
@@ -77,6 +76,7 @@ class Member:
         if self.me in ranks:
             report, again = (self.ask(self.training(len(self.losses))) for _ in range(2))
             assert report == again
+            assert report.learning_rates == [learning_rate(len(self.losses))]
             loss = report.loss
         self.losses.append(loss)
 
@@ -93,7 +93,7 @@ class Member:
             )
             for sample in recorded.recorded_samples(seed=update)
         ]
-        train = wire.Train(update_id=f"1.0.{update}", samples=samples, learning_rate=LEARNING_RATE)
+        train = wire.Train(update_id=f"1.0.{update}", samples=samples, learning_rate=learning_rate(update))
         train.lr_before = lr_mark(update) if lr_before is None else lr_before
         train.lr_after = lr_mark(update + 1)
         return wire.WorkerCall(train=train)
@@ -103,6 +103,7 @@ class Member:
         report = self.ask(self.training(len(self.losses) - 1))
         assert report.committed
         assert report.lr_mark == lr_mark(len(self.losses))
+        assert report.learning_rates == [learning_rate(len(self.losses) - 1)], "the optimizer's, for who came since too"
         return float(report.loss)
 
     def meet(self, at: str, members: Sequence[int]) -> None:
@@ -125,6 +126,11 @@ class Member:
         for _ in range(2):
             self.ask(wire.WorkerCall(commit_reshard=wire.CommitReshard(id=name)))
         return report
+
+
+def learning_rate(update: int) -> float:
+    """Another for each."""
+    return 1e-3 * 0.9**update
 
 
 def lr_mark(num_updates: int) -> str:

@@ -55,6 +55,8 @@ class FakeRank:
         """It comes to the next commit when the others have given it up."""
         self.strays = False
         """Its state is of other progress than its peers'."""
+        self.rate_factor = 1.0
+        """Of the rate that its optimizer takes, over what it is told."""
         self.is_in_epoch = False
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
@@ -135,6 +137,11 @@ class FakeRank:
         return self._ranks.marks.get(self.weights[-1], "") if self.weights else ""
 
     @property
+    def _rate(self) -> float:
+        """Of the last update that was applied, as its optimizer has it."""
+        return self._ranks.rates.get(self.weights[-1], 0.0) * self.rate_factor if self.weights else 0.0
+
+    @property
     def member(self) -> int:
         world = self.worlds[-1]
         return world.members[world.rendezvous.rank]
@@ -166,6 +173,7 @@ class FakeRank:
             known = any(train.update_id == call.train.update_id for train in self.trained)
             report = wire.UpdateReport(update_id=call.train.update_id, committed=True, loss=float("nan"))
             report.lr_mark = self.lr_mark
+            report.learning_rates.append(self._rate)
             if known:
                 report.loss = 0.25
                 report.metrics["kl"] = 0.125
@@ -178,6 +186,7 @@ class FakeRank:
         if committed:
             self.weights.append(call.train.update_id)
             self._ranks.marks[call.train.update_id] = call.train.lr_after
+            self._ranks.rates[call.train.update_id] = call.train.learning_rate
         report = wire.UpdateReport(
             update_id=call.train.update_id,
             committed=committed,
@@ -185,6 +194,7 @@ class FakeRank:
             grad_norm=2.0 if committed else float("inf"),
             metrics={"kl": 0.125},
             lr_mark=self.lr_mark,
+            learning_rates=[self._rate],
         )
         self._changes.tell()
         return replied(call, report)
@@ -208,6 +218,8 @@ class Ranks:
         self.permits: dict[str, asyncio.Semaphore] = {}
         self.marks: dict[str, str] = {}
         """The learning-rate progress after each update that was applied."""
+        self.rates: dict[str, float] = {}
+        """The rate of each."""
         self._num_permits = num_permits
 
     def make(self, job: Job, grant: Grant, changes: Changes) -> FakeRank:

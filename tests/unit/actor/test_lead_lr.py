@@ -192,6 +192,37 @@ def test_ranks_that_agree_on_other_progress_than_the_ledgers_are_refused() -> No
         update.check(reports)
 
 
+async def test_a_rank_whose_optimizer_has_another_rate_than_the_ledger_ends_the_job_with_both(tmp_path: Path) -> None:
+    async with training(tmp_path, actor={"lr_schedule": LINEAR}) as of:
+        of.take(of.bench.scale_up())
+        await of.bench.told("weights_published")
+        of.ranks.of[SECOND].rate_factor = 0.5
+        await of.scored(range(4))
+        of.take(of.bench.open_iteration())
+        (failed,) = await of.bench.told("failed")
+        assert failed.failed.fatal
+        want = "the optimizers should have the learning rate 0.001, and rank 1 has 0.0005: resume from a checkpoint"
+        assert want in failed.failed.message
+        assert of.journal() == []
+
+
+def test_optimizers_that_agree_on_another_rate_than_the_ledgers_are_refused_and_the_first_few_named() -> None:
+    update = LrUpdate(LrLedger(LrSchedule(1e-3, budget=6), LrRules(4)), "1.0.0", 4)
+    mark = update.committed.mark
+    reports = [wire.UpdateReport(committed=True, lr_mark=mark, learning_rates=[2e-3])] * 6
+    with pytest.raises(RanksDisagree, match=r"rate 0.001, and rank 0 has 0.002, rank 1 .* 3 has 0.002 and 2 more"):
+        update.check(reports)
+    update.check([wire.UpdateReport(committed=True, lr_mark=mark, learning_rates=[1e-3])] * 6)
+
+
+def test_a_skipped_update_leaves_the_optimizers_their_rate_and_is_refused_where_it_differs() -> None:
+    update = LrUpdate(LrLedger(LrSchedule(1e-3, budget=6), LrRules(4)), "1.0.0", 4)
+    reports = [wire.UpdateReport(learning_rates=[rate]) for rate in (0.5, 0.5)]
+    update.check(reports)
+    with pytest.raises(RanksDisagree, match=r"rate 0.5, and rank 2 has 0.25 and 0.5"):
+        update.check([*reports, wire.UpdateReport(learning_rates=[0.25, 0.5])])
+
+
 def test_the_end_of_the_budget_is_warned_of_once() -> None:
     ledger = LrLedger(LrSchedule(1e-3, budget=2, decay=Decay.LINEAR, minimum=1e-4), LrRules(4))
     warnings = []
