@@ -18,7 +18,10 @@ from tools import schema
 
 ROOT = Path(__file__).resolve().parents[2]
 GIVEN: dict[str, Any] = json.loads(schema.SCHEMA.read_text())
-CONFIGS = [ROOT / "tidegate" / "demo.yaml", *sorted((ROOT / "examples").rglob("*.yaml"))]
+SCENARIOS = ROOT / "examples" / "scenarios"
+"""Of the simulator, which has a schema of its own."""
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if not path.is_relative_to(SCENARIOS)]
+CONFIGS = [ROOT / "tidegate" / "demo.yaml", *EXAMPLES]
 
 
 def part(path: tuple[str, ...]) -> dict[str, Any]:
