@@ -1,0 +1,75 @@
+"""Whatever fails and when: a policy's iteration ends, with every sample trained once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.phases import PhasesPolicy
+from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
+from simulator.happenings import What
+from simulator.run import Chooses, simulate
+from simulator.scenario import Scenario, parse_scenario
+from tests.unit.simulator.test_run import check_whole
+
+POLICIES: list[Chooses] = [
+    PhasesPolicy(),
+    RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
+    RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_wait_before_last_iter_policy=False)),
+    DynaRLPolicy(DynaRLRules()),
+    DynaRLPolicy(DynaRLRules(request_priority=True)),
+]
+
+when = st.floats(0, 40)
+gpu_faults = st.builds(lambda at_s, gpu: {"at_s": at_s, "kind": "gpu", "gpu": gpu}, when, st.integers(0, 11))
+engine_faults = st.builds(
+    lambda at_s, engine: {"at_s": at_s, "kind": "engine", "engine": engine}, when, st.integers(0, 8)
+)
+late_faults = st.builds(
+    lambda at_s, what, late_s: {"at_s": at_s, "kind": "late", "what": what, "late_s": late_s},
+    when,
+    st.sampled_from([what.value for what in What if what is not What.ITERATION_FINISHED]),
+    st.floats(0, 20),
+)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """Twelve GPUs, of which each component keeps one whatever is lost."""
+    faults: list[dict[str, Any]] = draw(st.lists(gpu_faults, max_size=1))
+    faults += draw(st.lists(st.one_of(engine_faults, late_faults), max_size=3))
+    order, streams = draw(st.sampled_from(["arrival", "fixed"])), draw(st.booleans())
+    return parse_scenario(
+        {
+            "cluster": {"nodes": {"n0": 12}, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
+            "actor_layout": {"tp": 2, "dp": 2},
+            "algorithm": {
+                "prompts_per_iteration": draw(st.integers(8, 20)),
+                "group_size": draw(st.sampled_from([1, 4])),
+                "n_minibatches": draw(st.sampled_from([1, 2, 4])),
+                "minibatch_order": order,
+                "streams": streams,
+            },
+            "lengths": {
+                "law": draw(st.sampled_from(["lognormal", "long_tailed"])),
+                "median_tokens": 800,
+                "max_tokens": 4000,
+                "mean_turns": draw(st.sampled_from([1.0, 2.5])),
+                "environment_s": 1.0,
+            },
+            "costs": {
+                "engine": {"max_running": draw(st.sampled_from([2, 16])), "kv_capacity_tokens": 20_000},
+                "trainer": {"rate_gpus": 12},
+            },
+            "faults": faults,
+        }
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenarios(), st.sampled_from(POLICIES), st.integers(0, 2**31))
+def test_every_sample_is_trained_once_whatever_fails(scenario: Scenario, policy: Chooses, seed: int) -> None:
+    check_whole(simulate(scenario, policy, seed=seed), scenario)
