@@ -7,7 +7,8 @@ trainer is between two updates. What the rollout's end leaves behind goes to the
 
 Invariants:
 - 3 to 10 candidates are scored, keeping all engines among them; none that overfills the survivors;
-- one move before the first minibatch, then at most one after each but the last: `num_minibatches` an iteration;
+- one move before the first minibatch, then at most one after each but the last: `num_minibatches` an iteration, and
+  more only for a trainer that lost its GPUs;
 - while work waits, no GPU is left over that a whole unit of a component with work could use.
 
 Assumptions, where nothing is published:
@@ -89,7 +90,9 @@ class DynaRLPolicy:
             return self._chosen(situation, remembered, f"{len(situation.moving)} GPUs are on their way")
         remembered, reason = self._planned(situation, remembered)
         is_free_to_move = training.is_at_boundary and (
-            not remembered.is_begun or training.num_minibatches_done > remembered.num_answered
+            not remembered.is_begun
+            or situation.trainer.placed is None
+            or training.num_minibatches_done > remembered.num_answered
         )
         if remembered.pending_engines is None or not is_free_to_move:
             return self._chosen(situation, remembered, reason)

@@ -100,6 +100,22 @@ def test_a_fault_loses_no_sample_and_trains_none_twice(name: str, faults: list[d
     check_whole(simulate(scenario, POLICIES[name], seed=3), scenario)
 
 
+def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
+    scenario = parse_scenario(
+        {
+            "cluster": {"nodes": {"n0": 12}, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
+            "actor_layout": {"tp": 2, "dp": 2},
+            "algorithm": {"prompts_per_iteration": 12, "group_size": 1, "n_minibatches": 1, "streams": False},
+            "lengths": {"median_tokens": 800, "max_tokens": 4000},
+            "costs": {"engine": {"max_running": 2, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 12}},
+            "faults": [{"at_s": 11.0, "kind": "gpu", "gpu": 2}],
+        }
+    )
+    run = simulate(scenario, POLICIES["dynarl"], seed=5)
+    assert told(run, What.MOVE_DROPPED)
+    check_whole(run, scenario)
+
+
 def test_a_policy_sees_no_length_before_it_is_there_and_every_count_adds_up() -> None:
     asked = Asked([])
     run = simulate(small(), asked, seed=3)
