@@ -3,13 +3,14 @@
 A share is what one replica runs, or one logical shard. Order: a sample over the cap is refused or let alone; a share
 runs as many micro-batches as the cap needs, the longest samples first, and more while what they save in padding is
 worth them; as many are cut so that the costliest costs least, and dealt to the shares so that their costs are even.
-Invariants: each sample is in one micro-batch; all shares run equally many, some of them empty where samples are too
-few, or equal ones are cut away together; rows times padded length is at most the cap, but for a sample that is longer
-and alone; what is packed follows from lengths, cap and number of shares.
+Invariants: each sample is in one micro-batch; all shares run equally many, some of them empty only where samples are
+too few; rows times padded length is at most the cap, but for a sample that is longer and alone; what is packed follows
+from lengths, cap and number of shares.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -105,8 +106,7 @@ def pack(
         raise _over(rows, cap)
     # One that is alike on all shares is cut for all of them together.
     width = num_shares if alike else 1
-    num_batches, bound = _number_and_bound(rows, cap, num_shares=num_shares, multiple=multiple, width=width)
-    parts = _cut(rows, cap, bound=bound, width=width)
+    num_batches, parts = _number_and_parts(rows, cap, num_shares=num_shares, multiple=multiple, width=width)
     if alike:
         dealt = [[_strip(part, share, num_shares) for part in parts] for share in range(num_shares)]
     else:
@@ -126,29 +126,35 @@ def _over(rows: Sequence[int], cap: TokenCap) -> SampleOverCap:
     )
 
 
-def _number_and_bound(
+def _number_and_parts(
     rows: Sequence[int], cap: TokenCap, *, num_shares: int, multiple: int, width: int
-) -> tuple[int, int]:
-    """How many micro-batches a share runs, and the least bound on the cost of one with which so many are enough."""
+) -> tuple[int, list[range]]:
+    """How many micro-batches a share runs, and the parts that the sorted rows are cut into for them."""
     groups = [(length, len(list(same))) for length, same in groupby(rows)]
     num_dealt = num_shares // width
 
-    def evened(num_batches: int, high: int) -> tuple[int, int]:
-        """The least bound, and what everything costs under it."""
-        bound = _least_bound(groups, cap, width=width, num_most=num_batches * num_dealt, high=high)
-        total = _count(groups, cap, bound=bound, width=width)[1]
-        return bound, total + num_batches * num_shares * (cap.pass_cost or 0)
+    def evened(num_batches: int, high: int) -> tuple[int, list[range], int]:
+        """The least bound on the cost of a part, the parts under it, and what everything costs."""
+        num_most = num_batches * num_dealt
+        bound = _least_bound(groups, cap, width=width, num_most=num_most, high=high)
+        parts = _split(_cut(rows, cap, bound=bound, width=width), rows, cap, num_most=num_most, width=width)
+        total = sum(_cost(part, rows, cap) for part in parts)
+        return bound, parts, total + num_batches * num_shares * (cap.pass_cost or 0)
 
     no_bound = max(cap.max_tokens, rows[0]) * (cap.token_cost + rows[0])
-    num_needed, _ = _count(groups, cap, bound=no_bound, width=width)
+    num_needed = _count(groups, cap, bound=no_bound, width=width)
     num_batches = -(-num_needed // (num_dealt * multiple)) * multiple
-    bound, total = evened(num_batches, no_bound)
+    bound, parts, total = evened(num_batches, no_bound)
     while cap.pass_cost is not None and num_batches * num_dealt < len(rows):
-        tried, tried_total = evened(num_batches + multiple, bound)
+        bound, tried, tried_total = evened(num_batches + multiple, bound)
         if tried_total >= total:
             break
-        num_batches, bound, total = num_batches + multiple, tried, tried_total
-    return num_batches, bound
+        num_batches, parts, total = num_batches + multiple, tried, tried_total
+    return num_batches, parts
+
+
+def _cost(part: range, rows: Sequence[int], cap: TokenCap) -> int:
+    return len(part) * cap.row_cost(rows[part.start])
 
 
 def _least_bound(groups: Sequence[tuple[int, int]], cap: TokenCap, *, width: int, num_most: int, high: int) -> int:
@@ -156,27 +162,24 @@ def _least_bound(groups: Sequence[tuple[int, int]], cap: TokenCap, *, width: int
     low = 0
     while high - low > high >> _PRECISION_BITS:
         bound = (low + high) // 2
-        if _count(groups, cap, bound=bound, width=width)[0] <= num_most:
+        if _count(groups, cap, bound=bound, width=width) <= num_most:
             high = bound
         else:
             low = bound + 1
     return high
 
 
-def _count(groups: Sequence[tuple[int, int]], cap: TokenCap, *, bound: int, width: int) -> tuple[int, int]:
-    """How many parts `_cut` makes of rows, given as (length, number of them), and what they cost in all."""
-    num_parts = total = room = cost = 0
+def _count(groups: Sequence[tuple[int, int]], cap: TokenCap, *, bound: int, width: int) -> int:
+    """How many parts `_cut` makes of rows, given as (length, number of them)."""
+    num_parts = room = 0
     for length, count in groups:
         if count > room:
-            cost = cap.row_cost(length)
-            num_rows = width * _num_rows(length, cost, cap, bound)
+            num_rows = width * _num_rows(length, cap.row_cost(length), cap, bound)
             more = -((room - count) // num_rows)
             num_parts += more
-            total += more * num_rows * cost
             room += more * num_rows
         room -= count
-    # The last one is not full.
-    return num_parts, total - room * cost
+    return num_parts
 
 
 def _cut(rows: Sequence[int], cap: TokenCap, *, bound: int, width: int) -> list[range]:
@@ -191,6 +194,26 @@ def _cut(rows: Sequence[int], cap: TokenCap, *, bound: int, width: int) -> list[
         parts.append(range(start, min(end, len(rows))))
         start = end
     return parts
+
+
+def _split(parts: Sequence[range], rows: Sequence[int], cap: TokenCap, *, num_most: int, width: int) -> list[range]:
+    """Halves of the costliest again and again, until there are `num_most` or none has more than a row for each.
+
+    Rows that are equal are cut away together, and leave fewer parts than there may be. A half costs no more than its
+    rows did before.
+    """
+    heap = [(-_cost(part, rows, cap), part.start, part.stop) for part in parts if len(part) > width]
+    done = [part for part in parts if len(part) <= width]
+    heapq.heapify(heap)
+    while heap and len(heap) + len(done) < num_most:
+        _, start, stop = heapq.heappop(heap)
+        middle = start + -(-(stop - start) // (2 * width)) * width
+        for half in (range(start, middle), range(middle, stop)):
+            if len(half) > width:
+                heapq.heappush(heap, (-_cost(half, rows, cap), half.start, half.stop))
+            else:
+                done.append(half)
+    return sorted([*done, *(range(start, stop) for _, start, stop in heap)], key=lambda part: part.start)
 
 
 def _num_rows(length: int, cost: int, cap: TokenCap, bound: int) -> int:

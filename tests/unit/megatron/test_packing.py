@@ -117,6 +117,19 @@ def test_more_micro_batches_than_the_cap_needs_are_run_where_that_costs_less(
         assert total(chosen) < total(needed)
 
 
+@given(lengths=LENGTHS, cap=CAPS, num_shares=SHARES, multiple=MULTIPLES)
+def test_a_micro_batch_is_empty_only_where_samples_are_too_few(
+    lengths: list[int], cap: TokenCap, num_shares: int, multiple: int
+) -> None:
+    batches = list(chain.from_iterable(pack(lengths, cap, num_shares=num_shares, multiple=multiple)))
+    assert batches.count(()) == max(0, len(batches) - len(lengths))
+
+
+def test_equal_samples_are_spread_over_all_that_is_run() -> None:
+    shares = pack([8] * 7, TokenCap(16), num_shares=3)
+    assert sorted(sorted(map(len, share)) for share in shares) == [[1, 1], [1, 1], [1, 2]]
+
+
 def test_a_pass_is_worth_the_padding_that_it_saves() -> None:
     lengths, cap = [64, 8, 8, 8], TokenCap(256, token_cost=100)
     saved = 3 * (cap.row_cost(64) - cap.row_cost(8))
