@@ -38,6 +38,9 @@ EventBody = (
     | events_pb2.ResizeRequested
     | events_pb2.ResizeFailed
     | events_pb2.EvaluationReported
+    | events_pb2.Generation
+    | events_pb2.Inferring
+    | events_pb2.Training
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler.observed import Seen
 from services.scheduler.state import ClusterState, Iteration, Report, Summary
 from services.scheduler.values import Fate, total
 from tidegate.types import Role
@@ -70,7 +71,7 @@ def supersede(state: ClusterState, *, next_iteration: int) -> ClusterState:
     if (iteration := state.iteration) is not None:
         is_covered = iteration.plan.iteration < next_iteration and is_reported(iteration)
         summaries = (*summaries, summarize(state, iteration) if is_covered else _abandoned(state, iteration))
-    return replace(state, summaries=summaries, iteration=None)
+    return replace(state, summaries=summaries, iteration=None, seen=Seen())
 
 
 def _superseded(summary: Summary) -> Summary:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.scheduler import events as ev
+from services.scheduler.observed import Generation, Inferring, Training
 from services.scheduler.state import ClusterState, SourceClock, role_of_instance
 from tidegate.types import Grant
 
@@ -27,6 +28,9 @@ _OF_ONE_INCARNATION = (
     ev.IterationReported,
     ev.EvaluationReported,
     ev.CheckpointSaved,
+    Generation,
+    Inferring,
+    Training,
 )
 _OF_THE_LEAD = (
     ev.LayoutCommitted,
@@ -36,6 +40,9 @@ _OF_THE_LEAD = (
     ev.IterationReported,
     ev.EvaluationReported,
     ev.CheckpointSaved,
+    Generation,
+    Inferring,
+    Training,
 )
 
 

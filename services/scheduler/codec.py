@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from services.scheduler import events as ev
+from services.scheduler.observed_codec import generation_of, inferring_of, training_of
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Fate, JobSpec, Placed, Snapshot
 from tidegate.codec import WireError, decode_grants, decode_layout, decode_role, decode_token, require
@@ -30,6 +31,9 @@ STATE_FORMAT = 1
 """Raised when a state of the old form would be read wrongly."""
 
 T = TypeVar("T")
+
+_PLAIN = frozenset({bool, int, float, str})
+"""Types that JSON has as they are."""
 
 
 def job_spec(config: JobConfig) -> JobSpec:
@@ -194,6 +198,9 @@ _BODIES: dict[type, Callable[[Any], ev.Body]] = {
     events_pb2.GateReported: _gate_reported,
     events_pb2.ResizeRequested: _resize_requested,
     events_pb2.ResizeFailed: lambda body: ev.ResizeFailed(body.message),
+    events_pb2.Generation: generation_of,
+    events_pb2.Inferring: inferring_of,
+    events_pb2.Training: training_of,
     events_pb2.CommandAnswered: lambda body: ev.CommandAnswered(body.command_id, body.accepted, body.message),
 }
 
@@ -220,15 +227,25 @@ def decode_state(encoded: bytes) -> ClusterState:
 
 
 def _plain(value: object) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if value is None or type(value) in _PLAIN:
+        return value
+    kind: Any = type(value)
+    if (names := _field_names(kind)) is not None:
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        # Columns of thousands of numbers are told apart from what has parts.
+        return list(value) if _PLAIN.issuperset(map(type, value)) else [_plain(each) for each in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...] | None:
+    """Of a dataclass; None of anything else."""
+    return tuple(each.name for each in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 @cache
@@ -265,6 +282,8 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
 
 def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     items = _expect(list, value, where)
+    if args[-1] is Ellipsis and args[0] in _PLAIN and set(map(type, items)) <= {args[0]}:
+        return tuple(items)
     kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
     if len(kinds) != len(items):
         raise ValueError(f"{where} holds {len(items)} items, it must hold {len(kinds)}")
@@ -276,8 +295,8 @@ def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ..
 def _typed_dataclass(kind: Any, value: Any, where: str) -> Any:
     fields = _expect(dict, value, where)
     hints = _hints(kind)
-    names = [each.name for each in dataclasses.fields(kind)]
-    if sorted(fields) != sorted(names):
+    names = _field_names(kind) or ()
+    if fields.keys() != set(names):
         odd = ", ".join(sorted(set(fields) ^ set(names)))
         raise ValueError(f"{where} does not hold the fields of {kind.__name__}: {odd} missing or unknown")
     return kind(**{name: _typed(hints[name], fields[name], f"{where}.{name}") for name in names})

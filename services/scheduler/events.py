@@ -1,7 +1,8 @@
 """What the scheduler is told, as frozen values: the wire's events and what it read from its own store.
 
-`codec` makes them from `events.proto`. `OwnershipObserved` alone has no message: it is what the shell read from the
-ownership store, folded like any other event so that a history holds all that a decision stood on.
+`codec` makes them from `events.proto`. What components tell of an open iteration are the pictures of `observed`.
+`OwnershipObserved` alone has no message: it is what the shell read from the ownership store, folded like any other
+event so that a history holds all that a decision stood on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.scheduler.observed import Picture
 from services.scheduler.values import Fate, JobSpec, Placed, Snapshot
 from tidegate.ownership import GpuRecord, Transition
 from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token
@@ -217,6 +219,7 @@ Body = (
     | GateReported
     | CommandAnswered
     | OwnershipObserved
+    | Picture
 )
 
 

@@ -5,7 +5,8 @@ follows from the state alone: an iteration opens when weights are held, closes w
 
 Invariants:
 - an event seen twice, late, or of something superseded changes only what is counted in `ignored`;
-- `version` grows by one with each event that counts, except progress and backlog, and ownership read unchanged;
+- `version` grows by one with each event that counts, except progress, backlog and pictures of an iteration, and
+  ownership read unchanged;
 - no event that is well formed raises.
 """
 
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler import evaluations, iterations, membership, ownership_view, resizes
+from services.scheduler import evaluations, iterations, membership, ownership_view, pictures, resizes
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused, admit, refusal
 from services.scheduler.expectations import answered
 from services.scheduler.losses import OVER, all_down, next_incarnation, stop
+from services.scheduler.observed import Generation, Inferring, Picture, Training
 from services.scheduler.state import (
     Checkpoint,
     ClusterState,
@@ -25,6 +27,9 @@ from services.scheduler.state import (
     ProgressSeen,
     role_of_instance,
 )
+
+_FIGURES = ev.Progress | ev.Backlog | Picture
+"""Nothing that a transition was planned on changes with them."""
 
 
 def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
@@ -35,7 +40,7 @@ def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
     met = membership.meet(admitted, event)
     folded = refusal(met, event) or _fold(met, event)
     after = iterations.advance(_ignored(met, folded) if isinstance(folded, Refused) else folded)
-    folds_figures = isinstance(event.body, ev.Progress | ev.Backlog) and met is admitted
+    folds_figures = isinstance(event.body, _FIGURES) and met is admitted
     if not folds_figures and replace(after, ignored=admitted.ignored) != admitted:
         after = replace(after, version=state.version + 1)
     return _applied(after, event)
@@ -57,6 +62,8 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
     match body:
         case ev.Progress() | ev.Backlog():
             return _seen(state, event)
+        case Generation() | Inferring() | Training():
+            return pictures.told(state, event, body)
         case ev.JobSubmitted():
             return _submitted(state, event, body)
         case ev.JobCancelRequested():

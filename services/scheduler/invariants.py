@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.scheduler.accounts import fault
-from services.scheduler.state import TERMINAL, ClusterState, Phase
+from services.scheduler.state import TERMINAL, ClusterState, Phase, Summary
+from services.scheduler.values import Fate
 from tidegate.ownership import GpuState
 from tidegate.types import GpuId, Role
 
@@ -42,6 +43,8 @@ def check(previous: ClusterState, state: ClusterState) -> list[Violation]:
         _open_transitions_hold_their_gpus(state),
         _layouts_have_their_ranks(state),
         _samples_add_up(state),
+        _accounts_stay(previous, state),
+        _pictures_are_of_an_open_iteration(state),
         _versions_are_evaluated_once(state),
         _all_is_waited_for_with_a_deadline(state),
         _counters_only_grow(previous, state),
@@ -102,6 +105,32 @@ def _samples_add_up(state: ClusterState) -> Iterator[Violation]:
         if summary.iteration in seen:
             yield Violation("an iteration is once in the lineage", f"iteration {summary.iteration} is there twice")
         seen.add(summary.iteration)
+
+
+def _accounts_stay(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    """What was generated is told of for as long as the job is: of closed iterations, and of one that was open."""
+    name, before = "no account is dropped", previous.summaries
+    kept = state.summaries[: len(before)]
+    if kept != before and [_told(each) for each in kept] != [_told(each) for each in before]:
+        yield Violation(name, f"{len(before)} summaries became {len(state.summaries)}, and other ones")
+    was_open = previous.iteration
+    if was_open is None:
+        return
+    opened = (was_open.plan.iteration, previous.incarnation)
+    is_open = state.iteration is not None and (state.iteration.plan.iteration, state.incarnation) == opened
+    if not is_open and opened not in [(each.iteration, each.incarnation) for each in state.summaries[len(before) :]]:
+        yield Violation(name, f"iteration {opened[0]} of incarnation {opened[1]} was open, and has no summary")
+
+
+def _told(summary: Summary) -> tuple[int, int, Fate]:
+    return summary.iteration, summary.incarnation, summary.generated
+
+
+def _pictures_are_of_an_open_iteration(state: ClusterState) -> Iterator[Violation]:
+    seen = state.seen
+    names = [name for name in ("generation", "inferring", "training") if getattr(seen, name) is not None]
+    if names and state.iteration is None:
+        yield Violation("pictures are of an open iteration", f"{', '.join(names)} seen, and none is open")
 
 
 def _versions_are_evaluated_once(state: ClusterState) -> Iterator[Violation]:

@@ -14,7 +14,9 @@ from dataclasses import replace
 from services.scheduler import accounts, evaluations
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
+from services.scheduler.learned import with_lengths
 from services.scheduler.losses import counted_anew, stop, with_component
+from services.scheduler.observed import Seen
 from services.scheduler.state import (
     ClusterState,
     Iteration,
@@ -94,7 +96,7 @@ def advance(state: ClusterState) -> ClusterState:
     spec = state.spec
     if spec is None or state.phase not in (Phase.STARTING, Phase.RUNNING, Phase.PAUSED):
         return state
-    state = _closed_iteration(_accounted(state))
+    state = _closed_iteration(_accounted(state), spec)
     if state.iteration is not None:
         return state
     if state.next_iteration >= spec.num_iterations:
@@ -115,7 +117,7 @@ def _accounted(state: ClusterState) -> ClusterState:
     return replace(state, iteration=replace(iteration, is_accounted=True))
 
 
-def _closed_iteration(state: ClusterState) -> ClusterState:
+def _closed_iteration(state: ClusterState, spec: JobSpec) -> ClusterState:
     iteration = state.iteration
     if iteration is None or not iteration.is_accounted or set(iteration.closed) != set(Role):
         return state
@@ -124,6 +126,8 @@ def _closed_iteration(state: ClusterState) -> ClusterState:
         state,
         summaries=(*state.summaries, summary),
         iteration=None,
+        seen=Seen(),
+        learned=with_lengths(state.learned, state.seen.generation, spec.lengths),
         next_iteration=iteration.plan.iteration + 1,
         next_version=iteration.plan.version + 1,
         next_prompt=iteration.plan.first_prompt + summary.generated.num_samples // iteration.plan.group_size,

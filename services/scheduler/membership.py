@@ -11,6 +11,7 @@ from dataclasses import replace
 from services.scheduler import events as ev
 from services.scheduler.admission import NOT_OF_LEAD, Refused, is_of_lead, is_stale, of_other_incarnation
 from services.scheduler.losses import OVER, lose, lose_node, restart_actor, stop, with_component
+from services.scheduler.pictures import led_anew
 from services.scheduler.state import (
     ClusterState,
     Instance,
@@ -78,6 +79,8 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
     lead = Lead(instance=body.instance, endpoint=body.endpoint, epoch=body.epoch, boot=boot)
     state = _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=boot, living=True))
     state = with_component(state, role, replace(component, lead=lead, loaded=None, has_reference=False))
+    mark = (event.boot, event.sequence) if event.source == body.instance else (boot, 0)
+    state = replace(state, seen=led_anew(state.seen, role, mark))
     if role is Role.ACTOR and component.is_up and state.phase not in OVER:
         return restart_actor(state, why=f"the actor's lead changed to {body.instance} (epoch {body.epoch})")
     return state

@@ -6,19 +6,23 @@ columns, not objects, because an iteration has thousands of sequences and a deci
 Invariants (checked when made):
 - the sequences of prompt `p` are `p * group_size` up to the next prompt's, in every column;
 - a sequence is in one place: on an engine, queued, away, or ended; `queue` are those queued, next first;
-- a group is handed to the trainer once, and taken in the order of `Inferring.ready`.
+- a group is handed to the trainer once, and taken in the order of `Inferring.ready`;
+- a rate is finite, and above 0 where it is one that something was measured to have.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.types import GpuId, Layout
+from tidegate.types import GpuId, Layout, Role
 
 QUEUED = -1
 """No engine was given it; see `Generation.queue`."""
@@ -111,6 +115,13 @@ class Inferring:
     ready: tuple[int, ...] = ()
     is_busy: bool = False
 
+    def __post_init__(self) -> None:
+        if self.ready and (min(self.ready) < 0 or len(set(self.ready)) < len(self.ready)):
+            raise ValueError(
+                f"inference's picture: {len(self.ready)} groups are ready, {len(set(self.ready))} different ones from "
+                f"{min(self.ready)} on; each is handed on once, and they count from 0"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerRate:
@@ -131,6 +142,29 @@ class Training:
     closes_at_ms: int | None = None
     measured: tuple[TrainerRate, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.num_minibatches_done < 0 or self.num_taken < 0:
+            counts = f"{self.num_minibatches_done} minibatches done and {self.num_taken} groups taken"
+            raise ValueError(f"the actor's picture: {counts}; neither is below 0")
+        for each in self.measured:
+            if not 0 < each.rate_tokens_per_s < math.inf:
+                rate = f"{each.rate_tokens_per_s} tokens/s measured in {each.layout}"
+                raise ValueError(f"the actor's picture: {rate}; a measured rate is finite and above 0")
+
+
+Picture: TypeAlias = Generation | Inferring | Training
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The latest picture of each component in the open iteration. `marks`: (boot, sequence) of what it was told in, or
+    of the election since which its lead is believed."""
+
+    generation: Generation | None = None
+    inferring: Inferring | None = None
+    training: Training | None = None
+    marks: Mapping[Role, tuple[int, int]] = field(default_factory=dict)
+
 
 def _problems(told: Generation) -> tuple[str, ...]:
     size, count = told.group_size, len(told.lengths)
@@ -150,6 +184,10 @@ def _problems(told: Generation) -> tuple[str, ...]:
         problems.append(f"{', '.join(twice)} in two engines; each GPU is in one")
     if any(each.kv_capacity_tokens <= 0 or each.max_running <= 0 for each in told.engines):
         problems.append("an engine without room for a sequence; kv_capacity_tokens and max_running are above 0")
+    if any(not 0 <= each.rate_tokens_per_s < math.inf for each in told.engines):
+        problems.append("an engine whose rate is below 0 or no number")
+    if any(not 0 <= hint < math.inf for hint in told.hints):
+        problems.append("a hint that is below 0 or no number")
     return tuple(problems)
 
 

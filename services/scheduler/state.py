@@ -2,7 +2,8 @@
 
 Invariants (checked by `invariants.check`):
 - frozen and made of values only, so that `codec` writes and reads it exactly;
-- `version` counts structural changes and guards transitions; progress, backlog and what was issued leave it alone;
+- `version` counts structural changes and guards transitions; progress, backlog, pictures of an iteration and what was
+  issued leave it alone;
 - `gpus` and `transitions` are the ownership store's, as last read; a component's `grants` are those of its committed
   layout whose holders are not known to be gone.
 """
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from services.scheduler.learned import Learned
+from services.scheduler.observed import Seen
 from services.scheduler.remembered import Remembered
 from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed, Snapshot, total
 from tidegate.ownership import GpuRecord, GpuState, Owner, Transition
@@ -285,6 +288,8 @@ class ClusterState:
     progress: Mapping[Role, ProgressSeen] = field(default_factory=dict)
     backlog: Mapping[str, int] = field(default_factory=dict)
     remembered: Remembered = field(default_factory=Remembered)
+    seen: Seen = field(default_factory=Seen)
+    learned: Learned = field(default_factory=Learned)
 
     def lead_of(self, role: Role) -> Lead | None:
         """The lead that can be asked now."""

@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from services.scheduler.costs import (
+    ASSUMED_COSTS,
+    ASSUMED_LENGTHS,
+    ASSUMED_RATES,
+    Costs,
+    LengthLaw,
+    Rates,
+)
 from tidegate.types import GpuId, Layout, MinibatchOrder, Role
 
 DIGEST_MODULUS = 2**64
@@ -86,6 +94,10 @@ class JobSpec:
     evaluate_every: int | None = None
     """Iterations between evaluations; None: there are none."""
     minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
+    costs: Costs = ASSUMED_COSTS
+    rates: Rates = ASSUMED_RATES
+    lengths: LengthLaw = ASSUMED_LENGTHS
+    """These three until the job has measured its own."""
 
     def slots(self, role: Role) -> tuple[GpuId, ...]:
         """All GPUs that it may ever have."""

@@ -31,7 +31,9 @@ MAX_BLOWS = 5
 MAX_STEPS_ON = 40
 """An undisturbed job takes about twice as many."""
 
-ordinary = st.tuples(st.sampled_from(["deliver"] * 6 + ["repeat", "lose commands", "work", "beat"]), st.integers(0, 7))
+ordinary = st.tuples(
+    st.sampled_from(["deliver"] * 6 + ["repeat", "lose commands", "work", "beat", "show"]), st.integers(0, 7)
+)
 blow = st.tuples(
     st.sampled_from(
         [
@@ -119,6 +121,8 @@ def happen(drive: Drive, what: str, number: int) -> None:
             cluster.work()
         case "beat":
             drive.decide()
+        case "show":
+            cluster.show(list(Role)[number % len(Role)], eighths=number)
         case "kill worker":
             slots = sorted(cluster.gpus)
             cluster.kill_worker(slots[number % len(slots)])

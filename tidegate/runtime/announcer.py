@@ -2,7 +2,8 @@
 
 Invariant: `tell` returns when the event is on the stream. While the bus is away it waits and asks again, and so do
 those who tell after it: what happened is neither forgotten nor told out of order. When the stream is full, figures
-(progress, backlog) are left out, with a line in the log; for anything else `tell` raises StreamFull.
+(progress, backlog, pictures of an iteration) are left out, with a line in the log; for anything else `tell` raises
+StreamFull.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ from tidegate.v1 import events_pb2
 
 RETRY_S = 1.0
 """Pause before the bus is asked again; each try waits for the bus's own deadline first."""
-_FIGURES = (events_pb2.Progress, events_pb2.Backlog)
-"""Nothing is decided by them, and the next ones replace them."""
+_FIGURES = (
+    events_pb2.Progress,
+    events_pb2.Backlog,
+    events_pb2.Generation,
+    events_pb2.Inferring,
+    events_pb2.Training,
+)
+"""The next ones replace them."""
 
 
 class Announcer:

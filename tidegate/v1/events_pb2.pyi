@@ -57,6 +57,9 @@ class Event(_message.Message):
     RESIZE_REQUESTED_FIELD_NUMBER: _builtins.int
     RESIZE_FAILED_FIELD_NUMBER: _builtins.int
     EVALUATION_REPORTED_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    INFERRING_FIELD_NUMBER: _builtins.int
+    TRAINING_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Derived: "<source>/<boot>/<sequence>"; a repeat has the same id and is dropped by the stream."""
     job: _builtins.str
@@ -120,6 +123,12 @@ class Event(_message.Message):
     def resize_failed(self) -> Global___ResizeFailed: ...
     @_builtins.property
     def evaluation_reported(self) -> Global___EvaluationReported: ...
+    @_builtins.property
+    def generation(self) -> Global___Generation: ...
+    @_builtins.property
+    def inferring(self) -> Global___Inferring: ...
+    @_builtins.property
+    def training(self) -> Global___Training: ...
     def __init__(
         self,
         *,
@@ -156,12 +165,15 @@ class Event(_message.Message):
         resize_requested: Global___ResizeRequested | None = ...,
         resize_failed: Global___ResizeFailed | None = ...,
         evaluation_reported: Global___EvaluationReported | None = ...,
+        generation: Global___Generation | None = ...,
+        inferring: Global___Inferring | None = ...,
+        training: Global___Training | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "generation", b"generation", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "inferring", b"inferring", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "training", b"training", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "role", b"role", "sequence", b"sequence", "source", b"source", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "generation", b"generation", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "inferring", b"inferring", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "role", b"role", "sequence", b"sequence", "source", b"source", "training", b"training", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered", "resize_requested", "resize_failed", "evaluation_reported"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered", "resize_requested", "resize_failed", "evaluation_reported", "generation", "inferring", "training"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -861,3 +873,188 @@ class ResizeFailed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResizeFailed: _TypeAlias = ResizeFailed  # noqa: Y015
+
+@_typing.final
+class Generation(_message.Message):
+    """Pictures of the open iteration: each is whole, and a later one replaces it. Groups are counted from the iteration's
+    first prompt; the sequences of group g are g * group_size and on.
+
+    The rollout's.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    HINTS_FIELD_NUMBER: _builtins.int
+    group_size: _builtins.int
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]: ...
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By sequence: tokens so far."""
+
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By sequence: an index in `engines`, or -1 queued, -2 away from any engine, -3 ended, -4 ended at the longest allowed."""
+
+    @_builtins.property
+    def queue(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The sequences that are queued, next first."""
+
+    @_builtins.property
+    def hints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """By group: the mean tokens that an earlier epoch saw, 0 where none did. Empty: there was none."""
+
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___Engine] | None = ...,
+        group_size: _builtins.int = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
+        queue: _abc.Iterable[_builtins.int] | None = ...,
+        hints: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "group_size", b"group_size", "hints", b"hints", "lengths", b"lengths", "places", b"places", "queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Generation: _TypeAlias = Generation  # noqa: Y015
+
+@_typing.final
+class Engine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    RATE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    num_waiting: _builtins.int
+    """Given to it, and not running yet."""
+    num_kv_tokens: _builtins.int
+    kv_capacity_tokens: _builtins.int
+    max_running: _builtins.int
+    rate_tokens_per_s: _builtins.float
+    """Of all that run together."""
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In rank order."""
+
+    def __init__(
+        self,
+        *,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_kv_tokens: _builtins.int = ...,
+        kv_capacity_tokens: _builtins.int = ...,
+        max_running: _builtins.int = ...,
+        rate_tokens_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "kv_capacity_tokens", b"kv_capacity_tokens", "max_running", b"max_running", "num_kv_tokens", b"num_kv_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "rate_tokens_per_s", b"rate_tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Engine: _TypeAlias = Engine  # noqa: Y015
+
+@_typing.final
+class Inferring(_message.Message):
+    """The inference's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READY_FIELD_NUMBER: _builtins.int
+    IS_BUSY_FIELD_NUMBER: _builtins.int
+    is_busy: _builtins.bool
+    @_builtins.property
+    def ready(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Groups with log-probabilities, in the order in which the trainer gets them."""
+
+    def __init__(
+        self,
+        *,
+        ready: _abc.Iterable[_builtins.int] | None = ...,
+        is_busy: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_busy", b"is_busy", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Inferring: _TypeAlias = Inferring  # noqa: Y015
+
+@_typing.final
+class Training(_message.Message):
+    """The actor's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_MINIBATCHES_DONE_FIELD_NUMBER: _builtins.int
+    NUM_TAKEN_FIELD_NUMBER: _builtins.int
+    IS_AT_BOUNDARY_FIELD_NUMBER: _builtins.int
+    CLOSES_AT_MS_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    num_minibatches_done: _builtins.int
+    num_taken: _builtins.int
+    """Of `Inferring.ready`, from its first: those in a minibatch, the open one included."""
+    is_at_boundary: _builtins.bool
+    closes_at_ms: _builtins.int
+    """When the open minibatch ends, once its last group has been taken."""
+    @_builtins.property
+    def measured(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainerRate]: ...
+    def __init__(
+        self,
+        *,
+        num_minibatches_done: _builtins.int = ...,
+        num_taken: _builtins.int = ...,
+        is_at_boundary: _builtins.bool = ...,
+        closes_at_ms: _builtins.int | None = ...,
+        measured: _abc.Iterable[Global___TrainerRate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "closes_at_ms", b"closes_at_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "closes_at_ms", b"closes_at_ms", "is_at_boundary", b"is_at_boundary", "measured", b"measured", "num_minibatches_done", b"num_minibatches_done", "num_taken", b"num_taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__closes_at_ms: _TypeAlias = _typing.Literal["closes_at_ms"]  # noqa: Y015
+    _WhichOneofArgType__closes_at_ms: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__closes_at_ms) -> _WhichOneofReturnType__closes_at_ms | None: ...
+
+Global___Training: _TypeAlias = Training  # noqa: Y015
+
+@_typing.final
+class TrainerRate(_message.Message):
+    """Over minibatches in this layout, what no GPU makes shorter left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    RATE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    rate_tokens_per_s: _builtins.float
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout: ...
+    def __init__(
+        self,
+        *,
+        layout: _types_pb2.Layout | None = ...,
+        rate_tokens_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "rate_tokens_per_s", b"rate_tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerRate: _TypeAlias = TrainerRate  # noqa: Y015

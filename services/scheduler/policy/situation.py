@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
+from services.scheduler.costs import Costs as Costs
+from services.scheduler.costs import DecodeStep as DecodeStep
+from services.scheduler.costs import LengthLaw as LengthLaw
 from services.scheduler.observed import Engine, Generation, Inferring, Training
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.values import JobSpec, Placed
@@ -40,49 +43,6 @@ class Inference:
     gpus: tuple[GpuId, ...]
     rate_tokens_per_s_per_gpu: float
     inferring: Inferring
-
-
-@dataclass(frozen=True, slots=True)
-class LengthLaw:
-    """What earlier iterations, or the config, say of the logarithm of a response's tokens: its mean and its spread
-    between prompts and within a group, and how far a hint is off. `max_tokens`: where a response is cut; None:
-    nowhere."""
-
-    log_mean: float
-    sigma_prompt: float
-    sigma_group: float
-    sigma_hint: float
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """Seconds of a decode step: `base + running * per_sequence + kv * per_kv_token`, at least `floor`."""
-
-    floor_s: float
-    base_s: float
-    per_sequence_s: float
-    per_kv_token_s: float
-
-    def seconds(self, *, num_running: float, num_kv_tokens: float) -> float:
-        roofline_s = self.base_s + num_running * self.per_sequence_s + num_kv_tokens * self.per_kv_token_s
-        return max(self.floor_s, roofline_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Of a decode step and of each kind of switch, as measured. `resubmit_s`: a sequence that moves stands still;
-    `update_s`: what of a minibatch no GPU makes shorter."""
-
-    decode: DecodeStep
-    update_s: float
-    release_s: float
-    acquire_s: float
-    resubmit_s: float
-    prefill_tokens_per_s: float
-    reshard_s: float
-    load_s: float
-    inference_start_s: float
 
 
 @dataclass(frozen=True)
@@ -151,10 +111,6 @@ def _rates(situation: Situation) -> tuple[str, ...]:
         "sigma_hint": situation.lengths.sigma_hint,
         "the prefill rate": situation.costs.prefill_tokens_per_s,
         "the decode step's floor": situation.costs.decode.floor_s,
-        **{
-            f"the trainer's rate at {each.layout}": each.rate_tokens_per_s
-            for each in situation.trainer.training.measured
-        },
     }
     times = {each.name: getattr(situation.costs, each.name) for each in fields(Costs) if each.name.endswith("_s")}
     return (
@@ -175,8 +131,8 @@ def _counting(situation: Situation) -> tuple[str, ...]:
         problems.append(f"{training.num_minibatches_done} minibatches are done, it has {spec.num_minibatches}")
     if situation.trainer.placed is None and not training.is_at_boundary:
         problems.append("a minibatch is begun and the trainer has no GPUs; what was not updated is dropped first")
-    if len(set(ready)) < len(ready) or any(not 0 <= group < num_groups or unfinished[group] for group in ready):
-        problems.append("inference handed a group on twice, or one that is still generated")
+    if any(group >= num_groups or unfinished[group] for group in ready):
+        problems.append("inference handed a group on that is still generated, or none of the iteration's")
     if not 0 <= training.num_taken <= len(ready):
         problems.append(f"the trainer took {training.num_taken} groups of {len(ready)} that are ready")
     return tuple(problems)

@@ -13,6 +13,7 @@ from services.scheduler.expectations import issued, next_due_ms
 from services.scheduler.invariants import check
 from services.scheduler.policy import Proposal
 from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.seeing import situation_of
 from services.scheduler.state import TERMINAL, ClusterState
 from tests.unit.scheduler.fake_cluster import JOB, FakeCluster
 
@@ -72,6 +73,8 @@ class Drive:
     def _take(self, state: ClusterState) -> None:
         violations = check(self.state, state)
         assert not violations, "\n".join(map(str, violations))
+        # Whatever was told and whatever moves, there is something to look at, or nothing: it never raises.
+        situation_of(state, self.now_ms)
         self.state = state
 
     def step(self, index: int = 0) -> bool:

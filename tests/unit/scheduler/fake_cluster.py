@@ -14,6 +14,7 @@ from typing import Any
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed, Snapshot
+from tests.unit.scheduler.fake_pictures import EIGHTHS, picture
 from tidegate import transitions
 from tidegate.ownership import (
     GpuBusy,
@@ -445,6 +446,7 @@ class FakeCluster:
                 lead.open(command.plan)
                 if header.role is not Role.ACTOR:
                     lead.members = header.members
+                self.show(header.role, eighths=0)
             case cmd.Evaluate():
                 lead.evaluate(command)
             case cmd.HoldTraining():
@@ -598,6 +600,15 @@ class FakeCluster:
             self._report(role, leads[role])
         return bool(todo)
 
+    def show(self, role: Role, *, eighths: int) -> None:
+        """A picture of the iteration that is open, so far done; nothing where the role has none."""
+        lead = self.leads[role]
+        if lead is None or lead.plan is None or not self.instances[lead.instance].is_alive:
+            return
+        gpus = tuple(grant.gpu for grant in lead.members if self._is_at_work(grant))
+        told = picture(role, lead.plan, gpus, num_prompts=num_prompts(lead.plan), eighths=eighths)
+        self.say(lead.instance, told, incarnation=lead.incarnation, iteration=lead.plan.iteration, grants=lead.members)
+
     def _can_work(self, role: Role, lead: FakeLead) -> bool:
         works = [self._is_at_work(each) for each in lead.members]
         return any(works) if role is Role.ROLLOUT else all(works) and bool(works)
@@ -605,6 +616,7 @@ class FakeCluster:
     def _report(self, role: Role, lead: FakeLead) -> None:
         plan = lead.plan
         assert plan is not None, "only leads with a plan report"
+        self.show(role, eighths=EIGHTHS)
         lead.has_reported = True
         trained, filtered, discarded = samples(plan, lead.incarnation)
         body = ev.IterationReported(Fate(), Fate(), (), (), 0, (("seen", 1.0),))

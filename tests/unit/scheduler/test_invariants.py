@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.invariants import check
+from services.scheduler.observed import Inferring, Seen
 from services.scheduler.state import ClusterState, Evaluation, Expectation, Kind, Phase
 from services.scheduler.values import Fate
 from tests.unit.scheduler.drive import booted
@@ -89,6 +90,16 @@ BROKEN: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
     "an iteration is in the lineage twice": (
         lambda state: replace(state, summaries=state.summaries * 2),
         "an iteration is once in the lineage",
+    ),
+    "an iteration's account is dropped": (lambda state: replace(state, summaries=()), "no account is dropped"),
+    "an iteration's account becomes another's": (
+        lambda state: replace(state, summaries=(replace(state.summaries[0], incarnation=9),)),
+        "no account is dropped",
+    ),
+    "an open iteration is forgotten": (lambda state: replace(state, iteration=None), "no account is dropped"),
+    "a picture outlives its iteration": (
+        lambda state: replace(state, iteration=None, seen=Seen(inferring=Inferring())),
+        "pictures are of an open iteration",
     ),
     "a version is evaluated twice": (
         lambda state: replace(state, evaluations=(Evaluation(1, 1, 8, 2, ()), Evaluation(1, 2, 8, 2, ()))),

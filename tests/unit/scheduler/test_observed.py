@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import pytest
 
-from services.scheduler.observed import AWAY, CUT, ENDED, QUEUED, Engine, Generation
+from services.scheduler.observed import (
+    AWAY,
+    CUT,
+    ENDED,
+    QUEUED,
+    Engine,
+    Generation,
+    Inferring,
+    TrainerRate,
+    Training,
+)
 from tests.unit.scheduler.situations import gpus
+from tidegate.types import Layout
 
 ENGINES = (Engine(gpus(0, 2), 2, 1, 300, 1000, 8, 50.0), Engine(gpus(2, 4), 1, 0, 100, 1000, 8, 50.0))
 PLACES = (0, 0, 0, 1, QUEUED, QUEUED, AWAY, ENDED, CUT, ENDED)
@@ -67,9 +79,39 @@ REFUSED: dict[str, tuple[Callable[[], Generation], str]] = {
     "a queue of others": (lambda: told(queue=(4, 6)), "2 sequences in the queue, 2 places say so"),
     "a sequence twice in the queue": (lambda: told(queue=(4, 4)), "2 sequences in the queue, 2 places say so"),
     "a GPU in two engines": (lambda: with_engine(gpus=gpus(1, 3)), "n0/2 in two engines"),
+    "an engine that is slower than still": (
+        lambda: with_engine(rate_tokens_per_s=-1.0),
+        "whose rate is below 0 or no number",
+    ),
+    "an engine of no known speed": (lambda: with_engine(rate_tokens_per_s=nan), "whose rate is below 0 or no number"),
+    "a hint that is no number": (
+        lambda: told(hints=(nan, 0.0, 0.0, 0.0, 0.0)),
+        "a hint that is below 0 or no number",
+    ),
     "an engine without KV memory": (lambda: with_engine(kv_capacity_tokens=0), "an engine without room for a sequence"),
     "an engine that runs nothing": (lambda: with_engine(max_running=0), "an engine without room for a sequence"),
 }
+
+
+REFUSED_OF_OTHERS: dict[str, tuple[Callable[[], object], str]] = {
+    "a group handed on twice": (lambda: Inferring((0, 1, 0)), "3 groups are ready, 2 different ones from 0 on"),
+    "a group before the first": (lambda: Inferring((0, -1)), "2 groups are ready, 2 different ones from -1 on"),
+    "fewer minibatches than none": (lambda: Training(num_minibatches_done=-1), "-1 minibatches done and 0 groups"),
+    "fewer groups than none": (lambda: Training(num_taken=-2), "0 minibatches done and -2 groups taken"),
+    "a rate of nothing": (
+        lambda: Training(measured=(TrainerRate(Layout(dp=2), 0.0),)),
+        "0.0 tokens/s measured in dp2; a measured rate is finite and above 0",
+    ),
+    "a rate without an end": (lambda: Training(measured=(TrainerRate(Layout(dp=2), inf),)), "inf tokens/s"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_OTHERS)
+def test_a_picture_of_inference_or_of_the_actor_that_cannot_be_is_refused(name: str) -> None:
+    make, want = REFUSED_OF_OTHERS[name]
+    with pytest.raises(ValueError, match="picture: ") as refused:
+        make()
+    assert want in str(refused.value)
 
 
 @pytest.mark.parametrize("name", REFUSED)
