@@ -42,10 +42,8 @@ class Carrying:
             self._group_order = choice.group_order
             size = self._group_size
             self._world.order_queue(group * size + member for group in choice.group_order for member in range(size))
+        self._trains = choice.trains
         self.carry_on()
-        if choice.trains != self._trains:
-            self._trains = choice.trains
-            self._world.hold_training(self._world.now_s if choice.trains else math.inf)
         return is_new
 
     def notice(self, happening: Happening) -> None:
@@ -57,7 +55,14 @@ class Carrying:
 
     def carry_on(self) -> None:
         """Every move of what is wanted that can be made now."""
-        world, wanted = self._world, self._wanted
+        # A GPU that comes free in between wakes the trainer, which must not begin before it is asked to change.
+        self._world.hold_training(math.inf)
+        self._move(self._wanted)
+        if self._trains:
+            self._world.hold_training(self._world.now_s)
+
+    def _move(self, wanted: Assignment) -> None:
+        world = self._world
         engines = {gpus for gpus in wanted.engines if not self._has_lost(gpus)}
         self._release({name for name, engine in world.rollout.engines.items() if engine.gpus not in engines})
         inference = tuple(gpu for gpu in wanted.inference if not self._has_lost((gpu,)))

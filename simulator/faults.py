@@ -10,10 +10,12 @@ from tidegate.types import GpuId
 
 @dataclass(frozen=True, slots=True)
 class GpuFault:
-    """The GPU is lost, and with it what it was part of: an engine, the trainer's uncommitted minibatch."""
+    """The GPU is lost, and with it what it was part of: an engine, the trainer's uncommitted minibatch. `back_after_s`:
+    when it can be had again; None: not in this iteration."""
 
     at_s: float
     gpu: GpuId
+    back_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

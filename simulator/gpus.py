@@ -1,7 +1,7 @@
 """Who holds each GPU of the simulated cluster and what it does, and since when.
 
 Invariants: a GPU has one holder at any time; it goes from one holder to another only by a move that names the holder it
-has, and between two roles it is free in between; a lost GPU stays lost.
+has, and between two roles it is free in between; a lost GPU is free again before anybody has it.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from services.scheduler.costs import Costs as MeasuredCosts
+from services.scheduler.costs import DecodeStep, LengthLaw, Rates
 from services.scheduler.observed import TrainerRate
-from services.scheduler.policy.situation import Costs as PolicyCosts
-from services.scheduler.policy.situation import DecodeStep, LengthLaw, replica_size, with_dp
+from services.scheduler.policy.situation import replica_size, with_dp
 from services.scheduler.values import JobSpec, Placed
 from simulator.costs import Costs, imbalance
 from simulator.lengths import LengthLaw as DrawnLaw
@@ -24,7 +25,7 @@ from tidegate.types import Layout, Role
 COMMAND_DEADLINE_MS = 600_000
 
 
-def job_of(scenario: Scenario) -> JobSpec:
+def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
     """ScenarioError where a component has no GPUs of its own: policies bring each one home."""
     own, placement = scenario.algorithm, scenario.placement()
     has = {Role.ACTOR: placement.actor, Role.ROLLOUT: placement.rollout, Role.INFERENCE: placement.inference}
@@ -50,12 +51,19 @@ def job_of(scenario: Scenario) -> JobSpec:
         command_deadline_ms=COMMAND_DEADLINE_MS,
         standby=tuple(gpu for gpu in placement.cluster if gpu not in held),
         minibatch_order=own.minibatch_order,
+        costs=measured_costs(scenario.costs),
+        rates=_rates(scenario.costs, layouts[Role.ACTOR]),
+        lengths=population_law(scenario.lengths, lengths),
     )
 
 
-def measured_costs(costs: Costs) -> PolicyCosts:
+def _rates(costs: Costs, trainer: Layout) -> Rates:
+    return Rates(1.0 / costs.trainer.tokens_s(1.0, trainer), costs.inference.rate_tokens_per_s)
+
+
+def measured_costs(costs: Costs) -> MeasuredCosts:
     engine, switch = costs.engine, costs.switch
-    return PolicyCosts(
+    return MeasuredCosts(
         decode=DecodeStep(
             # The base is part of every step, so it is a floor where the scenario names none.
             floor_s=max(engine.step_floor_s, engine.step_base_s),

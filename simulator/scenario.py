@@ -79,6 +79,8 @@ class FaultSection(Section):
     at_s: NonNegativeFloat
     kind: Literal["gpu", "engine", "late"]
     gpu: Count | None = None
+    back_after_s: NonNegativeFloat | None = None
+    """Of `gpu`: until it can be had again; None: not in this iteration."""
     engine: Count | None = None
     what: What | None = None
     late_s: NonNegativeFloat = 0.0
@@ -273,7 +275,7 @@ def _fault_faults(scenario: Scenario) -> Iterator[str]:
 
 def _scheduled(fault: FaultSection, gpus: tuple[GpuId, ...]) -> Fault:
     if fault.gpu is not None and fault.kind == "gpu":
-        return GpuFault(fault.at_s, gpus[fault.gpu])
+        return GpuFault(fault.at_s, gpus[fault.gpu], fault.back_after_s)
     if fault.engine is not None and fault.kind == "engine":
         return EngineFault(fault.at_s, fault.engine)
     assert fault.what is not None, "a fault's fields were checked with its scenario"

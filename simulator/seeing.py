@@ -15,7 +15,7 @@ from services.scheduler.remembered import Remembered
 from services.scheduler.values import JobSpec, Placed
 from simulator.engines import Engine as SimulatedEngine
 from simulator.gpus import Holder
-from simulator.job import measured_costs, measured_rates, population_law
+from simulator.job import measured_rates
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
@@ -27,10 +27,7 @@ class Seeing:
 
     def __init__(self, scenario: Scenario, spec: JobSpec, workload: Workload) -> None:
         self._spec = spec
-        self._costs = measured_costs(scenario.costs)
         self._rates = measured_rates(spec, scenario.costs)
-        self._infer_rate = scenario.costs.inference.rate_tokens_per_s
-        self._law = population_law(scenario.lengths, workload.lengths)
         self._hints = workload.lengths.hints
         self._max_tokens = scenario.lengths.max_tokens
 
@@ -42,12 +39,14 @@ class Seeing:
             iteration=0,
             spec=self._spec,
             generation=self.generation(world),
-            inference=Inference(world.inference.gpus, self._infer_rate, inferring(world)),
+            inference=Inference(
+                world.inference.gpus, self._spec.rates.inference_tokens_per_s_per_gpu, inferring(world)
+            ),
             trainer=Trainer(_placed(world), self.training(world)),
             free=tuple(gpu for gpu in world.gpus.held_by(Holder.FREE) if gpu not in world.promised()),
             moving=_moving(world),
-            costs=self._costs,
-            lengths=self._law,
+            costs=self._spec.costs,
+            lengths=self._spec.lengths,
             remembered=remembered,
         )
 

@@ -86,7 +86,7 @@ class Trainer:
     def hold(self, until_s: float) -> None:
         """No minibatch begins before; none at all where that is infinite."""
         self.held_until_s = until_s
-        if until_s < math.inf:
+        if self._now < until_s < math.inf:
             self._shared.clock.schedule(until_s, self.go)
         self.go()
 

@@ -211,6 +211,8 @@ class World:
                 self._late.append(fault)
             case GpuFault(gpu=gpu):
                 self._lose(gpu)
+                if fault.back_after_s is not None:
+                    self._clock.schedule(self.now_s + fault.back_after_s, partial(self._come_back, gpu))
             case EngineFault(engine=name):
                 if name in self.rollout.engines:
                     self._free_after_death(self.rollout.kill(name))
@@ -229,6 +231,12 @@ class World:
                 self.trainer.lose(gpu, self.gpus.held_by(Holder.ACTOR))
         self.inference.lose(gpu)
         self.trainer.drop_waiting(gpu)
+
+    def _come_back(self, gpu: GpuId) -> None:
+        if self.gpus.holder(gpu) is Holder.LOST:
+            self.gpus.move([gpu], Holder.LOST, Holder.FREE, self.now_s)
+            self._shared.tell(What.GPUS_FREED, gpus=(gpu,))
+            self._freed()
 
     def _free_after_death(self, gpus: tuple[GpuId, ...]) -> None:
         self.gpus.move(gpus, Holder.ROLLOUT, Holder.LEAVING, self.now_s)

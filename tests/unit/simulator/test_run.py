@@ -86,6 +86,7 @@ def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(
 
 FAULTS = {
     "a GPU of the rollout": [{"at_s": 5, "kind": "gpu", "gpu": 2}],
+    "a GPU of the actor that comes back": [{"at_s": 14, "kind": "gpu", "gpu": 1, "back_after_s": 4}],
     "a GPU of the actor": [{"at_s": 14, "kind": "gpu", "gpu": 0}],
     "a GPU of the inference": [{"at_s": 5, "kind": "gpu", "gpu": 6}],
     "an engine": [{"at_s": 5, "kind": "engine", "engine": 0}],
@@ -114,6 +115,19 @@ def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
     run = simulate(scenario, POLICIES["dynarl"], seed=5)
     assert told(run, What.MOVE_DROPPED)
     check_whole(run, scenario)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_trainer_that_is_to_change_begins_no_minibatch_before(name: str) -> None:
+    scenario = small(algorithm={"prompts_per_iteration": 12, "group_size": 4, "n_minibatches": 4})
+    run = simulate(scenario, POLICIES[name], seed=0)
+    changes = [
+        after for before, after in pairwise(run.decisions) if after.assignment.trainer != before.assignment.trainer
+    ]
+    for change in changes:
+        since = [each.what for each in run.history if each.at_s >= change.at_s]
+        told = [what for what in since if what in (What.MINIBATCH_STARTED, What.TRAINER_RESIZED)]
+        assert not told or told[0] is What.TRAINER_RESIZED
 
 
 def test_a_policy_sees_no_length_before_it_is_there_and_every_count_adds_up() -> None:

@@ -175,6 +175,13 @@ def test_a_lost_gpu_takes_its_engine_and_is_never_free_again() -> None:
     assert over.view().free == CLUSTER[5:6]
 
 
+def test_a_gpu_that_comes_back_is_free() -> None:
+    over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[4], back_after_s=1.0)])
+    freed = [happening for happening in over.happenings() if happening.what is What.GPUS_FREED]
+    assert [(round(each.at_s, 3), each.gpus) for each in freed] == [(0.7, CLUSTER[5:6]), (1.5, CLUSTER[4:5])]
+    assert over.view().free == CLUSTER[4:6]
+
+
 def test_a_lost_gpu_of_the_inference_costs_a_group_its_computation_only() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[2])])
     assert run(over).count(What.GROUP_INFERRED) == 8
