@@ -33,6 +33,7 @@ from tidegate.config_layers import NOTHING, Layer
 from tidegate.config_lr import LrScheduleSection, lr_faults
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.config_record import SamplesSection, TrackingSection
+from tidegate.config_scheduler import SchedulerSection
 from tidegate.megatron.packing import PAD_MULTIPLE
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
@@ -252,6 +253,7 @@ class JobConfig(_Section):
     actor: ActorSection
     rollout: RolloutSection = RolloutSection()
     inference: InferenceSection = InferenceSection()
+    scheduler: SchedulerSection = SchedulerSection()
     evaluation: EvaluationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     samples: SamplesSection = SamplesSection()

@@ -6,6 +6,7 @@ Invariant: a line gives the dotted key, what is there or missing, and what may s
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from tidegate.config_base import section_of
 
 _LEAST_LIKENESS = 0.5
-"""Below it (difflib's ratio, 0 to 1) two keys only share a few letters: naming one as nearest would mislead."""
+"""Below it (difflib's ratio, 0 to 1) two words only share a few letters: naming one as nearest would mislead."""
 
 
 def described(root: type[BaseModel], fault: Any) -> str:
@@ -33,7 +34,16 @@ def described(root: type[BaseModel], fault: Any) -> str:
             return _no_section(where, fault["input"], "n0: 4")
         case "tuple_type":
             return f"{where} must be a list such as - name: exact_match, found {fault['input']!r}"
-    return f"{where}={fault['input']!r}: {fault['msg']}"
+    return f"{where}={fault['input']!r}: {fault['msg']}{_nearest_word(fault)}"
+
+
+def _nearest_word(fault: Any) -> str:
+    """Of those that may stand there, where the text is near to one."""
+    if fault["type"] not in ("literal_error", "enum") or not isinstance(fault["input"], str):
+        return ""
+    known = re.findall(r"'([^']+)'", fault["ctx"]["expected"])
+    near = difflib.get_close_matches(fault["input"], known, n=1, cutoff=_LEAST_LIKENESS)
+    return f"; the nearest is {near[0]!r}" if near else ""
 
 
 def _unknown_key(where: str, name: str, section: type[BaseModel]) -> str:

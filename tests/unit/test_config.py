@@ -73,6 +73,30 @@ def test_json_and_back_is_the_same_config() -> None:
 
 
 WRONG = {
+    "an unknown policy names the nearest": (
+        _with("scheduler", {"policy": "rlinfs"}),
+        r"^scheduler.policy='rlinfs': Input should be 'static', .*; the nearest is 'rlinf'$",
+    ),
+    "an unknown policy that is near to none names none": (
+        _with("scheduler", {"policy": "zzz"}),
+        r"^scheduler.policy='zzz': Input should be 'static', [^;]*$",
+    ),
+    "an unknown rule names the nearest": (
+        _with("scheduler", {"dynarl": {"low_for": 2}}),
+        r"^unknown key 'scheduler.dynarl.low_for'; the nearest known key is 'low_for_s'",
+    ),
+    "a share above 1": (
+        _with("scheduler", {"dynarl": {"low_kv_use": 1.5}}),
+        r"^scheduler.dynarl.low_kv_use=1.5: Input should be less than or equal to 1$",
+    ),
+    "too few moves to compare": (
+        _with("scheduler", {"dynarl": {"released_shares": [0.5]}}),
+        r"^scheduler.dynarl.released_shares=\[0.5\]: Tuple should have at least 2 items",
+    ),
+    "a time that does not pass": (
+        _with("scheduler", {"decide_every_s": 0}),
+        r"^scheduler.decide_every_s=0: Input should be greater than 0$",
+    ),
     "an unknown key names the nearest": (
         _with("algorithm.group_sise", 4),
         r"unknown key 'algorithm.group_sise'; the nearest known key is 'group_size'",

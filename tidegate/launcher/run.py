@@ -24,6 +24,7 @@ from tidegate.attempts import end_attempt
 from tidegate.config import ConfigError, JobConfig, ServersSection
 from tidegate.config_lr import lr_told
 from tidegate.config_record import tracking_faults
+from tidegate.config_scheduler import unmovable
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
 from tidegate.launcher.checkpoint import newest_checkpoint
@@ -102,6 +103,8 @@ async def run_job(order: Order, view: View) -> Outcome:
 
 
 async def _checked(order: Order) -> Job:
+    if fault := unmovable(order.config.scheduler):
+        raise ConfigError(fault)
     job = load_job(order.config)
     refuse_running(JobFolder.of(order.config))
     if faults := tracking_faults(order.config.tracking):

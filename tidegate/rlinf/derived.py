@@ -13,6 +13,7 @@ from typing import Any
 from tidegate.config_checks import gpu_indices
 from tidegate.rlinf.micro_batches import micro_batches
 from tidegate.rlinf.rules import SAME_AS
+from tidegate.rlinf.scheduler import scheduler
 from tidegate.rlinf.translation import MISSING, Translation
 
 _COMPONENTS = ("actor", "rollout", "inference")
@@ -28,6 +29,7 @@ def derive(config: Translation) -> None:
     _nodes(config, placement)
     for role in ("actor", "inference"):
         _layout(config, role, placement.get(role))
+    scheduler(config)
     _job(config)
     _trackers(config)
     _iterations(config)

@@ -55,7 +55,8 @@ _ENGINE_PRECISION = Becomes(
 RULES: Mapping[str, Rule] = {
     "actor.seed": Becomes("seed"),
     "runner.output_dir": Becomes("output_dir"),
-    "cluster.auto_scheduler": OnlyAs((False,), "set it to false: GPUs keep their component, tidegate scale apart"),
+    "cluster.use_pre_process_policy": Becomes("scheduler.rlinf.use_pre_process_policy"),
+    "cluster.use_wait_before_last_iter_policy": Becomes("scheduler.rlinf.use_wait_before_last_iter_policy"),
     "runner.task_type": OnlyAs(("reasoning", "math"), "set it to reasoning: the others are no language-model GRPO"),
     "runner.logger.project_name": Becomes("tracking.wandb.project"),
     "runner.resume_dir": OnlyAs((None,), "set it to null and start with --resume: a job goes on from its own folder"),
@@ -174,6 +175,7 @@ DERIVED = (
     "cluster.component_placement",
     "cluster.num_nodes",
     "cluster.num_gpus_per_node",
+    "cluster.auto_scheduler",
     "runner.experiment_name",
     "runner.logger.logger_backends",
     "runner.max_epochs",
@@ -214,10 +216,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "inference.group_name",
         "reward.group_name",
         "runner.logger.*",
-    ),
-    "they belong to schedulers of RLinf that are off": (
-        "cluster.use_pre_process_policy",
-        "cluster.use_wait_before_last_iter_policy",
     ),
     "an evaluation is of all held-out prompts, and has no batches": (
         "algorithm.val_rollout_batch_size_per_gpu",

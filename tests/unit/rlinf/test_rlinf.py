@@ -12,6 +12,7 @@ from tests.unit.test_config_layers import written
 from tidegate.cli.__main__ import main
 from tidegate.config import ConfigError
 from tidegate.config_files import SourcedConfig, Sources, load_sources
+from tidegate.config_scheduler import RLinfSection, SchedulerSection
 from tidegate.rlinf.rules import DERIVED, RULES, SAME_AS, WITHOUT_EFFECT, OnlyAs
 from tidegate.tasks.tokenizer import build_tokenizer
 from tidegate.types import Layout, Role
@@ -122,6 +123,17 @@ def leaves(value: Any, at: str = "") -> list[str]:
     return [leaf for key, inner in value.items() for leaf in leaves(inner, f"{at}.{key}".lstrip("."))]
 
 
+def test_rlinfs_scheduler_is_a_policy_with_its_rules() -> None:
+    assert read().config.scheduler == SchedulerSection()
+    switches = ("cluster.auto_scheduler=true", "cluster.use_pre_process_policy=true")
+    scheduler = read(*switches, "cluster.use_wait_before_last_iter_policy=false").config.scheduler
+    assert scheduler.policy == "rlinf"
+    assert scheduler.rlinf == RLinfSection(
+        use_pre_process_policy=True, use_wait_before_last_iter_policy=False, max_running_requests=64
+    )
+    assert read(*switches, "rollout.max_running_requests=128").config.scheduler.rlinf.max_running_requests == 128
+
+
 def test_a_later_layer_holds_whichever_names_it_uses() -> None:
     assert read("algorithm.prompts_per_iteration=8").config.algorithm.prompts_per_iteration == 8
     assert read("data.rollout_batch_size=16").config.algorithm.prompts_per_iteration == 16
@@ -187,7 +199,7 @@ def test_several_components_share_a_line_and_nodes_their_number(tmp_path: Path) 
 
 
 REFUSED = {
-    "a scheduler that moves GPUs": ("cluster.auto_scheduler=true", "set it to false: GPUs keep their component"),
+    "a scheduler that is on or off": ("cluster.auto_scheduler=maybe", "='maybe' must be true or false"),
     "a task of another kind": ("runner.task_type=embodied", "set it to reasoning"),
     "a folder to go on from": ("runner.resume_dir=old", "set it to null and start with --resume"),
     "epochs": ("runner.max_steps=-1", "a job has a number of iterations: set runner.max_steps to it"),
