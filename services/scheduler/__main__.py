@@ -11,10 +11,11 @@ from pathlib import Path
 
 import structlog
 
+from services.scheduler.codec import job_spec
 from services.scheduler.control import ControlServicer, write_endpoint
 from services.scheduler.issuer import Issuer
 from services.scheduler.peers import Peers
-from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.policy.registry import policy_of
 from services.scheduler.service import SchedulerPorts, SchedulerService
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
@@ -34,7 +35,9 @@ SOURCE = "scheduler"
 
 
 async def run(config: JobConfig) -> None:
-    """Adopt the store, serve Control, run the loop until SIGTERM."""
+    """Adopt the store, serve Control, run the loop until SIGTERM. ValueError: the policy cannot run the job."""
+    policy = policy_of(config.scheduler)
+    policy.check(job_spec(config))
     stopping = await stop_signal()
     job, folder = job_id(config.job), JobFolder.of(config)
     async with contextlib.AsyncExitStack() as closing:
@@ -51,7 +54,7 @@ async def run(config: JobConfig) -> None:
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.tell_dead_letter)
         ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports)
-        service = SchedulerService(job, ports, StaticPolicy())
+        service = SchedulerService(job, ports, policy, decide_every_s=config.scheduler.decide_every_s)
         control = ControlServicer(
             job,
             state=lambda: service.state,

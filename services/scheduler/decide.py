@@ -1,7 +1,7 @@
 """`decide(state, now_ms)`: what to ask for now, and why. Pure: no clock, no I/O, no memory but the state.
 
 Order: where GPUs should be (the policy), what moving them needs, what the iteration needs; of all that, what was not
-asked already. The shell then writes `expectations.issued(...)` by compare-and-set, and issues the commands in order.
+asked already. The shell then writes `after_decision(...)` by compare-and-set, and issues the commands in order.
 
 Invariants:
 - the same state and time give the same decision, byte for byte;
@@ -12,13 +12,15 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.scheduler import commands as cmd
-from services.scheduler.expectations import due
+from services.scheduler.expectations import due, issued
 from services.scheduler.iterating import wanted_iteration
 from services.scheduler.moving import wanted_moves
 from services.scheduler.policy import Policy, Proposal
+from services.scheduler.proposing import proposal_of
+from services.scheduler.remembered import Remembered
 from services.scheduler.state import TERMINAL, ClusterState, Phase
 from services.scheduler.steering import wanted_steering
 from services.scheduler.wanted import Wanted
@@ -27,25 +29,37 @@ from tidegate.types import CommandId, Role
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Commands in the order to issue them; `waiting` are keys of what was asked before and is still wanted."""
+    """Commands in the order to issue them; `waiting` are keys of what was asked before and is still wanted;
+    `remembered` is the policy's, `ask_at_ms` when it wants to be asked again, should nothing happen before."""
 
     commands: tuple[cmd.Command, ...]
     waiting: tuple[str, ...]
     reason: str
+    remembered: Remembered
+    ask_at_ms: int | None = None
 
 
 def decide(state: ClusterState, now_ms: int, *, policy: Policy) -> Decision:
-    return decided(state, policy.propose(state, now_ms), now_ms)
+    proposed = proposal_of(state, policy, now_ms)
+    decision = decided(state, proposed.proposal, now_ms)
+    return replace(decision, remembered=proposed.remembered, ask_at_ms=proposed.ask_at_ms)
+
+
+def after_decision(state: ClusterState, decision: Decision, now_ms: int) -> ClusterState:
+    """The state that says what was decided; structural changes are none but the job's own end."""
+    after = issued(state, decision.commands, decision.waiting, now_ms)
+    return replace(after, remembered=decision.remembered, ask_at_ms=decision.ask_at_ms)
 
 
 def decided(state: ClusterState, proposal: Proposal, now_ms: int) -> Decision:
     """What a proposal leads to."""
     if state.phase in TERMINAL:
-        return Decision((), (), f"{state.phase}: {state.message}")
+        return Decision((), (), f"{state.phase}: {state.message}", state.remembered)
     if state.phase is Phase.STOPPING and _is_all_given_back(state):
         return _finished(state, state.message)
     if state.spec is None:
-        return Decision((), (), f"waits for the job to be submitted ({len(state.instances)} instances joined)")
+        waits = f"waits for the job to be submitted ({len(state.instances)} instances joined)"
+        return Decision((), (), waits, state.remembered)
     wanted = wanted_moves(state, proposal, now_ms)
     if state.phase is not Phase.STOPPING:
         wanted += wanted_iteration(state, now_ms) + wanted_steering(state, proposal, now_ms)
@@ -53,7 +67,8 @@ def decided(state: ClusterState, proposal: Proposal, now_ms: int) -> Decision:
     failures = (*((wanted.failure,) if wanted.failure else ()), *now_due.given_up)
     if failures:
         return _given_up(state, "; ".join(failures))
-    return Decision(now_due.commands, now_due.waiting, _reason(state, proposal.reason, wanted, now_due.waiting))
+    reason = _reason(state, proposal.reason, wanted, now_due.waiting)
+    return Decision(now_due.commands, now_due.waiting, reason, state.remembered)
 
 
 def _is_all_given_back(state: ClusterState) -> bool:
@@ -63,13 +78,13 @@ def _is_all_given_back(state: ClusterState) -> bool:
 def _finished(state: ClusterState, message: str) -> Decision:
     phase = state.outcome or Phase.FAILED
     finish = cmd.FinishJob(CommandId(f"{state.job}/{state.incarnation}/finish"), phase, message)
-    return Decision((finish,), (), f"{phase}: {message}")
+    return Decision((finish,), (), f"{phase}: {message}", state.remembered)
 
 
 def _given_up(state: ClusterState, failure: str) -> Decision:
     if state.phase is not Phase.STOPPING:
         stop = cmd.StopJob(CommandId(f"{state.job}/{state.incarnation}/stop"), Phase.FAILED, failure)
-        return Decision((stop,), (), f"the job fails: {failure}")
+        return Decision((stop,), (), f"the job fails: {failure}", state.remembered)
     kept = sorted(record.gpu for role in Role for record in state.records_of(role))
     left = f"; {len(kept)} GPUs were not given back ({', '.join(kept)})" if kept else ""
     return _finished(state, f"{state.message}; {failure}{left}")

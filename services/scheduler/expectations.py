@@ -100,7 +100,8 @@ def issued(state: ClusterState, commands: Sequence[cmd.Command], waiting: Sequen
 
 def next_due_ms(state: ClusterState) -> int | None:
     """When `decide` may have something new to say without a new event; None when only an event can change it."""
-    return min((each.due_ms for each in state.expectations.values()), default=None)
+    dues = [each.due_ms for each in state.expectations.values()]
+    return min(dues if state.ask_at_ms is None else [*dues, state.ask_at_ms], default=None)
 
 
 def answered(state: ClusterState, body: ev.CommandAnswered) -> ClusterState | None:

@@ -51,13 +51,15 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """`is_begun`: the trainer was given its GPUs in this iteration; `num_answered`: minibatches after which it was told
-    how to go on; `low_since_ms`: since when the rollout's engines are nearly empty; `pending_engines`: how many are to
-    be left once the trainer is between two updates."""
+    """`trains`: whether the trainer was last told that it may begin its next minibatch; `is_begun`: the trainer was
+    given its GPUs in this iteration; `num_answered`: minibatches after which it was told how to go on; `low_since_ms`:
+    since when the rollout's engines are nearly empty; `pending_engines`: how many are to be left once the trainer is
+    between two updates."""
 
     incarnation: int = 0
     iteration: int | None = None
     assignment: Assignment | None = None
+    trains: bool = True
     is_begun: bool = False
     num_answered: int = 0
     num_moves: int = 0

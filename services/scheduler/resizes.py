@@ -79,7 +79,8 @@ def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitt
         return restart_actor(state, why=f"all that {transition.id} brought the actor to died")
     component = replace(component, grants=alive, layout=body.layout, switched=transition.id)
     state = with_component(state, Role.ACTOR, component)
-    return replace(state, moved=placed)
+    # Where a policy brought it counts for the iteration, where a person did from now on.
+    return state if state.asked is None else replace(state, moved=placed)
 
 
 def over(state: ClusterState, transition: Transition) -> ClusterState:

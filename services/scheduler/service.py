@@ -1,10 +1,10 @@
 """The scheduler's shell: load the state, evolve it by the next event, decide, check, write, issue.
 
 It keeps nothing that it cannot rebuild: any number of replicas run, and any goes on where another stopped; a state that
-the store lost is made again from the stream. Order of a turn: the event is folded, ownership is read where it may have
-changed, the decision is made and written with the state by compare-and-set, the event is acknowledged, and only then
-commands go out. Invariants: an event is acknowledged after its state is written; a command goes out after the state
-says so; a state that breaks an invariant is never written.
+the store lost is made again from the stream. Order of a turn: the event is folded; where it is more than progress, or
+a decision is due (`pacing`), ownership is read and the decision made; it is written with the state by compare-and-set,
+the event is acknowledged, and only then commands go out. Invariants: an event is acknowledged after its state is
+written; a command goes out after the state says so; a state that breaks an invariant is never written.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import structlog
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.codec import decode_state, encode_state, event_of
-from services.scheduler.decide import Decision, decide
+from services.scheduler.decide import Decision, after_decision, decide
 from services.scheduler.evolve import evolve
-from services.scheduler.expectations import issued, next_due_ms
 from services.scheduler.invariants import check
 from services.scheduler.issuer import Issuer
+from services.scheduler.pacing import is_structural, next_decision_ms
 from services.scheduler.policy import Policy
 from services.scheduler.recovering import recovered
 from services.scheduler.state import TERMINAL, ClusterState
@@ -63,10 +63,12 @@ class SchedulerPorts:
 class SchedulerService:
     """See the module."""
 
-    def __init__(self, job: JobId, ports: SchedulerPorts, policy: Policy) -> None:
+    def __init__(self, job: JobId, ports: SchedulerPorts, policy: Policy, *, decide_every_s: float) -> None:
         self._job = job
         self._ports = ports
         self._policy = policy
+        self._decide_every_ms = round(decide_every_s * 1000)
+        self._decided_ms: int | None = None
         self._state: ClusterState | None = None
         self._written = JobState(payload=b"", write=0, version=0)
         self._reason = ""
@@ -130,14 +132,29 @@ class SchedulerService:
 
     async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
         state = await self._evolved(before, delivery) if delivery else before
-        state = await self._with_ownership(state)
-        await self._look_at_leases(state)
         now_ms = await self._ports.store.now_unix_ms()
+        if delivery is None or self._is_due(before, state, now_ms):
+            state = await self._with_ownership(state)
+        await self._look_at_leases(state)
+        if not self._is_due(before, state, now_ms):
+            await self._write(before, state, delivery)
+            return
         decision = decide(state, now_ms, policy=self._policy)
-        after = issued(state, decision.commands, decision.waiting, now_ms)
+        after = after_decision(state, decision, now_ms)
         await self._write(before, after, delivery)
+        self._decided_ms = now_ms
         self._tell(decision)
         await self._issue(after, decision)
+
+    def _is_due(self, before: ClusterState, state: ClusterState, now_ms: int) -> bool:
+        """Whether to decide; what another replica left undone shows when ownership is read on a beat."""
+        return self._has_news or is_structural(before, state) or now_ms >= self._next_decision_ms(state, now_ms)
+
+    def _next_decision_ms(self, state: ClusterState, now_ms: int) -> int:
+        """At once in a replica that has not decided yet."""
+        if self._decided_ms is None:
+            return now_ms
+        return next_decision_ms(state, decided_ms=self._decided_ms, decide_every_ms=self._decide_every_ms)
 
     async def _loaded(self) -> ClusterState:
         if self._state is None:
@@ -149,10 +166,9 @@ class SchedulerService:
     def _wait_s(self, state: ClusterState, now_ms: int) -> float:
         if self._has_news:
             return 0.0
-        due_ms = next_due_ms(state)
-        if state.phase in TERMINAL or due_ms is None:
+        if state.phase in TERMINAL:
             return BEAT_S
-        return min(BEAT_S, max(0.0, (due_ms - now_ms) / 1000))
+        return min(BEAT_S, max(0.0, (self._next_decision_ms(state, now_ms) - now_ms) / 1000))
 
     async def _evolved(self, state: ClusterState, delivery: EventDelivery) -> ClusterState:
         missed = await self._missed(state, before=delivery.sequence)

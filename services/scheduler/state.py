@@ -288,6 +288,8 @@ class ClusterState:
     progress: Mapping[Role, ProgressSeen] = field(default_factory=dict)
     backlog: Mapping[str, int] = field(default_factory=dict)
     remembered: Remembered = field(default_factory=Remembered)
+    ask_at_ms: int | None = None
+    """When the policy wants to be asked again, should nothing happen before."""
     seen: Seen = field(default_factory=Seen)
     learned: Learned = field(default_factory=Learned)
 

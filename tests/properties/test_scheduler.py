@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from services.scheduler import events as ev
 from services.scheduler.codec import decode_state, encode_state
-from services.scheduler.decide import decide
+from services.scheduler.decide import after_decision, decide
 from services.scheduler.evolve import evolve
-from services.scheduler.expectations import issued
 from services.scheduler.losses import MAX_DEATHS
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.resizes import moving
@@ -257,7 +256,7 @@ def test_a_replica_that_reads_the_same_history_decides_the_same_byte_for_byte(st
         if want is not None:
             got = decide(state, now_ms, policy=policy)
             assert repr(got) == repr(want)
-            state = decode_state(encode_state(issued(state, got.commands, got.waiting, now_ms)))
+            state = decode_state(encode_state(after_decision(state, got, now_ms)))
     assert encode_state(state) == encode_state(drive.state)
 
 

@@ -17,7 +17,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 SAYS_NOTHING = {"$schema", "title", "description", "default"}
 READ = {"type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "anyOf", "required"}
-READ |= {"properties", "additionalProperties", "items"}
+READ |= {"properties", "additionalProperties", "items", "minItems", "maxItems"}
 OUTSIDE: dict[str, Callable[[Any, Any], bool]] = {
     "minimum": operator.lt,
     "maximum": operator.gt,
@@ -53,6 +53,8 @@ def _wrong(value: Any, schema: dict[str, Any]) -> Iterator[str]:
         yield "anyOf"
     yield from (f"required {key}" for key in schema.get("required", ()) if key not in value)
     yield from (word for word, is_outside in OUTSIDE.items() if word in schema and is_outside(value, schema[word]))
+    if isinstance(value, list) and not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+        yield "minItems, maxItems"
 
 
 def _is(value: Any, name: str) -> bool:

@@ -1,4 +1,6 @@
-"""Where each component should run: the one question that a policy answers. What has to happen for it is `decide`'s."""
+"""Where each component should run: the one question that a policy answers. It sees a `Situation` and answers with a
+`Choice` (`situation`); `proposing` asks it and makes a `Proposal` of its choice; what has to happen for that is
+`decide`'s. `registry` has the policies by name."""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.scheduler.state import ClusterState
-from services.scheduler.values import Placed
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.values import JobSpec, Placed
 from tidegate.types import Role
 
 
@@ -27,6 +29,9 @@ class Proposal:
 
 
 class Policy(Protocol):
-    """Pure: the same state and time give the same proposal."""
+    """Pure: the same situation gives the same choice; what it remembers is in both."""
 
-    def propose(self, state: ClusterState, now_ms: int) -> Proposal: ...
+    def check(self, spec: JobSpec) -> None:
+        """ValueError says why it cannot run the job, and what to change; asked before anything starts."""
+
+    def choose(self, situation: Situation) -> Choice: ...

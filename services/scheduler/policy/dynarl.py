@@ -77,6 +77,9 @@ class DynaRLRules:
 class DynaRLPolicy:
     rules: DynaRLRules
 
+    def check(self, spec: JobSpec) -> None:
+        """Every job that is placed will do: what fits no move stays where it is."""
+
     def choose(self, situation: Situation) -> Choice:
         remembered = situation.remembered
         if not remembered.is_of(situation.incarnation, situation.iteration):

@@ -1,24 +1,27 @@
-"""`static`: every component is where the config places it, or where a person moved it, whatever happens."""
+"""`static`: every component is where the config places it, or where a person moved it, whatever happens. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.policy import Proposal
-from services.scheduler.state import ClusterState
+from services.scheduler.policy.situation import Choice, Situation, as_configured
+from services.scheduler.values import JobSpec
 from tidegate.types import Role
 
 
 @dataclass(frozen=True, slots=True)
 class StaticPolicy:
-    """Proposes nothing before the job was submitted. An actor that is up goes where it was asked to; one that is down
-    starts where it last was."""
+    """Remembers nothing."""
 
-    def propose(self, state: ClusterState, now_ms: int) -> Proposal:
-        if state.spec is None:
-            return Proposal(placement={}, reason="static: no config yet, so no placement")
-        placement = {role: placed for role in Role if (placed := state.home(role)) is not None}
-        if state.asked is not None and state.components[Role.ACTOR].is_up:
-            placement[Role.ACTOR] = state.asked
-        sizes = ", ".join(f"{role} {len(placed.gpus)}" for role, placed in placement.items())
-        return Proposal(placement=placement, reason=f"static: GPUs as configured ({sizes})")
+    def check(self, spec: JobSpec) -> None:
+        """Every job that is placed will do."""
+
+    def choose(self, situation: Situation) -> Choice:
+        placement = situation.spec.placement
+        sizes = ", ".join(f"{role} {len(placement[role].gpus)}" for role in Role)
+        return Choice(
+            assignment=as_configured(situation.spec),
+            trains=True,
+            remembered=situation.remembered,
+            reason=f"static: GPUs as configured ({sizes})",
+        )

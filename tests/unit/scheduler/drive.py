@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
-from services.scheduler.decide import Decision, decide, decided
+from services.scheduler.decide import Decision, after_decision, decide, decided
 from services.scheduler.evolve import evolve
-from services.scheduler.expectations import issued, next_due_ms
+from services.scheduler.expectations import next_due_ms
 from services.scheduler.invariants import check
-from services.scheduler.policy import Proposal
+from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.seeing import situation_of
 from services.scheduler.state import TERMINAL, ClusterState
@@ -33,7 +33,8 @@ class Drive:
     num_losses: int = 0
     """Decisions to come whose commands are lost: a scheduler dies after it wrote its state."""
     propose: Callable[[ClusterState], Proposal] | None = None
-    """In place of the static policy."""
+    """In place of the policy."""
+    policy: Policy = field(default_factory=StaticPolicy)
 
     def deliver(self, event: ev.Event) -> None:
         self.delivered.append(event)
@@ -49,8 +50,7 @@ class Drive:
             self.seen.append((None, self.now_ms, decision))
             self.last_reason = decision.reason
             assert decision.reason, "every decision has a reason"
-            after = issued(self.state, decision.commands, decision.waiting, self.now_ms)
-            self._take(after)
+            self._take(after_decision(self.state, decision, self.now_ms))
             self.cluster.saved_version = self.state.version
             if not decision.commands:
                 return done
@@ -63,7 +63,7 @@ class Drive:
 
     def _decided(self) -> Decision:
         if self.propose is None:
-            return decide(self.state, self.now_ms, policy=StaticPolicy())
+            return decide(self.state, self.now_ms, policy=self.policy)
         return decided(self.state, self.propose(self.state), self.now_ms)
 
     def _see(self, event: ev.Event) -> None:

@@ -11,6 +11,7 @@ import pytest
 from services.scheduler import events as ev
 from services.scheduler.codec import decode_state, encode_state, event_of, job_spec
 from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.proposing import proposal_of
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Fate, Placed
 from tests.unit.scheduler.drive import booted
@@ -255,10 +256,11 @@ def test_a_message_that_its_schema_does_not_allow_is_refused_with_the_field(case
 
 
 def test_the_static_policy_proposes_the_configured_placement_whatever_happened(seen: list[ClusterState]) -> None:
-    policy = StaticPolicy()
-    for state in seen:
-        got = policy.propose(state, 5)
-        want = {} if state.spec is None else dict(state.spec.placement)
-        assert dict(got.placement) == want
-    assert got.reason == "static: GPUs as configured (actor 2, rollout 3, inference 2)"
+    submitted = [state for state in seen if state.spec is not None]
+    for state in submitted:
+        proposed = proposal_of(state, StaticPolicy(), 5)
+        assert state.spec is not None
+        assert dict(proposed.proposal.placement) == dict(state.spec.placement)
+        assert (proposed.remembered, proposed.ask_at_ms) == (state.remembered, None)
+    assert len(submitted) > 10
     assert job_spec(config()).placement[Role.INFERENCE].gpus == (gpu("n0", 3),)

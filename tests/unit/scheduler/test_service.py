@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import aclosing
 from pathlib import Path
 
-from services.scheduler.state import TERMINAL, Phase
+from services.scheduler.state import TERMINAL, ClusterState, Phase
 from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
 from tidegate.adapters.cells import Cell
@@ -57,6 +57,42 @@ async def test_one_replica_runs_a_job_from_its_submission_to_its_end(tmp_path: P
             assert service.reason, "a decision has its reason, also the one that does nothing"
         records = await (await of.client()).gpus()
         assert {record.state for record in records.values()} == {"free"}
+
+
+async def test_a_job_goes_on_from_one_structural_event_to_the_next_however_seldom_progress_is_decided_on(
+    tmp_path: Path,
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.decide_every_s = 3600.0
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+
+
+async def test_progress_is_written_and_not_decided_on_before_its_time(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.decide_every_s = 3600.0
+        of.does_iterations = False
+        await of.boot()
+        await of.submit()
+        store = await of.client()
+        async with running(await of.replica(store=store)):
+            await of.changes.until(lambda: is_open(of.written_state()))
+            num_reads, rollout = store.num_ownership_reads, instance_id(Role.ROLLOUT, NODES[0])
+            for number in range(40):
+                progress = events_pb2.Progress(phase="generate", num_done=number, num_total=40)
+                await of.announcer(rollout, Role.ROLLOUT).tell(progress, incarnation=1)
+            await of.changes.until(lambda: num_done(of.written_state()) == 39)
+            assert store.num_ownership_reads <= num_reads + 2, "a beat may come before and after them"
+
+
+def is_open(state: ClusterState) -> bool:
+    return state.iteration is not None and len(state.iteration.opened) == len(Role)
+
+
+def num_done(state: ClusterState) -> int:
+    return state.progress[Role.ROLLOUT].num_done if Role.ROLLOUT in state.progress else 0
 
 
 async def test_two_replicas_side_by_side_send_every_command_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.policy import Proposal
 from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.proposing import proposal_of
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import NODES, FakeCluster, spec
@@ -22,7 +23,7 @@ class Steered:
     group_order: tuple[int, ...] = ()
 
     def __call__(self, state: ClusterState) -> Proposal:
-        return replace(StaticPolicy().propose(state, 0), trains=self.trains, group_order=self.group_order)
+        return replace(proposal_of(state, StaticPolicy(), 0).proposal, trains=self.trains, group_order=self.group_order)
 
 
 def iterating() -> tuple[Drive, Steered]:

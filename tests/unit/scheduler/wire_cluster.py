@@ -26,10 +26,11 @@ from tidegate.adapters.tables import state_cell
 from tidegate.codec import decode_grants, fate_of
 from tidegate.config import JobConfig
 from tidegate.events import EventBody, EventSource
+from tidegate.ownership import GpuRecord
 from tidegate.ports.bus import BusLimits, EventConsumer, EventDelivery
 from tidegate.ports.store import JobState
 from tidegate.runtime.announcer import Announcer
-from tidegate.types import Grant, InstanceId, JobId, NodeId, Role, SampleId, instance_id
+from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, SampleId, instance_id
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 
 ACK_WAIT_S = 0.05
@@ -45,6 +46,8 @@ class WireCluster:
     server: MemoryServer
     changes: Changes
     sent: list[Request] = field(default_factory=list)
+    decide_every_s: float = 1.0
+    does_iterations: bool = True
     before_send: Callable[[Request], None] = lambda _: None
     before_ack: Callable[[EventDelivery], bool] = lambda _: True
     _announcers: dict[str, Announcer] = field(default_factory=dict)
@@ -82,14 +85,14 @@ class WireCluster:
         issuer = Issuer(store, announcer, send=self.send, ask_gate=self.ask_gate)
         watched = _WatchedConsumer(consumer, self)
         ports = SchedulerPorts(store, self.bus.events, watched, self.bus.term, announcer, issuer, self.gate_reports)
-        return SchedulerService(JOB, ports, StaticPolicy())
+        return SchedulerService(JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s)
 
-    async def client(self) -> CellStore:
+    async def client(self) -> WatchedStore:
         store = self.detached_client()
         await store.attach()
         return store
 
-    def detached_client(self) -> CellStore:
+    def detached_client(self) -> WatchedStore:
         return WatchedStore(self.server, self.changes)
 
     def written_state(self) -> ClusterState:
@@ -130,7 +133,7 @@ class WireCluster:
             case commands_pb2.LoadWeightsRequest():
                 weights = request.weights
                 await tell(events_pb2.WeightsLoaded(version=weights.version, checksum=weights.checksum))
-            case commands_pb2.OpenIterationRequest():
+            case commands_pb2.OpenIterationRequest() if self.does_iterations:
                 plan = request.plan
                 ids = [
                     SampleId(header.incarnation, plan.iteration, plan.first_prompt + prompt, draw)
@@ -151,11 +154,16 @@ class WireCluster:
 
 
 class WatchedStore(CellStore):
-    """Tells of every state that is written, and of every lease that is cleared."""
+    """Tells of every state that is written, and of every lease that is cleared; counts how often ownership is read."""
 
     def __init__(self, server: MemoryServer, changes: Changes) -> None:
         super().__init__(MemoryCells(server))
         self._changes = changes
+        self.num_ownership_reads = 0
+
+    async def gpus(self) -> dict[GpuId, GpuRecord]:
+        self.num_ownership_reads += 1
+        return await super().gpus()
 
     async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
         saved = await super().save(job, payload, expected_write=expected_write, version=version)
