@@ -169,6 +169,8 @@ class ActorSection(_Section):
     """In place of `micro_batch_size`: positions of a micro-batch, padding included."""
     oversize_samples: Literal["alone", "refuse"] = "alone"
     """Of a sample that is longer than that: it has a micro-batch of its own, or the job does not start."""
+    packing: Literal["padded", "thd"] = "padded"
+    """How the model is given a micro-batch under that cap: as rows, or as sequences one after the other."""
     max_skipped_updates: Count = 3
     """Consecutive updates with a non-finite gradient that are skipped; one more ends the job."""
     warm_up: WarmUpSection = WarmUpSection()

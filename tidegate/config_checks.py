@@ -163,13 +163,20 @@ def microbatch_faults(config: JobConfig) -> list[str]:
     """Of how the actor cuts minibatches."""
     actor, longest = config.actor, config.model.max_seq_len
     max_tokens, refuses = actor.max_tokens_per_microbatch, actor.oversize_samples == "refuse"
-    if max_tokens is None:
-        return (
-            ["actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too"]
-            if refuses
-            else []
-        )
     faults = []
+    if actor.packing == "thd" and config.cluster.device == "cpu":
+        faults.append(
+            "actor.packing=thd runs in the attention of Transformer Engine, which needs CUDA, and cluster.device is "
+            "cpu: set packing to padded"
+        )
+    if max_tokens is None:
+        if refuses:
+            faults.append(
+                "actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too"
+            )
+        if actor.packing == "thd":
+            faults.append("actor.packing=thd is of what actor.max_tokens_per_microbatch packs: set that too")
+        return faults
     if actor.micro_batch_size != (default := type(actor).model_fields["micro_batch_size"].default):
         faults.append(
             f"actor.micro_batch_size={actor.micro_batch_size} counts sequences and max_tokens_per_microbatch="

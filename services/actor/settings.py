@@ -8,7 +8,7 @@ from services.actor.grpo import GrpoSettings
 from tidegate.config import ActorSection
 from tidegate.elastic.settings import CopyTo
 from tidegate.megatron.batching import BatchLimits, Limits
-from tidegate.megatron.packing import Oversize, TokenCap
+from tidegate.megatron.packing import Oversize, Packing, TokenCap
 from tidegate.model_config import ModelConfig
 from tidegate.types import Precision, Recompute
 
@@ -46,4 +46,6 @@ def limits_of(actor: ActorSection, model: ModelConfig) -> Limits:
     """How the actor's micro-batches are bounded."""
     if actor.max_tokens_per_microbatch is None:
         return BatchLimits(max_sequences=actor.micro_batch_size)
-    return TokenCap.of_model(model, actor.max_tokens_per_microbatch, Oversize(actor.oversize_samples))
+    return TokenCap.of_model(
+        model, actor.max_tokens_per_microbatch, Oversize(actor.oversize_samples), Packing(actor.packing)
+    )

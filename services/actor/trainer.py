@@ -25,10 +25,13 @@ from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
 from tidegate.elastic.world import World
-from tidegate.megatron.batching import replica_batches
+from tidegate.megatron.attention import GatheringAttention
+from tidegate.megatron.batching import Limits, replica_batches
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider, InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.lr import held_rates
+from tidegate.megatron.packing import Packing, TokenCap
+from tidegate.megatron.thd import te_attention
 from tidegate.megatron.updates import Update
 from tidegate.types import Precision
 
@@ -64,6 +67,7 @@ class MegatronTrainer:
                 dtype=DTYPES[settings.precision],
                 recompute=settings.recompute,
                 weights=weights,
+                core_attention=_core_attention(settings.limits),
             ),
             _optimizer_config(settings.optimizer, settings.precision),
             world=world,
@@ -137,6 +141,11 @@ class MegatronTrainer:
         if update is None:
             raise NotInLayout(f"member {self.elastic.world.me} stands by: send updates to the ranks of the layout")
         return update
+
+
+def _core_attention(limits: Limits) -> type:
+    is_thd = isinstance(limits, TokenCap) and limits.packing is Packing.THD
+    return te_attention() if is_thd else GatheringAttention
 
 
 def _report(update: Update, metrics: dict[str, float]) -> UpdateReport:

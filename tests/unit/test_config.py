@@ -187,6 +187,15 @@ WRONG = {
         _with("actor.oversize_samples", "refuse"),
         r"^actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too$",
     ),
+    "sequences without padding on a CPU": (
+        _with("actor", VALID["actor"] | {"packing": "thd", "max_tokens_per_microbatch": 512}),
+        "^actor.packing=thd runs in the attention of Transformer Engine, which needs CUDA, and cluster.device is cpu: "
+        "set packing to padded$",
+    ),
+    "sequences without padding and without a cap": (
+        _with("cluster", VALID["cluster"] | {"device": "cuda"}) | {"actor": VALID["actor"] | {"packing": "thd"}},
+        "^actor.packing=thd is of what actor.max_tokens_per_microbatch packs: set that too$",
+    ),
     "a GPU that the actor may get beyond the cluster": (
         _with("actor.standby", "5"),
         r"actor.standby names GPU 5, the cluster has 5 \(0-4\)",

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.megatron.packing import PAD_MULTIPLE, TokenCap, pack
+from tidegate.megatron.packing import PAD_MULTIPLE, Packing, TokenCap, pack
 
 FILLER_LENGTH = 2
 """Positions of a filler: the fewest of which one has a log-probability."""
@@ -67,6 +67,8 @@ class TokenBatch:
 
     sequences: tuple[int, ...]
     tokens_BS: npt.NDArray[np.int64]
+    lengths: tuple[int, ...] | None = None
+    """Of the first rows' tokens, where the model is to run them without padding; None: it runs the rows."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,13 +95,15 @@ def deal(batches: Sequence[tuple[int, ...]], *, num_replicas: int, replica: int)
 
 def pad(sequences: Sequence[Sequence[int]], batch: tuple[int, ...], limits: Limits) -> TokenBatch:
     """The tokens of a micro-batch, one sequence a row, zeros after its end."""
+    is_thd = isinstance(limits, TokenCap) and limits.packing is Packing.THD
     if not batch:
-        return TokenBatch((), np.zeros((1, padded_length(FILLER_LENGTH, limits)), dtype=np.int64))
+        filler_1S = np.zeros((1, padded_length(FILLER_LENGTH, limits)), dtype=np.int64)
+        return TokenBatch((), filler_1S, (FILLER_LENGTH,) if is_thd else None)
     length = padded_length(max(len(sequences[index]) for index in batch), limits)
     tokens_BS = np.zeros((len(batch), length), dtype=np.int64)
     for row, index in enumerate(batch):
         tokens_BS[row, : len(sequences[index])] = sequences[index]
-    return TokenBatch(batch, tokens_BS)
+    return TokenBatch(batch, tokens_BS, tuple(len(sequences[index]) for index in batch) if is_thd else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,7 @@ def padded_length(length: int, limits: Limits) -> int:
 def _widened(batch: TokenBatch, shapes: Sequence[tuple[int, int]]) -> TokenBatch:
     tokens_BS = np.zeros(np.max(shapes, axis=0), dtype=np.int64)
     tokens_BS[: batch.shape[0], : batch.shape[1]] = batch.tokens_BS
-    return TokenBatch(batch.sequences, tokens_BS)
+    return replace(batch, tokens_BS=tokens_BS)
 
 
 def _fits(num_sequences: int, length: int, limits: BatchLimits) -> bool:

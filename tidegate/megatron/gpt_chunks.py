@@ -35,6 +35,7 @@ def build_chunks(
     dtype: torch.dtype,
     device: torch.device,
     recompute: Recompute = Recompute.NONE,
+    core_attention: type = GatheringAttention,
 ) -> list[GPTModel]:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
@@ -45,7 +46,7 @@ def build_chunks(
     for chunk, sizes in enumerate(mesh.chunks):
         model = GPTModel(
             config=transformer,
-            transformer_layer_spec=_layers(config, sizes[stage]),
+            transformer_layer_spec=_layers(config, sizes[stage], core_attention),
             vocab_size=padded_vocab,
             max_sequence_length=config.max_seq_len,
             pre_process=chunk == stage == 0,
@@ -68,13 +69,13 @@ def sequence_parallel(config: ModelConfig, mesh: Mesh) -> bool:
     return config.num_experts is not None and mesh.layout.tp > 1
 
 
-def _layers(config: ModelConfig, num_layers: int) -> TransformerBlockSubmodules:
+def _layers(config: ModelConfig, num_layers: int, core_attention: type) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_submodules(
         num_experts=config.num_experts, qk_layernorm=config.qk_norm, normalization="RMSNorm"
     )
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = GatheringAttention
+    attention.core_attention = core_attention
     if config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec = ModuleSpec(module=TransformerLayer, submodules=layer)

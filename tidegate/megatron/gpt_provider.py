@@ -22,6 +22,7 @@ from megatron.core.transformer import MegatronModule
 from tidegate.elastic.gpt import EMBEDDING, OUTPUT
 from tidegate.elastic.layout import Edge, Home, LayoutRefused, Mesh, even_chunks
 from tidegate.elastic.parameters import Parameter, Shard, Split, shard_of
+from tidegate.megatron.attention import GatheringAttention
 from tidegate.megatron.family import model_parameters
 from tidegate.megatron.gpt_chunks import build_chunks
 from tidegate.model_config import ModelConfig
@@ -58,6 +59,8 @@ class GptProvider:
     weights: InitialWeights | None = None
     """None: drawn at random."""
     recompute: Recompute = Recompute.NONE
+    core_attention: type = GatheringAttention
+    """Megatron's module for it: another where sequences run without padding."""
 
     def parameters(self) -> tuple[Parameter, ...]:
         return self._parameters
@@ -91,6 +94,7 @@ class GptProvider:
             dtype=self.dtype,
             device=device,
             recompute=self.recompute,
+            core_attention=self.core_attention,
         )
         return list(chunks)
 

@@ -37,6 +37,15 @@ class Oversize(StrEnum):
     REFUSE = "refuse"
 
 
+class Packing(StrEnum):
+    """How the model is given a micro-batch."""
+
+    PADDED = "padded"
+    """As rows, right-padded."""
+    THD = "thd"
+    """As its sequences one after the other. The cap is kept by the rows that they would have been."""
+
+
 class SampleOverCap(ValueError):
     """Of a sample that the policy refuses; nothing has begun."""
 
@@ -52,6 +61,7 @@ class TokenCap:
     """Of a micro-batch besides its rows; None: there are no more of them than the cap needs."""
     oversize: Oversize = Oversize.ALONE
     pad_multiple: int = PAD_MULTIPLE
+    packing: Packing = Packing.PADDED
 
     def __post_init__(self) -> None:
         if self.pad_multiple < 1 or self.token_cost < 0:
@@ -66,10 +76,16 @@ class TokenCap:
             )
 
     @classmethod
-    def of_model(cls, model: ModelConfig, max_tokens: int, oversize: Oversize = Oversize.ALONE) -> TokenCap:
+    def of_model(
+        cls,
+        model: ModelConfig,
+        max_tokens: int,
+        oversize: Oversize = Oversize.ALONE,
+        packing: Packing = Packing.PADDED,
+    ) -> TokenCap:
         """With what the model's rows and passes cost."""
         cost = token_cost(model)
-        return cls(max_tokens, cost, PASS_POSITIONS * cost, oversize)
+        return cls(max_tokens, cost, PASS_POSITIONS * cost, oversize, packing=packing)
 
     def row_length(self, length: int) -> int:
         """Positions of a row that ends with a sample of this length."""

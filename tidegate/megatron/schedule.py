@@ -4,11 +4,13 @@ Invariants: logits reach the caller on the last pipeline stage only, one micro-b
 the ranks of a pipeline, and of an expert-parallel group, are given the same shapes, which are exchanged between stages
 only where they differ; the ranks of a context-parallel group are given the same batches, and cut them. Interleaved
 stages run micro-batches in groups of pp: fillers of no weight complete the last one, and the caller never sees them.
+What runs without padding (`tidegate/megatron/thd.py`) is padded again before the caller has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from tidegate.megatron.batching import TokenBatch
 from tidegate.megatron.context import own_part
+from tidegate.megatron.thd import Unpadded, check_unpadded
 
 OnLogits = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
 """(number of the micro-batch, tokens [B, S], logits [B, S/cp, V/tp] of this rank) -> (loss, what to keep)."""
@@ -39,7 +42,10 @@ def run_micro_batches(
         return []
     config = get_model_config(chunks[0])
     num_sequences, length = batches[0].shape
-    config.variable_seq_lengths = any(batch.shape != batches[0].shape for batch in batches)
+    is_thd = any(batch.lengths is not None for batch in batches)
+    if is_thd:
+        check_unpadded(config)
+    config.variable_seq_lengths = is_thd or any(batch.shape != batches[0].shape for batch in batches)
     pp = groups.pp.size()
     interleaved = len(chunks) > 1
     run = [*batches, *_fillers(batches, pp)] if interleaved else list(batches)
@@ -59,7 +65,8 @@ def run_micro_batches(
 
 
 def _fillers(batches: Sequence[TokenBatch], pp: int) -> list[TokenBatch]:
-    return [TokenBatch((), np.zeros_like(batches[-1].tokens_BS))] * (-len(batches) % pp)
+    filler = replace(batches[-1], sequences=(), tokens_BS=np.zeros_like(batches[-1].tokens_BS))
+    return [filler] * (-len(batches) % pp)
 
 
 def _forward_step(
@@ -68,9 +75,17 @@ def _forward_step(
     def forward_step(batches: Iterator[tuple[int, TokenBatch]], chunk: Any) -> Any:
         number, batch = next(batches)
         tokens_BS = torch.from_numpy(batch.tokens_BS).to(device)
-        output = chunk(input_ids=own_part(tokens_BS, groups.cp), position_ids=None, attention_mask=None)
+        rows = None if batch.lengths is None else Unpadded.of(batch.lengths, batch.shape, device)
+        if rows is None:
+            given = {"input_ids": own_part(tokens_BS, groups.cp), "position_ids": None}
+        else:
+            given = {"input_ids": rows.taken_out(tokens_BS), "position_ids": rows.position_ids_1T}
+            given["packed_seq_params"] = rows.params
+        output = chunk(attention_mask=None, **given)
 
         def loss_of(logits_BQV: torch.Tensor) -> tuple[torch.Tensor, int, Any]:
+            if rows is not None:
+                logits_BQV = rows.put_back(logits_BQV)
             if number >= num_batches:
                 return logits_BQV.sum() * 0.0, 0, None
             loss, kept = on_logits(number, tokens_BS, logits_BQV)
