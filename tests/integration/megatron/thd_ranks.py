@@ -33,21 +33,18 @@ MAX_TOKENS = 120
 class Segmented(GatheringAttention):
     def forward(
         self,
-        query: torch.Tensor,
+        query_QBNH: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        parts = [
-            super(Segmented, self).forward(
-                *(part[first:end].unsqueeze(1) for part in (query, keys, values)), attention_mask, **kwargs
-            )
-            for first, end in pairwise(bounds)
-        ]
+        assert packed_seq_params is not None
+        parts = []
+        for first, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
+            query, key, value = (part[first:end].unsqueeze(1) for part in (query_QBNH, keys, values))
+            parts.append(super().forward(query, key, value, attention_mask, **kwargs))
         return torch.cat(parts).squeeze(1)
 
 
