@@ -7,9 +7,6 @@ Invariant: the same scenario, policy and seed give the same instants.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.remembered import Assignment
 from services.scheduler.values import JobSpec
 from simulator.bound import clairvoyant_bound
@@ -21,22 +18,15 @@ from simulator.seeing import Seeing, to_ms
 from simulator.workload import Workload
 from simulator.world import Placement, World
 
-DECIDE_EVERY_S = 1.0
-
 PROGRESS = frozenset({What.SEQUENCE_FINISHED, What.GROUP_FINISHED, What.GROUP_INFERRED})
 """What is told so often that nobody is asked for it at once."""
 
 
-class Chooses(Protocol):
-    """A policy: pure, the same situation gives the same choice."""
-
-    def choose(self, situation: Situation) -> Choice: ...
-
-
 class Pace:
-    """When to ask."""
+    """When to ask, on progress at most every `decide_every_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, decide_every_s: float) -> None:
+        self._decide_every_s = decide_every_s
         self._asked_s = 0.0
         self._wake_ms: int | None = None
         self._num_wakes = 0
@@ -44,7 +34,7 @@ class Pace:
     def is_due(self, happening: Happening, world: World) -> bool:
         """`happening` is the last of its instant."""
         if happening.what in PROGRESS:
-            return world.now_s >= self._asked_s + DECIDE_EVERY_S
+            return world.now_s >= self._asked_s + self._decide_every_s
         return happening.what is not What.WOKE or happening.number == self._num_wakes
 
     def asked(self, world: World, again_ms: int | None) -> None:

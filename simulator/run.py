@@ -7,33 +7,35 @@ Invariant: the same scenario, policy and seed give the same run.
 
 from __future__ import annotations
 
+from services.scheduler.policy import Policy
 from services.scheduler.policy.situation import Choice, as_configured
 from services.scheduler.remembered import Remembered
 from simulator.carrying import Carrying
 from simulator.happenings import What
-from simulator.iterating import PROGRESS, Chooses, Pace, Simulated
+from simulator.iterating import PROGRESS, Pace, Simulated
 from simulator.outcome import Decided, GpuSpan, Run
 from simulator.scenario import Scenario
 from simulator.world import World
 
-__all__ = ["Chooses", "Decided", "GpuSpan", "Run", "simulate"]
+__all__ = ["Decided", "GpuSpan", "Run", "simulate"]
 
 
-def simulate(scenario: Scenario, policy: Chooses, *, name: str = "", seed: int | None = None) -> Run:
-    """ScenarioError for a placement without a home for each component, Stalled where the policy leaves work without
-    GPUs for ever."""
+def simulate(scenario: Scenario, policy: Policy, *, name: str = "", seed: int | None = None) -> Run:
+    """ScenarioError for a placement without a home for each component, ValueError for a job that the policy cannot run,
+    Stalled where the policy leaves work without GPUs for ever."""
     simulated = Simulated(scenario, scenario.seed if seed is None else seed)
+    policy.check(simulated.spec)
     return _Direct(simulated, policy).run(name or type(policy).__name__)
 
 
 class _Direct:
     """One run while it goes on: the world shown to the policy, its choices made moves."""
 
-    def __init__(self, simulated: Simulated, policy: Chooses) -> None:
+    def __init__(self, simulated: Simulated, policy: Policy) -> None:
         self._simulated, self._policy = simulated, policy
         self._remembered = Remembered()
         self._decisions: list[Decided] = []
-        self._pace = Pace()
+        self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
         self._world, self._carrying = self._opened()
 
     def run(self, name: str) -> Run:

@@ -37,6 +37,7 @@ from tidegate.config_layers import (
     with_whole_paths,
 )
 from tidegate.config_origins import with_origin, with_origins
+from tidegate.config_scheduler import SchedulerSection
 from tidegate.config_yaml import NotAsMeant, read_yaml
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
@@ -97,6 +98,9 @@ class Scenario(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     lengths: LengthSection = LengthSection()
     costs: Costs = Costs()
+    scheduler: SchedulerSection = SchedulerSection()
+    """The policy where none is named, and the rules of each; costs and lengths that it assumes are not read: what a
+    policy knows of them here is what earlier iterations would have measured."""
     faults: tuple[FaultSection, ...] = ()
 
     @model_validator(mode="after")

@@ -14,6 +14,11 @@ from tidegate.config_base import NonNegativeFloat, Positive, PositiveFloat, Sect
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
+class StaticSection(Section):
+    collocated: bool = False
+    """All GPUs generate, then all infer, then all train, in place of a fixed split."""
+
+
 class RLinfSection(Section):
     """RLinf's own keys and defaults, but for the first: to name the policy is to turn it on."""
 
@@ -48,15 +53,19 @@ class SchedulerSection(Section):
     policy: Literal["static", "rlinf", "dynarl"] = "static"
     decide_every_s: PositiveFloat = 1.0
     """At most so often on progress alone; whatever changes the job's structure is decided on at once."""
+    static: StaticSection = StaticSection()
     rlinf: RLinfSection = RLinfSection()
     dynarl: DynaRLSection = DynaRLSection()
 
 
 def unmovable(section: SchedulerSection) -> str | None:
     """Why a job cannot be started with it; None when it can."""
-    if section.policy == "static":
+    if section.policy == "static" and not section.static.collocated:
         return None
+    key, remedy = f"scheduler.policy={section.policy}", "scheduler.policy to static"
+    if section.policy == "static":
+        key, remedy = "scheduler.static.collocated=true", "it to false"
     return (
-        f"scheduler.policy={section.policy}: moves of real GPUs come with the next version; `tidegate simulate` and "
-        "`tidegate plan` run it; set scheduler.policy to static to start the job"
+        f"{key}: moves of real GPUs come with the next version; `tidegate simulate` and `tidegate plan` run it; set "
+        f"{remedy} to start the job"
     )

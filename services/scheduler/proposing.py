@@ -7,6 +7,7 @@ moves the actor, and while the actor waits for ranks that died. Then every compo
 this iteration, else where the config places it; a person's word comes first, and everything else goes home for it.
 
 Invariants:
+- a trainer that is to change its GPUs or its layout begins no minibatch before it has;
 - without a choice nothing is forgotten, and the trainer holds on or goes on as it was told;
 - it wants to be asked again later than now, or not at all.
 """
@@ -49,18 +50,25 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
 
 def chosen(policy: Policy, situation: Situation) -> Proposed:
     choice = policy.choose(situation)
+    trains = choice.trains and _is_where_it_trains(situation, choice.assignment)
     proposal = Proposal(
         placement=placement_of(situation.spec, choice.assignment),
         reason=choice.reason,
-        trains=choice.trains,
+        trains=trains,
         group_order=choice.group_order,
     )
     is_later = choice.ask_at_ms is not None and choice.ask_at_ms > situation.now_ms
     return Proposed(
         proposal,
-        remembered=replace(choice.remembered, trains=choice.trains),
+        remembered=replace(choice.remembered, trains=trains),
         ask_at_ms=choice.ask_at_ms if is_later else None,
     )
+
+
+def _is_where_it_trains(situation: Situation, assignment: Assignment) -> bool:
+    """A trainer that is to be elsewhere begins no minibatch before it is there: one on the GPUs that it has would keep
+    the others waiting for it to end."""
+    return situation.trainer.placed in (None, assignment.trainer)
 
 
 def job_at_home(state: ClusterState, spec: JobSpec) -> JobSpec:

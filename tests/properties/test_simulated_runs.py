@@ -7,15 +7,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from simulator.happenings import What
-from simulator.run import Chooses, simulate
+from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
 from tests.unit.simulator.test_run import check_whole
 
-POLICIES: list[Chooses] = [
+POLICIES: list[Policy] = [
     PhasesPolicy(),
     RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_wait_before_last_iter_policy=False)),
@@ -47,7 +48,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             "cluster": {"nodes": {"n0": 12}, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
             "actor_layout": {"tp": 2, "dp": 2},
             "algorithm": {
-                "prompts_per_iteration": draw(st.integers(8, 20)),
+                "prompts_per_iteration": draw(st.sampled_from([8, 16, 24])),
                 "group_size": draw(st.sampled_from([1, 4])),
                 "n_minibatches": draw(st.sampled_from([1, 2, 4])),
                 "minibatch_order": order,
@@ -71,5 +72,5 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 @settings(max_examples=60, deadline=None)
 @given(scenarios(), st.sampled_from(POLICIES), st.integers(0, 2**31))
-def test_every_sample_is_trained_once_whatever_fails(scenario: Scenario, policy: Chooses, seed: int) -> None:
+def test_every_sample_is_trained_once_whatever_fails(scenario: Scenario, policy: Policy, seed: int) -> None:
     check_whole(simulate(scenario, policy, seed=seed), scenario)

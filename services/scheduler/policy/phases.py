@@ -26,6 +26,9 @@ from tidegate.types import Role
 
 @dataclass(frozen=True, slots=True)
 class PhasesPolicy:
+    def check(self, spec: JobSpec) -> None:
+        """Every job that is placed will do."""
+
     def choose(self, situation: Situation) -> Choice:
         spec = situation.spec
         gpus = placed_gpus(spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
 from tidegate.config_scheduler import SchedulerSection
@@ -13,7 +14,7 @@ def policy_of(section: SchedulerSection) -> Policy:
     """The policy that it names, with its rules."""
     match section.policy:
         case "static":
-            return StaticPolicy()
+            return PhasesPolicy() if section.static.collocated else StaticPolicy()
         case "rlinf":
             return RLinfPolicy(RLinfRules(**section.rlinf.model_dump()))
         case "dynarl":

@@ -11,7 +11,8 @@ Invariants:
 
 Ours, where the rules are silent: sequences are counted, not groups, and all that are not queued count as running, on
 their way or with their environment too; GPUs are given and taken in the order of placement (actor, rollout, inference),
-contiguous where the placement is; a dead engine counts as none; with experts only numbers of copies that divide over
+contiguous where the placement is; a dead engine counts as none, but a component all of whose GPUs died while it has
+work gets back those that it was assigned, where RLinf would hang; with experts only numbers of copies that divide over
 them are legal.
 """
 
@@ -130,9 +131,11 @@ class RLinfPolicy:
         """After minibatch number `num_done`, which is not the last: what the pseudo-code calls `it = num_done - 1`."""
         is_before_last = num_done == situation.spec.num_minibatches - 1
         waits_before_last = self.rules.use_wait_before_last_iter_policy and is_before_last
-        left = self._rollout_left(situation, waits_before_last)
+        assigned = remembered.assignment
+        assert assigned is not None, "an iteration opens with an assignment"
+        left = self._rollout_left(situation, assigned.engines, waits_before_last)
         keeps_inference, waits_for = self._inference_left(situation, left, waits_before_last)
-        inference = situation.inference.gpus if keeps_inference else ()
+        inference = (situation.inference.gpus or assigned.inference) if keeps_inference else ()
         trainer = situation.trainer.placed
         if left.waits_for or waits_for:
             held = Assignment(left.engines, trainer, inference)
@@ -156,10 +159,12 @@ class RLinfPolicy:
         )
         return Choice(assignment, True, answered, f"rlinf: after minibatch {num_done}: {reason}")
 
-    def _rollout_left(self, situation: Situation, waits_before_last: bool) -> _Left:
+    def _rollout_left(self, situation: Situation, assigned: tuple[EngineGpus, ...], waits_before_last: bool) -> _Left:
         engines = _in_placement_order(situation.spec, situation.engines)
-        if situation.num_unfinished == 0 or not engines:
+        if situation.num_unfinished == 0:
             return _Left(())
+        if not engines:
+            return _Left(assigned)
         if waits_before_last:
             return _Left(engines, f"{situation.num_unfinished} sequences before the last minibatch")
         if len(engines) <= 1:
@@ -172,8 +177,10 @@ class RLinfPolicy:
 
     def _inference_left(self, situation: Situation, rollout: _Left, waits_before_last: bool) -> tuple[bool, str]:
         """Whether it keeps its GPUs, and what the actor waits for."""
-        if rollout.waits_for or not situation.inference.gpus:
+        if rollout.waits_for:
             return True, ""
+        if not situation.inference.gpus:
+            return not situation.is_inferred, ""
         waits = self.rules.use_wait_before_last_iter_policy
         if waits and rollout.engines and not waits_before_last:
             return True, ""

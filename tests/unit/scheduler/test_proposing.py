@@ -96,6 +96,27 @@ def test_each_policy_proposes_what_it_chooses() -> None:
     assert all(each.proposal.reason.startswith(name) for name, each in [("rlinf", rlinf), ("dynarl", dynarl)])
 
 
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Wants the trainer on so many GPUs, and it to train."""
+
+    num_gpus: int
+
+    def check(self, spec: JobSpec) -> None:
+        """Every job will do."""
+
+    def choose(self, situation: Situation) -> Choice:
+        trainer = Placed(gpus(0, self.num_gpus), Layout(dp=self.num_gpus))
+        return Choice(Assignment((), trainer, ()), trains=True, remembered=Remembered(), reason="growing")
+
+
+@pytest.mark.parametrize(("num_gpus", "want"), [(2, True), (4, False)])
+def test_a_trainer_that_is_to_change_begins_no_minibatch_before(num_gpus: int, want: bool) -> None:
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    got = chosen(Growing(num_gpus), seen(job_spec, as_configured(job_spec), num_unfinished=8))
+    assert (got.proposal.trains, got.remembered.trains) == (want, want)
+
+
 def test_a_running_jobs_policy_is_asked_of_what_was_told() -> None:
     state = running()
     got = proposal_of(state, Asking(ask_at_ms=2_000_000), 1_000_000)

@@ -186,6 +186,16 @@ def test_a_lost_gpu_is_not_given_away() -> None:
     assert policy().choose(lost).assignment.trainer == actor((0, 16), (24, 40))
 
 
+def test_a_component_whose_last_gpu_died_gets_back_what_it_was_assigned() -> None:
+    remembered = Remembered(iteration=0, assignment=HOME, is_begun=True)
+    dead = Assignment((), HOME.trainer, ())
+    situation = seen(
+        SPEC, dead, num_unfinished=7, num_unsubmitted=7, num_done=1, are_inferred=False, remembered=remembered
+    )
+    choice = policy().choose(situation)
+    assert (choice.assignment.engines, choice.assignment.inference) == (HOME.engines, HOME.inference)
+
+
 def test_without_auto_scheduler_everything_stays_where_it_is_placed() -> None:
     situation = seen(SPEC, HOME, num_done=2)
     choice = RLinfPolicy(RLinfRules(max_running_requests=128)).choose(situation)

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.observed import ENDED
+from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.situation import Choice, Situation, as_configured
 from services.scheduler.remembered import Assignment
-from services.scheduler.values import Placed
+from services.scheduler.values import JobSpec, Placed
 from simulator.costs import Costs
 from simulator.gpus import Doing
 from simulator.happenings import What
-from simulator.run import Chooses, Run, simulate
+from simulator.run import Run, simulate
 from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
 from tidegate.types import GpuId, Layout, Role
 
@@ -30,7 +31,7 @@ SMALL = {
     "lengths": {"median_tokens": 800, "max_tokens": 4000},
     "costs": {"engine": {"max_running": 16, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}},
 }
-POLICIES: dict[str, Chooses] = {
+POLICIES: dict[str, Policy] = {
     "phases": PhasesPolicy(),
     "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
@@ -42,6 +43,9 @@ class Asked:
     """Stays as configured, and keeps what it was shown."""
 
     seen: list[Situation]
+
+    def check(self, spec: JobSpec) -> None:
+        """Every job will do."""
 
     def choose(self, situation: Situation) -> Choice:
         self.seen.append(situation)
@@ -119,7 +123,7 @@ def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_trainer_that_is_to_change_begins_no_minibatch_before(name: str) -> None:
-    scenario = small(algorithm={"prompts_per_iteration": 12, "group_size": 4, "n_minibatches": 4})
+    scenario = small(algorithm={"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 4})
     run = simulate(scenario, POLICIES[name], seed=0)
     changes = [
         after for before, after in pairwise(run.decisions) if after.assignment.trainer != before.assignment.trainer
@@ -159,6 +163,9 @@ class Lending:
     """The trainer's GPUs generate until `until_ms`, then it gets them, and trains once everything was inferred."""
 
     until_ms: int
+
+    def check(self, spec: JobSpec) -> None:
+        """Every job will do."""
 
     def choose(self, situation: Situation) -> Choice:
         home = as_configured(situation.spec)
