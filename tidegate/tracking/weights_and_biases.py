@@ -35,6 +35,7 @@ class WandbSink:
             # It is no terminal's, and takes no notice of the code around it.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
+        self._teardown = wandb.teardown
         self._run.define_metric("iteration", hidden=True)
         self._run.define_metric("*", step_metric="iteration")
 
@@ -43,3 +44,5 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+        # Only W&B's own process writes the run's file, and is not done when the run is.
+        self._teardown()
