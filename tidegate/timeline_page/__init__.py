@@ -1,0 +1,1 @@
+"""GPU timelines as one page that needs nothing besides itself."""

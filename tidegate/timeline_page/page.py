@@ -1,0 +1,187 @@
+"""GPU timelines and tables -> one HTML document: each run a strip under the other on one time axis, GPUs as rows.
+
+Style and script are files of this folder, put into the page whole, so that it opens without a network and years later.
+Of 1,024 GPUs most do the same at the same time: each different sequence of spans is written once, with its GPUs.
+Invariants: nothing that a caller gives can end a script or begin a tag; times are whole milliseconds of a strip's
+window; a page says the same without its script, in tables.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from tidegate.timeline import Span, Window
+from tidegate.types import GpuId, node_of
+
+STATES: Mapping[str, str] = {
+    "generating": "the rollout's, tokens are made",
+    "inferring": "log-probabilities are computed",
+    "training": "an update is computed",
+    "switching": "drained, resharded, loaded or started",
+    "waiting": "held by a component that has no work for it",
+    "free": "held by none",
+    "lost": "its holder is gone",
+}
+"""What a legend says of each, in the order in which they are stacked; a state that is not here comes last."""
+
+_NS_PER_MS = 1_000_000
+
+_NUMBER = re.compile(r"[-+]?[\d,]+(\.\d+)?")
+_NONE = "\N{EN DASH}"
+
+
+class MarkKind(StrEnum):
+    """Its value is what a legend says."""
+
+    DECISION = "decision"
+    BOUNDARY = "minibatch ends"
+    REFERENCE = "bound"
+    """A time to compare with, at which nothing happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment of a strip, on the clock of its spans."""
+
+    at_ns: int
+    kind: MarkKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns of numbers stand to the right; what is empty is shown as none. `is_folded`: shown when somebody asks."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    is_folded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """One timeline. Each GPU's spans are contiguous and fill the window."""
+
+    name: str
+    facts: str
+    window: Window
+    lanes: Mapping[GpuId, Sequence[Span]]
+    marks: Sequence[Mark] = ()
+    tables: Sequence[Table] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`head` are the tables above the strips, `foot` those below."""
+
+    title: str
+    told: str
+    strips: Sequence[Strip]
+    head: Sequence[Table] = ()
+    foot: Sequence[Table] = ()
+
+
+def rendered(page: Page) -> str:
+    """The whole document."""
+    folder = files("tidegate.timeline_page")
+    states = _states(page.strips)
+    return Template((folder / "page.html").read_text()).substitute(
+        title=escape(page.title),
+        told=escape(page.told),
+        style=(folder / "page.css").read_text(),
+        script=(folder / "page.js").read_text(),
+        legend="".join(_legend(states, page.strips)),
+        head="".join(map(_table, page.head)),
+        strips="".join(_strip(at, strip) for at, strip in enumerate(page.strips)),
+        foot="".join(map(_table, page.foot)),
+        data=_as_script_data({"states": states, "strips": [_strip_data(strip, states) for strip in page.strips]}),
+    )
+
+
+def _states(strips: Sequence[Strip]) -> list[str]:
+    found = {span.state for strip in strips for spans in strip.lanes.values() for span in spans}
+    return [*(state for state in STATES if state in found), *sorted(found - STATES.keys())]
+
+
+def _strip_data(strip: Strip, states: Sequence[str]) -> dict[str, Any]:
+    number = {state: at for at, state in enumerate(states)}
+    same: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for gpu, spans in enumerate(strip.lanes.values()):
+        begins = ((_ms(span.start_ns, strip.window), number[span.state]) for span in spans)
+        same.setdefault(tuple(_without_repeats(begins)), []).append(gpu)
+    return {
+        "name": strip.name,
+        "end": _ms(strip.window.end_ns, strip.window),
+        "gpus": list(strip.lanes),
+        "nodes": [node_of(gpu) for gpu in strip.lanes],
+        "lanes": [{"gpus": gpus, "at": [at for at, _ in lane], "state": [s for _, s in lane]} for lane, gpus in same.items()],
+        "marks": [[_ms(mark.at_ns, strip.window), mark.kind.name.lower(), mark.text] for mark in strip.marks],
+    }
+
+
+def _without_repeats(begins: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Of spans of no whole millisecond the last stays, of neighbours in one state the first."""
+    held: tuple[int, int] | None = None
+    told: int | None = None
+    for begin in begins:
+        if held is not None and held[0] < begin[0] and held[1] != told:
+            told = held[1]
+            yield held
+        held = begin
+    if held is not None and held[1] != told:
+        yield held
+
+
+def _ms(at_ns: int, window: Window) -> int:
+    return (at_ns - window.start_ns) // _NS_PER_MS
+
+
+def _as_script_data(value: Any) -> str:
+    """JSON that no tag ends: `</script>` and `<!--` hold a `<`."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _legend(states: Sequence[str], strips: Sequence[Strip]) -> Iterator[str]:
+    for state in states:
+        told = escape(STATES.get(state, ""))
+        yield f'<li title="{told}"><i data-state="{escape(state)}"></i>{escape(state)}</li>'
+    found = {mark.kind for strip in strips for mark in strip.marks}
+    for kind in MarkKind:
+        if kind in found:
+            yield f'<li><b data-mark="{kind.name.lower()}"></b>{kind.value}</li>'
+
+
+def _strip(at: int, strip: Strip) -> str:
+    name = escape(strip.name)
+    tables = "".join(map(_table, strip.tables))
+    return (
+        f'<section class="strip"><h2>{name} <span class="facts">{escape(strip.facts)}</span></h2>'
+        f'<canvas data-strip="{at}" role="img" aria-label="GPU timeline of {name}: {escape(strip.facts)}"></canvas>'
+        f"{tables}</section>"
+    )
+
+
+def _table(table: Table) -> str:
+    right = [all(_NUMBER.fullmatch(row[at] or "0") for row in table.rows) for at in range(len(table.columns))]
+    classes = [' class="number"' if is_right else "" for is_right in right]
+    head = "".join(f"<th{mark}>{escape(text)}</th>" for mark, text in zip(classes, table.columns, strict=True))
+    rows = "".join(f"<tr>{''.join(_cells(row, classes))}</tr>" for row in table.rows)
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    grid = f'<div class="grid"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}'
+    title = escape(table.title)
+    if table.is_folded:
+        return f"<details><summary>{title}</summary>{grid}</details>"
+    return f"<section><h2>{title}</h2>{grid}</section>"
+
+
+def _cells(row: Sequence[str], classes: Sequence[str]) -> Iterator[str]:
+    return (f"<td{mark}>{escape(text or _NONE)}</td>" for mark, text in zip(classes, row, strict=True))
