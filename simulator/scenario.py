@@ -22,7 +22,7 @@ from simulator.happenings import What
 from simulator.lengths import BadTrace, LengthLaw, Lengths, LengthSection, draw_lengths, lengths_of_trace, parse_trace
 from simulator.workload import Workload
 from simulator.world import Placement, World
-from tidegate.config import LayoutSection
+from tidegate.config import ConfigError, LayoutSection
 from tidegate.config_base import Count, FileName, GpuList, NonNegativeFloat, Positive, Section, fields_of
 from tidegate.config_checks import gpu_indices
 from tidegate.config_faults import described
@@ -42,7 +42,7 @@ from tidegate.config_yaml import NotAsMeant, read_yaml
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
 
-class ScenarioError(ValueError):
+class ScenarioError(ConfigError):
     """The scenario cannot be run; one fault a line."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from simulator.costs import Costs
 from simulator.happenings import What
 from simulator.run import Decided, Run
 from simulator.scenario import Scenario
@@ -17,8 +18,7 @@ from tidegate.timeline import Window, chrome_trace
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table
 
 ASSUMPTION_COLUMNS = ("key", "value", "source")
-_SOURCES = "P: published; F: fitted to a published figure; A: assumed. A value that the scenario gives is its own."
-_SHARE = "_percent"
+SOURCES_TOLD = "P: published; F: fitted to a published figure; A: assumed"
 
 
 def as_json(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
@@ -39,7 +39,13 @@ def as_json(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def assumption_rows(scenario: Scenario) -> list[dict[str, Any]]:
-    return [asdict(assumption) for assumption in scenario.costs.assumptions()]
+    """Every cost with its value and where that comes from."""
+    rows = []
+    for own, default in zip(scenario.costs.assumptions(), Costs().assumptions(), strict=True):
+        is_given = own.value != default.value
+        source = f"given; by default {plain(default.value) or 'none'}, {own.source}" if is_given else own.source
+        rows.append({"key": own.key, "value": own.value, "source": source})
+    return rows
 
 
 def as_trace(runs: Sequence[Run]) -> dict[str, Any]:
@@ -60,13 +66,13 @@ def as_page(scenario: Scenario, runs: Sequence[Run]) -> Page:
     num_gpus, own = len(scenario.cluster.gpus()), scenario.algorithm
     samples = f"{own.prompts_per_iteration:,} prompts x {own.group_size} responses in {own.n_minibatches} minibatches"
     bound = f"no schedule ends before {runs[0].bound.bound_s:.1f} s"
-    assumptions = [[row["key"], _plain(row["value"]), row["source"]] for row in assumption_rows(scenario)]
+    assumptions = [[row["key"], plain(row["value"]), row["source"]] for row in assumption_rows(scenario)]
     return Page(
         title=f"{scenario.name}: one simulated iteration on {num_gpus:,} GPUs",
         told=f"{samples}, seed {runs[0].seed}; {bound} (lengths known, moves free, GPUs fractional)",
         strips=[_strip(run, summary, found[0].policy) for run, summary in zip(runs, found, strict=True)],
         head=[_summary_table(found)],
-        foot=[Table("Assumptions", ("field", "value", "source"), assumptions, note=_SOURCES, is_folded=True)],
+        foot=[Table("Assumptions", ("field", "value", "source"), assumptions, note=SOURCES_TOLD, is_folded=True)],
     )
 
 
@@ -81,7 +87,16 @@ def _decision_events(run: Run, *, pid: int) -> Iterator[dict[str, Any]]:
     for decided in run.decisions:
         told = {"reason": decided.reason, "predicted_end_s": decided.predicted_end_s}
         at_us = decided.at_s * 1e6
-        yield {"name": "decision", "cat": "decision", "ph": "i", "s": "p", "ts": at_us, "pid": pid, "tid": 0, "args": told}
+        yield {
+            "name": "decision",
+            "cat": "decision",
+            "ph": "i",
+            "s": "p",
+            "ts": at_us,
+            "pid": pid,
+            "tid": 0,
+            "args": told,
+        }
 
 
 def _summary_table(found: Sequence[Summary]) -> Table:
@@ -107,7 +122,7 @@ def _strip(run: Run, summary: Summary, first: str) -> Strip:
     facts = f"{run.iteration_s:.1f} s"
     facts += f", {summary.speedup:.2f} times as fast as {first}" if run.policy != first else ""
     facts += f", {summary.over_bound_percent:.0f} % above the bound, {run.num_moves} moves"
-    rows = [[_plain(value) for value in _decision_row(decided).values()] for decided in run.decisions]
+    rows = [[plain(value) for value in _decision_row(decided).values()] for decided in run.decisions]
     columns = ("at s", "rollout", "actor", "inference", "predicted end s", "reason")
     decisions = Table(f"{len(rows)} decisions", columns, rows, is_folded=True)
     marks = sorted(_marks(run), key=lambda mark: mark.at_ns)
@@ -137,7 +152,8 @@ def _decision_row(decided: Decided) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A figure as people write it; nothing for none."""
     if value is None or value == {}:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

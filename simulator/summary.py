@@ -69,7 +69,7 @@ def summaries(runs: Sequence[Run]) -> tuple[Summary, ...]:
 
 
 def lanes_of(run: Run) -> dict[GpuId, tuple[Span, ...]]:
-    """Each GPU's time in whole nanoseconds; neighbours share their boundary, so that nothing is lost or counted twice."""
+    """Each GPU in whole nanoseconds; neighbours share their boundary: nothing is lost or counted twice."""
     return {
         gpu: tuple(Span(_ns(span.start_s), _ns(span.end_s), span.state) for span in spans)
         for gpu, spans in run.timeline.items()

@@ -14,7 +14,7 @@ from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 
-from tidegate.cli import queries
+from tidegate.cli import queries, simulating
 from tidegate.cli.jobs import UnknownJob
 from tidegate.cli.rows import Form
 from tidegate.config import ConfigError
@@ -44,15 +44,18 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     given, rest = parser.parse_known_args(arguments)
-    if rest and (given.command != "run" or any(word.startswith("-") for word in rest)):
+    taken = given.config if "config" in given else None
+    if rest and (taken is None or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
+    if taken is not None:
         # argparse takes only the first stretch of them: `run a.yaml --resume seed=1` goes on after the flag.
-        given.config += rest
+        taken += rest
     return given
 
 
 def _run(given: argparse.Namespace) -> int:
+    if given.command in simulating.COMMANDS:
+        return simulating.answer(given)
     form, output_dir = Form(given.form), Path(given.output_dir or "")
     match given.command:
         case "demo" | "run":
@@ -103,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", "Run the demo job, from nothing to its result.")
     _add_running(demo, command("run", "Run a job.", output_dir=None))
+    simulating.add_commands(commands)
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
     command("doctor", "Check what this machine has of what a job needs.")
     get = command("get", "List jobs, their evaluations, the GPUs of live jobs, or their dead letters.")

@@ -127,7 +127,7 @@
   }
 
   function step(layout) {
-    const wanted = ((view[1] - view[0]) / (layout.right - layout.left)) * 90;
+    const wanted = ((view[1] - view[0]) / (layout.right - layout.left)) * 70;
     const power = 10 ** Math.floor(Math.log10(wanted));
     return [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= wanted);
   }

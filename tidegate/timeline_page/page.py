@@ -123,7 +123,9 @@ def _strip_data(strip: Strip, states: Sequence[str]) -> dict[str, Any]:
         "end": _ms(strip.window.end_ns, strip.window),
         "gpus": list(strip.lanes),
         "nodes": [node_of(gpu) for gpu in strip.lanes],
-        "lanes": [{"gpus": gpus, "at": [at for at, _ in lane], "state": [s for _, s in lane]} for lane, gpus in same.items()],
+        "lanes": [
+            {"gpus": gpus, "at": [at for at, _ in lane], "state": [s for _, s in lane]} for lane, gpus in same.items()
+        ],
         "marks": [[_ms(mark.at_ns, strip.window), mark.kind.name.lower(), mark.text] for mark in strip.marks],
     }
 

@@ -1,0 +1,83 @@
+"""`tidegate simulate` and `tidegate plan`: checked first, then run, then printed; nothing is printed before all ran.
+
+Stdout gets the result in the form that was asked for; nothing else is written anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from simulator.policies import policies_of
+from simulator.run import Run
+from simulator.run import simulate as simulated
+from simulator.scenario import Scenario, ScenarioError, load_scenario
+from simulator.showing import (
+    ASSUMPTION_COLUMNS,
+    SOURCES_TOLD,
+    as_json,
+    as_page,
+    as_trace,
+    assumption_rows,
+    plain,
+)
+from simulator.summary import Summary, summaries
+from tidegate.cli.rows import Row, table
+from tidegate.config_layers import is_override
+from tidegate.timeline_page.page import rendered
+
+
+def simulate(given: argparse.Namespace) -> int:
+    """ScenarioError for what was given wrong."""
+    scenario = _scenario(given.config)
+    if given.seed is not None and not 0 <= given.seed < 2**32:
+        raise ScenarioError(f"--seed {given.seed} is not from 0 to {2**32 - 1}: give one that is")
+    policies = policies_of(given.compare or [given.policy], scenario)
+    runs = [simulated(scenario, policy, name=name, seed=given.seed) for name, policy in policies.items()]
+    print(_told(scenario, runs, given))
+    return 0
+
+
+def _scenario(words: Sequence[str]) -> Scenario:
+    paths = [word for word in words if not is_override(word)]
+    if len(paths) != 1:
+        told = f"{len(paths)} scenarios ({', '.join(paths)})" if paths else "no scenario"
+        raise ScenarioError(f"{told}: name one YAML file, and after it key=value where some differ")
+    return load_scenario(Path(paths[0]), [word for word in words if is_override(word)])
+
+
+def _told(scenario: Scenario, runs: Sequence[Run], given: argparse.Namespace) -> str:
+    match given.form:
+        case "json":
+            return json.dumps(as_json(scenario, runs))
+        case "html":
+            return rendered(as_page(scenario, runs))
+        case "perfetto":
+            return json.dumps(as_trace(runs))
+    return "\n\n".join(_sections(scenario, runs, with_assumptions=given.assumptions))
+
+
+def _sections(scenario: Scenario, runs: Sequence[Run], *, with_assumptions: bool) -> list[str]:
+    rows = [_table_row(summary) for summary in summaries(runs)]
+    bound_s = runs[0].bound.bound_s
+    told = f"no schedule ends before {bound_s:.1f} s: lengths known, moves free, GPUs fractional"
+    sections = [table(rows, tuple(rows[0])), f"{scenario.name}, seed {runs[0].seed}: {told}"]
+    if not with_assumptions:
+        return sections
+    assumptions = [row | {"value": plain(row["value"])} for row in assumption_rows(scenario)]
+    return [*sections, table(assumptions, ASSUMPTION_COLUMNS), SOURCES_TOLD]
+
+
+def _table_row(summary: Summary) -> Row:
+    """Narrow: states are shares of GPU time in per cent."""
+    return {
+        "policy": summary.policy,
+        "seconds": round(summary.iteration_s, 1),
+        "speedup": f"{summary.speedup:.3f}",
+        "over_bound_%": round(summary.over_bound_percent, 1),
+        **{f"{state}_%": round(share, 1) for state, share in summary.state_percent.items()},
+        "moves": summary.num_moves,
+        "lost_samples": summary.num_lost,
+    }
