@@ -1,0 +1,128 @@
+"""`tidegate simulate`: four forms of one result, and what was given wrong told before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tidegate.cli.__main__ import main
+
+SCENARIO = """\
+name: small
+cluster:
+  nodes: {n0: 4, n1: 4}
+  placement: {actor: 0-1, rollout: 2-5, inference: 6-7}
+algorithm: {prompts_per_iteration: 8, group_size: 4, n_minibatches: 2}
+lengths: {median_tokens: 400, max_tokens: 2000}
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> str:
+    (path := tmp_path / "small.yaml").write_text(SCENARIO)
+    return str(path)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["simulate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_policies_are_compared_in_one_table_with_the_bound(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    head, static, rlinf, empty, bound = printed(capsys, scenario, "--compare", "static,rlinf").splitlines()
+    assert head.split()[:3] == ["POLICY", "SECONDS", "SPEEDUP"]
+    assert static.split()[0] == "static"
+    assert static.split()[2] == "1.000"
+    assert rlinf.split()[0] == "rlinf"
+    assert not empty
+    assert bound.startswith("small, seed 0: no schedule ends before ")
+
+
+def test_json_says_the_same_again_for_the_same_seed_and_another_for_another(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, again, other = (
+        json.loads(printed(capsys, scenario, "--policy", "dynarl", "--seed", seed, "-o", "json")) for seed in "334"
+    )
+    assert first == again
+    assert first["seed"] == 3
+    assert first["bound_s"] != other["bound_s"]
+    (policy,) = first["policies"]
+    assert policy["num_lost"] == 0
+    assert policy["num_samples"] == 32
+
+
+def test_overrides_count_wherever_they_stand(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(
+        printed(capsys, "name=other", scenario, "--policy", "static", "-o", "json", "costs.sync.fixed_s=7")
+    )
+    assert rows["scenario"] == "other"
+    assert {row["key"]: row["value"] for row in rows["assumptions"]}["sync.fixed_s"] == 7
+
+
+def test_the_page_and_the_trace_are_whole_documents(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = printed(capsys, scenario, "--compare", "static,dynarl", "-o", "html")
+    assert page.startswith("<!doctype html>")
+    assert page.rstrip().endswith("</html>")
+    trace = json.loads(printed(capsys, scenario, "--compare", "static,dynarl", "-o", "perfetto"))
+    assert set(trace["otherData"]) == {"static", "dynarl"}
+
+
+def test_every_cost_is_listed_with_its_value_and_source_when_asked(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = printed(capsys, scenario, "--policy", "static")
+    told = printed(capsys, scenario, "--policy", "static", "--assumptions", "costs.trainer.exponent=0.3")
+    assert "trainer.exponent" not in without
+    (line,) = [line for line in told.splitlines() if line.startswith("trainer.exponent")]
+    assert line.split()[1:6] == ["0.3", "given;", "by", "default", "0.4,"]
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "an unknown key names the nearest": (
+        ["costs.engine.max_runing=3"],
+        "unknown key 'costs.engine.max_runing'; the nearest known key is 'max_running'",
+    ),
+    "an unknown policy names the nearest": (
+        ["--policy", "dynrl"],
+        "no policy is called 'dynrl'; the nearest is 'dynarl'",
+    ),
+    "an unknown policy among several": (["--compare", "static,flood"], "no policy is called 'flood' (known: static, "),
+    "a policy compared with itself": (["--compare", "static,static"], "policy static is named twice"),
+    "a negative duration": (["costs.switch.release_s=-1"], "costs.switch.release_s=-1: Input should be greater than"),
+    "a GPU that two components have": (["cluster.placement.inference=5-6"], "names GPU 5, which rollout has already"),
+    "a GPU that the cluster lacks": (["cluster.placement.inference=6-8"], "names GPU 8, the cluster has 8 (0-7)"),
+    "a component without GPUs": (["cluster.placement.inference=''"], "cluster.placement.inference has no GPUs"),
+    "a lengths file with a bad line": (["lengths={law: trace, file: TRACE}"], "lengths.txt:2: '4x' is no response"),
+    "a seed that is none": (["--seed", "-1"], "--seed -1 is not from 0 to 4294967295"),
+    "two scenarios": (["other.yaml"], "2 scenarios (SCENARIO, other.yaml): name one YAML file"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_given_wrong_is_one_line_with_exit_code_2_and_nothing_else(
+    case: str, scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "lengths.txt"
+    trace.write_text("1 2 3 4\n1 2 3 4x\n")
+    arguments, want = WRONG[case]
+    given = [word.replace("TRACE", str(trace)) for word in arguments]
+    assert main(["simulate", scenario, *given]) == 2
+    said = capsys.readouterr()
+    assert want.replace("SCENARIO", scenario) in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("arguments", [["--policy", "tide", "--compare", "static,tide"], ["-o", "svg"], ["--fast"]])
+def test_usage_that_is_wrong_ends_with_2(arguments: list[str], scenario: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", scenario, *arguments])
+    assert ended.value.code == 2
+
+
+def test_overrides_alone_are_no_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "seed=1"]) == 2
+    assert "no scenario: name one YAML file" in capsys.readouterr().err
