@@ -28,7 +28,7 @@ from tidegate.cli.rows import Row, table
 from tidegate.config_layers import is_override
 from tidegate.timeline_page.page import rendered
 
-DEFAULT_POLICY = "tide"
+DEFAULT_POLICY = "static"
 
 
 def simulate(given: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def test_json_has_each_policys_figures_decisions_and_every_assumption() -> None:
     told = as_json(scenario(), RUNS)
     assert json.loads(json.dumps(told)) == told
     assert [each["policy"] for each in told["policies"]] == ["static", "tide"]
-    want = {"at_s": 8 / 3, "rollout_gpus": 0, "actor_gpus": 2, "inference_gpus": 1}
+    want: dict[str, object] = {"at_s": 8 / 3, "rollout_gpus": 0, "actor_gpus": 2, "inference_gpus": 1}
     want |= {"predicted_end_s": 9.5, "reason": "the tail is thin"}
     assert told["policies"][1]["decisions"] == [want]
     assert (told["compared_with"], told["bound_s"]) == ("static", 5.0)
