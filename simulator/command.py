@@ -28,15 +28,13 @@ from tidegate.cli.rows import Row, table
 from tidegate.config_layers import is_override
 from tidegate.timeline_page.page import rendered
 
-DEFAULT_POLICY = "static"
-
 
 def simulate(given: argparse.Namespace) -> int:
     """ScenarioError for what was given wrong."""
     scenario = _scenario(given.config)
     if given.seed is not None and not 0 <= given.seed < 2**32:
         raise ScenarioError(f"--seed {given.seed} is not from 0 to {2**32 - 1}: give one that is")
-    policies = policies_of(given.compare or [given.policy or DEFAULT_POLICY], scenario)
+    policies = policies_of(given.compare or [given.policy or scenario.scheduler.policy], scenario)
     runs = [simulated(scenario, policy, name=name, seed=given.seed) for name, policy in policies.items()]
     print(_told(scenario, runs, given))
     return 0

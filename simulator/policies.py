@@ -1,48 +1,39 @@
-"""The policies that a scenario is simulated under, by name.
+"""The policies that a scenario is simulated under: the scheduler's, by name, with the scenario's rules.
 
-Invariant: a name that is none is refused with the nearest one, before anything runs.
+Invariant: a name that is none, and a job that a policy cannot run, are refused before anything runs.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import get_args
 
-from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
-from services.scheduler.policy.phases import PhasesPolicy
-from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
-from simulator.run import Chooses
+from services.scheduler.policy import Policy
+from services.scheduler.policy.registry import policy_of
+from simulator.job import job_of
 from simulator.scenario import Scenario, ScenarioError
+from tidegate.config_scheduler import SchedulerSection
 
+NAMES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
 _LEAST_LIKENESS = 0.5
 """As of keys: below it two names only share a few letters."""
 
 
-def _rlinf(scenario: Scenario) -> Chooses:
-    rules = RLinfRules(
-        max_running_requests=scenario.costs.engine.max_running,
-        auto_scheduler=True,
-        use_pre_process_policy=True,
-        use_wait_before_last_iter_policy=False,
-    )
-    return RLinfPolicy(rules)
-
-
-_MADE: Mapping[str, Callable[[Scenario], Chooses]] = {
-    "static": lambda scenario: PhasesPolicy(),
-    "rlinf": _rlinf,
-    "dynarl": lambda scenario: DynaRLPolicy(DynaRLRules()),
-    "dynarl_priority": lambda scenario: DynaRLPolicy(DynaRLRules(request_priority=True)),
-}
-
-
-def policies_of(names: Sequence[str], scenario: Scenario) -> dict[str, Chooses]:
-    """In the order named. ScenarioError for a name that is none, or named twice."""
+def policies_of(names: Sequence[str], scenario: Scenario) -> dict[str, Policy]:
+    """In the order named. ScenarioError for a name that is none, or named twice, or a job that it cannot run."""
     for name in names:
-        if name not in _MADE:
-            near = difflib.get_close_matches(name, _MADE, n=1, cutoff=_LEAST_LIKENESS)
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=_LEAST_LIKENESS)
             hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise ScenarioError(f"no policy is called {name!r}{hint} (known: {', '.join(_MADE)})")
+            raise ScenarioError(f"no policy is called {name!r}{hint} (known: {', '.join(NAMES)})")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ScenarioError(f"policy {', '.join(twice)} is named twice: compare each once")
-    return {name: _MADE[name](scenario) for name in names}
+    spec = job_of(scenario, scenario.read_lengths())
+    made = {name: policy_of(scenario.scheduler.model_copy(update={"policy": name})) for name in names}
+    for policy in made.values():
+        try:
+            policy.check(spec)
+        except ValueError as error:
+            raise ScenarioError(str(error)) from error
+    return made

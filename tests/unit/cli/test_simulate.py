@@ -62,6 +62,12 @@ def test_overrides_count_wherever_they_stand(scenario: str, capsys: pytest.Captu
     assert {row["key"]: row["value"] for row in rows["assumptions"]}["sync.fixed_s"] == 7
 
 
+def test_a_policys_rules_are_the_scenarios(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of collocated phases: three placements, two moves."""
+    told = (printed(capsys, scenario, "-o", "json", f"scheduler.static.collocated={on}") for on in ("false", "true"))
+    assert [json.loads(text)["policies"][0]["num_moves"] for text in told] == [0, 2]
+
+
 def test_the_page_and_the_trace_are_whole_documents(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = printed(capsys, scenario, "--compare", "static,dynarl", "-o", "html")
     assert page.startswith("<!doctype html>")
@@ -91,6 +97,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "an unknown policy among several": (["--compare", "static,flood"], "no policy is called 'flood' (known: static, "),
     "a policy compared with itself": (["--compare", "static,static"], "policy static is named twice"),
+    "a job that a policy cannot run": (
+        ["--policy", "rlinf", "cluster.placement={actor: 0-2, rollout: 4-5, inference: 6-7}"],
+        "rlinf: the actor's dp=3 does not divide 4 prompts a minibatch; legal dp: 1, 2, 4",
+    ),
     "a negative duration": (["costs.switch.release_s=-1"], "costs.switch.release_s=-1: Input should be greater than"),
     "a GPU that two components have": (["cluster.placement.inference=5-6"], "names GPU 5, which rollout has already"),
     "a GPU that the cluster lacks": (["cluster.placement.inference=6-8"], "names GPU 8, the cluster has 8 (0-7)"),
