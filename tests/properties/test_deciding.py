@@ -1,0 +1,150 @@
+"""Every policy over histories of an open iteration, told in any order, twice and late, with deaths and resizes.
+
+`Drive` checks the state's invariants after every step; here are those of what is proposed and decided.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.codec import decode_state, encode_state
+from services.scheduler.decide import after_decision, decide
+from services.scheduler.evolve import evolve
+from services.scheduler.policy import Policy
+from services.scheduler.policy.registry import policy_of
+from services.scheduler.proposing import Proposed, proposal_of
+from services.scheduler.remembered import Assignment
+from services.scheduler.state import ClusterState
+from tests.properties.test_scheduler import SLOTS, happen
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tests.unit.scheduler.test_losses import is_iterating
+from tidegate.config_scheduler import SchedulerSection
+from tidegate.types import Role
+
+FEW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SECTIONS: dict[str, dict[str, object]] = {
+    "static": {"policy": "static"},
+    "rlinf": {"policy": "rlinf", "rlinf": {"max_running_requests": 2}},
+    "rlinf that lends": {
+        "policy": "rlinf",
+        "rlinf": {"max_running_requests": 2, "use_pre_process_policy": True, "use_wait_before_last_iter_policy": False},
+    },
+    "dynarl": {"policy": "dynarl", "dynarl": {"low_for_s": 1.0}},
+    "dynarl with priority": {"policy": "dynarl", "dynarl": {"low_for_s": 1.0, "request_priority": True}},
+}
+POLICIES: dict[str, Policy] = {
+    name: policy_of(SchedulerSection.model_validate(section)) for name, section in SECTIONS.items()
+}
+EIGHTHS = 8
+
+told = st.tuples(st.just("tell"), st.integers(0, 3 * (EIGHTHS + 1) - 1))
+late = st.tuples(st.just("tell late"), st.integers(0, 3 * (EIGHTHS + 1) - 1))
+passing = st.tuples(st.just("later"), st.integers(1, 5))
+other = st.tuples(
+    st.sampled_from(["deliver", "repeat", "kill worker", "move lead", "lapse", "resize", "restart", "renew"]),
+    st.integers(0, 5),
+)
+STEPS = st.lists(st.one_of(told, told, told, late, passing, passing, other), min_size=5, max_size=40)
+
+
+def histories(name: str, steps: list[tuple[str, int]]) -> Drive:
+    """From the opening of a job's first iteration."""
+    drive = booted(FakeCluster(spec(max_actor_restarts=99, standby=SLOTS[2:])))
+    drive.policy = POLICIES[name]
+    drive.run_until(is_iterating)
+    for what, number in steps:
+        if what in ("tell", "tell late"):
+            drive.cluster.show(list(Role)[number % 3], eighths=number // 3)
+            if what == "tell" and drive.cluster.outbox:
+                drive.deliver(drive.cluster.outbox.pop())
+        elif what == "later":
+            drive.now_ms += 1000 * number
+            drive.decide()
+        elif what != "deliver" or drive.cluster.outbox:
+            happen(drive, what, number)
+    return drive
+
+
+def replayed(drive: Drive, policy: Policy) -> list[tuple[ClusterState, Proposed]]:
+    """What is proposed, and to which state, as another replica sees the same; it decides the same, byte for byte."""
+    state, proposed = ClusterState(job=JOB), []
+    for event, now_ms, want in drive.seen:
+        if event is not None:
+            state = evolve(state, event)
+        if want is not None:
+            got = decide(state, now_ms, policy=policy)
+            assert repr(got) == repr(want)
+            if state.spec is not None:
+                proposed.append((state, proposal_of(state, policy, now_ms)))
+            state = decode_state(encode_state(after_decision(state, got, now_ms)))
+    assert encode_state(state) == encode_state(drive.state)
+    return proposed
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(FEW, max_examples=6)
+@given(steps=STEPS)
+def test_decisions_repeat_byte_for_byte_and_propose_few_moves_to_what_layouts_can_do(
+    name: str, steps: list[tuple[str, int]]
+) -> None:
+    check_history(name, steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", POLICIES)
+@settings(FEW, max_examples=100)
+@given(steps=STEPS)
+def test_decisions_repeat_and_propose_what_can_be_done_over_many_histories(
+    name: str, steps: list[tuple[str, int]]
+) -> None:
+    check_history(name, steps)
+
+
+def check_history(name: str, steps: list[tuple[str, int]]) -> None:
+    proposals = replayed(histories(name, steps), POLICIES[name])
+    for state, proposed in proposals:
+        check_placement(state, proposed)
+    check_moves(proposals)
+
+
+def check_placement(state: ClusterState, proposed: Proposed) -> None:
+    """GPUs that there are, each once, one for each rank; and of the configured layout, or of what a person asked for,
+    only the number of copies changes."""
+    spec = state.spec
+    assert spec is not None
+    placement = proposed.proposal.placement
+    assert placement.keys() == set(Role)
+    counted = Counter(gpu for placed in placement.values() if placed is not None for gpu in placed.gpus)
+    assert counted.keys() <= set(spec.gpus)
+    assert max(counted.values()) == 1
+    for role, placed in placement.items():
+        if placed is None:
+            continue
+        assert placed.layout.num_ranks == len(placed.gpus)
+        home = state.home(role)
+        assert home is not None
+        if placed != state.asked:
+            assert replace(placed.layout, dp=home.layout.dp) == home.layout
+    assert proposed.proposal.reason
+    assert sorted(set(proposed.proposal.group_order)) == sorted(proposed.proposal.group_order)
+
+
+def check_moves(proposals: list[tuple[ClusterState, Proposed]]) -> None:
+    """After each minibatch at most one, one before the first, one home; and that again where what was told is taken
+    back by a later picture."""
+    assigned: dict[tuple[int, int], list[Assignment]] = {}
+    for state, proposed in proposals:
+        remembered = proposed.remembered
+        if state.iteration is not None and remembered.assignment is not None:
+            key = (remembered.incarnation, state.iteration.plan.iteration)
+            assigned.setdefault(key, []).append(remembered.assignment)
+    most = 2 * (spec().num_minibatches + 2)
+    for assignments in assigned.values():
+        assert sum(before != after for before, after in pairwise(assignments)) <= most
