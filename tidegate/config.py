@@ -26,6 +26,7 @@ from tidegate.config_checks import (
     placement_faults,
     rollout_faults,
 )
+from tidegate.config_costs import AssumptionsSection
 from tidegate.config_data import DataSection, RewardSection, data_faults
 from tidegate.config_evaluation import EvaluationSection, evaluation_faults
 from tidegate.config_faults import described
@@ -256,6 +257,7 @@ class JobConfig(_Section):
     rollout: RolloutSection = RolloutSection()
     inference: InferenceSection = InferenceSection()
     scheduler: SchedulerSection = SchedulerSection()
+    assumptions: AssumptionsSection = AssumptionsSection()
     evaluation: EvaluationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     samples: SamplesSection = SamplesSection()

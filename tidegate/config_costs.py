@@ -1,5 +1,4 @@
-"""What a policy assumes of times and lengths until a job has measured them: the config's `scheduler.costs` and
-`scheduler.lengths`.
+"""What a policy assumes of times and lengths until a job has measured them: the config's section `assumptions`.
 
 The defaults are of a 7B model on 64 GPUs of 80 GB: those that the simulator has (`simulator.costs`, where each names
 its source), so that both predict alike. What the job itself measures goes before them: the trainer's rate in a layout,
@@ -13,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tidegate.config_base import NonNegativeFloat, PositiveFloat, Section
+from tidegate.config_base import NonNegativeFloat, Positive, PositiveFloat, Section
 
 MEDIAN_SHARE = 7050 / 27_648
 """Of the longest response that is allowed: the assumed lengths of the published 64-GPU timeline. A job whose responses
@@ -41,7 +40,7 @@ class CostsSection(Section):
     inference_start_s: NonNegativeFloat = 2.0
     trainer_tokens_per_s: PositiveFloat = 182_000.0
     """On `trainer_gpus`; on another number by the power of `trainer_exponent`."""
-    trainer_gpus: PositiveFloat = 64
+    trainer_gpus: Positive = 64
     trainer_exponent: Annotated[float, Field(gt=0, le=1)] = 0.4
     inference_tokens_per_s: PositiveFloat = 26_000.0
     """Of a GPU."""
@@ -63,3 +62,10 @@ class LengthsSection(Section):
 
     def log_mean(self, max_new_tokens: int) -> float:
         return math.log(self.median_tokens or MEDIAN_SHARE * max_new_tokens)
+
+
+class AssumptionsSection(Section):
+    """Until the job has measured its own."""
+
+    costs: CostsSection = CostsSection()
+    lengths: LengthsSection = LengthsSection()

@@ -25,8 +25,10 @@ from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.lr import LrUpdate, ledger_of, lr_metrics, passed_budget, without_update
 from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
+from services.actor.rates import TrainingRates
 from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
 from services.actor.sample_log import Fate, SampleLog, fate_of_update
+from services.actor.showing import Showing
 from services.actor.snapshots import SnapshotShelf
 from services.actor.training import IterationTraining, iteration_report, journal_row, told_update, train_samples
 from tidegate.candidates import has_spread
@@ -38,6 +40,7 @@ from tidegate.lr_progress import LrLedger
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, put_off_s, rewards_of
+from tidegate.runtime.pictures import Pictures
 from tidegate.types import Grant, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -77,6 +80,7 @@ class ActorLead(Lead):
         self._samples = SampleLog(tools.folder.samples, self.job.tokenizer, per_iteration=per_iteration)
         self._ledger = SampleLedger(incarnation=0)
         self._lr = ledger_of(config, None)
+        self._rates = TrainingRates(config.assumptions.costs.update_s)
 
     async def aclose(self) -> None:
         await self._end_resizes()
@@ -198,10 +202,14 @@ class ActorLead(Lead):
         )
         candidates = candidates_of(plan)
         order = self.job.config.algorithm.minibatch_order
-        training = IterationTraining(plan, MinibatchAssembly(candidates, plan.num_minibatches, order))
+        assembly = MinibatchAssembly(candidates, plan.num_minibatches, order)
+        training = IterationTraining(plan, assembly, Showing(assembly, self._rates))
+        pictures = Pictures(training.showing.paint, self.tell, self.pace)
+        training.showing.turn = pictures.turn
         keeping = asyncio.create_task(self._keep_alive(training), name="keep-alive")
         try:
-            await self._train_all(training)
+            async with pictures.told():
+                await self._train_all(training)
         finally:
             keeping.cancel()
         num_never_filled = plan.num_minibatches - training.num_minibatches_taken
@@ -301,6 +309,7 @@ class ActorLead(Lead):
             await self._update(kept, training)
         elif training.num_minibatches_taken <= training.plan.num_minibatches:
             self._follow(without_update(self._lr, num_minibatches=1))
+        training.showing.end_minibatch()
         await asyncio.gather(*(delivery.ack() for delivery in deliveries))
         for prompt in prompts:
             del training.held[prompt]
@@ -312,7 +321,13 @@ class ActorLead(Lead):
         lr = LrUpdate(self._lr, update_id, len(samples))
         train = wire.Train(update_id=update_id, samples=samples, learning_rate=lr.rate)
         train.lr_before, train.lr_after = lr.before.mark, lr.committed.mark
-        replies = await self._ranks.do(f"update {update_id}", lambda: self._ranks.ask(wire.WorkerCall(train=train)))
+        num_tokens = sum(len(sample.response_tokens) for sample in samples)
+
+        async def updated() -> list[wire.WorkerReply]:
+            with training.showing.updating(self._ranks.layout, num_tokens):
+                return await self._ranks.ask(wire.WorkerCall(train=train))
+
+        replies = await self._ranks.do(f"update {update_id}", updated)
         reports = [reply.update for reply in replies]
         lr.check(reports)
         report = told_update(reports)

@@ -40,6 +40,11 @@ class MinibatchAssembly:
         return self.candidates.num_prompts // self.num_minibatches
 
     @property
+    def num_given(self) -> int:
+        """Prompts that are in a minibatch."""
+        return self._num_given
+
+    @property
     def is_done(self) -> bool:
         return self.candidates.is_complete and not self._waiting
 

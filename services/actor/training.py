@@ -13,6 +13,7 @@ from typing import Any
 from services.actor.grpo import group_advantages, iteration_metrics
 from services.actor.ledger import OpenIteration
 from services.actor.minibatches import MinibatchAssembly
+from services.actor.showing import Showing
 from tidegate.codec import fate_of, finite_only
 from tidegate.config import AlgorithmSection
 from tidegate.ports.bus import SampleDelivery
@@ -28,6 +29,7 @@ class IterationTraining:
 
     plan: types_pb2.IterationPlan
     assembly: MinibatchAssembly
+    showing: Showing
     held: dict[int, SampleDelivery] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_layout
 from tidegate.ports.bus import SampleConsumer, SampleDelivery, Stage
 from tidegate.runtime.crew import WorkerGone
 from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s, rewards_of
-from tidegate.types import SampleId
+from tidegate.runtime.pictures import Pictures
+from tidegate.types import MinibatchOrder, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -30,6 +32,7 @@ class InferenceLead(Lead):
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
         self._version: int | None = None
+        self._is_busy = False
         self._whole = asyncio.Event()
         """All ranks of the world are up and hold a version."""
 
@@ -61,6 +64,12 @@ class InferenceLead(Lead):
             job, Stage.GENERATED, "inference", on_dead_letter=self.tools.announcer.tell_dead_letter
         )
         candidates = await self.candidates(Stage.SCORED, plan)
+        pictures = Pictures(partial(self._paint, plan, candidates), self.tell, self.pace)
+        async with pictures.told():
+            await self._score_all(consumer, candidates)
+        await self.tell(events_pb2.IterationReported())
+
+    async def _score_all(self, consumer: SampleConsumer, candidates: Candidates) -> None:
         while not candidates.is_complete:
             await self._whole.wait()
             deliveries = await consumer.fetch(_MAX_GROUPS_A_CALL, timeout_s=_FETCH_TIMEOUT_S)
@@ -73,7 +82,12 @@ class InferenceLead(Lead):
                 for prompt, delivery in wanted.items():
                     candidates.add(prompt, has_spread=has_spread(rewards_of(delivery.group)))
                 await self._tell_where_it_is(consumer, candidates)
-        await self.tell(events_pb2.IterationReported())
+
+    async def _paint(self, plan: types_pb2.IterationPlan, candidates: Candidates) -> events_pb2.Inferring:
+        """In fixed order the actor takes groups in the prompts' order, in whichever they came."""
+        is_fixed = self.job.config.algorithm.minibatch_order is MinibatchOrder.FIXED
+        prompts = sorted(candidates.seen) if is_fixed else candidates.seen
+        return events_pb2.Inferring(ready=[prompt - plan.first_prompt for prompt in prompts], is_busy=self._is_busy)
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         if self._version is not None:
@@ -113,6 +127,7 @@ class InferenceLead(Lead):
         drops = self.job.config.algorithm.filter_zero_std
         groups = [each.group for each in deliveries if not drops or has_spread(rewards_of(each.group))]
         call = wire.WorkerCall(score=wire.Score(groups=groups))
+        self._is_busy = True
         try:
             replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call)) if groups else []
         except WorkerGone as error:
@@ -121,6 +136,8 @@ class InferenceLead(Lead):
             await self.tell_unreachable(error)
             await asyncio.gather(*(delivery.nak() for delivery in deliveries))
             return False
+        finally:
+            self._is_busy = False
         scored = {
             decode_sample_id(sample.id): sample
             for reply in replies

@@ -187,6 +187,12 @@ class Generates(Protocol):
 
     def load(self) -> EngineLoad: ...
 
+    def lengths(self) -> Mapping[RequestId, int]:
+        """Response tokens so far of each request inside, those of its partial included.
+
+        An engine that is told of finished responses only estimates them.
+        """
+
 
 class Pauses(Protocol):
     """Holds generation still, or gives the device memory back."""

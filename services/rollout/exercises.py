@@ -49,6 +49,10 @@ class Exercises(Protocol):
 
     def prompt_tokens(self, prompt: int) -> list[int]: ...
 
+    def row(self, prompt: int) -> int | None:
+        """The same for what is asked again in another epoch; None where nothing is."""
+        ...
+
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
         """Responses to one prompt, given as their tokens; `names` tell a person which they are."""
         ...
@@ -87,6 +91,9 @@ class TaskExercises:
 
     def prompt_tokens(self, prompt: int) -> list[int]:
         return self._job.tokenizer.encode_prompt(self._ask(prompt).text)
+
+    def row(self, prompt: int) -> None:
+        """Of a list without an end, each prompt is asked once."""
 
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
         # Apart from the loop, which answers the scheduler and keeps the lease: a reward is a program of any length.
@@ -140,6 +147,9 @@ class DataExercises:
 
     def prompt_tokens(self, prompt: int) -> list[int]:
         return self._reader.encode(self._prompts.at(prompt))
+
+    def row(self, prompt: int) -> int:
+        return self._prompts.row(prompt)
 
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
         asked = self._prompts.at(prompt)

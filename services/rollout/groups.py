@@ -49,6 +49,15 @@ class GroupsInProgress(Generic[Response]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting(self) -> list[SampleId]:
+        """In the order in which they are to be given out."""
+        return sorted(self._waiting)
+
+    def is_given(self, sample: SampleId) -> bool:
+        """An engine has it, as far as known."""
+        return sample in self._given
+
     def take(self, limit: int) -> tuple[SampleId, ...]:
         """Up to `limit` samples for an engine to make."""
         taken = tuple(heapq.heappop(self._waiting) for _ in range(min(limit, len(self._waiting))))

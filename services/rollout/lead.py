@@ -11,48 +11,28 @@ its id); nothing of an evaluation goes to the stream, nor into an account.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 from services.rollout.evaluation import Evaluation
 from services.rollout.exercises import Exercises, open_exercises
 from services.rollout.groups import GroupsInProgress
+from services.rollout.making import EngineSlot, Making
+from services.rollout.progress import EngineProgress, IterationProgress
+from services.rollout.showing import Showing
 from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_sample_id, fate_of
 from tidegate.ports.bus import Stage
 from tidegate.runtime.crew import WorkerGone
 from tidegate.runtime.lead import Lead, LeadTools, rewards_of
+from tidegate.runtime.pictures import Pictures
 from tidegate.types import Grant, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _QUEUED_AHEAD = 1.25
 """Requests an engine holds, as a multiple of what it runs at once: the next one starts without a round trip."""
-
-
-@dataclass(slots=True)
-class _EngineSlot:
-    grant: Grant
-    version: int | None = None
-    num_held: int = 0
-
-
-@dataclass(slots=True)
-class _Generation:
-    """Responses that are being made, as it stands. `request` asks an engine for one; `settle` is for a group that is
-    complete, and is given the generation, the prompt and the responses."""
-
-    version: int
-    groups: GroupsInProgress[samples_pb2.Sample]
-    request: Callable[[SampleId], wire.GenerationRequest]
-    settle: Callable[[_Generation, int, Sequence[samples_pb2.Sample]], Coroutine[Any, Any, None]]
-    calls: set[asyncio.Task[None]] = field(default_factory=set)
-    """To engines; also the settling of groups, which holds up no engine."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    num_tokens: int = 0
-    num_failed_rewards: int = 0
 
 
 class RolloutLead(Lead):
@@ -62,9 +42,11 @@ class RolloutLead(Lead):
 
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
-        self._engines: dict[str, _EngineSlot] = {}
-        self._generation: _Generation | None = None
+        self._engines: dict[str, EngineSlot] = {}
+        self._generation: Making | None = None
         self._exercises: Exercises | None = None
+        self._mean_tokens: dict[int, float] = {}
+        """By row of the data: of the responses that this lead saw last."""
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -78,14 +60,14 @@ class RolloutLead(Lead):
         start = wire.WorkerCall(start_engine=wire.StartEngine(config_json=request.config_json))
         await self.crew.ask_all(dict.fromkeys(grants, start))
         for grant in grants:
-            self._engines[grant.gpu] = _EngineSlot(grant)
+            self._engines[grant.gpu] = EngineSlot(grant)
         if request.HasField("weights"):
             await self._load(request.weights, grants)
         await self.announce_layout(request)
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
         for grant in self.crew.members:
-            self._engines.setdefault(grant.gpu, _EngineSlot(grant))
+            self._engines.setdefault(grant.gpu, EngineSlot(grant))
         await self._load(request.weights, self.crew.members)
         await self.tell(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
 
@@ -93,20 +75,22 @@ class RolloutLead(Lead):
         exercises = await self._opened_exercises()
         candidates = await self.candidates(Stage.GENERATED, plan)
         left = tuple(prompt for prompt in candidates.prompts if prompt not in candidates.seen)
-        generation = _Generation(
+        generation = Making(
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, left, plan.group_size),
             request=partial(self._request, exercises),
             settle=partial(self._publish, plan, exercises, candidates),
+            progress=self._begun(plan, exercises, candidates),
         )
-        await self._generate(generation)
+        async with self._shown(generation, candidates):
+            await self._generate(generation)
         await self._report(plan)
 
     async def evaluate(self, plan: types_pb2.EvaluationPlan) -> None:
         exercises = await self._opened_exercises()
         evaluation = Evaluation(self.job, await asyncio.to_thread(exercises.held_out), version=plan.version)
         prompts, num_samples = tuple(range(evaluation.num_prompts)), evaluation.samples_per_prompt
-        generation = _Generation(
+        generation = Making(
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, prompts, num_samples),
             request=evaluation.request,
@@ -131,13 +115,40 @@ class RolloutLead(Lead):
             self._engines[grant.gpu].version = snapshot.version
         if self._generation is not None:
             self._generation.changed.set()
+            self._generation.turn()
+
+    def _begun(self, plan: types_pb2.IterationPlan, exercises: Exercises, candidates: Candidates) -> IterationProgress:
+        rows = ((prompt, exercises.row(prompt)) for prompt in candidates.possible)
+        hints = {prompt: self._mean_tokens[row] for prompt, row in rows if row in self._mean_tokens}
+        max_running = self.job.config.rollout.max_running_requests
+        for slot in self._engines.values():
+            slot.progress.begin()
+        return IterationProgress(plan.first_prompt, plan.group_size, max_running, hints)
+
+    @asynccontextmanager
+    async def _shown(self, generation: Making, candidates: Candidates) -> AsyncIterator[None]:
+        assert generation.progress is not None, "what is trained on is shown"
+        engines = partial(self._engines_of, generation)
+        showing = Showing(self.crew, engines, generation.groups, candidates, generation.progress)
+        pictures = Pictures(showing.paint, self.tell, self.pace)
+        generation.turn = pictures.turn
+        async with pictures.told():
+            yield
+
+    def _engines_of(self, generation: Making) -> list[tuple[Grant, EngineProgress]]:
+        return [(slot.grant, slot.progress) for slot in self._ready(generation)]
+
+    def _ready(self, generation: Making) -> list[EngineSlot]:
+        """Engines that hold the version."""
+        slots = [self._engines[grant.gpu] for grant in self.crew.members if grant.gpu in self._engines]
+        return [slot for slot in slots if slot.version == generation.version]
 
     async def _opened_exercises(self) -> Exercises:
         if self._exercises is None:
             self._exercises = await open_exercises(self.job)
         return self._exercises
 
-    async def _generate(self, generation: _Generation) -> None:
+    async def _generate(self, generation: Making) -> None:
         """Until every group is made and settled."""
         self._generation = generation
         try:
@@ -153,23 +164,19 @@ class RolloutLead(Lead):
                 call.cancel()
             await asyncio.gather(*generation.calls, return_exceptions=True)
 
-    def _assign(self, generation: _Generation) -> None:
+    def _assign(self, generation: Making) -> None:
         """Fill every engine that holds the version, the emptiest first."""
         capacity = int(self.job.config.rollout.max_running_requests * _QUEUED_AHEAD)
-        ready = [
-            self._engines[grant.gpu]
-            for grant in self.crew.members
-            if grant.gpu in self._engines and self._engines[grant.gpu].version == generation.version
-        ]
+        ready = self._ready(generation)
         share = -(-(generation.groups.num_waiting + sum(slot.num_held for slot in ready)) // max(len(ready), 1))
         for slot in sorted(ready, key=lambda slot: (slot.num_held, slot.grant)):
             taken = generation.groups.take(max(0, min(capacity, share) - slot.num_held))
             if taken:
-                slot.num_held += len(taken)
+                slot.progress.held.update(taken)
                 call = asyncio.create_task(self._run_on(slot, taken, generation), name=f"generate {slot.grant.gpu}")
                 generation.calls.add(call)
 
-    async def _run_on(self, slot: _EngineSlot, samples: Sequence[SampleId], generation: _Generation) -> None:
+    async def _run_on(self, slot: EngineSlot, samples: Sequence[SampleId], generation: Making) -> None:
         left = set(samples)
         requests = [generation.request(sample) for sample in samples]
         try:
@@ -177,30 +184,34 @@ class RolloutLead(Lead):
             async for reply in self.crew.stream(slot.grant, call):
                 sample = decode_sample_id(reply.generated.sample.id)
                 left.discard(sample)
-                slot.num_held -= 1
+                slot.progress.end(sample, len(reply.generated.sample.response_tokens))
                 self._take_in(sample, reply.generated.sample, generation)
                 generation.changed.set()
         except WorkerGone as error:
             self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(left), error=str(error))
             if self._engines.get(slot.grant.gpu) is slot:
                 del self._engines[slot.grant.gpu]
+                generation.turn()
             await self.tell_unreachable(error)
         finally:
-            slot.num_held -= len(left)
+            slot.progress.held.difference_update(left)
             generation.groups.give_back(left)
             generation.changed.set()
 
-    def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: _Generation) -> None:
+    def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: Making) -> None:
         if response.finish == samples_pb2.FINISH_REASON_ABORT:
             generation.groups.give_back([sample])
             return
         generation.num_tokens += len(response.response_tokens)
+        if generation.progress is not None and generation.groups.is_given(sample):
+            is_cut = response.finish == samples_pb2.FINISH_REASON_LENGTH
+            generation.progress.end(sample, len(response.response_tokens), is_cut=is_cut)
         responses = generation.groups.add(sample, response)
         if responses is not None:
             settling = self._settle(generation, sample.prompt, responses)
             generation.calls.add(asyncio.create_task(settling, name=f"settle {sample.prompt}"))
 
-    async def _settle(self, generation: _Generation, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
+    async def _settle(self, generation: Making, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
         try:
             await generation.settle(generation, prompt, responses)
         finally:
@@ -211,11 +222,15 @@ class RolloutLead(Lead):
         plan: types_pb2.IterationPlan,
         exercises: Exercises,
         candidates: Candidates,
-        generation: _Generation,
+        generation: Making,
         prompt: int,
         responses: Sequence[samples_pb2.Sample],
     ) -> None:
         """Judge a complete group, then put it on the stream."""
+        row = exercises.row(prompt)
+        if row is not None:
+            lengths = [len(response.response_tokens) for response in responses]
+            self._mean_tokens[row] = sum(lengths) / len(lengths)
         names = [str(decode_sample_id(response.id)) for response in responses]
         judged = await exercises.judge(prompt, names, [response.response_tokens for response in responses])
         for response, reward, by_name in zip(responses, judged.rewards, judged.by_name, strict=True):
@@ -242,7 +257,7 @@ class RolloutLead(Lead):
         await self.tell_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
 
     async def _judge(
-        self, evaluation: Evaluation, generation: _Generation, prompt: int, responses: Sequence[samples_pb2.Sample]
+        self, evaluation: Evaluation, generation: Making, prompt: int, responses: Sequence[samples_pb2.Sample]
     ) -> None:
         await evaluation.take(prompt, responses)
         await self.tell_progress(
@@ -256,7 +271,7 @@ class RolloutLead(Lead):
             seed=self.job.sampling_seed(sample),
         )
 
-    def _raise_failures(self, generation: _Generation) -> None:
+    def _raise_failures(self, generation: Making) -> None:
         for call in [call for call in generation.calls if call.done()]:
             generation.calls.remove(call)
             call.result()

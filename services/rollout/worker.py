@@ -77,6 +77,8 @@ class EngineWorker:
                 _, engine = self._started()
                 yield from self._answers(engine.abort())
                 yield Answer(call.call_id)
+            case "look":
+                yield Answer(call.call_id, self._look())
             case other:
                 raise CallRefused(f"a rollout worker does not do {other!r}; send it to the component that does")
 
@@ -121,6 +123,18 @@ class EngineWorker:
             raise CallRefused("a generate call names no request")
         self._call_of |= dict.fromkeys(taken, call.call_id)
         self._num_open[call.call_id] = len(taken)
+
+    def _look(self) -> wire.EngineLoad:
+        _, engine = self._started()
+        load, lengths = engine.load(), engine.lengths()
+        return wire.EngineLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_used_tokens=load.num_used_tokens,
+            num_capacity_tokens=load.num_capacity_tokens,
+            samples=[encode_sample_id(SampleId.parse(request)) for request in lengths],
+            num_tokens=lengths.values(),
+        )
 
     def _answers(self, generations: Sequence[Generation]) -> Iterator[Answer]:
         if not generations:

@@ -8,17 +8,14 @@ Invariants:
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 import json
-import types
-from collections.abc import Callable, Mapping
-from enum import StrEnum
-from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from typing import Any
 
 from services.scheduler import events as ev
+from services.scheduler.costs import costs_of, lengths_of, rates_of
 from services.scheduler.observed_codec import generation_of, inferring_of, training_of
+from services.scheduler.plain import from_plain, to_plain
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Fate, JobSpec, Placed, Snapshot
 from tidegate.codec import WireError, decode_grants, decode_layout, decode_role, decode_token, require
@@ -29,11 +26,6 @@ from tidegate.v1 import events_pb2, types_pb2
 
 STATE_FORMAT = 1
 """Raised when a state of the old form would be read wrongly."""
-
-T = TypeVar("T")
-
-_PLAIN = frozenset({bool, int, float, str})
-"""Types that JSON has as they are."""
 
 
 def job_spec(config: JobConfig) -> JobSpec:
@@ -53,6 +45,9 @@ def job_spec(config: JobConfig) -> JobSpec:
         max_extra_prompts=algorithm.max_extra_prompts,
         evaluate_every=config.evaluation.every if config.evaluation else None,
         minibatch_order=algorithm.minibatch_order,
+        costs=costs_of(config.assumptions.costs),
+        rates=rates_of(config.assumptions.costs, num_trainer_gpus=len(config.placement(Role.ACTOR))),
+        lengths=lengths_of(config.assumptions.lengths, max_new_tokens=algorithm.max_new_tokens),
     )
 
 
@@ -207,7 +202,7 @@ _BODIES: dict[type, Callable[[Any], ev.Body]] = {
 
 def encode_state(state: ClusterState) -> bytes:
     """Canonical JSON: sorted keys, no spaces."""
-    document = {"format": STATE_FORMAT, "state": _plain(state)}
+    document = {"format": STATE_FORMAT, "state": to_plain(state)}
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
 
 
@@ -222,96 +217,5 @@ def decode_state(encoded: bytes) -> ClusterState:
         raise ValueError(
             f"scheduler state of format {found!r}, this code reads {STATE_FORMAT}: use the code that wrote it"
         )
-    state: ClusterState = _typed(ClusterState, document["state"], "state")
+    state: ClusterState = from_plain(ClusterState, document["state"], "state")
     return state
-
-
-def _plain(value: object) -> Any:
-    if value is None or type(value) in _PLAIN:
-        return value
-    kind: Any = type(value)
-    if (names := _field_names(kind)) is not None:
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, tuple):
-        # Columns of thousands of numbers are told apart from what has parts.
-        return list(value) if _PLAIN.issuperset(map(type, value)) else [_plain(each) for each in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value
-
-
-@cache
-def _field_names(kind: Any) -> tuple[str, ...] | None:
-    """Of a dataclass; None of anything else."""
-    return tuple(each.name for each in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """`value`, as JSON gives it, as a value of the annotated kind."""
-    kind = getattr(kind, "__supertype__", kind)
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        (kind,) = (each for each in get_args(kind) if each is not type(None))
-        return _typed(kind, value, where)
-    if origin is tuple:
-        return _typed_tuple(get_args(kind), value, where)
-    if origin is not None and issubclass(origin, Mapping):
-        key_kind, value_kind = get_args(kind)
-        items = _expect(dict, value, where).items()
-        pairs = [(_key(key_kind, key, where), _typed(value_kind, each, f"{where}.{key}")) for key, each in items]
-        return dict(pairs)
-    if dataclasses.is_dataclass(kind):
-        return _typed_dataclass(kind, value, where)
-    if kind is bytes:
-        return base64.b64decode(_expect(str, value, where), validate=True)
-    if issubclass(kind, StrEnum):
-        return kind(_expect(str, value, where))
-    if kind is float and type(value) is int:
-        return float(value)
-    return _expect(kind, value, where)
-
-
-def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    items = _expect(list, value, where)
-    if args[-1] is Ellipsis and args[0] in _PLAIN and set(map(type, items)) <= {args[0]}:
-        return tuple(items)
-    kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
-    if len(kinds) != len(items):
-        raise ValueError(f"{where} holds {len(items)} items, it must hold {len(kinds)}")
-    return tuple(
-        _typed(kind, each, f"{where}[{index}]") for index, (kind, each) in enumerate(zip(kinds, items, strict=True))
-    )
-
-
-def _typed_dataclass(kind: Any, value: Any, where: str) -> Any:
-    fields = _expect(dict, value, where)
-    hints = _hints(kind)
-    names = _field_names(kind) or ()
-    if fields.keys() != set(names):
-        odd = ", ".join(sorted(set(fields) ^ set(names)))
-        raise ValueError(f"{where} does not hold the fields of {kind.__name__}: {odd} missing or unknown")
-    return kind(**{name: _typed(hints[name], fields[name], f"{where}.{name}") for name in names})
-
-
-def _key(kind: Any, key: str, where: str) -> Any:
-    kind = getattr(kind, "__supertype__", kind)
-    if kind is int:
-        if not key.isdecimal():
-            raise ValueError(f"{where} has the key {key!r}, it must be a number")
-        return int(key)
-    return kind(key)
-
-
-def _expect(kind: type[T], value: Any, where: str) -> T:
-    if type(value) is not kind:
-        raise ValueError(f"{where} is {type(value).__name__}, it must be {kind.__name__}")
-    return value

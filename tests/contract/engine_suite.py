@@ -82,6 +82,18 @@ class EngineSuite:
             assert generation.response.tokens == want
             assert len(generation.response.log_probs) == len(want)
 
+    def test_what_is_inside_has_a_length_that_ends_with_it(self, subject: Subject) -> None:
+        assert subject.engine.lengths() == {}
+        subject.engine.submit(request_of("a", sampling=subject.long))
+        subject.engine.submit(request_of("b", sampling=subject.long))
+        assert set(subject.engine.lengths()) == {"a", "b"}
+        generate_until_used(subject.engine, 20)
+        assert all(0 <= length < 100 for length in subject.engine.lengths().values())
+        assert max(subject.engine.lengths().values()) > 0
+        subject.engine.abort([RequestId("a")])
+        assert set(subject.engine.lengths()) == {"b"}
+        subject.engine.abort()
+
     def test_another_seed_draws_another_response(self, subject: Subject) -> None:
         other = replace(SHORT, seed=8)
         finished = run(subject.engine, request_of("a", sampling=SHORT), request_of("other", sampling=other))

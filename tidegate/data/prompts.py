@@ -134,8 +134,12 @@ class PromptList:
         return len(self._prompts)
 
     def at(self, index: int) -> DataPrompt:
+        return self._prompts[self.row(index)]
+
+    def row(self, index: int) -> int:
+        """Which prompt of a pass it is: the same in every pass."""
         number, place = divmod(index, len(self._prompts))
-        return self._prompts[self._order(number)[place]]
+        return self._order(number)[place]
 
     def _shuffled(self, number: int) -> list[int]:
         order = list(range(len(self._prompts)))

@@ -198,6 +198,17 @@ class Crew:
             last = reply
         return last
 
+    async def glance(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> wire.WorkerReply | None:
+        """The reply, None where none came: a question by the way, whose failure says nothing about the worker."""
+        last = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for reply in self._port(grant).call(grant, call, timeout_s=timeout_s):
+                    last = reply
+        except (TimeoutError, WorkerGone, WorkerRefused):
+            return None
+        return last
+
     async def ask_all(self, calls: Mapping[Grant, wire.WorkerCall]) -> list[wire.WorkerReply]:
         """The last reply of each, in the order given; the first failure is raised at once."""
         return await together([self.ask(grant, call) for grant, call in calls.items()])

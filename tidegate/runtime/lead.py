@@ -26,6 +26,7 @@ from tidegate.ports.store import Transitions
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerUnreachable
+from tidegate.runtime.pictures import Pace, pace_of
 from tidegate.types import Grant, JobId, Layout, NodeId, node_of
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 
@@ -135,6 +136,11 @@ class Lead(ABC):
             if task is not None:
                 await end_task(task)
         await self._end_iteration()
+
+    @property
+    def pace(self) -> Pace:
+        """Of the pictures that it tells of an iteration."""
+        return pace_of(self.job.config.scheduler)
 
     @property
     def versions_to_keep(self) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ ReplyBody: TypeAlias = (
     | types_pb2.ReshardReport
     | wire.Committed
     | wire.Generated
+    | wire.EngineLoad
     | wire.Scored
     | wire.LoadedWeights
     | wire.WarmUpProgress

@@ -42,6 +42,7 @@ class WorkerCall(_message.Message):
     START_ENGINE_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    LOOK_FIELD_NUMBER: _builtins.int
     START_SCORER_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     LOAD_SHARDS_FIELD_NUMBER: _builtins.int
@@ -79,6 +80,8 @@ class WorkerCall(_message.Message):
     @_builtins.property
     def abort(self) -> Global___Abort: ...
     @_builtins.property
+    def look(self) -> Global___Look: ...
+    @_builtins.property
     def start_scorer(self) -> Global___StartScorer: ...
     @_builtins.property
     def score(self) -> Global___Score: ...
@@ -107,17 +110,18 @@ class WorkerCall(_message.Message):
         start_engine: Global___StartEngine | None = ...,
         generate: Global___Generate | None = ...,
         abort: Global___Abort | None = ...,
+        look: Global___Look | None = ...,
         start_scorer: Global___StartScorer | None = ...,
         score: Global___Score | None = ...,
         load_shards: Global___LoadShards | None = ...,
         stop: Global___Stop | None = ...,
         stand_down: Global___StandDown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "look", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -138,6 +142,7 @@ class WorkerReply(_message.Message):
     PREPARED_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     WARM_UP_FIELD_NUMBER: _builtins.int
@@ -163,6 +168,8 @@ class WorkerReply(_message.Message):
     @_builtins.property
     def generated(self) -> Global___Generated: ...
     @_builtins.property
+    def load(self) -> Global___EngineLoad: ...
+    @_builtins.property
     def scored(self) -> Global___Scored: ...
     @_builtins.property
     def loaded(self) -> Global___LoadedWeights: ...
@@ -186,16 +193,17 @@ class WorkerReply(_message.Message):
         prepared: _types_pb2.ReshardReport | None = ...,
         committed: Global___Committed | None = ...,
         generated: Global___Generated | None = ...,
+        load: Global___EngineLoad | None = ...,
         scored: Global___Scored | None = ...,
         loaded: Global___LoadedWeights | None = ...,
         warm_up: Global___WarmUpProgress | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "committed", b"committed", "generated", b"generated", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "committed", b"committed", "generated", b"generated", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "scored", "loaded", "warm_up"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "load", "scored", "loaded", "warm_up"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -938,6 +946,62 @@ class Abort(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
+
+@_typing.final
+class Look(_message.Message):
+    """How far the engine is; changes nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Look: _TypeAlias = Look  # noqa: Y015
+
+@_typing.final
+class EngineLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_USED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    num_waiting: _builtins.int
+    num_used_tokens: _builtins.int
+    """Of KV cache."""
+    num_capacity_tokens: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampleId]:
+        """What is inside, and how many tokens each has by now."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_used_tokens: _builtins.int = ...,
+        num_capacity_tokens: _builtins.int = ...,
+        samples: _abc.Iterable[_types_pb2.SampleId] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_capacity_tokens", b"num_capacity_tokens", "num_running", b"num_running", "num_tokens", b"num_tokens", "num_used_tokens", b"num_used_tokens", "num_waiting", b"num_waiting", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
 class StartScorer(_message.Message):

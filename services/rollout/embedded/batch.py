@@ -88,6 +88,9 @@ class Batch:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences.values() if sequence.slot is not None]
 
+    def lengths(self) -> dict[RequestId, int]:
+        return {id_: len(sequence.tokens) for id_, sequence in self._sequences.items()}
+
     def add(self, request: GenerationRequest) -> None:
         if request.id in self._sequences:
             raise RequestRefused(

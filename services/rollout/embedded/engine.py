@@ -93,6 +93,9 @@ class EmbeddedEngine:
             num_capacity_tokens=0 if self._cache is None else self._batch.num_slots * self._config.max_seq_len,
         )
 
+    def lengths(self) -> Mapping[RequestId, int]:
+        return self._batch.lengths()
+
     def pause(self, mode: PauseMode) -> tuple[Generation, ...]:
         self._paused = True
         if mode is PauseMode.ABORT:

@@ -37,6 +37,7 @@ from services.rollout.engine import (
 )
 from services.rollout.requests import check_request
 from services.rollout.sglang.client import CallFailed
+from services.rollout.sglang.estimates import Spent, estimated_lengths
 from services.rollout.sglang.names import held_name
 from services.rollout.sglang.replies import ReplyUnreadable, checksums_of, generate_body, generation_of, load_of
 from services.rollout.sglang.server import TOKENS_A_MESSAGE, ServerSettings, SglangServer
@@ -62,6 +63,7 @@ class _Inside:
     request: GenerationRequest
     rid: str
     reply: Reply | None = None
+    sent_s: float = 0.0
 
 
 class SglangEngine:
@@ -159,6 +161,21 @@ class SglangEngine:
             num_capacity_tokens=told.num_capacity_tokens,
         )
 
+    def lengths(self) -> Mapping[RequestId, int]:
+        load = self.load()
+        now_s = time.monotonic()
+        inside = [
+            Spent(
+                each.request.id,
+                len(each.request.prompt_tokens),
+                len(each.request.partial.tokens),
+                each.request.sampling.max_new_tokens,
+                now_s - each.sent_s,
+            )
+            for each in self._inside.values()
+        ]
+        return estimated_lengths(inside, num_running=load.num_running, num_used_tokens=load.num_used_tokens)
+
     def pause(self, mode: PauseMode) -> tuple[Generation, ...]:
         self._awake()
         aborted = self.abort() if mode is PauseMode.ABORT else ()
@@ -213,6 +230,7 @@ class SglangEngine:
 
     def _send(self, inside: _Inside) -> None:
         body = generate_body(inside.request, rid=inside.rid)
+        inside.sent_s = time.monotonic()
         inside.reply = self._calls.submit(self._awake().client.post, "/generate", body, timeout_s=None)
         inside.reply.add_done_callback(lambda _: self._done.put(inside))
 

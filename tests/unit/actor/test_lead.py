@@ -12,12 +12,14 @@ import pytest
 
 from services.actor.checkpoints import CheckpointStore
 from services.actor.lead import ActorLead
+from services.scheduler.observed import Training as Seen
+from services.scheduler.observed_codec import training_of
 from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, bench, snapshot
 from tests.unit.actor.fake_ranks import PLENTY, FakeRank, Ranks
 from tests.watched_samples import WatchedSamples, scored_group
 from tidegate.codec import fate_of
 from tidegate.ports.bus import Stage
-from tidegate.types import Role, SampleId
+from tidegate.types import Layout, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2
 
 FIRST, SECOND = "n0/0", "n0/1"
@@ -102,6 +104,25 @@ async def test_a_minibatch_is_trained_as_soon_as_its_groups_are_complete(tmp_pat
         await of.scored([3, 2])
         await of.report()
         assert of.ranks.prompts() == [[0, 1], [2, 3]]
+
+
+async def test_pictures_tell_of_each_update_where_it_begins_and_where_it_ends(tmp_path: Path) -> None:
+    async with training(tmp_path, num_permits=0) as of:
+        of.start()
+        await of.bench.told("training")
+        await of.scored([0, 1])
+        begun = [training_of(each.training) for each in await of.bench.told("training", count=2)]
+        for permits in of.ranks.permits.values():
+            permits.release()
+            permits.release()
+        await of.scored([2, 3])
+        await of.report()
+        told = [event.training async for _, event in of.bench.bus.events.read(JOB) if event.HasField("training")]
+
+    assert begun == [Seen(0, 0, is_at_boundary=True), Seen(0, 2, is_at_boundary=False)]
+    last = training_of(told[-1])
+    assert (last.num_minibatches_done, last.num_taken, last.is_at_boundary) == (2, 4, True)
+    assert [(each.layout, each.rate_tokens_per_s > 0) for each in last.measured] == [(Layout(dp=2), True)]
 
 
 async def test_samples_reach_every_rank_with_their_advantages_and_log_probabilities(tmp_path: Path) -> None:
@@ -401,7 +422,7 @@ async def test_an_iteration_ends_with_its_report_then_the_checkpoint_then_the_ne
         assert (await of.bench.kinds())[-1] == "iteration_reported", "nothing is saved before the accounts add up"
         of.close()
         await of.bench.told("weights_published", count=2)
-        kinds = [kind for kind in await of.bench.kinds() if kind != "progress"]
+        kinds = [kind for kind in await of.bench.kinds() if kind not in ("progress", "training")]
         assert kinds == [
             "gpus_acquired",
             "layout_committed",

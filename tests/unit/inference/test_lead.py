@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from services.inference.lead import InferenceLead
+from services.scheduler.observed import Inferring
+from services.scheduler.observed_codec import inferring_of
 from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, Changes, bench, loaded, replied, snapshot
 from tests.watched_samples import WatchedSamples, generated_group
 from tidegate.job import Job
@@ -158,6 +160,22 @@ async def test_a_group_is_scored_as_soon_as_it_is_there(tmp_path: Path) -> None:
         progress = await of.bench.told("progress", count=4)
         assert [each.progress.num_done for each in progress] == [1, 2, 3, 4]
         assert {each.backlog.num_messages for each in await of.bench.told("backlog", count=4)} == {0}
+
+
+@pytest.mark.parametrize(("order", "want"), [("fixed", (0, 1, 2, 3)), ("arrival", (2, 0, 3, 1))])
+async def test_pictures_tell_which_groups_the_actor_gets_in_its_order(
+    tmp_path: Path, order: str, want: tuple[int, ...]
+) -> None:
+    async with scoring(tmp_path, algorithm={"minibatch_order": order}) as of:
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        (first,) = await of.bench.told("inferring")
+        assert inferring_of(first.inferring) == Inferring()
+        for prompt in (2, 0, 3, 1):
+            await of.generated([prompt])
+            await of.bench.changes.until(lambda prompt=prompt: prompt in of.watch.prompts("ack"))  # type: ignore[misc]
+        await of.bench.told("iteration_reported")
+        pictures = await of.bench.told("inferring", count=2)
+        assert inferring_of(pictures[-1].inferring) == Inferring(want, is_busy=False)
 
 
 async def test_a_group_is_acknowledged_only_after_its_scored_form_is_on_the_stream(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.rollout.lead import RolloutLead
 from tests.component_bench import Bench, Changes, bench, loaded, replied, task_of
-from tidegate.codec import decode_sample_id
+from tidegate.codec import decode_sample_id, encode_sample_id
 from tidegate.job import Job
 from tidegate.runtime.crew import WorkerRefused
 from tidegate.runtime.lead import Command
@@ -51,9 +51,22 @@ class FakeEngine:
             case "abort":
                 self.num_aborts += 1
                 yield replied(call)
+            case "look":
+                yield replied(call, self._load())
             case "generate":
                 async for reply in self._generate(call):
                     yield reply
+
+    def _load(self) -> wire.EngineLoad:
+        """It runs all that it has; each is a token long until it is whole."""
+        inside = [sample for sample in self.asked if sample not in self.made]
+        return wire.EngineLoad(
+            num_running=len(inside),
+            num_used_tokens=len(inside),
+            num_capacity_tokens=1000,
+            samples=[encode_sample_id(sample) for sample in inside],
+            num_tokens=[1] * len(inside),
+        )
 
     async def _generate(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
         if self.refusal:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.rollout.lead import RolloutLead
+from services.scheduler.observed_codec import generation_of
 from tests.component_bench import JOB, NODES, PATIENCE_S, Changes, snapshot, task_of
 from tests.unit.rollout.fake_engines import (
     FIRST,
@@ -117,6 +118,28 @@ async def test_every_group_is_published_whole_and_once_by_all_engines_together(t
         assert [(each.progress.num_done, each.progress.num_total) for each in progress] == [
             (n, 4) for n in (1, 2, 3, 4)
         ]
+
+
+async def test_pictures_tell_of_every_sequence_from_the_first_to_the_last(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.num_permits = {FIRST: 1, SECOND: 0}
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        await engine_at_work(of, engines, FIRST, num_made=1)
+        for engine in (engines.of[FIRST], engines.of[SECOND]):
+            for _ in range(len(all_ids(of))):
+                engine.permits.release()
+        await of.told("iteration_reported")
+
+        pictures = [generation_of(each.generation) for each in await of.told("generation", count=2)]
+        kinds = await of.kinds()
+
+    assert {each.num_groups for each in pictures} == {of.config.algorithm.prompts_per_iteration}
+    assert pictures[0].num_unfinished > 0
+    assert [engine.gpus for engine in pictures[0].engines] == [(FIRST,), (SECOND,)]
+    assert (pictures[-1].num_unfinished, pictures[-1].num_submitted) == (0, 0)
+    assert min(pictures[-1].lengths) > 0
+    assert kinds.index("iteration_reported") > max(index for index, kind in enumerate(kinds) if kind == "generation")
 
 
 async def test_the_layout_is_announced_with_its_transition_and_every_member(tmp_path: Path) -> None:

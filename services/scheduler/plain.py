@@ -1,0 +1,111 @@
+"""Frozen values as JSON has them, and back by their annotations. Pure.
+
+Invariant: `from_plain(kind, to_plain(value), ...) == value` for dataclasses of numbers, texts, bytes, choices, tuples,
+maps and such dataclasses, each perhaps None; what is not of the kind is refused with a ValueError that names the place.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import types
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_PLAIN = frozenset({bool, int, float, str})
+"""Types that JSON has as they are."""
+
+
+def to_plain(value: object) -> Any:
+    if value is None or type(value) in _PLAIN:
+        return value
+    kind: Any = type(value)
+    if (names := _field_names(kind)) is not None:
+        return {name: to_plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        # Columns of thousands of numbers are told apart from what has parts.
+        return list(value) if _PLAIN.issuperset(map(type, value)) else [to_plain(each) for each in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...] | None:
+    """Of a dataclass; None of anything else."""
+    return tuple(each.name for each in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def from_plain(kind: Any, value: Any, where: str) -> Any:
+    """`value`, as JSON gives it, as a value of the annotated kind."""
+    kind = getattr(kind, "__supertype__", kind)
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (kind,) = (each for each in get_args(kind) if each is not type(None))
+        return from_plain(kind, value, where)
+    if origin is tuple:
+        return _typed_tuple(get_args(kind), value, where)
+    if origin is not None and issubclass(origin, Mapping):
+        key_kind, value_kind = get_args(kind)
+        items = _expect(dict, value, where).items()
+        pairs = [(_key(key_kind, key, where), from_plain(value_kind, each, f"{where}.{key}")) for key, each in items]
+        return dict(pairs)
+    if dataclasses.is_dataclass(kind):
+        return _typed_dataclass(kind, value, where)
+    if kind is bytes:
+        return base64.b64decode(_expect(str, value, where), validate=True)
+    if issubclass(kind, StrEnum):
+        return kind(_expect(str, value, where))
+    if kind is float and type(value) is int:
+        return float(value)
+    return _expect(kind, value, where)
+
+
+def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    items = _expect(list, value, where)
+    if args[-1] is Ellipsis and args[0] in _PLAIN and set(map(type, items)) <= {args[0]}:
+        return tuple(items)
+    kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
+    if len(kinds) != len(items):
+        raise ValueError(f"{where} holds {len(items)} items, it must hold {len(kinds)}")
+    return tuple(
+        from_plain(kind, each, f"{where}[{index}]") for index, (kind, each) in enumerate(zip(kinds, items, strict=True))
+    )
+
+
+def _typed_dataclass(kind: Any, value: Any, where: str) -> Any:
+    fields = _expect(dict, value, where)
+    hints = _hints(kind)
+    names = _field_names(kind) or ()
+    if fields.keys() != set(names):
+        odd = ", ".join(sorted(set(fields) ^ set(names)))
+        raise ValueError(f"{where} does not hold the fields of {kind.__name__}: {odd} missing or unknown")
+    return kind(**{name: from_plain(hints[name], fields[name], f"{where}.{name}") for name in names})
+
+
+def _key(kind: Any, key: str, where: str) -> Any:
+    kind = getattr(kind, "__supertype__", kind)
+    if kind is int:
+        if not key.isdecimal():
+            raise ValueError(f"{where} has the key {key!r}, it must be a number")
+        return int(key)
+    return kind(key)
+
+
+def _expect(kind: type[T], value: Any, where: str) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"{where} is {type(value).__name__}, it must be {kind.__name__}")
+    return value

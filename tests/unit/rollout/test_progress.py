@@ -1,0 +1,173 @@
+"""The rollout's picture is of each sequence once, and the scheduler lets every one of them in."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.engine import RequestId
+from services.rollout.groups import GroupsInProgress
+from services.rollout.progress import EngineProgress, IterationProgress
+from services.rollout.sglang.estimates import Spent, estimated_lengths
+from services.scheduler.observed import AWAY, CUT, ENDED, QUEUED
+from services.scheduler.observed_codec import generation_of
+from tidegate.candidates import Candidates
+from tidegate.codec import encode_sample_id
+from tidegate.types import GpuId, SampleId
+from tidegate.v1 import workers_pb2 as wire
+
+FIRST, GROUP = 10, 2
+GPUS = (GpuId("n0/0"), GpuId("n0/1"), GpuId("n1/0"))
+
+
+def sample(index: int) -> SampleId:
+    return SampleId(1, 3, FIRST + index // GROUP, index % GROUP)
+
+
+def load(lengths: dict[int, int], *, waiting: int = 0, used: int = 0, capacity: int = 100) -> wire.EngineLoad:
+    return wire.EngineLoad(
+        num_running=len(lengths) - waiting,
+        num_waiting=waiting,
+        num_used_tokens=used,
+        num_capacity_tokens=capacity,
+        samples=[encode_sample_id(sample(index)) for index in lengths],
+        num_tokens=list(lengths.values()),
+    )
+
+
+def test_a_sequence_is_on_its_engine_queued_ended_cut_or_away() -> None:
+    progress = IterationProgress(FIRST, GROUP, max_running=8, hints={FIRST: 30.0})
+    progress.end(sample(0), 7, is_cut=False)
+    progress.end(sample(1), 9, is_cut=True)
+    first, second = EngineProgress(held={sample(2), sample(3)}), EngineProgress()
+    first.see(load({2: 4, 3: 5}, used=30), now_s=0.0)
+    second.see(load({}), now_s=0.0)
+
+    told = generation_of(
+        progress.picture(
+            range(FIRST, FIRST + 4), [(GPUS[0], first), (GPUS[1], second)], [sample(6), sample(4)], {FIRST}
+        )
+    )
+
+    assert told.places == (ENDED, CUT, 0, 0, QUEUED, AWAY, QUEUED, AWAY)
+    assert told.lengths == (7, 9, 4, 5, 0, 0, 0, 0)
+    assert told.queue == (6, 4)
+    assert told.hints == (30.0, 0.0, 0.0, 0.0)
+    assert [engine.gpus for engine in told.engines] == [(GPUS[0],), (GPUS[1],)]
+    assert (told.engines[0].num_running, told.engines[0].num_kv_tokens) == (2, 30)
+
+
+def test_a_group_that_a_lead_before_published_ended_with_the_mean_of_what_this_one_saw() -> None:
+    progress = IterationProgress(FIRST, GROUP, max_running=8)
+    progress.end(sample(2), 10, is_cut=False)
+    progress.end(sample(3), 21, is_cut=False)
+
+    told = generation_of(progress.picture(range(FIRST, FIRST + 2), [], [], {FIRST, FIRST + 1}))
+
+    assert (told.places, told.lengths) == ((ENDED,) * 4, (16, 16, 10, 21))
+
+
+def test_an_engine_that_was_never_seen_is_not_shown_and_what_it_holds_is_away() -> None:
+    told = generation_of(
+        IterationProgress(FIRST, GROUP, max_running=8).picture(
+            range(FIRST, FIRST + 1), [(GPUS[0], EngineProgress(held={sample(0)}))], [sample(1)], set()
+        )
+    )
+    assert (told.engines, told.places) == ((), (AWAY, QUEUED))
+
+
+def test_an_engines_rate_counts_what_came_out_and_what_grew_since_it_was_last_seen() -> None:
+    engine = EngineProgress(held={sample(0), sample(1)})
+    engine.see(load({0: 10, 1: 10}), now_s=100.0)
+    assert engine.rate_tokens_per_s == 0.0
+
+    engine.end(sample(0), 40)
+    engine.see(load({1: 30}), now_s=102.0)
+
+    assert engine.rate_tokens_per_s == (40 + 30 - 20) / 2
+
+
+def test_the_time_between_two_iterations_is_of_no_rate() -> None:
+    engine = EngineProgress(held={sample(0)})
+    engine.see(load({0: 10}), now_s=0.0)
+    engine.end(sample(0), 50)
+    engine.see(load({}), now_s=1.0)
+    engine.begin()
+    engine.held.add(sample(1))
+    engine.see(load({1: 1}), now_s=500.0)
+    assert engine.rate_tokens_per_s == 0.0
+
+    engine.see(load({1: 21}), now_s=501.0)
+    assert engine.rate_tokens_per_s == 20.0
+
+
+def test_what_cannot_run_at_once_waits_and_an_old_look_tells_of_no_more_than_there_is() -> None:
+    engine = EngineProgress(held={sample(index) for index in range(6)})
+    engine.see(load(dict.fromkeys(range(6), 1), waiting=1), now_s=0.0)
+    assert (engine.told(GPUS[0], max_running=4).num_running, engine.told(GPUS[0], max_running=4).num_waiting) == (4, 2)
+
+    engine.num_waiting = 5
+    engine.held = {sample(0)}
+    assert (engine.told(GPUS[0], max_running=4).num_running, engine.told(GPUS[0], max_running=4).num_waiting) == (0, 1)
+
+
+steps = st.lists(st.tuples(st.sampled_from(["give", "end", "abort", "lose", "look", "add"]), st.integers(0, 9)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps, st.integers(1, 3))
+def test_whatever_engines_do_every_picture_is_whole(happenings: list[tuple[str, int]], max_running: int) -> None:
+    candidates = Candidates(FIRST, 3, max_extra_prompts=2)
+    groups: GroupsInProgress[int] = GroupsInProgress(1, 3, tuple(candidates.prompts), GROUP)
+    progress = IterationProgress(FIRST, GROUP, max_running)
+    engines = [(gpu, EngineProgress()) for gpu in GPUS]
+    for what, number in happenings:
+        gpu, engine = engines[number % len(engines)]
+        held = sorted(engine.held)
+        match what:
+            case "give":
+                engine.held.update(groups.take(number))
+            case "end" if held:
+                ended = held[number % len(held)]
+                engine.end(ended, number)
+                progress.end(ended, number, is_cut=number % 2 == 0)
+                if groups.add(ended, number) is not None:
+                    known = candidates.prompts
+                    candidates.add(ended.prompt, has_spread=number > 4)
+                    groups.extend(range(known.stop, candidates.prompts.stop))
+            case "abort" if held:
+                engine.end(held[0], number)
+                groups.give_back(held[:1])
+            case "lose":
+                groups.give_back(held)
+                engines[number % len(engines)] = (gpu, EngineProgress())
+            case "look":
+                indices = [(each.prompt - FIRST) * GROUP + each.draw for each in held]
+                engine.see(load(dict.fromkeys(indices, number), waiting=min(number, len(held))), now_s=float(number))
+            case _:
+                pass
+
+        told = generation_of(progress.picture(candidates.prompts, engines, groups.waiting, candidates.seen))
+        assert told.num_groups == len(candidates.prompts)
+        assert told.num_unfinished == groups.num_waiting + sum(len(each.held) for _, each in engines)
+
+
+CUT_SOON, WENT_ON = RequestId("cut soon"), RequestId("went on")
+
+
+def spent(name: str, *, prompt: int = 10, partial: int = 0, longest: int = 1000, age_s: float = 1.0) -> Spent:
+    return Spent(RequestId(name), prompt, partial, longest, age_s)
+
+
+def test_a_server_that_tells_of_finished_responses_only_has_what_is_in_its_cache_shared_out_by_age() -> None:
+    inside = [spent("new", age_s=1.0), spent("old", age_s=3.0), spent("waits", age_s=0.5)]
+
+    assert estimated_lengths(inside, num_running=2, num_used_tokens=20 + 80) == {"new": 20, "old": 60, "waits": 0}
+
+
+def test_an_estimate_stays_below_the_longest_and_above_what_it_came_with() -> None:
+    inside = [spent(CUT_SOON, longest=50, age_s=9.0), spent(WENT_ON, partial=30, age_s=1.0)]
+
+    assert estimated_lengths(inside, num_running=2, num_used_tokens=2000)[CUT_SOON] == 49
+    assert estimated_lengths(inside, num_running=2, num_used_tokens=0) == {CUT_SOON: 0, WENT_ON: 30}
+    assert estimated_lengths([spent("sent now", age_s=0.0)], num_running=1, num_used_tokens=90) == {"sent now": 0}

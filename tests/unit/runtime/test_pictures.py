@@ -1,0 +1,129 @@
+"""Pictures of an iteration are told at its beginning, at its turns and at its end, and never hold up the work."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.component_bench import PATIENCE_S
+from tidegate.config_scheduler import SchedulerSection
+from tidegate.runtime.pictures import DECIDING_BYTES_PER_S, WATCHING_BYTES_PER_S, Pace, Picture, Pictures, pace_of
+from tidegate.v1 import events_pb2
+
+SLOW = Pace(every_s=1e6, bytes_per_s=1.0)
+"""Nothing is told of progress alone."""
+
+
+class Work:
+    """An iteration of which `num_done` is told; `may_tell` holds the stream up while it is clear."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self.told: list[int] = []
+        self.may_tell = asyncio.Event()
+        self.may_tell.set()
+        self._changed = asyncio.Event()
+
+    async def paint(self) -> events_pb2.Training:
+        return events_pb2.Training(num_minibatches_done=self.num_done)
+
+    async def tell(self, picture: Picture) -> None:
+        assert isinstance(picture, events_pb2.Training)
+        await self.may_tell.wait()
+        self.told.append(picture.num_minibatches_done)
+        self._changed.set()
+
+    async def until_told(self, want: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while want not in self.told:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def test_the_beginning_the_turns_and_the_end_are_told_however_slow_the_pace() -> None:
+    work = Work()
+    pictures = Pictures(work.paint, work.tell, SLOW)
+
+    async with pictures.told():
+        await work.until_told(0)
+        work.num_done = 1
+        pictures.turn()
+        await work.until_told(1)
+        work.num_done = 2
+
+    assert work.told == [0, 1, 2]
+
+
+async def test_progress_without_a_turn_is_told_at_the_pace() -> None:
+    work = Work()
+    async with Pictures(work.paint, work.tell, Pace(every_s=0.001, bytes_per_s=1e9)).told():
+        await work.until_told(0)
+        work.num_done = 1
+        await work.until_told(1)
+
+
+async def test_what_was_told_is_not_told_again() -> None:
+    work = Work()
+    pictures = Pictures(work.paint, work.tell, SLOW)
+
+    async with pictures.told():
+        await work.until_told(0)
+        pictures.turn()
+
+    assert work.told == [0]
+
+
+async def test_the_work_goes_on_while_a_picture_waits_for_the_stream_and_turns_meanwhile_are_one() -> None:
+    work = Work()
+    work.may_tell.clear()
+    pictures = Pictures(work.paint, work.tell, SLOW)
+
+    async with pictures.told():
+        await asyncio.sleep(0)
+        for work.num_done in (1, 2, 3):
+            pictures.turn()
+        work.may_tell.set()
+
+    assert work.told == [0, 3]
+
+
+async def test_work_that_fails_tells_no_end() -> None:
+    work = Work()
+
+    async def broken() -> None:
+        async with Pictures(work.paint, work.tell, SLOW).told():
+            await work.until_told(0)
+            work.num_done = 1
+            raise ValueError("broke off")
+
+    with pytest.raises(ValueError, match="broke off"):
+        await broken()
+
+    assert work.told == [0]
+
+
+async def test_a_picture_that_cannot_be_made_is_told_of_when_the_work_is_done() -> None:
+    async def fails() -> Picture:
+        raise KeyError("engine")
+
+    done = asyncio.Event()
+
+    async def worked() -> None:
+        async with Pictures(fails, Work().tell, SLOW).told():
+            await asyncio.sleep(0)
+            done.set()
+
+    with pytest.raises(KeyError, match="engine"):
+        await worked()
+    assert done.is_set()
+
+
+def test_large_pictures_are_told_less_often_and_still_less_where_nobody_decides_on_them() -> None:
+    large = events_pb2.Generation(group_size=1, lengths=[5000] * 4096)
+    static = pace_of(SchedulerSection(decide_every_s=0.5))
+    deciding = pace_of(SchedulerSection(decide_every_s=0.5, policy="dynarl"))
+
+    assert static.pause_s(events_pb2.Training()) == deciding.pause_s(events_pb2.Training()) == 0.5
+    assert deciding.pause_s(large) == pytest.approx(large.ByteSize() / DECIDING_BYTES_PER_S)
+    assert static.pause_s(large) == pytest.approx(large.ByteSize() / WATCHING_BYTES_PER_S)
