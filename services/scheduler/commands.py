@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.state import Phase
+from services.scheduler.state import Phase, Target
 from services.scheduler.values import IterationPlan, Snapshot
 from tidegate.ownership import MoveState, Outcome, Transition
 from tidegate.types import CommandId, GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
@@ -145,10 +145,14 @@ class OrderGroups:
 
 @dataclass(frozen=True, slots=True)
 class PlanTransition:
-    """Store: `plan`. Save the state first: the store compares `planned_version` with the saved one."""
+    """Store: `plan`. Save the state first: the store compares `planned_version` with the saved one.
+
+    `target` stays in the state: rank order, which a record of moves does not hold. None: the component stops.
+    """
 
     id: CommandId
     transition: Transition
+    target: Target | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
         case ev.ResizeRequested():
             return resizes.requested(state, body)
         case ev.ResizeFailed():
-            return resizes.failed(state, event)
+            return resizes.failed(state, event, body)
         case ev.GateReported():
             return ownership_view.gate_reported(state, event, body)
         case ev.OwnershipObserved():

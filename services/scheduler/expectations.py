@@ -92,10 +92,22 @@ def issued(state: ClusterState, commands: Sequence[cmd.Command], waiting: Sequen
             case _:
                 key = key_of(command)
                 kept[key] = _expected(state, command, key, now_ms)
-        if isinstance(command, cmd.OrderGroups) and state.iteration is not None:
-            steering = replace(state.iteration.steering, asked_order=command.groups)
-            state = replace(state, iteration=replace(state.iteration, steering=steering))
+                state = _noted(state, command)
     return replace(state, expectations=dict(sorted(kept.items())))
+
+
+def _noted(state: ClusterState, command: cmd.Command) -> ClusterState:
+    """What of a command has to be known until its effect shows, besides that it was issued."""
+    if isinstance(command, cmd.OrderGroups) and state.iteration is not None:
+        steering = replace(state.iteration.steering, asked_order=command.groups)
+        return replace(state, iteration=replace(state.iteration, steering=steering))
+    if isinstance(command, cmd.PlanTransition):
+        planned = command.transition.id
+        targets = {each: target for each, target in state.targets.items() if each in state.transitions}
+        if command.target is not None:
+            targets[planned] = command.target
+        return replace(state, targets=targets)
+    return state
 
 
 def next_due_ms(state: ClusterState) -> int | None:

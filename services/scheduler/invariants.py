@@ -93,6 +93,8 @@ def _layouts_have_their_ranks(state: ClusterState) -> Iterator[Violation]:
         if num_grants > num_ranks or lacks or (num_ranks and not num_grants):
             detail = f"the {role} has {num_grants} grants for layout {component.layout} of {num_ranks} ranks"
             yield Violation("a layout's ranks are its grants", detail)
+        if component.is_suspended and (component.grants or component.is_up):
+            yield Violation("who is suspended has no GPUs", f"the {role} is suspended with {num_grants} grants")
 
 
 def _samples_add_up(state: ClusterState) -> Iterator[Violation]:

@@ -1,6 +1,6 @@
 """What a death changes: a component goes on with less, starts its world again, or the job takes a new incarnation.
 
-- rollout: an engine is a GPU of its own; the others go on, the component is down only when none is left;
+- rollout: an engine lives and dies whole; the others go on, the component is down only when none is left;
 - inference: one world of ranks; losing one loses all, and they are started again under the same lead;
 - actor: one world that holds the training state. From the first iteration on a rank's death leaves it impaired: its
   other ranks keep the state, what its lead was at (an update, a save, a publish) waits, and `resizing` brings it back
@@ -21,10 +21,16 @@ from dataclasses import replace
 
 from services.scheduler import evaluations
 from services.scheduler.accounts import supersede
+from services.scheduler.replicas import whole
 from services.scheduler.state import TERMINAL, ClusterState, Component, Phase
+from tidegate.ownership import Transition
 from tidegate.types import Grant, NodeId, Role, node_of
 
 OVER = TERMINAL | {Phase.STOPPING}
+MAX_FAILED_STARTS = 4
+"""Starts of a component that may fail in a row; with the pauses between them 42 s, twice the default lease. Fewer, and
+an instance that is dead but still has its lease ends the job."""
+
 MAX_DEATHS = 3
 """Of the actor's ranks from the opening of one iteration to that of the next; a resize that did not bring them back,
 with nobody known to have died in it, counts as one. A minibatch that kills whoever trains it must not be tried for
@@ -53,10 +59,13 @@ def lose(
     if role is Role.ACTOR and keeps_state and waits_for_ranks(state):
         return impaired(state, gone, why=why)
     transition = state.transition_of(role)
-    if transition is not None and transition.id not in component.broken and gone & set(_coming(state, role)):
+    if transition is not None and transition.id not in component.broken and _breaks(state, role, transition, gone):
         component = replace(component, broken=(*component.broken, transition.id), last_failure=why)
         state = with_component(state, role, component)
-    left = tuple(grant for grant in component.grants if grant not in gone)
+    if role is Role.ROLLOUT and state.phase not in OVER:
+        left = whole(component, gone)
+    else:
+        left = tuple(grant for grant in component.grants if grant not in gone)
     if len(left) == len(component.grants):
         return state
     if state.phase in OVER or (role is Role.ROLLOUT and left):
@@ -66,18 +75,24 @@ def lose(
     return with_component(state, role, shrunk(component, ()))
 
 
+def _breaks(state: ClusterState, role: Role, transition: Transition, gone: set[Grant]) -> bool:
+    """Whoever was to come is gone, or the world that was to change is."""
+    is_world = role is Role.INFERENCE and transition.part(role).new_layout is not None
+    return bool(gone & set(_coming(state, role)) or (is_world and gone & set(state.components[role].grants)))
+
+
 def waits_for_ranks(state: ClusterState) -> bool:
     """Whether the actor goes on after another death: its lead asks again what a death breaks off. While it starts,
     which ends as the first iteration opens, it does not."""
     component, transition = state.components[Role.ACTOR], state.transition_of(Role.ACTOR)
-    is_started = state.phase is Phase.RUNNING and component.is_up and transition in (None, state.resize())
+    is_started = state.phase is Phase.RUNNING and component.is_up and transition in (None, state.changing(Role.ACTOR))
     return is_started and component.num_deaths < MAX_DEATHS
 
 
 def impaired(state: ClusterState, gone: Iterable[Grant], *, why: str) -> ClusterState:
     """The actor's other ranks hold the state; incarnation and iteration stay, and so does its layout, but for a resize
     that the store has committed: then it is to be impaired in the new one."""
-    component, transition = state.components[Role.ACTOR], state.resize()
+    component, transition = state.components[Role.ACTOR], state.changing(Role.ACTOR)
     is_switching = transition is not None and component.switched != transition.id
     members = {*component.grants, *(_coming(state, Role.ACTOR) if is_switching else ())}
     dead = members.intersection(gone).difference(component.gone)
@@ -108,7 +123,7 @@ def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
     """With nothing left, it is down and holds no weights."""
     if left:
         return replace(component, grants=left)
-    return replace(component, grants=(), layout=None, loaded=None, has_reference=False)
+    return replace(component, grants=(), layout=None, loaded=None, has_reference=False, placed=None)
 
 
 def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> ClusterState:
@@ -123,11 +138,11 @@ def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> Clu
 
 
 def _waited_for_on(state: ClusterState) -> set[NodeId]:
-    """The nodes that an actor needs which lacks ranks, or has lost some in the open resize."""
-    component, home = state.components[Role.ACTOR], state.home(Role.ACTOR)
+    """The nodes that an actor needs which is suspended, lacks ranks, or has lost some in the open change."""
+    component = state.components[Role.ACTOR]
     gpus = [grant.gpu for grant in component.gone]
-    if component.lacks_ranks and home is not None:
-        gpus += home.gpus
+    if (component.lacks_ranks or component.is_suspended) and component.placed is not None:
+        gpus += component.placed.gpus
     return {node_of(gpu) for gpu in gpus}
 
 

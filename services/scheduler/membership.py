@@ -81,7 +81,7 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
     state = with_component(state, role, replace(component, lead=lead, loaded=None, has_reference=False))
     mark = (event.boot, event.sequence) if event.source == body.instance else (boot, 0)
     state = replace(state, seen=led_anew(state.seen, role, mark))
-    if role is Role.ACTOR and component.is_up and state.phase not in OVER:
+    if role is Role.ACTOR and (component.is_up or component.is_suspended) and state.phase not in OVER:
         return restart_actor(state, why=f"the actor's lead changed to {body.instance} (epoch {body.epoch})")
     return state
 
@@ -103,6 +103,8 @@ def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterStat
         return stop(state, Phase.FAILED, f"{event.source}: {body.message}")
     # What a component is still to get is told of by its grants: without any, it is about what it had.
     gone = body.grants or (state.components[role].grants if body.what is ev.FailedWhat.COMPONENT else ())
+    if role is Role.ACTOR and not gone and state.components[role].is_suspended and state.phase not in OVER:
+        return restart_actor(state, why=f"{event.source}, which was suspended: {body.message}")
     current = tuple(grant for grant in gone if not is_stale(state, grant))
     if not current:
         return Refused("under old tokens")

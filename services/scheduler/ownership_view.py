@@ -12,9 +12,10 @@ from services.scheduler import evaluations, resizes
 from services.scheduler import events as ev
 from services.scheduler.accounts import supersede
 from services.scheduler.admission import Refused
-from services.scheduler.losses import OVER, lose, shrunk, with_component
-from services.scheduler.state import ClusterState, Phase, role_of_instance
-from tidegate.ownership import GpuState, Outcome, Transition
+from services.scheduler.losses import MAX_FAILED_STARTS, OVER, lose, restart_actor, shrunk, with_component
+from services.scheduler.state import ClusterState, Component, Phase, role_of_instance
+from services.scheduler.values import Placed
+from tidegate.ownership import GpuState, Part, PartState, Transition
 from tidegate.types import Grant, Role, TransitionId, node_of
 
 
@@ -63,17 +64,27 @@ def transition_id(state: ClusterState) -> TransitionId:
 
 
 def _closed(state: ClusterState, transition: Transition) -> ClusterState:
-    """An unfinished start counts against its component; a resize is over, whatever came of it."""
+    """An unfinished start, or change, counts against its component; a resize is over, whatever came of it."""
     for part in transition.parts:
-        component = state.components[part.role]
-        if part.role is Role.ACTOR and part.old_layout is not None and part.new_layout is not None:
+        is_move = part.new_layout is not None or transition.id in state.targets
+        if part.role is Role.ACTOR and part.old_layout is not None and is_move:
             state = resizes.over(state, transition)
-            continue
-        if part.new_layout is not None and transition.outcome is not Outcome.COMMITTED:
-            why = component.last_failure if transition.id in component.broken else "it was not done in time"
-            component = replace(component, num_failed_starts=component.num_failed_starts + 1, last_failure=why)
-            state = with_component(state, part.role, component)
+        elif is_move:
+            state = _ended(state, part, transition)
     return state
+
+
+def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterState:
+    role, component = part.role, state.components[part.role]
+    if part.state is PartState.COMMITTED:
+        has_nothing = part.new_layout is None and not component.is_up
+        return with_component(state, role, resizes.suspended(component, transition)) if has_nothing else state
+    why = component.last_failure if transition.id in component.broken else "it was not done in time"
+    num_failed = component.num_failed_starts + 1
+    component = replace(component, num_failed_starts=num_failed, last_failure=why)
+    if role is Role.ACTOR and component.is_suspended and num_failed >= MAX_FAILED_STARTS and state.phase not in OVER:
+        return restart_actor(state, why=f"the actor failed to resume {num_failed} times in a row, the last time: {why}")
+    return with_component(state, role, component)
 
 
 def _forget_closed(state: ClusterState, role: Role) -> ClusterState:
@@ -96,18 +107,27 @@ def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> Clu
     free = tuple(grant for grant in body.grants if _is_of_role(state, role, grant))
     if not free:
         return Refused("under old tokens")
-    component = state.components[role]
     transition = state.transition_of(role)
-    leaving = {move.gpu for move in transition.moves if move.source == state.owner(role)} if transition else set()
-    asked = tuple(grant for grant in free if grant.gpu in leaving)
-    if transition is None or transition != state.resize():
-        # A resize takes its GPUs out of the component with the layout that does without them.
-        state = with_component(
-            state, role, shrunk(component, tuple(grant for grant in component.grants if grant not in asked))
-        )
+    leaving = state.moving(role, transition)[0] if transition is not None else ()
+    asked = tuple(grant for grant in free if grant in leaving)
+    if transition is not None and asked and transition.part(role).new_layout is None:
+        # A change of layout takes its GPUs out of the component with the layout that does without them.
+        state = with_component(state, role, _without(state, role, transition, asked))
     gone = [grant for grant in free if grant not in asked]
     state = lose(state, role, gone, why=f"{event.source} gave up {', '.join(grant.gpu for grant in gone)} unasked")
     return _with_released(state, free)
+
+
+def _without(state: ClusterState, role: Role, transition: Transition, asked: tuple[Grant, ...]) -> Component:
+    """A world of ranks that is suspended lets go of all when it lets go of one."""
+    component = state.components[role]
+    if not component.is_up:
+        return component
+    left = tuple(grant for grant in component.grants if grant not in asked)
+    is_suspended = transition.id in state.targets and state.phase not in OVER
+    if is_suspended and (role is not Role.ROLLOUT or not left):
+        return resizes.suspended(component, transition)
+    return shrunk(component, left)
 
 
 def _is_of_role(state: ClusterState, role: Role, grant: Grant) -> bool:
@@ -148,19 +168,24 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
         return Refused("of another layout than planned")
     if transition == state.resize():
         return resizes.switched(state, transition, body)
-    coming = {Grant(move.gpu, move.token) for move in transition.moves if move.target == state.owner(role)}
-    if not coming or not coming <= set(body.grants):
-        return Refused("without the GPUs that were to come")
-    working = coming | set(component.grants)
-    component = replace(
+    leaving, coming = state.moving(role, transition)
+    if not set(coming) <= set(body.grants) or set(leaving) & set(body.grants):
+        return Refused("of other GPUs than planned")
+    if component.switched == transition.id:
+        return Refused("of a transition that is in force")
+    working = {*coming, *component.grants} - set(leaving)
+    in_force = replace(
         component,
         layout=body.layout,
         grants=tuple(grant for grant in body.grants if grant in working),
         num_failed_starts=0,
         last_failure="",
+        switched=transition.id,
+        placed=Placed(tuple(grant.gpu for grant in body.grants), body.layout),
+        is_suspended=False,
     )
-    state = with_component(state, role, component)
-    return _lineage(state, body) if role is Role.ACTOR else state
+    state = with_component(state, role, in_force if in_force.grants else shrunk(in_force, ()))
+    return _lineage(state, body) if role is Role.ACTOR and not component.is_suspended else state
 
 
 def _lineage(state: ClusterState, body: ev.LayoutCommitted) -> ClusterState:

@@ -1,9 +1,11 @@
-"""What is known of the actor's resizes: asked by a person, in force once its lead says so, or come to nothing.
+"""What is known of changes of a component that works: asked by a person, in force once its lead says so, or come to
+nothing.
 
-Invariants: one is made at a time, the last one asked for meanwhile is next, and none is for GPUs that are no slot of
-the actor; the actor's layout in the state changes only by its lead's word, which comes after the store committed it,
-names the members as they were planned, dead or alive, and comes before or after the word of a death; a resize that
-failed is not asked again by itself, counts as no failed start and leaves incarnation and iteration as they are.
+Invariants: of a component one is made at a time, the last resize asked for meanwhile is next, and none is for GPUs that
+are no slot of the actor; the actor's layout in the state changes only by its lead's word, which comes after the store
+committed it, names the members as they were planned, dead or alive, and comes before or after the word of a death; a
+resize that failed is not asked again by itself, counts as no failed start and leaves incarnation and iteration as they
+are. A change that a policy wants is made again after a pause.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import replace
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
 from services.scheduler.losses import MAX_DEATHS, OVER, restart_actor, with_component
-from services.scheduler.state import ClusterState
+from services.scheduler.state import ClusterState, Component, role_of_instance
 from services.scheduler.values import JobSpec, Placed
 from tidegate.ownership import GpuRecord, GpuState, PartState, Transition
 from tidegate.types import Grant, Layout, Role
@@ -50,20 +52,33 @@ def requested(state: ClusterState, body: ev.ResizeRequested) -> ClusterState | R
         return Refused("the job is ending")
     if state.spec is None or fault(state.spec, body.placed) is not None:
         return Refused("asks for what the actor cannot be")
-    if state.resize() is not None:
+    if state.changing(Role.ACTOR) is not None:
         return replace(state, asked_next=body.placed)
-    return replace(state, asked=body.placed)
+    return _wished(state, body.placed)
 
 
-def failed(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
-    """Before its commit: the transition is closed, and the actor goes on as it was."""
-    transition = state.resize()
-    if transition is None or event.transition_id != transition.id:
+def _wished(state: ClusterState, placed: Placed | None) -> ClusterState:
+    """A person wants the actor there; where it is already, it is at home from now on."""
+    actor = state.components[Role.ACTOR]
+    if placed is not None and actor.is_up and actor.placed == placed:
+        return replace(state, asked=None, moved=placed)
+    return replace(state, asked=placed)
+
+
+def failed(state: ClusterState, event: ev.Event, body: ev.ResizeFailed) -> ClusterState | Refused:
+    """Before it is in force: the transition is closed, and the component goes on as it was."""
+    role = role_of_instance(event.source)
+    transition = state.changing(role) if role is not None else None
+    if role is None or transition is None or event.transition_id != transition.id:
         return Refused("of a transition that is not open")
-    component = state.components[Role.ACTOR]
-    if transition.id in component.broken or transition.part(Role.ACTOR).state is PartState.COMMITTED:
+    component = state.components[role]
+    is_in_force = transition.id == component.switched or transition.part(role).state is PartState.COMMITTED
+    if transition.id in component.broken or is_in_force:
         return Refused("of a transition that is decided")
-    return with_component(state, Role.ACTOR, replace(component, broken=(*component.broken, transition.id)))
+    component = replace(component, broken=(*component.broken, transition.id))
+    if role is not Role.ACTOR:
+        component = replace(component, last_failure=f"{event.source}: {body.message}")
+    return with_component(state, role, component)
 
 
 def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitted) -> ClusterState | Refused:
@@ -71,27 +86,56 @@ def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitt
     component = state.components[Role.ACTOR]
     if component.switched == transition.id:
         return Refused("of a transition that is in force")
-    if set(body.grants) != set(members_after(state, transition)):
+    if set(body.grants) != set(members_after(state, Role.ACTOR, transition)):
         return Refused("of other GPUs than planned")
     placed = Placed(tuple(grant.gpu for grant in body.grants), body.layout)
     alive = tuple(grant for grant in body.grants if grant not in component.gone)
     if not alive:
         return restart_actor(state, why=f"all that {transition.id} brought the actor to died")
-    component = replace(component, grants=alive, layout=body.layout, switched=transition.id)
+    component = replace(
+        component,
+        grants=alive,
+        layout=body.layout,
+        switched=transition.id,
+        placed=placed,
+        num_failed_starts=0,
+        last_failure="",
+    )
     state = with_component(state, Role.ACTOR, component)
     # Where a policy brought it counts for the iteration, where a person did from now on.
-    return state if state.asked is None else replace(state, moved=placed)
+    target = state.targets.get(transition.id)
+    return replace(state, moved=placed) if target is not None and target.is_asked else state
+
+
+def suspended(component: Component, transition: Transition) -> Component:
+    """It has no GPUs, and goes on when it gets some: an actor with its state."""
+    return replace(
+        component,
+        grants=(),
+        layout=None,
+        loaded=None,
+        has_reference=False,
+        gone=(),
+        switched=transition.id,
+        is_suspended=True,
+        num_failed_starts=0,
+        last_failure="",
+    )
 
 
 def over(state: ClusterState, transition: Transition) -> ClusterState:
-    """A closed resize. An actor that lacks ranks goes on to its next one, which brings them back, where its lead has
-    said how this one ended; without its word nobody knows in which layout the ranks are."""
-    actor = state.components[Role.ACTOR]
+    """A closed change of the actor. One that lacks ranks goes on to its next one, which brings them back, where its
+    lead has said how this one ended; without its word nobody knows in which layout the ranks are."""
+    actor, target = state.components[Role.ACTOR], state.targets.get(transition.id)
     is_told = transition.id in (*actor.broken, actor.switched)
-    is_committed = actor.switched == transition.id
-    num_more = 0 if is_committed or actor.gone or not actor.lacks_ranks else 1
+    is_in_force = actor.switched == transition.id
+    num_more = 0 if is_in_force or actor.gone or not actor.lacks_ranks else 1
     ended = replace(actor, gone=(), num_deaths=actor.num_deaths + num_more)
-    state = replace(with_component(state, Role.ACTOR, ended), asked=state.asked_next, asked_next=None)
+    was_asked = target is None or target.is_asked
+    if not (was_asked or is_in_force or actor.lacks_ranks):
+        ended = replace(ended, num_failed_starts=ended.num_failed_starts + 1, last_failure="it was not done")
+    asked = state.asked_next if was_asked else state.asked_next or state.asked
+    state = _wished(replace(with_component(state, Role.ACTOR, ended), asked_next=None), asked)
     if not actor.lacks_ranks or state.phase in OVER or (is_told and ended.num_deaths <= MAX_DEATHS):
         return state
     return restart_actor(state, why=f"{transition.id} did not bring the actor's lost ranks back")
@@ -107,19 +151,11 @@ def forsaken(state: ClusterState) -> ClusterState:
     return restart_actor(state, why=f"{transition.id} was committed with GPUs that are lost")
 
 
-def members_after(state: ClusterState, transition: Transition) -> tuple[Grant, ...]:
-    """As planned, whoever of them has died meanwhile; sorted."""
-    component = state.components[Role.ACTOR]
-    leaving, coming = moving(state, transition)
+def members_after(state: ClusterState, role: Role, transition: Transition) -> tuple[Grant, ...]:
+    """As planned, of an actor whoever of them has died meanwhile too; sorted."""
+    component = state.components[role]
+    leaving, coming = state.moving(role, transition)
     return tuple(sorted({*component.grants, *component.gone, *coming} - set(leaving)))
-
-
-def moving(state: ClusterState, transition: Transition) -> tuple[tuple[Grant, ...], tuple[Grant, ...]]:
-    """The grants that leave the actor, and those that come to it, in the transition's order."""
-    owner = state.owner(Role.ACTOR)
-    leaving = tuple(Grant(move.gpu, move.token) for move in transition.moves if move.source == owner)
-    coming = tuple(Grant(move.gpu, move.token) for move in transition.moves if move.target == owner)
-    return leaving, coming
 
 
 def is_free(record: GpuRecord) -> bool:

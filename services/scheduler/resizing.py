@@ -1,10 +1,13 @@
-"""What a resize of the actor needs next: GPUs, layout, or both changed while it works. Pure.
+"""What a component needs that changes while it works and goes on: GPUs, layout, or both. Pure.
 
-Order: it is planned; what leaves is draining and what comes is acquiring, in one turn; the lead is asked; its ranks
-make the new layout beside the old one, and the store's commit of the actor's part, by the lead, decides; the lead says
-that it switched; what leaves is released; the transition ends. Rollout and inference are asked nothing, and the open
-iteration stays open. Invariants: a GPU leaves the store's record only after the layout without it is in force; past its
-deadline an uncommitted resize is closed, and the actor goes on as it was.
+Order: it is planned; what leaves is draining and what comes is acquiring, in one turn; the lead is asked; the layout
+is switched; the lead says so; what leaves is released; the transition ends. The other components are asked nothing, and
+the open iteration stays open. Invariants: a GPU leaves the store's record only after the layout without it is in force;
+past its deadline a change that is not in force is closed, and the component goes on as it was.
+
+Of the rollout and the inference GPUs come or go, and the lead's word brings the new layout into force. The actor does
+both at once: its ranks make the new layout beside the old one, and the store's commit of its part, by the lead,
+decides.
 An actor that lacks ranks is brought back in the same way, once what it lost is free: to where it was, or was asked to.
 For it there is no going on as it was: such a resize is made again where its lead says that a death was in its way, and
 costs the incarnation where it fails otherwise, or comes to nothing by its deadline.
@@ -13,18 +16,14 @@ costs the incarnation where it fails otherwise, or comes to nothing by its deadl
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
-from services.scheduler.expectations import command_deadline_ms
-from services.scheduler.resizes import is_free, members_after, moving
-from services.scheduler.state import ClusterState, Phase
-from services.scheduler.stepping import advance, close, described, nodes_of, plan
+from services.scheduler.resizes import is_free, members_after
+from services.scheduler.starting import pause, ranked, scale_up
+from services.scheduler.state import ClusterState, Phase, Target
+from services.scheduler.stepping import advance, change_deadline_ms, close, commit, described, nodes_of, plan
 from services.scheduler.values import Placed
 from services.scheduler.wanted import Wanted, header
 from tidegate.ownership import Move, MoveState, Part, PartState, Transition
 from tidegate.types import Grant, Role, instance_id, node_of
-
-RESIZE_DEADLINES = 2
-"""Command deadlines that a resize has to commit. One fewer than end the job for a lead without effect: an update that
-takes longer than this costs the resize, not the job."""
 
 
 def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted | None:
@@ -34,7 +33,7 @@ def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted |
     if (have, component.layout) == (placed.gpus, placed.layout):
         return None
     target = f"{placed.layout} on {', '.join(placed.gpus)}"
-    if state.phase is not Phase.RUNNING or state.lead_of(Role.ACTOR) is None or state.suspects(Role.ACTOR):
+    if not _may_resize(state, placed):
         return Wanted((), (f"the actor goes to {target} once the job runs and nothing of it is lost",))
     coming = [gpu for gpu in placed.gpus if gpu not in have]
     records = [state.gpus[gpu] for gpu in coming if gpu in state.gpus]
@@ -43,23 +42,40 @@ def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted |
     if busy or absent or len(records) < len(coming):
         waits = [*busy, *(f"{instance_id(Role.ACTOR, node)} is not there" for node in absent)]
         return Wanted((), (f"the actor goes to {target} once it can ({', '.join(waits)})",))
+    is_own = placed != state.asked and not component.lacks_ranks
+    if is_own and (paused := pause(state, Role.ACTOR, now_ms)) is not None:
+        return paused
     owner = state.owner(Role.ACTOR)
     leaving = [grant for grant in component.grants if grant.gpu not in placed.gpus]
     moves = (
         *(Move(gpu=grant.gpu, source=owner, target=None, planned_token=grant.token) for grant in leaving),
         *(Move(gpu=gpu, source=None, target=owner, planned_token=state.gpus[gpu].token) for gpu in coming),
     )
-    part = Part(role=Role.ACTOR, old_layout=component.layout, new_layout=placed.layout)
-    reason = f"the actor from {component.layout} to {target}"
-    deadline_ms = RESIZE_DEADLINES * command_deadline_ms(state)
-    return plan(state, moves, part, reason=reason, now_ms=now_ms, deadline_ms=deadline_ms)
+    return plan(
+        state,
+        moves,
+        Part(role=Role.ACTOR, old_layout=component.layout, new_layout=placed.layout),
+        reason=f"the actor from {component.layout} to {target}",
+        now_ms=now_ms,
+        deadline_ms=change_deadline_ms(state),
+        target=Target(placed, is_asked=placed == state.asked),
+    )
 
 
-def resized(state: ClusterState, transition: Transition, placed: Placed | None, now_ms: int) -> Wanted:
-    """An open resize, carried on. `placed` gives the order of the ranks."""
-    is_committed = transition.part(Role.ACTOR).state is PartState.COMMITTED
-    if is_committed and state.components[Role.ACTOR].switched == transition.id:
-        return _released(state, transition, now_ms)
+def _may_resize(state: ClusterState, placed: Placed) -> bool:
+    """A person's wish and a lost rank wait until the job runs; what is in the way of its start does not."""
+    component = state.components[Role.ACTOR]
+    is_in_the_way = state.phase is Phase.STARTING and placed != state.asked and not component.lacks_ranks
+    is_told = state.lead_of(Role.ACTOR) is not None and not state.suspects(Role.ACTOR)
+    return is_told and (state.phase is Phase.RUNNING or is_in_the_way)
+
+
+def changed(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+    """An open change of layout, carried on."""
+    part, is_switched = transition.part(role), state.components[role].switched == transition.id
+    is_committed = part.state is PartState.COMMITTED
+    if is_switched and (is_committed or role is not Role.ACTOR):
+        return _released(state, role, transition, now_ms) if is_committed else commit(transition, role, part.new_layout)
     if not is_committed and now_ms >= transition.deadline_unix_ms:
         return close(transition)
     steps = tuple(
@@ -69,38 +85,36 @@ def resized(state: ClusterState, transition: Transition, placed: Placed | None, 
     )
     if steps:
         return Wanted(steps, (f"moves {len(steps)} GPUs of {transition.id}",))
-    return _asked(state, transition, placed, now_ms)
+    return _asked(state, role, transition, now_ms)
 
 
-def _asked(state: ClusterState, transition: Transition, placed: Placed | None, now_ms: int) -> Wanted:
+def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
     """The lead is asked until it says that it switched: after the commit as well, for then there is no way back."""
-    lead, layout = state.lead_of(Role.ACTOR), transition.part(Role.ACTOR).new_layout
-    assert layout is not None, f"{transition.id} is a resize"
+    lead, layout = state.lead_of(role), transition.part(role).new_layout
+    assert layout is not None, f"{transition.id} is a change of layout"
     if lead is None:
-        return Wanted((), (f"{transition.id} waits for a lead of the actor",))
-    leaving, coming = moving(state, transition)
-    rank = {gpu: index for index, gpu in enumerate(placed.gpus if placed else ())}
+        return Wanted((), (f"{transition.id} waits for a lead of the {role}",))
+    leaving, coming = state.moving(role, transition)
     # Who died meanwhile too: what is asked under an id never changes, and the lead finds them dead.
-    after = members_after(state, transition)
-    members = tuple(sorted(after, key=lambda grant: (rank.get(grant.gpu, len(rank)), grant)))
+    members = ranked(state, transition, members_after(state, role, transition))
     step = f"{transition.id}/resize"
-    head = header(state, Role.ACTOR, lead, step=step, now_ms=now_ms, transition_id=transition.id)
+    head = header(state, role, lead, step=step, now_ms=now_ms, transition_id=transition.id)
     command: cmd.Command
     if coming and not leaving:
-        command = cmd.ScaleUp(head, coming, members, layout, weights=None, reference=None, checkpoint="")
+        command = scale_up(state, role, head, coming, members, layout)
     elif leaving and not coming:
         command = cmd.ScaleDown(head, leaving, members, layout)
     else:
         command = cmd.Migrate(head, leaving, coming, members, layout)
-    note = f"the actor changes to {layout} on {len(members)} GPUs ({len(coming)} come, {len(leaving)} leave)"
+    note = f"the {role} changes to {layout} on {len(members)} GPUs ({len(coming)} come, {len(leaving)} leave)"
     return Wanted((command,), (note,))
 
 
-def _released(state: ClusterState, transition: Transition, now_ms: int) -> Wanted:
+def _released(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
     """The layout is in force: what left is released as its holder, or its gate, says that it is free."""
     leaving = [move for move in transition.moves if move.state is MoveState.DRAINING]
     free = [move for move in leaving if Grant(move.gpu, move.token) in state.released]
     if not leaving or now_ms >= transition.deadline_unix_ms:
         return close(transition)
     steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
-    return Wanted(steps, (f"releases {len(free)} of {len(leaving)} GPUs that the actor left",))
+    return Wanted(steps, (f"releases {len(free)} of {len(leaving)} GPUs that the {role} left",))

@@ -68,11 +68,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """`layout` is None while the component is down; `broken` names transitions that cannot succeed any more, `switched`
-    the resize whose layout is in force by the lead's word; `last_failure` says of the last of its starts that failed in
-    a row what broke it. An actor that is up and lacks ranks keeps its state and waits for them; `gone` are those of its
-    members, and of those to come, who died in the open resize, `num_deaths` counts what it outlived since the iteration
-    opened."""
+    """`layout` is None while the component is down; `placed` is where the layout came into force, with who died since.
+    `broken` names transitions that cannot succeed any more, `switched` the one whose layout is in force by the lead's
+    word; `last_failure` says of the last of its moves that failed in a row what broke it.
+
+    An actor that is up and lacks ranks keeps its state and waits for them; `gone` are those of its members, and of
+    those to come, who died in the open change, `num_deaths` counts what it outlived since the iteration opened. Who
+    `is_suspended` was to have no GPUs: an actor's state is in the memory of the nodes where it was `placed`."""
 
     lead: Lead | None = None
     grants: tuple[Grant, ...] = ()
@@ -85,6 +87,8 @@ class Component:
     switched: TransitionId | None = None
     gone: tuple[Grant, ...] = ()
     num_deaths: int = 0
+    placed: Placed | None = None
+    is_suspended: bool = False
 
     @property
     def is_up(self) -> bool:
@@ -93,6 +97,14 @@ class Component:
     @property
     def lacks_ranks(self) -> bool:
         return self.layout is not None and len(self.grants) < self.layout.num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a transition brings its role, as it was planned; None: to no GPUs. `is_asked`: a person wanted it."""
+
+    placed: Placed | None
+    is_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +271,15 @@ class ClusterState:
     gpus: Mapping[GpuId, GpuRecord] = field(default_factory=dict)
     transitions: Mapping[TransitionId, Transition] = field(default_factory=dict)
     num_transitions: int = 0
+    targets: Mapping[TransitionId, Target] = field(default_factory=dict)
+    """Of the open transitions, and the one that was planned last, but for stops: those follow from no proposal."""
     components: Mapping[Role, Component] = field(default_factory=lambda: {role: Component() for role in Role})
     asked: Placed | None = None
     """Where a person wants the actor, while it is not there yet."""
     asked_next: Placed | None = None
     """Where a person wants it after the resize that is under way; the last word counts."""
     moved: Placed | None = None
-    """Where the actor was moved to; None while it is where the config places it."""
+    """Where a person had the actor moved; None while its home is where the config places it."""
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
     released: tuple[Grant, ...] = ()
     held: tuple[Grant, ...] = ()
@@ -337,6 +351,14 @@ class ClusterState:
                 return transition
         return None
 
+    def changing(self, role: Role) -> Transition | None:
+        """The open transition of a component that works and goes on afterwards: elsewhere, with more, less or none."""
+        transition = self.transition_of(role)
+        if transition is None or transition.part(role).old_layout is None:
+            return None
+        goes_on = transition.part(role).new_layout is not None or transition.id in self.targets
+        return transition if goes_on else None
+
     def resize(self) -> Transition | None:
         """The open transition of an actor that is to change while it works."""
         transition = self.transition_of(Role.ACTOR)
@@ -344,6 +366,13 @@ class ClusterState:
             return None
         part = transition.part(Role.ACTOR)
         return transition if part.old_layout is not None and part.new_layout is not None else None
+
+    def moving(self, role: Role, transition: Transition) -> tuple[tuple[Grant, ...], tuple[Grant, ...]]:
+        """The grants that leave the role, and those that come to it, in the transition's order."""
+        owner = self.owner(role)
+        leaving = tuple(Grant(move.gpu, move.token) for move in transition.moves if move.source == owner)
+        coming = tuple(Grant(move.gpu, move.token) for move in transition.moves if move.target == owner)
+        return leaving, coming
 
     def suspects(self, role: Role) -> tuple[Grant, ...]:
         """Grants that the store still counts as the role's and nobody is known to work under: gates are asked.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from services.scheduler import commands as cmd
 from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
 from services.scheduler.ownership_view import transition_id
-from services.scheduler.state import ClusterState, node_of_instance
+from services.scheduler.state import ClusterState, Target, node_of_instance
 from services.scheduler.wanted import Wanted
 from tidegate.ownership import GpuRecord, Move, MoveState, Part, Transition
 from tidegate.transitions import earned_outcome
@@ -21,6 +21,14 @@ asked; this ends what goes on for longer: leads that keep changing, a step that 
 MIN_TRANSITION_MS = 180_000
 """However short the command deadline: a lead that never answers is given up after two minutes, and what a scheduler
 that died had asked of the store is asked again after seconds."""
+
+CHANGE_DEADLINES = 2
+"""Command deadlines that a change of a component that works has. One fewer than end the job for a lead without effect:
+an update that takes longer than this costs the change, not the job."""
+
+
+def change_deadline_ms(state: ClusterState) -> int:
+    return CHANGE_DEADLINES * command_deadline_ms(state)
 
 
 def close(transition: Transition) -> Wanted:
@@ -57,8 +65,9 @@ def plan(
     reason: str,
     now_ms: int,
     deadline_ms: int | None = None,
+    target: Target | None = None,
 ) -> Wanted:
-    """`deadline_ms` from now; None gives it as long as a start or a stop may take."""
+    """`deadline_ms` from now; None gives it as long as a start or a stop may take. `target`: None is a stop's."""
     if deadline_ms is None:
         deadline_ms = max(MIN_TRANSITION_MS, TRANSITION_DEADLINES * command_deadline_ms(state))
     transition = Transition(
@@ -71,5 +80,5 @@ def plan(
         deadline_unix_ms=now_ms + deadline_ms,
         reason=reason,
     )
-    command = cmd.PlanTransition(CommandId(f"{transition.id}/plan"), transition)
+    command = cmd.PlanTransition(CommandId(f"{transition.id}/plan"), transition, target)
     return Wanted((command,), (f"plans {transition.id}: {reason}",))

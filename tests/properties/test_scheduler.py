@@ -16,7 +16,6 @@ from services.scheduler.decide import after_decision, decide
 from services.scheduler.evolve import evolve
 from services.scheduler.losses import MAX_DEATHS
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.resizes import moving
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Placed, total
 from tests.unit.scheduler.drive import Drive, booted
@@ -160,7 +159,7 @@ def ranks_waited_for(drive: Drive) -> list[GpuId]:
     component, transition = state.components[Role.ACTOR], state.resize()
     if state.phase is not Phase.RUNNING or state.transition_of(Role.ACTOR) != transition:
         return []
-    leaving, coming = moving(state, transition) if transition is not None else ((), ())
+    leaving, coming = state.moving(Role.ACTOR, transition) if transition is not None else ((), ())
     has = {grant for grant in component.grants if works(drive.cluster, grant)}
     will_have = {grant for grant in {*has, *coming} - set(leaving) if works(drive.cluster, grant)}
     return sorted(grant.gpu for grant in has | will_have if has - {grant} and will_have - {grant})

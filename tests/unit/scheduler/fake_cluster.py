@@ -21,6 +21,7 @@ from tidegate.ownership import (
     GpuRecord,
     GpuState,
     IllegalStep,
+    MoveState,
     StaleToken,
     Transition,
     VersionConflict,
@@ -95,7 +96,7 @@ class FakeGate:
 
 @dataclass
 class FakeResize:
-    """An actor's change while it works: taken, then committed in the store, then switched to."""
+    """A component's change while it works: taken, of an actor then committed in the store, then switched to."""
 
     transition: TransitionId
     coming: tuple[Grant, ...]
@@ -123,6 +124,12 @@ class FakeLead:
     incarnation: int = 0
     has_reported: bool = False
     resize: FakeResize | None = None
+    suspension: cmd.Suspend | None = None
+    """To come between two updates."""
+    kept_on: frozenset[NodeId] = frozenset()
+    """Whose memory holds the state of a suspended actor."""
+    versions: dict[Grant, int] = field(default_factory=dict)
+    """That its members loaded."""
     closing: IterationPlan | None = None
     """An iteration that is to be saved and published."""
     is_held: bool = False
@@ -131,7 +138,8 @@ class FakeLead:
     def meet(self, incarnation: int) -> None:
         if incarnation > self.incarnation:
             self.incarnation, self.plan, self.broken_off, self.resize = incarnation, None, None, None
-            self.closing = self.evaluated = None
+            self.closing = self.evaluated = self.suspension = None
+            self.kept_on = frozenset()
 
     def open(self, plan: IterationPlan) -> None:
         if plan is not self.broken_off:
@@ -249,9 +257,13 @@ class FakeCluster:
             return
         instance.is_alive = False
         node = NodeId(name.partition("@")[2])
-        for slot in self.job_spec.slots(role):
-            if node_of(slot) == node:
+        for slot, record in self.gpus.items():
+            is_its = record.owner.role is role if record.owner else slot in self.job_spec.slots(role)
+            if is_its and node_of(slot) == node:
                 self.gates[slot].is_held = False
+        lead = self.leads[role]
+        if lead is not None and node in lead.kept_on:
+            lead.kept_on = frozenset()
         if tells:
             self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
         self._replace_lead(name)
@@ -378,6 +390,8 @@ class FakeCluster:
                 elif not transitions.same_plan(known, planned):
                     raise VersionConflict(f"{planned.id} is another plan's")
             case cmd.AdvanceMove():
+                if command.to_state is MoveState.RELEASED:
+                    self._check_released(command.gpu)
                 stored = self.records[command.transition_id]
                 states = {"from_state": command.from_state, "to_state": command.to_state}
                 self._keep(transitions.advance(stored, self.gpus[command.gpu], term=TERM, **states))
@@ -391,6 +405,14 @@ class FakeCluster:
             case cmd.Reclaim():
                 assert not self.gates[command.gpu].is_held, f"{command.gpu} is reclaimed while a worker holds it"
                 self.gpus[command.gpu] = transitions.reclaim(self.gpus[command.gpu], command.token)
+
+    def _check_released(self, slot: GpuId) -> None:
+        """No process has it, and no layout in force counts on it."""
+        record = self.gpus[slot]
+        assert not self.gates[slot].is_held, f"{slot} is released while a worker holds it"
+        lead = self.leads[record.owner.role] if record.owner else None
+        if lead is not None and lead.resize is not None:
+            assert Grant(slot, record.token) not in lead.resize.leaving, f"{slot} is released before the switch"
 
     def _keep(self, change: transitions.Change) -> None:
         self.records[change.transition.id] = change.transition
@@ -428,15 +450,22 @@ class FakeCluster:
                 self._take_resize(command, lead)
             case cmd.Migrate():
                 self._take_resize(command, lead)
+            case cmd.Suspend():
+                lead.suspension = command
+            case cmd.Resume():
+                self._resume(command, lead)
             case cmd.ScaleUp():
                 self._scale_up(command, lead)
             case cmd.ScaleDown():
+                if header.transition_id:
+                    lead.resize = lead.suspension = None
                 for grant in command.grants:
                     self.gates[grant.gpu].is_held = False
                 lead.members = command.members
                 self.say(lead.instance, ev.GpusReleased(command.grants), transition_id=header.transition_id)
             case cmd.LoadWeights():
                 lead.members = header.members
+                lead.versions = dict.fromkeys(lead.members, command.weights.version)
                 self._tell_loaded(lead, header, command.weights)
                 if isinstance(lead.broken_off, cmd.Evaluate):
                     lead.evaluate(lead.broken_off)
@@ -476,7 +505,7 @@ class FakeCluster:
             coming = command.grants
         elif isinstance(command, cmd.ScaleDown):
             leaving = command.grants
-        assert command.layout is not None, "an actor is resized to a layout"
+        assert command.layout is not None, "a component changes to a layout"
         transition = TransitionId(command.header.transition_id)
         lead.resize = FakeResize(transition, coming, leaving, command.members, command.layout)
 
@@ -509,10 +538,65 @@ class FakeCluster:
             self._let_go(resize.leaving)
             self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
 
+    def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: FakeResize) -> None:
+        """The rollout's engines finish elsewhere what they had, an inference makes a smaller world."""
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": resize.transition}
+        lead.resize = None
+        is_broken = role is Role.INFERENCE and not all(map(self._is_at_work, (*resize.members, *resize.leaving)))
+        if self._fails_to_prepare() or is_broken:
+            self.say(lead.instance, ev.ResizeFailed("it could not be prepared"), **said)
+            return
+        lead.members = resize.members
+        self._let_go(resize.leaving)
+        self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+        self.say(lead.instance, ev.LayoutCommitted(resize.layout, resize.members, 0), grants=resize.members, **said)
+
+    def _fails_to_prepare(self) -> bool:
+        fails = self.num_failing_resizes > 0
+        self.num_failing_resizes -= fails
+        return fails
+
+    def _suspend(self, lead: FakeLead, command: cmd.Suspend) -> None:
+        lead.suspension = None
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": command.header.transition_id}
+        left = tuple(grant for grant in lead.members if self._is_at_work(grant))
+        is_whole = self.keeps_state or left == lead.members
+        if not is_whole or not left:
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "what a dead rank held is gone", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+        elif self._fails_to_prepare() or set(left) != set(command.grants):
+            self.say(lead.instance, ev.ResizeFailed("a member is dead, or it could not be prepared"), **said)
+        else:
+            lead.kept_on = frozenset(node_of(grant.gpu) for grant in lead.members)
+            lead.members = ()
+            self._let_go(command.grants)
+            self.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
+
+    def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
+        assert lead.kept_on, "an actor is resumed whose state nobody has"
+        if not self._pass_gates(command, lead):
+            return
+        lead.kept_on = frozenset()
+        lead.members = command.grants
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": command.header.transition_id}
+        self.say(lead.instance, ev.GpusAcquired(command.grants), grants=command.grants, **said)
+        self.say(lead.instance, ev.LayoutCommitted(command.layout, command.grants, 0), grants=command.grants, **said)
+
+    def _pass_gates(self, command: cmd.ScaleUp | cmd.Resume, lead: FakeLead) -> bool:
+        """False, and told, where an instance is dead or a GPU is held by another."""
+        header = command.header
+        for grant in command.grants:
+            gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
+            if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
+                failed = ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", fatal=False)
+                self.say(lead.instance, failed, incarnation=header.incarnation)
+                return False
+            gate.highest, gate.is_held = grant.token, True
+        return True
+
     def _fault_in_preparing(self, lead: FakeLead, resize: FakeResize) -> tuple[str, bool] | None:
         """And whether somebody has died."""
-        if self.num_failing_resizes:
-            self.num_failing_resizes -= 1
+        if self._fails_to_prepare():
             return "it could not be prepared", False
         stay = [grant for grant in resize.members if grant not in resize.coming]
         if not all(self._is_at_work(grant) for grant in (*stay, *resize.leaving)):
@@ -541,14 +625,11 @@ class FakeCluster:
 
     def _scale_up(self, command: cmd.ScaleUp, lead: FakeLead) -> None:
         header = command.header
-        for grant in command.grants:
-            gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
-            if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
-                failed = ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", fatal=False)
-                self.say(lead.instance, failed, incarnation=header.incarnation)
-                return
-            gate.highest, gate.is_held = grant.token, True
+        if not self._pass_gates(command, lead):
+            return
         lead.members = command.members
+        if command.weights is not None:
+            lead.versions.update(dict.fromkeys(command.grants, command.weights.version))
         next_iteration = self.checkpoints.get(command.checkpoint, 0)
         next_prompt = self.next_prompts.get(command.checkpoint, next_iteration * self.job_spec.num_prompts)
         said: dict[str, Any] = {
@@ -578,11 +659,10 @@ class FakeCluster:
     # Work
 
     def work(self) -> bool:
-        """Leads that took the iteration do their part, the actor's a step of its resize first; False when there is
-        nothing to do."""
+        """A step of a change first, then leads that took the iteration do their part, as far as they have GPUs; False
+        when there is nothing to do."""
         actor = self.leads[Role.ACTOR]
-        if actor is not None and actor.resize is not None and self.instances[actor.instance].is_alive:
-            self._go_on_resizing(actor, actor.resize)
+        if any(lead is not None and self._change(role, lead) for role, lead in self.leads.items()):
             return True
         if actor is not None and self.instances[actor.instance].is_alive and self._close(actor):
             return True
@@ -590,15 +670,35 @@ class FakeCluster:
         if rollout is not None and rollout.evaluated is not None and self._can_work(Role.ROLLOUT, rollout):
             self._evaluate(rollout, rollout.evaluated)
             return True
-        leads = {role: lead for role, lead in self.leads.items() if lead is not None and self._can_work(role, lead)}
+        leads = {role: lead for role, lead in self.leads.items() if lead is not None}
         plans = {(lead.incarnation, lead.plan) for lead in leads.values()}
         if len(leads) < len(Role) or len(plans) != 1 or None in {lead.plan for lead in leads.values()}:
             return False
-        order = (Role.ROLLOUT, Role.INFERENCE, Role.ACTOR)
-        todo = [role for role in order if not leads[role].has_reported and not leads[role].is_held]
-        for role in todo:
-            self._report(role, leads[role])
-        return bool(todo)
+        has_worked = False
+        for role in (Role.ROLLOUT, Role.INFERENCE, Role.ACTOR):
+            lead = leads[role]
+            if lead.has_reported:
+                continue
+            if lead.is_held or not self._can_work(role, lead):
+                break
+            self._report(role, lead)
+            has_worked = True
+        return has_worked
+
+    def _change(self, role: Role, lead: FakeLead) -> bool:
+        """A step of what it is asked to change; False when it is asked nothing."""
+        if not self.instances[lead.instance].is_alive:
+            return False
+        if lead.suspension is not None:
+            self._suspend(lead, lead.suspension)
+            return True
+        if lead.resize is not None and role is Role.ACTOR:
+            self._go_on_resizing(lead, lead.resize)
+            return True
+        if lead.resize is not None:
+            self._go_on_shrinking(role, lead, lead.resize)
+            return True
+        return False
 
     def show(self, role: Role, *, eighths: int) -> None:
         """A picture of the iteration that is open, so far done; nothing where the role has none."""
@@ -616,6 +716,8 @@ class FakeCluster:
     def _report(self, role: Role, lead: FakeLead) -> None:
         plan = lead.plan
         assert plan is not None, "only leads with a plan report"
+        stale = [each for each in lead.members if self._is_at_work(each) and lead.versions.get(each) != plan.version]
+        assert role is Role.ACTOR or not stale, f"{stale} of the {role} work without version {plan.version}"
         self.show(role, eighths=EIGHTHS)
         lead.has_reported = True
         trained, filtered, discarded = samples(plan, lead.incarnation)
