@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from simulator import foretold
+from simulator.planning import Calibrated, predictions
 from simulator.policies import policies_of
 from simulator.run import Run
 from simulator.run import simulate as simulated
@@ -25,6 +27,8 @@ from simulator.showing import (
 )
 from simulator.summary import Summary, summaries
 from tidegate.cli.rows import Row, table
+from tidegate.config import ConfigError
+from tidegate.config_files import load_sources, sources_of
 from tidegate.config_layers import is_override
 from tidegate.timeline_page.page import rendered
 
@@ -37,6 +41,25 @@ def simulate(given: argparse.Namespace) -> int:
     policies = policies_of(given.compare or [given.policy or scenario.scheduler.policy], scenario)
     runs = [simulated(scenario, policy, name=name, seed=given.seed) for name, policy in policies.items()]
     print(_told(scenario, runs, given))
+    return 0
+
+
+def plan(given: argparse.Namespace) -> int:
+    """ConfigError for what was given wrong."""
+    sourced = load_sources(sources_of(given.config))
+    calibrated = None
+    if given.calibrated is not None:
+        scenario = load_scenario(Path(given.calibrated))
+        calibrated = Calibrated(scenario.costs, scenario.lengths)
+    found = predictions(sourced.config, calibrated)
+    if found[0].run is None:
+        raise ConfigError(f"the iteration cannot be foreseen: {found[0].refused}")
+    if given.form == "json":
+        print(json.dumps(foretold.as_json(sourced.config, sourced.given, found, calibrated)))
+        return 0
+    print(table(foretold.rows(found), foretold.ROW_COLUMNS))
+    print("", *foretold.advice(found), "", sep="\n")
+    print(_assumptions_table(foretold.assumptions(sourced.config, sourced.given, calibrated)))
     return 0
 
 
@@ -66,8 +89,11 @@ def _sections(scenario: Scenario, runs: Sequence[Run], *, with_assumptions: bool
     sections = [table(rows, tuple(rows[0])), f"{scenario.name}, seed {runs[0].seed}: {told}"]
     if not with_assumptions:
         return sections
-    assumptions = [row | {"value": plain(row["value"])} for row in assumption_rows(scenario)]
-    return [*sections, table(assumptions, ASSUMPTION_COLUMNS), SOURCES_TOLD]
+    return [*sections, _assumptions_table(assumption_rows(scenario)), SOURCES_TOLD]
+
+
+def _assumptions_table(rows: Iterable[Row]) -> str:
+    return table([{**row, "value": plain(row["value"])} for row in rows], ASSUMPTION_COLUMNS)
 
 
 def _table_row(summary: Summary) -> Row:

@@ -23,6 +23,7 @@ from tidegate.config_layers import (
     Layer,
     Origin,
     dotted,
+    is_override,
     laid_over,
     overridden,
     parse_override,
@@ -57,6 +58,14 @@ class SourcedConfig:
     given: Layer
     notes: tuple[str, ...] = ()
     """On what was read otherwise than it was written, for whoever starts the job."""
+
+
+def sources_of(words: Sequence[str], options: Mapping[str, Any] | None = None) -> Sources:
+    """Of the words of a command line, files and `key=value` in any order. ConfigError where no file is among them."""
+    files = [Path(word) for word in words if not is_override(word)]
+    if not files:
+        raise ConfigError(f"{' '.join(words)}: no config to override; name a YAML file before key=value")
+    return Sources(files, [word for word in words if is_override(word)], options or {})
 
 
 def load_config(path: Path) -> JobConfig:

@@ -14,7 +14,6 @@ import json
 import shlex
 import sys
 from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Any
 
 from tidegate.cli import jobs
@@ -22,8 +21,8 @@ from tidegate.cli.resolved import resolved_yaml
 from tidegate.cli.rows import Form, table
 from tidegate.cli.views import UnfailingStream, make_view
 from tidegate.config import ConfigError, JobConfig
-from tidegate.config_files import Sources, load_sources
-from tidegate.config_layers import Layer, is_override
+from tidegate.config_files import Sources, load_sources, sources_of
+from tidegate.config_layers import Layer
 from tidegate.config_lr import lr_told
 from tidegate.config_origins import with_origins
 from tidegate.job import JobFolder
@@ -69,11 +68,8 @@ def run(given: argparse.Namespace, form: Form) -> int:
 
 
 def _sources(given: argparse.Namespace) -> Sources:
-    files = [Path(word) for word in given.config if not is_override(word)]
-    if not files:
-        raise ConfigError(f"{' '.join(given.config)}: no config to override; name a YAML file before key=value")
     options = {} if given.output_dir is None else {"output_dir": given.output_dir}
-    return Sources(files, [word for word in given.config if is_override(word)], options)
+    return sources_of(given.config, options)
 
 
 def _dry_run(order: Order, given: Layer, form: Form) -> int:

@@ -55,6 +55,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="as of `run`",
     )
     _add_form(plan, "table", "json")
+    plan.add_argument(
+        "--calibrated",
+        metavar="SCENARIO",
+        help="whose costs and lengths stand in place of the config's assumptions, as `calibrate` writes one",
+    )
 
 
 def _add_form(parser: argparse.ArgumentParser, *forms: str) -> None:
