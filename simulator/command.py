@@ -59,7 +59,10 @@ def plan(given: argparse.Namespace) -> int:
         return 0
     print(table(foretold.rows(found), foretold.ROW_COLUMNS))
     print("", *foretold.advice(found), "", sep="\n")
-    print(_assumptions_table(foretold.assumptions(sourced.config, sourced.given, calibrated)))
+    assumed = list(foretold.assumptions(sourced.config, sourced.given, calibrated))
+    print(_assumptions_table(assumed))
+    if any(row["source"] == foretold.DEFAULT for row in assumed):
+        print(foretold.DEFAULT_TOLD)
     return 0
 
 

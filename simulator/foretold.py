@@ -16,7 +16,10 @@ from tidegate.config_layers import Layer, dotted
 from tidegate.types import Role
 
 ROW_COLUMNS = ("placement", "actor", "rollout", "inference", "policy", "seconds", "saved_%")
-_DEFAULT = "default: of a 7B model on 64 GPUs, as docs/simulator.md has it"
+DEFAULT = "default"
+DEFAULT_TOLD = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
+_LEAST_GAIN = 0.005
+"""Of the time: below it another start or policy is taken for no better; one iteration's lengths decide as much."""
 
 
 def as_json(
@@ -56,8 +59,9 @@ def advice(found: Sequence[Prediction]) -> Iterator[str]:
 
 
 def best(found: Sequence[Prediction]) -> Prediction:
-    """The shortest; the earlier of equals."""
-    return min(found, key=lambda each: each.iteration_s)
+    """The first that is as short as any; see `_LEAST_GAIN`."""
+    shortest_s = min(each.iteration_s for each in found)
+    return next(each for each in found if each.iteration_s * (1 - _LEAST_GAIN) <= shortest_s)
 
 
 def assumptions(config: JobConfig, given: Layer, calibrated: Calibrated | None) -> Iterator[dict[str, Any]]:
@@ -77,7 +81,7 @@ def assumptions(config: JobConfig, given: Layer, calibrated: Calibrated | None) 
 
 def _source(path: tuple[str, ...], given: Layer) -> str:
     origin = given.origins.get(path)
-    return origin.told if origin else _DEFAULT
+    return origin.told if origin else DEFAULT
 
 
 def _at(config: JobConfig, path: tuple[str, ...]) -> Any:
@@ -96,14 +100,15 @@ def _full_row(each: Prediction, first: Prediction) -> dict[str, Any]:
     return _placed(each) | {
         "policy": each.policy,
         "iteration_s": round(each.iteration_s, 3) if each.run else None,
-        "saved_percent": round(_saved_percent(each, first), 2) if each.run else None,
+        "saved_percent": _saved_percent(each, first) if each.run else None,
         "num_moves": each.run.num_moves if each.run else None,
         "refused": each.refused,
     }
 
 
 def _saved_percent(each: Prediction, first: Prediction) -> float:
-    return 100 * (1 - each.iteration_s / first.iteration_s)
+    """Rounded, so that nothing is never less than nothing."""
+    return round(100 * (1 - each.iteration_s / first.iteration_s), 2) + 0.0
 
 
 def _told(each: Prediction, first: Prediction) -> str:
@@ -111,5 +116,5 @@ def _told(each: Prediction, first: Prediction) -> str:
     where = f"the placement {AS_CONFIGURED}" if each.start.name == AS_CONFIGURED else f"'{each.start.name}' ({gpus})"
     saved = _saved_percent(each, first)
     told = f"{saved:.1f} % less than" if saved >= 0 else f"{-saved:.1f} % more than"
-    against = f"{told} static as configured, {first.iteration_s:.4g} s" if each is not first else "nothing saved"
+    against = f"{told} static as configured, {first.iteration_s:.4g} s" if each is not first else "as it is"
     return f"{where} under {each.policy}: {each.iteration_s:.4g} s an iteration, {against}"

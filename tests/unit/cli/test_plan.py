@@ -1,0 +1,123 @@
+"""`tidegate plan`: a job's iteration foreseen under each policy and from several placements, and nothing started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulator.planning import AS_CONFIGURED, scenario_of, starts
+from simulator.policies import NAMES
+from tests.unit.cli.configs import small, small_config, small_file
+from tidegate.cli.__main__ import main
+from tidegate.config import JobConfig, parse_config
+
+EIGHT = {"nodes": {"n0": 8}, "component_placement": {"actor": "0-3", "rollout": "4-6", "inference": 7}}
+
+
+def eight(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    raw = small(tmp_path, cluster=EIGHT, **changes)
+    raw["algorithm"] |= {"prompts_per_iteration": 12, "n_minibatches": 3}
+    raw["actor"]["layout"] = {"tp": 2, "dp": 2}
+    return raw
+
+
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    raw = eight(tmp_path)
+    path = small_file(tmp_path, **{key: raw[key] for key in ("cluster", "algorithm", "actor")})
+    assert main(["plan", str(path), *more]) == 0
+    return capsys.readouterr().out
+
+
+def gpus_of(config: JobConfig) -> list[str]:
+    placement = config.cluster.component_placement
+    return [placement.actor, placement.rollout, placement.inference]
+
+
+def test_placements_deal_out_the_same_gpus_in_whole_copies_none_twice(tmp_path: Path) -> None:
+    config = parse_config(eight(tmp_path))
+    found = {start.name: gpus_of(start.config) for start in starts(config)}
+    assert found == {
+        AS_CONFIGURED: ["0-3", "4-6", "7"],
+        "an eighth trains": ["0-1", "2-6", "7"],
+        "most trains": ["0-5", "6", "7"],
+    }
+
+
+def test_a_placement_with_which_the_job_could_not_start_is_left_out(tmp_path: Path) -> None:
+    """Three copies do not divide the shards of a reproducible job."""
+    raw = eight(tmp_path)
+    raw["actor"]["num_logical_shards"] = 8
+    assert [start.name for start in starts(parse_config(raw))] == [AS_CONFIGURED, "an eighth trains"]
+
+
+def test_the_scenario_has_the_jobs_work_and_what_its_config_assumes(tmp_path: Path) -> None:
+    assumptions = {"costs": {"update_s": 0.5, "trainer_exponent": 0.9}, "lengths": {"median_tokens": 12}}
+    scenario = scenario_of(small_config(tmp_path, assumptions=assumptions))
+    assert (scenario.costs.trainer.fixed_s, scenario.costs.trainer.exponent) == (0.5, 0.9)
+    assert (scenario.lengths.median_tokens, scenario.lengths.max_tokens) == (12, 60)
+    assert (scenario.algorithm.prompts_per_iteration, scenario.algorithm.group_size) == (2, 2)
+    assert scenario.costs.engine.gpus_per_engine == 1
+
+
+def test_every_policy_is_foreseen_from_every_placement_against_static_as_configured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.loads(planned(tmp_path, capsys, "-o", "json"))
+    assert [row["policy"] for row in told["predictions"]] == [*NAMES] * 3
+    first = told["predictions"][0]
+    assert (first["placement"], first["policy"], first["saved_percent"]) == (AS_CONFIGURED, "static", 0.0)
+    assert told["best"]["iteration_s"] <= first["iteration_s"]
+    assert told["best_static"]["policy"] == "static"
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_what_a_policy_cannot_run_is_told_in_its_row_and_once_below(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = planned(tmp_path, capsys)
+    (row,) = [line for line in told.splitlines() if line.startswith("most trains") and "rlinf" in line]
+    assert row.split()[-2:] == ["-", "-"]
+    assert "not from most trains: rlinf: the actor's dp=3 does not divide 4 prompts a minibatch" in told
+
+
+def test_each_assumption_tells_where_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = planned(tmp_path, capsys, "assumptions.costs.update_s=0.5")
+    lines = {line.split()[0]: line.split() for line in told.splitlines() if line.startswith("assumptions.")}
+    assert lines["assumptions.costs.update_s"][1:] == ["0.5", "override", "assumptions.costs.update_s"]
+    assert lines["assumptions.costs.reshard_s"][1:] == ["1.25", "default"]
+    assert "`tidegate calibrate` fits them to a run of the job" in told
+
+
+def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumptions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "fitted.yaml").write_text(
+        "cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\n"
+        "lengths: {median_tokens: 9, min_tokens: 1, max_tokens: 64}\n"
+        "costs: {engine: {gpus_per_engine: 1}, trainer: {fixed_s: 0.25}}\n"
+    )
+    told = json.loads(planned(tmp_path, capsys, "--calibrated", str(path), "-o", "json"))
+    rows = {row["key"]: row for row in told["assumptions"]}
+    assert rows["costs.trainer.fixed_s"]["value"] == 0.25
+    assert rows["lengths.median_tokens"] == {
+        "key": "lengths.median_tokens",
+        "value": 9.0,
+        "source": "the calibrated scenario",
+    }
+
+
+def test_a_config_that_is_wrong_is_told_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(small_file(tmp_path))
+    for words, want in (
+        ([path, "assumptions.costs.updates_s=1"], "the nearest known key is 'update_s'"),
+        ([path, "assumptions.costs.update_s=-1"], "assumptions.costs.update_s=-1: Input should be greater"),
+        (["seed=1"], "no config to override; name a YAML file before key=value"),
+        ([path, "--calibrated", str(tmp_path / "none.yaml")], "No such file"),
+    ):
+        assert main(["plan", *words]) == 2
+        said = capsys.readouterr()
+        assert want in said.err
+        assert said.out == ""
