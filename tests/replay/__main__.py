@@ -1,0 +1,12 @@
+"""Records the histories anew: `python -m tests.replay`. Look at what changed: commands that differ are another decision
+on the same history."""
+
+from __future__ import annotations
+
+from tests.replay.recorded import HISTORIES, recorded, told
+
+if __name__ == "__main__":
+    for name, path in HISTORIES.items():
+        lines = told(recorded(name))
+        path.write_text("".join(line + "\n" for line in lines))
+        print(f"{path.name}: {len(lines)} lines")

@@ -1,0 +1,140 @@
+"""A small job's history as a file: what its scheduler saw, and the commands that it decided on.
+
+A line is a JSON object: an `event` with the name of its `body`, `owned` with what changed of the ownership read before,
+or `commands`. The jobs are a fake cluster's: one with deaths, a resize and pictures of its iterations, and one whose
+policy moves GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from services.scheduler import events as ev
+from services.scheduler.decide import Decision
+from services.scheduler.plain import from_plain, to_plain
+from services.scheduler.policy import Policy
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.values import Placed
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
+from tidegate.ownership import GpuRecord, Transition
+from tidegate.types import InstanceId, Layout, Role
+
+POLICIES: dict[str, Policy] = {"deaths": StaticPolicy(), "moves": DynaRLPolicy(DynaRLRules())}
+HISTORIES = {name: Path(__file__).parent / f"{name}.jsonl" for name in POLICIES}
+BODIES: dict[str, type] = {body.__name__: body for body in get_args(ev.Body)}
+NOTHING = ev.Event(job="", source="scheduler", boot=1, sequence=0, body=ev.OwnershipObserved((), ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One of the two: an event that was seen, or a decision's commands as text."""
+
+    at_ms: int
+    event: ev.Event | None = None
+    commands: tuple[str, ...] = ()
+
+
+def recorded(name: str) -> list[Step]:
+    """Lived through now."""
+    num_iterations = {"deaths": 3, "moves": 1}[name]
+    drive = booted(FakeCluster(spec(num_iterations=num_iterations, standby=(gpu("n0", 3),))))
+    drive.policy = POLICIES[name]
+    lives: dict[str, Callable[[Drive], None]] = {"deaths": _with_deaths, "moves": _with_moves}
+    lives[name](drive)
+    return [_step(event, at_ms, decision) for event, at_ms, decision in drive.seen]
+
+
+def _with_deaths(drive: Drive) -> None:
+    _iterating(drive, 0)
+    drive.cluster.show(Role.ROLLOUT, eighths=4)
+    drive.cluster.show(Role.INFERENCE, eighths=2)
+    drive.cluster.kill_worker(gpu("n1", 2))
+    _iterating(drive, 1)
+    drive.cluster.say_as("control", ev.ResizeRequested(Placed((gpu("n0", 0), gpu("n0", 3)), Layout(tp=2))))
+    drive.cluster.kill_instance(InstanceId("rollout@n0"), tells=True)
+    _iterating(drive, 2)
+    drive.cluster.kill_instance(InstanceId("actor@n0"), tells=True)
+    drive.run()
+
+
+def _with_moves(drive: Drive) -> None:
+    """Time passes while an iteration's responses end."""
+    _iterating(drive, 0)
+    for eighths in (2, 4, 6):
+        drive.run_until(lambda _: not drive.cluster.outbox)
+        drive.cluster.show(Role.ROLLOUT, eighths=eighths)
+        drive.cluster.show(Role.INFERENCE, eighths=eighths - 2)
+        drive.now_ms += 5000
+    drive.run()
+
+
+def _iterating(drive: Drive, iteration: int) -> None:
+    drive.run_until(lambda state: state.iteration is not None and state.iteration.plan.iteration == iteration)
+
+
+def _step(event: ev.Event | None, at_ms: int, decision: Decision | None) -> Step:
+    if decision is None:
+        return Step(at_ms, event=event)
+    return Step(at_ms, commands=tuple(map(repr, decision.commands)))
+
+
+def told(steps: list[Step]) -> list[str]:
+    """Lines of a file."""
+    lines, owned = [], NOTHING
+    for step in steps:
+        if step.event is None:
+            line: dict[str, Any] = {"commands": list(step.commands)}
+        elif isinstance(step.event.body, ev.OwnershipObserved):
+            line = {"owned": _changed(owned.body, step.event.body), "job": step.event.job}
+            owned = step.event
+        else:
+            line = {"body": type(step.event.body).__name__, "event": to_plain(step.event)}
+        lines.append(json.dumps(line | {"at_ms": step.at_ms}, sort_keys=True, separators=(",", ":")))
+    return lines
+
+
+def _changed(before: ev.Body, now: ev.OwnershipObserved) -> dict[str, Any]:
+    assert isinstance(before, ev.OwnershipObserved)
+    return {
+        "gpus": [to_plain(each) for each in now.gpus if each not in before.gpus],
+        "transitions": [to_plain(each) for each in now.transitions if each not in before.transitions],
+    }
+
+
+def read(path: Path) -> Iterator[Step]:
+    """What `told` wrote."""
+    owned = NOTHING
+    for number, text in enumerate(path.read_text().splitlines(), start=1):
+        line, where = json.loads(text), f"{path.name}:{number}"
+        if "owned" in line:
+            owned = replace(_owned(owned.body, line["owned"], where), job=line["job"])
+            yield Step(line["at_ms"], event=owned)
+        elif "event" in line:
+            yield Step(line["at_ms"], event=_event(line, where))
+        else:
+            yield Step(line["at_ms"], commands=tuple(line["commands"]))
+
+
+def _owned(before: ev.Body, changed: dict[str, Any], where: str) -> ev.Event:
+    assert isinstance(before, ev.OwnershipObserved)
+    gpus = {each.gpu: each for each in before.gpus}
+    gpus |= {each.gpu: each for each in (from_plain(GpuRecord, plain, where) for plain in changed["gpus"])}
+    transitions: dict[str, Transition] = {each.id: each for each in before.transitions}
+    for plain in changed["transitions"]:
+        each = from_plain(Transition, plain, where)
+        transitions[each.id] = each
+    in_order = tuple(transitions[key] for key in sorted(transitions))
+    return replace(NOTHING, body=ev.OwnershipObserved(tuple(gpus[key] for key in sorted(gpus)), in_order))
+
+
+def _event(line: dict[str, Any], where: str) -> ev.Event:
+    plain, kinds = line["event"], get_type_hints(ev.Event)
+    body = from_plain(BODIES[line["body"]], plain["body"], f"{where}: body")
+    rest = {name: from_plain(kind, plain[name], f"{where}: {name}") for name, kind in kinds.items() if name != "body"}
+    return ev.Event(**rest, body=body)

@@ -1,0 +1,52 @@
+"""Recorded histories lead to the commands that they led to: a decision that changed shows here, with the event before
+it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.codec import decode_state, encode_state
+from services.scheduler.decide import after_decision, decide
+from services.scheduler.evolve import evolve
+from services.scheduler.observed import Generation
+from services.scheduler.state import ClusterState, Phase
+from tests.replay.recorded import HISTORIES, POLICIES, read, recorded, told
+from tests.unit.scheduler.fake_cluster import JOB
+from tidegate.types import Role
+
+ANEW = "if that is meant, record the histories anew (python -m tests.replay) and look at what changed"
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_recorded_history_replays_to_the_same_commands(name: str) -> None:
+    state, last = ClusterState(job=JOB), "nothing"
+    for number, step in enumerate(read(HISTORIES[name]), start=1):
+        if step.event is not None:
+            state, last = evolve(state, step.event), f"{type(step.event.body).__name__} of {step.event.source}"
+            continue
+        decision = decide(state, step.at_ms, policy=POLICIES[name])
+        got = [repr(command) for command in decision.commands]
+        assert got == list(step.commands), f"line {number}, after {last}: {ANEW}"
+        # Another replica goes on from here.
+        state = decode_state(encode_state(after_decision(state, decision, step.at_ms)))
+    assert state.phase is Phase.FINISHED
+    assert state.learned.lengths is not None, "what was told of iterations was learned from"
+
+
+def test_one_of_the_recorded_histories_moves_gpus_while_its_iterations_run() -> None:
+    commands = [command for step in read(HISTORIES["moves"]) for command in step.commands]
+    reasons = [each for each in commands if each.startswith("PlanTransition(")]
+    assert len(reasons) > 2 * len(Role), "more than what starts and ends the three components"
+
+
+def test_what_is_read_of_a_file_is_what_was_written(tmp_path: Path) -> None:
+    steps = recorded("deaths")
+    path = tmp_path / "history.jsonl"
+    path.write_text("\n".join(told(steps)))
+
+    again = list(read(path))
+
+    assert again == steps
+    assert any(isinstance(step.event.body, Generation) for step in steps if step.event)
