@@ -1,7 +1,7 @@
 """What each step of an iteration costs: every assumption a field with its unit, its default and the default's source.
 
 The defaults are one set, under which a static schedule of the published 64-GPU timeline (7B, GRPO) takes its published
-985 s. `P:` marks a source that is published, `F:` a value fitted to a published figure, `A:` an assumption.
+985 s.
 A decode step of an engine takes max(step_floor_s, step_base_s + step_per_sequence_s * running +
 step_per_kv_token_s * tokens in its KV cache); each step gives every running sequence one token.
 Invariant: `decode_s` is the exact sum of its steps, in closed form, and `steps_within` its inverse.
@@ -10,34 +10,17 @@ Invariant: `decode_s` is the exact sum of its steps, in closed form, and `steps_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat, Section, fields_of
+from simulator.assumptions import Source
+from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat, Section
 from tidegate.elastic.plan import Plan
 from tidegate.types import Layout
 
 _LayoutName = Annotated[str, Field(pattern=r"^(single|(tp|pp|dp|cp|ep|vpp)\d+(-(pp|dp|cp|ep|vpp)\d+)*)$")]
 _Share = Annotated[float, Field(ge=0, le=1)]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a default comes from."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Assumption:
-    """A field of the costs as people read it."""
-
-    key: str
-    value: Any
-    source: str
 
 
 class EngineCosts(Section):
@@ -172,15 +155,6 @@ class Costs(Section):
     inference: InferenceCosts = InferenceCosts()
     switch: SwitchCosts = SwitchCosts()
     sync: SyncCosts = SyncCosts()
-
-    def assumptions(self) -> Iterator[Assumption]:
-        """Every field, in order, with its value here and the source of its default."""
-        for path, info in fields_of(type(self)):
-            value: Any = self
-            for part in path:
-                value = getattr(value, part)
-            source = next(mark.text for mark in info.metadata if isinstance(mark, Source))
-            yield Assumption(".".join(path), value, source)
 
 
 def busiest_bytes(plan: Plan) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from simulator.planning import AS_CONFIGURED, PROMPT_SHARE, Calibrated, Prediction, scenario_of
-from simulator.showing import assumption_rows
 from tidegate.config import JobConfig
 from tidegate.config_base import fields_of
 from tidegate.config_layers import Layer, dotted
@@ -67,10 +66,9 @@ def best(found: Sequence[Prediction]) -> Prediction:
 def assumptions(config: JobConfig, given: Layer, calibrated: Calibrated | None) -> Iterator[dict[str, Any]]:
     """Each with its value and where that is from."""
     if calibrated is not None:
-        for row in assumption_rows(scenario_of(config, calibrated)):
-            yield row | {"key": f"costs.{row['key']}", "source": "the calibrated scenario"}
-        for key, value in calibrated.lengths.model_dump(mode="json").items():
-            yield {"key": f"lengths.{key}", "value": value, "source": "the calibrated scenario"}
+        for own in scenario_of(config, calibrated).assumptions():
+            if own.key.startswith(("costs.", "lengths.")):
+                yield {"key": own.key, "value": own.value, "source": "the calibrated scenario"}
     else:
         for path, _ in fields_of(type(config)):
             if path[0] == "assumptions":

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from simulator.assumptions import Source
 from tidegate.config_base import ConfigPath, Count, NonNegativeFloat, Positive, PositiveFloat, Section
 
 Floats = NDArray[np.float64]
@@ -35,17 +36,19 @@ class LengthSection(Section):
     """Of a scenario; the defaults are the assumed lengths of the published 64-GPU timeline, about 68 M tokens."""
 
     law: LengthLaw = LengthLaw.LOGNORMAL
-    median_tokens: PositiveFloat = 7050.0
-    sigma_prompt: NonNegativeFloat = 0.50
-    """Of the logarithm, between prompts."""
-    sigma_group: NonNegativeFloat = 0.25
-    """Of the logarithm, within a group."""
-    tail_share: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Of `long_tailed`: the prompts that a Pareto factor makes longer."""
-    tail_index: PositiveFloat = 1.5
-    """Of that factor; the smaller, the longer."""
-    min_tokens: Positive = 64
-    max_tokens: Positive = 27_648
+    median_tokens: Annotated[
+        PositiveFloat, Source("F: 64 to 69 M tokens an iteration; the published throughput gives 72 to 75 M")
+    ] = 7050.0
+    sigma_prompt: Annotated[NonNegativeFloat, Source("A: of the logarithm, between prompts")] = 0.50
+    sigma_group: Annotated[NonNegativeFloat, Source("A: of the logarithm, within a group")] = 0.25
+    tail_share: Annotated[
+        float, Field(ge=0, le=1), Source("A: of long_tailed, the prompts that a Pareto factor makes longer")
+    ] = 0.05
+    tail_index: Annotated[PositiveFloat, Source("A: of that factor; the smaller, the longer")] = 1.5
+    min_tokens: Annotated[Positive, Source("A: no response is shorter")] = 64
+    max_tokens: Annotated[
+        Positive, Source("P: seq_length 28,672 less max_prompt_length 1,024 of the published 7B configuration")
+    ] = 27_648
     file: ConfigPath = ""
     """Of `trace`: one line a prompt, one word a response, `+` between its turns: `812+90 1033 77`."""
     mean_turns: Annotated[float, Field(ge=1)] = 1.0
@@ -54,8 +57,9 @@ class LengthSection(Section):
     """That the environment adds after each turn but the last."""
     environment_s: NonNegativeFloat = 0.0
     """Between two turns."""
-    hint_sigma: NonNegativeFloat = 0.30
-    """Of the logarithm of a hint's noise."""
+    hint_sigma: Annotated[
+        NonNegativeFloat, Source("A: of the logarithm of the noise in what an earlier epoch told of a prompt")
+    ] = 0.30
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from simulator.assumptions import Assumption, Source, assumptions_of
 from simulator.costs import Costs
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault
 from simulator.happenings import What
@@ -71,7 +72,7 @@ class AlgorithmSection(Section):
     minibatch_order: MinibatchOrder = MinibatchOrder.ARRIVAL
     streams: bool = True
     """Whether a minibatch starts with its first group, not with its last."""
-    prompt_tokens: Count = 200
+    prompt_tokens: Annotated[Count, Source("A: prompts of mathematics, at most 1,024")] = 200
 
 
 class FaultSection(Section):
@@ -108,6 +109,10 @@ class Scenario(Section):
         if found := [*_placement_faults(self), *_workload_faults(self), *_fault_faults(self)]:
             raise ValueError("\n".join(found))
         return self
+
+    def assumptions(self) -> Iterator[Assumption]:
+        """By the keys that override them."""
+        return assumptions_of(self)
 
     def placement(self) -> Placement:
         gpus = self.cluster.gpus()

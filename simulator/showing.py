@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from simulator.costs import Costs
 from simulator.happenings import What
 from simulator.run import Decided, Run
 from simulator.scenario import Scenario
@@ -39,11 +38,11 @@ def as_json(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def assumption_rows(scenario: Scenario) -> list[dict[str, Any]]:
-    """Every cost with its value and where that comes from."""
+    """Every one with its value and where that comes from."""
     rows = []
-    for own, default in zip(scenario.costs.assumptions(), Costs().assumptions(), strict=True):
-        is_given = own.value != default.value
-        source = f"given; by default {plain(default.value) or 'none'}, {own.source}" if is_given else own.source
+    for own in scenario.assumptions():
+        is_given = own.value != own.default
+        source = f"given; by default {plain(own.default) or 'none'}, {own.source}" if is_given else own.source
         rows.append({"key": own.key, "value": own.value, "source": source})
     return rows
 
@@ -156,7 +155,7 @@ def plain(value: Any) -> str:
     """A figure as people write it; nothing for none."""
     if value is None or value == {}:
         return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def _window(run: Run) -> Window:

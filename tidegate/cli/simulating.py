@@ -45,7 +45,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--seed", type=int, default=None, metavar="S", help="of the lengths (default: the scenario's)"
     )
     simulate.add_argument(
-        "--assumptions", action="store_true", help="every cost with its value and source, in the table"
+        "--assumptions", action="store_true", help="all that is assumed, with values and sources, below the table"
     )
     plan = commands.add_parser("plan", help=_PLAN, description=_PLAN)
     plan.add_argument(

@@ -59,7 +59,7 @@ def test_overrides_count_wherever_they_stand(scenario: str, capsys: pytest.Captu
         printed(capsys, "name=other", scenario, "--policy", "static", "-o", "json", "costs.sync.fixed_s=7")
     )
     assert rows["scenario"] == "other"
-    assert {row["key"]: row["value"] for row in rows["assumptions"]}["sync.fixed_s"] == 7
+    assert {row["key"]: row["value"] for row in rows["assumptions"]}["costs.sync.fixed_s"] == 7
 
 
 def test_a_policys_rules_are_the_scenarios(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,8 +81,8 @@ def test_every_cost_is_listed_with_its_value_and_source_when_asked(
 ) -> None:
     without = printed(capsys, scenario, "--policy", "static")
     told = printed(capsys, scenario, "--policy", "static", "--assumptions", "costs.trainer.exponent=0.3")
-    assert "trainer.exponent" not in without
-    (line,) = [line for line in told.splitlines() if line.startswith("trainer.exponent")]
+    assert "costs.trainer.exponent" not in without
+    (line,) = [line for line in told.splitlines() if line.startswith("costs.trainer.exponent")]
     assert line.split()[1:6] == ["0.3", "given;", "by", "default", "0.4,"]
 
 

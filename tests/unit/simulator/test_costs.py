@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from simulator.assumptions import assumptions_of
 from simulator.costs import Costs, EngineCosts, SwitchCosts, TrainerCosts, busiest_bytes, even_split, imbalance
+from tidegate.config_base import fields_of
 from tidegate.elastic.plan import Plan
 from tidegate.types import Layout
 
@@ -73,9 +75,9 @@ def test_a_reshard_costs_its_busiest_ranks_bytes_or_what_is_published() -> None:
 
 
 def test_every_field_has_a_source() -> None:
-    found = list(Costs().assumptions())
-    assert len(found) == len({each.key for each in found}) >= 25
-    assert all(each.source for each in found)
+    found = {each.key: each.source for each in assumptions_of(Costs())}
+    assert list(found) == [".".join(path) for path, _ in fields_of(Costs)]
+    assert all(found.values())
 
 
 def test_a_layout_that_is_none_is_refused() -> None:

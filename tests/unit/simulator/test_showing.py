@@ -50,9 +50,9 @@ def test_json_has_each_policys_figures_decisions_and_every_assumption() -> None:
 def test_an_assumption_that_the_scenario_gives_says_so_beside_its_default() -> None:
     other = scenario().model_validate(SCENARIO | {"costs": {"trainer": {"exponent": 0.3}}})
     rows = {row["key"]: row for row in as_json(other, RUNS)["assumptions"]}
-    assert rows["trainer.exponent"]["value"] == 0.3
-    assert rows["trainer.exponent"]["source"].startswith("given; by default 0.4, A: sublinear")
-    assert rows["trainer.fixed_s"]["source"].startswith("A: ")
+    assert rows["costs.trainer.exponent"]["value"] == 0.3
+    assert rows["costs.trainer.exponent"]["source"].startswith("given; by default 0.4, A: sublinear")
+    assert rows["costs.trainer.fixed_s"]["source"].startswith("A: ")
 
 
 def test_a_traces_spans_fill_each_gpus_time_exactly() -> None:
@@ -119,5 +119,5 @@ def test_no_reason_can_end_a_pages_script_or_begin_a_tag() -> None:
 
 def test_a_page_without_its_script_has_every_figure_in_tables() -> None:
     tables = "".join(re.findall(r"<table>.*?</table>", rendered(as_page(scenario(), RUNS)), re.DOTALL))
-    for want in ("8.0", "1.250", "60.0", "the tail is thin", "trainer.exponent"):
+    for want in ("8.0", "1.250", "60.0", "the tail is thin", "costs.trainer.exponent"):
         assert f">{want}<" in tables
