@@ -21,8 +21,10 @@ from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome, role_name, without_phase
 from tidegate.types import Token
-from tidegate.v1 import control_pb2
+from tidegate.v1 import control_pb2, events_pb2
 
+PLACES_ENDED = (-3, -4)
+"""Of `Generation.places`: ended, and cut."""
 JOB_COLUMNS = ("job", "state", "iteration", "iterations", "reward", "message")
 GPU_COLUMNS = ("gpu", "state", "job", "role", "token", "transition")
 DEAD_LETTER_COLUMNS = ("job", "id", "subject", "reason", "size_bytes")
@@ -236,6 +238,22 @@ def log_line(line: str) -> str:
     return "  ".join([*first, *(f"{key}={value}" for key, value in entry.items())])
 
 
+def _picture(event: events_pb2.Event) -> str:
+    """Thousands of sequences in a line."""
+    match event.WhichOneof("body"):
+        case "generation":
+            told = event.generation
+            num_ended = sum(place in PLACES_ENDED for place in told.places)
+            rate = sum(engine.rate_tokens_per_s for engine in told.engines)
+            return f"{num_ended}/{len(told.places)} responses, {len(told.engines)} engines at {rate:.0f} tokens/s"
+        case "inferring":
+            return f"{len(event.inferring.ready)} groups ready{', at work' if event.inferring.is_busy else ''}"
+        case _:
+            training = event.training
+            at = "between two updates" if training.is_at_boundary else "at an update"
+            return f"{training.num_minibatches_done} minibatches, {training.num_taken} groups taken, {at}"
+
+
 def _metric(row: control_pb2.IterationSummary, name: str) -> float | None:
     return row.metrics.get(name)
 
@@ -245,6 +263,8 @@ def _told(row: control_pb2.ListEventsResponse) -> str:
     match event.WhichOneof("body"):
         case "progress":
             return f"{event.progress.phase} {event.progress.num_done}/{event.progress.num_total}"
+        case "generation" | "inferring" | "training":
+            return _picture(event)
         case "failed" | "instance_lost" | "dead_lettered":
             return failure_text(event)
         case "job_submitted":

@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
-from services.scheduler.costs import Costs as Costs
-from services.scheduler.costs import DecodeStep as DecodeStep
-from services.scheduler.costs import LengthLaw as LengthLaw
+from services.scheduler.costs import Costs, LengthLaw
 from services.scheduler.observed import Engine, Generation, Inferring, Training
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.values import JobSpec, Placed

@@ -194,6 +194,14 @@ def test_the_prompt_at_an_index_follows_from_seed_and_index_in_whatever_order_th
     assert [other.at(index).text for index in range(40)] != want
 
 
+def test_a_prompt_has_the_same_row_in_every_pass() -> None:
+    prompts = PromptList(listed(7), seed=3, shuffle=True)
+    rows: dict[str, set[int]] = {}
+    for index in range(28):
+        rows.setdefault(prompts.at(index).text, set()).add(prompts.row(index))
+    assert sorted(rows.values(), key=min) == [{row} for row in range(7)]
+
+
 def test_without_shuffling_each_pass_is_in_the_order_of_the_files() -> None:
     prompts = PromptList(listed(3), seed=3, shuffle=False)
     assert [prompts.at(index).text for index in range(7)] == ["0", "1", "2", "0", "1", "2", "0"]

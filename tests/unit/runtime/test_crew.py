@@ -124,6 +124,21 @@ async def test_whose_instance_gives_no_answer_is_no_member_any_more_and_named_by
     assert crew.members == (ON_N1,)
 
 
+async def test_a_glance_that_gets_no_answer_says_nothing_about_the_worker(cluster: Cluster) -> None:
+    crew = cluster.crew()
+    await crew.start([ON_N0, ON_N1], transition="start")
+    seen = await crew.glance(ON_N0, HELLO, timeout_s=5.0)
+    assert seen is not None
+    assert seen.started.detail == ON_N0.gpu
+
+    cluster.instances[NODES[1]].is_silent = True
+    cluster.instances[NODES[0]].worker(ON_N0).may_answer.clear()
+    assert await crew.glance(ON_N1, HELLO, timeout_s=5.0) is None
+    assert await crew.glance(ON_N0, HELLO, timeout_s=0.001) is None
+    assert await crew.glance(ON_N0, wire.WorkerCall(train=wire.Train()), timeout_s=5.0) is None
+    assert crew.members == (ON_N0, ON_N1)
+
+
 async def test_work_may_take_longer_than_what_is_bounded_like_a_command(cluster: Cluster) -> None:
     crew = cluster.crew()
     await crew.start([ON_N0], transition="start")

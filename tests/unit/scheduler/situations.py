@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from services.scheduler.costs import Costs, DecodeStep, LengthLaw
 from services.scheduler.observed import ENDED, QUEUED, Engine, Generation, Inferring, TrainerRate, Training
 from services.scheduler.policy.situation import (
-    Costs,
-    DecodeStep,
     Inference,
-    LengthLaw,
     Situation,
     Trainer,
     placed_gpus,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from services.scheduler import events as ev
 from services.scheduler.codec import decode_state, encode_state, event_of, job_spec
+from services.scheduler.costs import ASSUMED_COSTS
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.proposing import proposal_of
 from services.scheduler.state import ClusterState
@@ -253,6 +255,20 @@ def test_a_message_that_its_schema_does_not_allow_is_refused_with_the_field(case
 
     with pytest.raises(WireError, match=want):
         event_of(source().event(message, job=JOB, incarnation=1))
+
+
+def test_what_a_config_assumes_of_times_and_lengths_is_in_the_jobs_spec() -> None:
+    assumed = job_spec(config())
+    assert assumed.costs == ASSUMED_COSTS
+    assert assumed.lengths.max_tokens == CONFIG["algorithm"]["max_new_tokens"]
+    assert math.exp(assumed.lengths.log_mean) == pytest.approx(16 * 7050 / 27_648)
+    assert assumed.rates.trainer_tokens_per_s == pytest.approx(182_000 * (2 / 64) ** 0.4)
+
+    costs = {"decode_floor_s": 0.5, "update_s": 2.0, "trainer_tokens_per_s": 100.0, "trainer_gpus": 2}
+    assumptions = {"costs": costs, "lengths": {"median_tokens": 5.0, "sigma_hint": 0.7}}
+    told = job_spec(parse_config({**CONFIG, "assumptions": assumptions}))
+    assert (told.costs.decode.floor_s, told.costs.update_s, told.rates.trainer_tokens_per_s) == (0.5, 2.0, 100.0)
+    assert (told.lengths.log_mean, told.lengths.sigma_hint) == (math.log(5.0), 0.7)
 
 
 def test_the_static_policy_proposes_the_configured_placement_whatever_happened(seen: list[ClusterState]) -> None:
