@@ -1,72 +1,29 @@
-"""One simulated iteration under a policy: who is asked when, and what came of it.
+"""One simulated iteration under a policy, and what came of it.
 
 The iteration begins where the policy first places it: components wake up for it while the weights are taken, and that
-time is in the cost of the sync, the same for all. From then on what the policy chooses is carried out at once.
+time is in the cost of the sync, the same for all. From then on the scheduler folds what the components tell, asks the
+policy, and commands what its choice needs (`scheduled`); or, `directly`, the choice is carried out without it.
 Invariant: the same scenario, policy and seed give the same run.
 """
 
 from __future__ import annotations
 
 from services.scheduler.policy import Policy
-from services.scheduler.policy.situation import Choice, as_configured
-from services.scheduler.remembered import Remembered
-from simulator.carrying import Carrying
-from simulator.happenings import What
-from simulator.iterating import PROGRESS, Pace, Simulated
+from simulator.direct import Direct
+from simulator.iterating import Simulated
 from simulator.outcome import Decided, GpuSpan, Run
 from simulator.scenario import Scenario
-from simulator.world import World
+from simulator.scheduled import Scheduled
 
 __all__ = ["Decided", "GpuSpan", "Run", "simulate"]
 
 
-def simulate(scenario: Scenario, policy: Policy, *, name: str = "", seed: int | None = None) -> Run:
+def simulate(
+    scenario: Scenario, policy: Policy, *, name: str = "", seed: int | None = None, directly: bool = False
+) -> Run:
     """ScenarioError for a placement without a home for each component, ValueError for a job that the policy cannot run,
-    Stalled where the policy leaves work without GPUs for ever."""
+    Unfinished where the policy leaves work without GPUs for ever, or the scheduler gives the job up."""
     simulated = Simulated(scenario, scenario.seed if seed is None else seed)
     policy.check(simulated.spec)
-    return _Direct(simulated, policy).run(name or type(policy).__name__)
-
-
-class _Direct:
-    """One run while it goes on: the world shown to the policy, its choices made moves."""
-
-    def __init__(self, simulated: Simulated, policy: Policy) -> None:
-        self._simulated, self._policy = simulated, policy
-        self._remembered = Remembered()
-        self._decisions: list[Decided] = []
-        self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
-        self._world, self._carrying = self._opened()
-
-    def run(self, name: str) -> Run:
-        for happening in self._world.happenings():
-            self._carrying.notice(happening)
-            if not self._world.is_told or happening.what is What.ITERATION_FINISHED:
-                continue
-            if self._pace.is_due(happening, self._world):
-                choice = self._choose(self._world)
-                self._took(choice, is_new=self._carrying.accept(choice))
-            elif happening.what not in PROGRESS:
-                self._carrying.carry_on()
-        num_moves = self._carrying.num_moves
-        return self._simulated.run_of(self._world, policy=name, decisions=self._decisions, num_moves=num_moves)
-
-    def _choose(self, world: World) -> Choice:
-        return self._policy.choose(self._simulated.seeing.situation(world, self._remembered))
-
-    def _opened(self) -> tuple[World, Carrying]:
-        """A world that begins where the policy wants it."""
-        spec = self._simulated.spec
-        first = self._choose(self._simulated.world(as_configured(spec)))
-        world = self._simulated.world(first.assignment)
-        carrying = Carrying(world, first.assignment, spec.group_size)
-        carrying.accept(first)
-        self._world = world
-        self._took(first, is_new=True)
-        return world, carrying
-
-    def _took(self, choice: Choice, *, is_new: bool) -> None:
-        self._remembered = choice.remembered
-        if is_new:
-            self._decisions.append(Decided(self._world.now_s, choice.reason, choice.assignment, None))
-        self._pace.asked(self._world, choice.ask_at_ms)
+    way = Direct if directly else Scheduled
+    return way(simulated, policy).run(name or type(policy).__name__)

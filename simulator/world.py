@@ -37,7 +37,11 @@ from simulator.workload import Workload
 from tidegate.types import GpuId, Layout
 
 
-class Stalled(RuntimeError):
+class Unfinished(RuntimeError):
+    """The iteration cannot end."""
+
+
+class Stalled(Unfinished):
     """Nothing is due and the iteration has not ended: work waits for GPUs that nobody gives it."""
 
 

@@ -25,23 +25,27 @@ POLICIES: list[Policy] = [
 ]
 
 when = st.floats(0, 40)
-gpu_faults = st.builds(lambda at_s, gpu: {"at_s": at_s, "kind": "gpu", "gpu": gpu}, when, st.integers(0, 11))
+gpu_faults = st.builds(
+    lambda at_s, gpu, back_s: {"at_s": at_s, "kind": "gpu", "gpu": gpu, "back_after_s": back_s},
+    when,
+    st.integers(0, 11),
+    st.floats(0, 20),
+)
 engine_faults = st.builds(
     lambda at_s, engine: {"at_s": at_s, "kind": "engine", "engine": engine}, when, st.integers(0, 8)
 )
 late_faults = st.builds(
     lambda at_s, what, late_s: {"at_s": at_s, "kind": "late", "what": what, "late_s": late_s},
     when,
-    st.sampled_from([what.value for what in What if what is not What.ITERATION_FINISHED]),
+    st.sampled_from([what.value for what in What if what not in (What.SEQUENCE_FINISHED, What.ITERATION_FINISHED)]),
     st.floats(0, 20),
 )
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    """Twelve GPUs, of which each component keeps one whatever is lost."""
-    faults: list[dict[str, Any]] = draw(st.lists(gpu_faults, max_size=1))
-    faults += draw(st.lists(st.one_of(engine_faults, late_faults), max_size=3))
+    """Twelve GPUs, which come back when they are lost."""
+    faults: list[dict[str, Any]] = draw(st.lists(st.one_of(gpu_faults, engine_faults, late_faults), max_size=3))
     order, streams = draw(st.sampled_from(["arrival", "fixed"])), draw(st.booleans())
     return parse_scenario(
         {
@@ -71,6 +75,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 @settings(max_examples=60, deadline=None)
-@given(scenarios(), st.sampled_from(POLICIES), st.integers(0, 2**31))
-def test_every_sample_is_trained_once_whatever_fails(scenario: Scenario, policy: Policy, seed: int) -> None:
-    check_whole(simulate(scenario, policy, seed=seed), scenario)
+@given(scenarios(), st.sampled_from(POLICIES), st.integers(0, 2**31), st.booleans())
+def test_every_sample_is_trained_once_whatever_fails(
+    scenario: Scenario, policy: Policy, seed: int, directly: bool
+) -> None:
+    check_whole(simulate(scenario, policy, seed=seed, directly=directly), scenario)

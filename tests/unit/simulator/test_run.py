@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from services.scheduler.remembered import Assignment
 from services.scheduler.values import JobSpec, Placed
 from simulator.costs import Costs
 from simulator.gpus import Doing
-from simulator.happenings import What
+from simulator.happenings import Happening, What
 from simulator.run import Run, simulate
 from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
+from simulator.scheduled import JobFailed
 from tidegate.types import GpuId, Layout, Role
 
 PUBLISHED = Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml"
@@ -80,29 +81,61 @@ def test_the_published_scenario_has_the_defaults_of_every_cost() -> None:
     assert scenario.algorithm == Scenario.model_fields["algorithm"].default
 
 
+@pytest.mark.parametrize("directly", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(name: str) -> None:
-    runs = [simulate(small(), POLICIES[name], seed=3) for _ in range(2)]
+def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(name: str, directly: bool) -> None:
+    runs = [simulate(small(), POLICIES[name], seed=3, directly=directly) for _ in range(2)]
     check_whole(runs[0], small())
     assert runs[0] == runs[1]
     assert runs[0].iteration_s > runs[0].bound.bound_s
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_through_the_scheduler_and_directly_the_same_happens(name: str, seed: int) -> None:
+    """Up to the last optimizer step: the scheduler then brings everything home, and has deadlines of its own."""
+    runs = [simulate(small(), POLICIES[name], seed=seed, directly=directly) for directly in (False, True)]
+    got, want = (up_to_the_last_step(run) for run in runs)
+    assert [replace(each, at_s=0) for each in got] == [replace(each, at_s=0) for each in want]
+    assert [each.at_s for each in got] == pytest.approx([each.at_s for each in want])
+    assert runs[0].iteration_s == pytest.approx(runs[1].iteration_s)
+    assert [each.assignment for each in runs[0].decisions] == [each.assignment for each in runs[1].decisions]
+
+
+def up_to_the_last_step(run: Run) -> list[Happening]:
+    last = max(at for at, each in enumerate(run.history) if each.what is What.MINIBATCH_FINISHED)
+    return [each for each in run.history[: last + 1] if each.what is not What.WOKE]
+
+
 FAULTS = {
-    "a GPU of the rollout": [{"at_s": 5, "kind": "gpu", "gpu": 2}],
-    "a GPU of the actor that comes back": [{"at_s": 14, "kind": "gpu", "gpu": 1, "back_after_s": 4}],
-    "a GPU of the actor": [{"at_s": 14, "kind": "gpu", "gpu": 0}],
-    "a GPU of the inference": [{"at_s": 5, "kind": "gpu", "gpu": 6}],
+    "a GPU of the rollout": [{"at_s": 5, "kind": "gpu", "gpu": 2, "back_after_s": 1}],
+    "a GPU of the actor": [{"at_s": 14, "kind": "gpu", "gpu": 1, "back_after_s": 4}],
+    "a GPU of the inference": [{"at_s": 5, "kind": "gpu", "gpu": 6, "back_after_s": 0}],
     "an engine": [{"at_s": 5, "kind": "engine", "engine": 0}],
     "an event that comes late": [{"at_s": 0, "kind": "late", "what": "minibatch_finished", "late_s": 9}],
 }
 
 
+@pytest.mark.parametrize("directly", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
-def test_a_fault_loses_no_sample_and_trains_none_twice(name: str, faults: list[dict[str, object]]) -> None:
+def test_a_fault_loses_no_sample_and_trains_none_twice(
+    name: str, faults: list[dict[str, object]], directly: bool
+) -> None:
     scenario = small(faults=faults)
-    check_whole(simulate(scenario, POLICIES[name], seed=3), scenario)
+    check_whole(simulate(scenario, POLICIES[name], seed=3, directly=directly), scenario)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("gpu", [0, 2, 6])
+def test_directly_an_iteration_goes_on_without_a_gpu_that_never_comes_back(name: str, gpu: int) -> None:
+    scenario = small(faults=[{"at_s": 5, "kind": "gpu", "gpu": gpu}])
+    check_whole(simulate(scenario, POLICIES[name], seed=3, directly=True), scenario)
+
+
+def test_a_job_that_cannot_go_on_without_a_gpu_fails_in_its_schedulers_words() -> None:
+    with pytest.raises(JobFailed, match="the gate of n0/6, which a worker still holds, was asked 16 times"):
+        simulate(small(faults=[{"at_s": 5, "kind": "gpu", "gpu": 6}]), POLICIES["rlinf"], seed=3)
 
 
 def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
@@ -116,7 +149,7 @@ def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
             "faults": [{"at_s": 11.0, "kind": "gpu", "gpu": 2}],
         }
     )
-    run = simulate(scenario, POLICIES["dynarl"], seed=5)
+    run = simulate(scenario, POLICIES["dynarl"], seed=5, directly=True)
     assert told(run, What.MOVE_DROPPED)
     check_whole(run, scenario)
 

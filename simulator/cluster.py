@@ -1,0 +1,293 @@
+"""A simulated job as its scheduler sees it: what leads, the store and the gates say, and what they do when asked.
+
+The world is what happens; this tells of it by the same events, and takes the same commands, as a real job's services.
+The start of the job, and of the iteration until everything is where it is first placed, takes no time: there is no
+world yet. From `begin_iteration` on the world runs.
+Invariants: a command is done once and answered at once; an event is said once, in its source's order; what is said of a
+GPU is what the world has of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.policy.situation import as_engines, engine_size
+from services.scheduler.remembered import Assignment
+from services.scheduler.values import Fate, Placed, Snapshot
+from simulator.gpus import Holder
+from simulator.happenings import Happening, What
+from simulator.iterating import Simulated
+from simulator.leads import ActorMoves, Change, InferenceMoves, Lead, Moves, RolloutMoves, are_free
+from simulator.seeing import inferring
+from simulator.store import REFUSED, Store
+from simulator.voice import Voice
+from simulator.world import World
+from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token, instance_id, node_of
+
+DIGEST_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that a sample's number times it, modulo 2^64, is its own."""
+
+
+class Cluster:
+    """Of one iteration."""
+
+    def __init__(self, simulated: Simulated) -> None:
+        self.spec = simulated.spec
+        self.world: World | None = None
+        self.store = Store(self.spec.gpus)
+        self.voice = Voice()
+        self._simulated = simulated
+        self._nodes = sorted({node_of(gpu) for gpu in self.spec.gpus})
+        self._rollout = RolloutMoves()
+        moves: dict[Role, Moves] = {
+            Role.ACTOR: ActorMoves(),
+            Role.ROLLOUT: self._rollout,
+            Role.INFERENCE: InferenceMoves(),
+        }
+        self._leads = {role: Lead(role, instance_id(role, self._nodes[0]), moves[role]) for role in Role}
+        self._highest: dict[GpuId, Token] = {}
+        self._holds = False
+        self._order: tuple[int, ...] = ()
+
+    def boot(self) -> None:
+        """Every node's services join, the first of each role leads, and the job is submitted."""
+        for role, lead in self._leads.items():
+            for node in self._nodes:
+                name = instance_id(role, node)
+                self.voice.say(name, ev.InstanceJoined(name, _endpoint(name), 1), role=role)
+            self._say(lead, ev.LeadElected(lead.instance, _endpoint(lead.instance), 1))
+        self.voice.say("launcher", ev.JobSubmitted(self.spec, "{}", resume=False))
+
+    def begin_iteration(self) -> World:
+        """From where everything is now."""
+        world = self.world = self._simulated.world(self._placed())
+        if self._holds:
+            world.hold_training(math.inf)
+        self._order_queue(world)
+        return world
+
+    def tell_pictures(self) -> None:
+        """Of the iteration as it is at this instant."""
+        world = self.world or self._simulated.world(self._placed())
+        world.rollout.advance()
+        seeing = self._simulated.seeing
+        self._say(self._leads[Role.ROLLOUT], seeing.generation(world))
+        self._say(self._leads[Role.INFERENCE], inferring(world))
+        self._say(self._leads[Role.ACTOR], seeing.training(world))
+
+    def notice(self, happening: Happening) -> None:
+        """What the components say of it."""
+        world, what = self.world, happening.what
+        assert world is not None, "nothing happens before the iteration begins"
+        if what is What.GPU_LOST:
+            self._lost(world, happening.gpus[0])
+        elif what is What.ENGINE_LEFT:
+            self._engine_left(happening)
+        elif what is What.MOVE_DROPPED:
+            self._failed_to_resize(f"{happening.gpus[0]} does not come")
+        elif what is What.ROLLOUT_FINISHED:
+            self._report(world, Role.ROLLOUT, generated=range(len(world.rollout.sequences)))
+        elif what is What.MINIBATCH_FINISHED and world.trainer.is_done:
+            self._report(world, Role.ACTOR, trained=self._trained(world))
+        for lead in self._leads.values():
+            if what in lead.moves.told_by:
+                self._go_on(lead)
+
+    def report(self, world: World) -> None:
+        """The accounts of an iteration that is over."""
+        self._report(world, Role.ROLLOUT, generated=range(len(world.rollout.sequences)))
+        self._report(world, Role.ACTOR, trained=self._trained(world))
+
+    def _trained(self, world: World) -> list[int]:
+        size = self.spec.group_size
+        return [group * size + member for group in world.trainer.trained for member in range(size)]
+
+    # What the scheduler asks
+
+    def execute(self, commands: Sequence[cmd.Command]) -> None:
+        for command in commands:
+            if isinstance(command, cmd.LeadCommand):
+                self.voice.incarnation = max(self.voice.incarnation, command.header.incarnation)
+                self.voice.say("scheduler", ev.CommandAnswered(command.header.id, True, ""))
+                self._obey(command, self._leads[command.header.role])
+            elif isinstance(command, cmd.AskGate):
+                self._answer_gate(command)
+            elif isinstance(command, cmd.StoreCommand):
+                try:
+                    self.store.operate(command)
+                except REFUSED as refused:
+                    self.voice.say("scheduler", ev.CommandAnswered(command.id, False, str(refused)))
+
+    def _obey(self, command: cmd.LeadCommand, lead: Lead) -> None:
+        """What ends an iteration, and an evaluation, take no time here."""
+        match command:
+            case cmd.ScaleUp():
+                self._begin(lead, command.header, command.grants, (), command.members, command.layout)
+            case cmd.ScaleDown(header=header) if header.transition_id:
+                self._begin(lead, header, (), command.grants, command.members, command.layout)
+            case cmd.ScaleDown():
+                self._clear(lead, command.grants)
+            case cmd.Migrate():
+                self._begin(lead, command.header, command.coming, command.leaving, command.members, command.layout)
+            case cmd.Suspend():
+                self._begin(lead, command.header, (), command.grants, (), None)
+            case cmd.Resume():
+                self._begin(lead, command.header, command.grants, (), command.grants, command.layout)
+            case cmd.LoadWeights():
+                loaded = ev.WeightsLoaded(command.weights.version, command.weights.checksum)
+                self._say(lead, loaded, grants=lead.members)
+            case cmd.OpenIteration():
+                self.voice.iteration = command.plan.iteration
+            case cmd.HoldTraining():
+                self._hold(command.holds)
+            case cmd.OrderGroups():
+                self._order = command.groups
+                if self.world is not None:
+                    self._order_queue(self.world)
+
+    def _begin(
+        self,
+        lead: Lead,
+        header: cmd.Header,
+        coming: tuple[Grant, ...],
+        leaving: tuple[Grant, ...],
+        members: tuple[Grant, ...],
+        layout: Layout | None,
+    ) -> None:
+        part = self.store.part(header.transition_id, lead.role)
+        brings_back = lead.role is not Role.ACTOR and part.old_layout == part.new_layout
+        is_lead_to_commit = part.old_layout is not None and part.new_layout is not None and not brings_back
+        self._highest.update({grant.gpu: grant.token for grant in coming})
+        change = Change(header.transition_id, coming, leaving, members, layout, is_lead_to_commit)
+        if dead := tuple(grant for grant in coming if self._is_dead(grant.gpu)):
+            # It died while nobody had it, so that nobody knew.
+            lead.change = change
+            self._came_to_nothing(lead, dead)
+            return
+        lead.begin(change, self.world)
+        self._go_on(lead)
+
+    def _is_dead(self, gpu: GpuId) -> bool:
+        return self.world is not None and self.world.gpus.holder(gpu) is Holder.LOST
+
+    def _came_to_nothing(self, lead: Lead, dead: tuple[Grant, ...]) -> None:
+        if lead.change is not None and lead.change.is_lead_to_commit and lead.role is Role.ACTOR:
+            self._failed_to_resize(f"{dead[0].gpu} died")
+        self._died(lead, dead)
+
+    def _go_on(self, lead: Lead) -> None:
+        """As far as the world is with what it was asked."""
+        cleared = tuple(sorted(grant for grant in lead.clearing if are_free(self.world, (grant,))))
+        if cleared:
+            lead.clearing.difference_update(cleared)
+            self._say(lead, ev.GpusReleased(cleared))
+        change = lead.change
+        if change is None:
+            return
+        if not change.is_switched and lead.is_there(self.world):
+            self._switch(lead, change)
+        if change.is_switched and are_free(self.world, change.leaving):
+            lead.change = None
+            if change.leaving:
+                self._say(lead, ev.GpusReleased(change.leaving), transition=change.transition)
+
+    def _switch(self, lead: Lead, change: Change) -> None:
+        change.is_switched = True
+        if change.layout is not None:
+            if change.is_lead_to_commit:
+                self.store.commit(change.transition, lead.role, change.layout)
+            elif change.coming:
+                self._say(lead, ev.GpusAcquired(change.coming), transition=change.transition, grants=change.members)
+            committed = ev.LayoutCommitted(change.layout, change.members, 0)
+            self._say(lead, committed, transition=change.transition, grants=change.members)
+        is_first = lead.role is Role.ACTOR and not self.voice.iteration and self.world is None and not lead.members
+        lead.members, lead.layout = change.members, change.layout
+        if is_first and change.layout is not None:
+            weights = Snapshot(self.voice.incarnation, 0, "files-0", "sum-0", b"")
+            self._say(lead, ev.WeightsPublished(weights, None), grants=lead.members)
+
+    def _clear(self, lead: Lead, grants: tuple[Grant, ...]) -> None:
+        lead.clearing.update(grants)
+        if self.world is not None:
+            for grant in grants:
+                lead.moves.clear(self.world, grant.gpu)
+        self._go_on(lead)
+
+    def _hold(self, holds: bool) -> None:
+        self._holds = holds
+        if self.world is not None:
+            self.world.hold_training(math.inf if holds else self.world.now_s)
+
+    def _order_queue(self, world: World) -> None:
+        size = self.spec.group_size
+        if self._order:
+            world.order_queue(group * size + member for group in self._order for member in range(size))
+
+    def _answer_gate(self, command: cmd.AskGate) -> None:
+        """A GPU is held as long as the world has it so; a lost one that nobody sees again stays held."""
+        gates = tuple(
+            ev.GateState(gpu, token, not are_free(self.world, (Grant(gpu, token),)))
+            for gpu, token in sorted(self._highest.items())
+            if node_of(gpu) == command.node
+        )
+        self.voice.say("scheduler", ev.GateReported(command.node, gates), grants=(command.grant,))
+
+    # What dies
+
+    def _lost(self, world: World, gpu: GpuId) -> None:
+        """An engine that was there says so itself."""
+        for lead in self._leads.values():
+            grants = lead.grants_on((gpu,))
+            if grants and not (lead.role is Role.ROLLOUT and set(grants) <= set(lead.members)):
+                self._came_to_nothing(lead, grants)
+
+    def _engine_left(self, happening: Happening) -> None:
+        lead = self._leads[Role.ROLLOUT]
+        if happening.number in self._rollout.asked_to_leave:
+            self._rollout.asked_to_leave.discard(happening.number)
+            return
+        self._rollout.cold.update(happening.gpus)
+        self._died(lead, lead.grants_on(happening.gpus))
+
+    def _died(self, lead: Lead, grants: tuple[Grant, ...]) -> None:
+        """A change that needed them comes to nothing; the scheduler sees to what it had begun."""
+        if lead.change is not None and set(grants) & {*lead.change.coming, *lead.change.leaving}:
+            lead.change = None
+        lead.members = tuple(grant for grant in lead.members if grant not in grants)
+        if grants:
+            told = ", ".join(grant.gpu for grant in grants)
+            self._say(lead, ev.Failed(ev.FailedWhat.WORKER, grants, -9, f"{told} died", fatal=False))
+
+    def _failed_to_resize(self, why: str) -> None:
+        lead = self._leads[Role.ACTOR]
+        change, lead.change = lead.change, None
+        if change is not None and not change.is_switched:
+            self._say(lead, ev.ResizeFailed(why), transition=change.transition, grants=lead.members)
+
+    # What it says
+
+    def _report(self, world: World, role: Role, *, generated: Sequence[int] = (), trained: Sequence[int] = ()) -> None:
+        lead = self._leads[role]
+        body = ev.IterationReported(_fate(generated), _fate(trained), (), (), 0, (("seconds", world.now_s),))
+        self._say(lead, body, grants=lead.members)
+
+    def _say(self, lead: Lead, body: ev.Body, *, transition: str = "", grants: tuple[Grant, ...] = ()) -> None:
+        self.voice.say(lead.instance, body, role=lead.role, transition=transition, grants=grants)
+
+    def _placed(self) -> Assignment:
+        """Where everything is that a component has."""
+        gpus = {role: tuple(grant.gpu for grant in lead.members) for role, lead in self._leads.items()}
+        layout = self._leads[Role.ACTOR].layout
+        trainer = Placed(gpus[Role.ACTOR], layout) if layout else None
+        return Assignment(as_engines(gpus[Role.ROLLOUT], engine_size(self.spec)), trainer, gpus[Role.INFERENCE])
+
+
+def _endpoint(name: InstanceId) -> str:
+    return f"at-{name}"
+
+
+def _fate(samples: Sequence[int]) -> Fate:
+    return Fate(num_samples=len(samples), ids_digest=sum((each + 1) * DIGEST_STEP for each in samples) % 2**64)

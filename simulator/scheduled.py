@@ -1,0 +1,136 @@
+"""A simulated iteration under a policy through the scheduler itself: the same `evolve`, `decide` and `check`.
+
+At every instant at which a policy is asked, the components tell what they see, and then events are folded, decisions
+taken and commands obeyed until nothing is left to say or to ask: that takes no time.
+Invariants: every state that follows from an event or a decision passes `check`; the same scenario, policy and seed give
+the same events, commands and happenings, byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler import events as ev
+from services.scheduler.decide import after_decision, decide
+from services.scheduler.evolve import evolve
+from services.scheduler.expectations import next_due_ms
+from services.scheduler.invariants import check
+from services.scheduler.policy import Policy
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.remembered import Assignment
+from services.scheduler.state import TERMINAL, ClusterState
+from services.scheduler.values import JobSpec
+from simulator.cluster import Cluster
+from simulator.happenings import What
+from simulator.iterating import Pace, Simulated
+from simulator.outcome import Decided, Run
+from simulator.seeing import to_ms
+from simulator.voice import JOB
+from simulator.world import Unfinished, World
+
+MAX_TURNS = 10_000
+"""Decisions at one instant: a policy that changes its mind at each would go on for ever."""
+
+
+class JobFailed(Unfinished):
+    """The scheduler gave the job up, or went back to a checkpoint, which one iteration does not show."""
+
+
+class _Recorded:
+    """The policy, and what it chose last."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.last: Choice | None = None
+
+    def check(self, spec: JobSpec) -> None:
+        self._policy.check(spec)
+
+    def choose(self, situation: Situation) -> Choice:
+        self.last = self._policy.choose(situation)
+        return self.last
+
+
+class Scheduled:
+    """One run while it goes on."""
+
+    def __init__(self, simulated: Simulated, policy: Policy) -> None:
+        self._simulated = simulated
+        self._policy = _Recorded(policy)
+        self._cluster = Cluster(simulated)
+        self._state = ClusterState(job=JOB)
+        self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
+        self._decisions: list[Decided] = []
+        self._assignment: Assignment | None = None
+
+    def run(self, name: str) -> Run:
+        """JobFailed where the scheduler gives up."""
+        self._cluster.boot()
+        self._settle(0)
+        self._cluster.tell_pictures()
+        self._settle(0)
+        world = self._cluster.begin_iteration()
+        self._ask(world)
+        for happening in world.happenings():
+            self._cluster.notice(happening)
+            if not world.is_told or happening.what is What.ITERATION_FINISHED:
+                continue
+            if self._cluster.voice.outbox or self._pace.is_due(happening, world):
+                self._ask(world)
+        return self._told(world, name)
+
+    def _ask(self, world: World) -> None:
+        if self._state.iteration is not None:
+            self._cluster.tell_pictures()
+        self._settle(to_ms(world.now_s))
+        due_ms = next_due_ms(self._state)
+        self._pace.asked(world, due_ms)
+
+    def _settle(self, now_ms: int) -> None:
+        for _ in range(MAX_TURNS):
+            self._fold()
+            decision = decide(self._state, now_ms, policy=self._policy)
+            self._take(after_decision(self._state, decision, now_ms))
+            self._note(now_ms)
+            self._cluster.store.saved_version = self._state.version
+            self._cluster.execute(decision.commands)
+            if self._state.phase in TERMINAL or self._state.num_restarts:
+                raise JobFailed(f"after {now_ms / 1000:g} s the job is {self._state.phase}: {self._state.message}")
+            if not decision.commands and not self._cluster.voice.outbox:
+                return
+        raise JobFailed(f"after {now_ms / 1000:g} s {MAX_TURNS} decisions came to no end: {decision.reason}")
+
+    def _fold(self) -> None:
+        outbox = self._cluster.voice.outbox
+        while outbox:
+            self._take(evolve(self._state, outbox.popleft()))
+        observed = self._cluster.store.observed() if self._state.spec is not None else None
+        if observed is not None:
+            event = ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=observed)
+            self._take(evolve(self._state, event))
+
+    def _take(self, state: ClusterState) -> None:
+        if state is self._state:
+            return
+        if violations := check(self._state, state):
+            raise AssertionError("; ".join(map(str, violations)))
+        self._state = state
+
+    def _note(self, now_ms: int) -> None:
+        """A choice that changed the assignment."""
+        choice = self._policy.last
+        if choice is not None and choice.assignment != self._assignment:
+            self._assignment = choice.assignment
+            self._decisions.append(Decided(now_ms / 1000, choice.reason, choice.assignment, None))
+
+    def _told(self, world: World, name: str) -> Run:
+        """What was trained and lost is what the scheduler's accounts say, by the samples' ids."""
+        run = self._simulated.run_of(
+            world, policy=name, decisions=self._decisions, num_moves=max(0, len(self._decisions) - 1)
+        )
+        if not self._state.summaries:
+            # What was late until after the end.
+            self._cluster.report(world)
+            self._settle(to_ms(world.now_s))
+        (summary,) = self._state.summaries
+        return replace(run, num_samples=summary.trained.num_samples, num_lost=summary.num_lost)
