@@ -1,0 +1,75 @@
+"""How far a calibrated simulator is from the job it was calibrated on: `python -m benchmarks.calibration [--json]`.
+
+The demo's job runs six times on this machine, one after the other, each with a seed of its own. The costs are fitted to
+the fourth, so that a machine that becomes slower or faster meanwhile is so on both sides of it; the other five are
+compared with the fitted scenario, simulated under the static policy with five seeds. An iteration's seconds are the
+median of a run's; `relative_error` is that of the median of five simulated iterations from the median of five runs.
+`--quick`: two runs to compare with, of four iterations after a short warm-up.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import Report, arguments, publish, spread
+from services.scheduler.policy.static import StaticPolicy
+from simulator.calibrating import calibrated, scenario_text
+from simulator.run import simulate
+from simulator.scenario import load_scenario
+from tidegate.recorded import RecordedRun, recorded
+
+DEMO = Path(__file__).resolve().parent.parent / "tidegate" / "demo.yaml"
+QUICK = ("algorithm.iterations=4", "actor.warm_up.steps=20")
+NUM_COMPARED, NUM_COMPARED_QUICK = 5, 2
+
+
+def run_of(seed: int, folder: Path, changes: tuple[str, ...]) -> RecordedRun:
+    """The demo's job, from nothing to its end."""
+    given = [str(DEMO), f"seed={seed}", f"output_dir={folder}", *changes]
+    subprocess.run([sys.executable, "-m", "tidegate.cli", "run", *given], check=True, capture_output=True)
+    return recorded(folder / "demo")
+
+
+def case_of(name: str, seconds: list[float]) -> dict[str, Any]:
+    return {"case": name, **{key if key == "runs" else f"{key}_s": value for key, value in spread(seconds).items()}}
+
+
+def main() -> int:
+    options = arguments("Run the demo, calibrate the simulator with one run, and compare with the others.")
+    num_compared = NUM_COMPARED_QUICK if options.quick else NUM_COMPARED
+    fitted_at = num_compared // 2 + 1
+    with tempfile.TemporaryDirectory(prefix="calibration-") as root:
+        runs = [
+            run_of(seed, Path(root) / str(seed), QUICK if options.quick else ()) for seed in range(num_compared + 1)
+        ]
+        (path := Path(root) / "scenario.yaml").write_text(scenario_text(calibrated(runs[fitted_at])))
+        scenario = load_scenario(path)
+    iteration_s = [median(iteration.seconds for iteration in run.iterations) for run in runs]
+    fitted_s = iteration_s.pop(fitted_at)
+    simulated_s = [simulate(scenario, StaticPolicy(), seed=seed).iteration_s for seed in range(num_compared)]
+    cases = [case_of("real", iteration_s), case_of("simulated", simulated_s), case_of("fitted to", [fitted_s])]
+    for case in cases:
+        print(case["case"], *(f"{key}={value:.4g}" for key, value in case.items() if key != "case"))
+    figures = {
+        "relative_error": abs(median(simulated_s) / median(iteration_s) - 1),
+        "real_s": median(iteration_s),
+        "simulated_s": median(simulated_s),
+        "sync_share": scenario.costs.sync.fixed_s / median(simulated_s),
+    }
+    report = Report(
+        name="calibration",
+        figures=figures,
+        goals={"relative_error": "<= 0.15"},
+        cases=cases,
+        against="runs of the demo's job that the costs were not fitted to",
+    )
+    return publish(report, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""What a finished run recorded of its iterations, as frozen values: what the simulator's costs are fitted to.
+
+From the run directory: lengths are of the rollout's last picture of an iteration, a minibatch's samples of the journal,
+times of the slots' spans. A slot's iterations lie between two of its loads (rollout, inference) or publishes (actor).
+Invariants: only a run of one incarnation, to its end, is read, for after a restart iterations are done again; what is
+told of an iteration is of all its samples, or the run is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from google.protobuf.json_format import ParseDict
+
+from tidegate.config import JobConfig
+from tidegate.timeline import Span, read_spans
+from tidegate.types import Role
+from tidegate.v1 import events_pb2
+
+_NS_PER_S = 1e9
+_ENDED = (-3, -4)
+"""Places of sequences that have ended, as `events_pb2.Generation` has them."""
+_NEW_VERSION = {Role.ACTOR: "publishing", Role.ROLLOUT: "loading_weights", Role.INFERENCE: "loading_weights"}
+_AT_WORK = {Role.ACTOR: "training", Role.ROLLOUT: "generating", Role.INFERENCE: "computing_log_probs"}
+
+
+class NotRecorded(ValueError):
+    """The folder holds no run that can be read; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """`num_tokens` are its prompts' and responses'."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedIteration:
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each response, by group."""
+    seconds: float
+    """From the actor's report on the iteration before to that on this one."""
+    generating_s: float
+    """From the first engine's first step to the last one's last."""
+    inferring_s: float
+    """In which its GPUs computed, all of them added up."""
+    minibatches: tuple[Minibatch, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the responses."""
+        return sum(map(sum, self.lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    config: JobConfig
+    prompt_tokens: int
+    """Of a prompt, on average."""
+    kv_capacity_tokens: int
+    """Of an engine."""
+    iterations: tuple[RecordedIteration, ...]
+
+
+def recorded(folder: Path) -> RecordedRun:
+    """Of a job's folder. NotRecorded."""
+    try:
+        config = JobConfig.from_json((folder / "config.json").read_text())
+        result = json.loads((folder / "result.json").read_text())
+        pictures = _last_pictures(folder / "events.jsonl")
+        updates = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+        spans = read_spans(folder / "latest" / "timeline")
+        prompts = [row["num_prompt_tokens"] for row in _samples(folder / "samples")]
+    except OSError as error:
+        raise NotRecorded(f"{folder} holds no run to its end: {error}; run the job, and calibrate from it") from error
+    _check(config, result, pictures, updates, folder)
+    prompt_tokens = round(fmean(prompts)) if prompts else 0
+    works = {role: [_by_iteration(spans.get(gpu, []), role) for gpu in config.placement(role)] for role in Role}
+    iterations = tuple(
+        RecordedIteration(
+            lengths=_lengths(pictures[number]),
+            seconds=result["seconds"][str(number)],
+            generating_s=_stretch_s(_of(works[Role.ROLLOUT], number, folder)),
+            inferring_s=_added_s(_of(works[Role.INFERENCE], number, folder)),
+            minibatches=_minibatches(
+                _of(works[Role.ACTOR][:1], number, folder), updates, pictures[number], number, prompt_tokens
+            ),
+        )
+        for number in range(config.algorithm.iterations)
+    )
+    capacity = min(engine.kv_capacity_tokens for picture in pictures.values() for engine in picture.engines)
+    return RecordedRun(config, prompt_tokens, capacity, iterations)
+
+
+def _last_pictures(path: Path) -> dict[int, events_pb2.Generation]:
+    """Of each iteration, once all its sequences have ended."""
+    pictures: dict[int, events_pb2.Generation] = {}
+    for line in path.read_text().splitlines():
+        event = json.loads(line)["event"]
+        if "generation" in event:
+            picture = ParseDict(event["generation"], events_pb2.Generation())
+            if picture.engines and all(place in _ENDED for place in picture.places):
+                pictures[int(event.get("iteration", 0))] = picture
+    return pictures
+
+
+def _samples(folder: Path) -> Iterator[Mapping[str, Any]]:
+    for path in sorted(folder.glob("*.jsonl")):
+        yield from map(json.loads, path.read_text().splitlines())
+
+
+def _check(
+    config: JobConfig,
+    result: Mapping[str, Any],
+    pictures: Mapping[int, events_pb2.Generation],
+    updates: Sequence[Mapping[str, Any]],
+    folder: Path,
+) -> None:
+    algorithm = config.algorithm
+    if result["end"] != "finished":
+        raise NotRecorded(f"{folder} is of a run that ended {result['end']}: calibrate from one that finished")
+    incarnations = {update["update"].split(".")[0] for update in updates}
+    if len(incarnations) != 1:
+        raise NotRecorded(
+            f"{folder} is of {len(incarnations)} incarnations, whose iterations were done again: run the job anew, "
+            "with --force"
+        )
+    size = algorithm.prompts_per_iteration * algorithm.group_size
+    whole = [number for number, picture in pictures.items() if len(picture.lengths) == size]
+    if len(whole) != algorithm.iterations:
+        raise NotRecorded(
+            f"{folder} tells the lengths of {len(whole)} of {algorithm.iterations} iterations of {size} samples: "
+            "calibrate from a run of this version, without algorithm.max_extra_prompts"
+        )
+
+
+def _by_iteration(spans: Sequence[Span], role: Role) -> list[list[Span]]:
+    """A slot's work after each version that it published or loaded; that before the first is no iteration's."""
+    found: list[list[Span]] = []
+    is_new = False
+    for span in sorted(spans):
+        if span.state == _NEW_VERSION[role]:
+            is_new = True
+        elif span.state == _AT_WORK[role]:
+            if is_new:
+                found.append([])
+                is_new = False
+            if found:
+                found[-1].append(span)
+    return found
+
+
+def _of(slots: Sequence[Sequence[Sequence[Span]]], number: int, folder: Path) -> list[Span]:
+    """All slots' work of an iteration."""
+    if any(len(iterations) <= number for iterations in slots):
+        raise NotRecorded(f"{folder}: a slot's timeline has no iteration {number}; its process was killed, run it anew")
+    return [span for iterations in slots for span in iterations[number]]
+
+
+def _stretch_s(spans: Sequence[Span]) -> float:
+    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / _NS_PER_S
+
+
+def _added_s(spans: Sequence[Span]) -> float:
+    return sum(span.end_ns - span.start_ns for span in spans) / _NS_PER_S
+
+
+def _lengths(picture: events_pb2.Generation) -> tuple[tuple[int, ...], ...]:
+    size = picture.group_size
+    return tuple(tuple(picture.lengths[first : first + size]) for first in range(0, len(picture.lengths), size))
+
+
+def _minibatches(
+    spans: Sequence[Span],
+    updates: Sequence[Mapping[str, Any]],
+    picture: events_pb2.Generation,
+    number: int,
+    prompt_tokens: int,
+) -> tuple[Minibatch, ...]:
+    groups = len(picture.lengths) // picture.group_size
+    own = [update["samples"] for update in updates if int(update["update"].split(".")[1]) == number]
+    return tuple(
+        Minibatch(
+            sum(picture.lengths[_place(sample, number * groups, picture)] + prompt_tokens for sample in samples),
+            _stretch_s(call),
+        )
+        for samples, call in zip(own, _calls(spans, len(own)), strict=True)
+    )
+
+
+def _calls(spans: Sequence[Span], num_calls: int) -> list[list[Span]]:
+    """A call is several spans, which follow one another more closely than two calls do."""
+    gaps = sorted(range(1, len(spans)), key=lambda at: spans[at - 1].end_ns - spans[at].start_ns)
+    bounds = [0, *sorted(gaps[: max(0, num_calls - 1)]), len(spans)]
+    return [list(spans[first:end]) for first, end in pairwise(bounds)] if num_calls else []
+
+
+def _place(sample: str, first_prompt: int, picture: events_pb2.Generation) -> int:
+    """In the picture, of INCARNATION.ITERATION.PROMPT.DRAW."""
+    _, _, prompt, draw = map(int, sample.split("."))
+    return (prompt - first_prompt) * picture.group_size + draw
