@@ -10,6 +10,7 @@ What may follow what is in `tidegate.transitions`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -163,7 +164,7 @@ class Transition:
         gpus: list[str] = [move.gpu for move in self.moves]
         roles: list[str] = [part.role for part in self.parts]
         for name, names in (("GPU", gpus), ("role", roles)):
-            repeated = sorted({each for each in names if names.count(each) > 1})
+            repeated = sorted(each for each, count in Counter(names).items() if count > 1)
             if repeated:
                 raise ValueError(f"transition {self.id} names a {name} twice: {', '.join(repeated)}; name each once")
         for move in self.moves:

@@ -35,7 +35,8 @@ def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_
     """Of a component that works, what it does not have where it is placed; None where it has nothing else."""
     component = state.components[role]
     kept: tuple[Replica, ...] = stays(component, placed) if placed is not None else ()
-    grants = tuple(grant for grant in component.grants if not any(grant.gpu in each for each in kept))
+    kept_gpus = {gpu for each in kept for gpu in each}
+    grants = tuple(grant for grant in component.grants if grant.gpu not in kept_gpus)
     if not grants:
         return None
     if role is Role.ACTOR and state.phase is not Phase.RUNNING:

@@ -379,11 +379,14 @@ class ClusterState:
 
         Those being acquired are left out: their holder has not told yet.
         """
-        working = set(self.components[role].grants)
-        transition = self.transition_of(role)
-        coming = {move.gpu for move in transition.moves if move.target == self.owner(role)} if transition else set()
-        grants = (Grant(record.gpu, record.token) for record in self.records_of(role) if record.gpu not in coming)
-        return tuple(grant for grant in grants if grant not in working)
+        token_of = {grant.gpu: grant.token for grant in self.components[role].grants}
+        transition, owner = self.transition_of(role), self.owner(role)
+        coming = {move.gpu for move in transition.moves if move.target == owner} if transition else set()
+        return tuple(
+            Grant(record.gpu, record.token)
+            for record in self.records_of(role)
+            if record.gpu not in coming and token_of.get(record.gpu) != record.token
+        )
 
     def living(self, *, role: Role | None = None, node: NodeId | None = None) -> tuple[InstanceId, ...]:
         """Instances that can be asked, of a role, on a node; by name."""
