@@ -4,9 +4,12 @@ Order: whether the policy is asked at all; its choice, as each component's GPUs 
 
 It is not asked while the job is starting, stopping or paused, while no iteration is open or told of, while a person
 moves the actor, and while the actor waits for ranks that died. Then every component is where the policy last put it in
-this iteration, else where the config places it; a person's word comes first, and everything else goes home for it.
+this iteration, else where the config places it. A person's word comes first, and everything else goes home for it; so
+it does for a component that was given none and has a new lead: that one tells nothing of the iteration before it works.
 
 Invariants:
+- work that waits for nothing but GPUs has some, where a policy forgot it too: a death makes work anew, of which the
+  rules of others' policies say nothing;
 - a trainer that is to change its GPUs or its layout begins no minibatch before it has;
 - without a choice nothing is forgotten, and the trainer holds on or goes on as it was told;
 - it wants to be asked again later than now, or not at all.
@@ -18,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.scheduler.policy import Policy, Proposal
-from services.scheduler.policy.situation import Situation, engine_size, replica_size, with_dp
+from services.scheduler.policy.situation import Situation, as_configured, engine_size, replica_size, with_dp
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.seeing import situation_of
 from services.scheduler.state import ClusterState, Phase
@@ -50,19 +53,33 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
 
 def chosen(policy: Policy, situation: Situation) -> Proposed:
     choice = policy.choose(situation)
-    trains = choice.trains and _is_where_it_trains(situation, choice.assignment)
-    proposal = Proposal(
-        placement=placement_of(situation.spec, choice.assignment),
-        reason=choice.reason,
-        trains=trains,
-        group_order=choice.group_order,
-    )
+    wanted, trains, reason = choice.assignment, choice.trains, choice.reason
+    if forgotten := _forgotten(situation, wanted):
+        wanted, trains = as_configured(situation.spec), trains or situation.is_inferred
+        reason = f"{forgotten} and nobody has a GPU for them: everything where it is placed, against {reason}"
+    trains = trains and _is_where_it_trains(situation, wanted)
+    placement = placement_of(situation.spec, wanted)
+    proposal = Proposal(placement, reason, trains=trains, group_order=choice.group_order)
     is_later = choice.ask_at_ms is not None and choice.ask_at_ms > situation.now_ms
     return Proposed(
         proposal,
         remembered=replace(choice.remembered, trains=trains),
         ask_at_ms=choice.ask_at_ms if is_later else None,
     )
+
+
+def _forgotten(situation: Situation, assignment: Assignment) -> str:
+    """The first stage that has work and is to have no GPUs, with its numbers; empty where each has some."""
+    training = situation.trainer.training
+    if situation.moving:
+        return ""
+    if situation.num_unfinished:
+        return "" if assignment.engines else f"{situation.num_unfinished} sequences are unfinished"
+    if not situation.is_inferred:
+        num_left = situation.generation.num_groups - len(situation.inference.inferring.ready)
+        return "" if assignment.inference else f"{num_left} groups are not inferred"
+    num_left = situation.spec.num_minibatches - training.num_minibatches_done
+    return "" if assignment.trainer or not num_left else f"{num_left} minibatches are not trained"
 
 
 def _is_where_it_trains(situation: Situation, assignment: Assignment) -> bool:
@@ -114,11 +131,26 @@ def _not_asked(state: ClusterState) -> str:
 def _as_it_is(state: ClusterState, spec: JobSpec, why: str) -> Proposed:
     placement: Mapping[Role, Placed | None] = spec.placement
     held, trains = state.remembered, True
-    iteration = state.iteration.plan.iteration if state.iteration is not None else None
     if state.asked is not None:
         if state.components[Role.ACTOR].is_up:
             placement = {**spec.placement, Role.ACTOR: state.asked}
-    elif iteration is not None and held.assignment is not None and held.is_of(state.incarnation, iteration):
-        placement, trains = placement_of(spec, held.assignment), held.trains
+    elif (assignment := _assigned(state)) is not None:
+        assigned = placement_of(spec, assignment)
+        if not _has_mute(state, assigned):
+            placement, trains = assigned, held.trains
     sizes = ", ".join(f"{role} {len(placed.gpus) if (placed := placement[role]) else 0}" for role in Role)
     return Proposed(Proposal(placement, f"{why}: GPUs as they are ({sizes})", trains=trains), held)
+
+
+def _assigned(state: ClusterState) -> Assignment | None:
+    """By the policy, in the open iteration."""
+    held, iteration = state.remembered, state.iteration
+    is_of = iteration is not None and held.is_of(state.incarnation, iteration.plan.iteration)
+    return held.assignment if is_of else None
+
+
+def _has_mute(state: ClusterState, assigned: Mapping[Role, Placed | None]) -> bool:
+    """Whether somebody who was given no GPUs has told nothing."""
+    seen = state.seen
+    pictures = {Role.ACTOR: seen.training, Role.ROLLOUT: seen.generation, Role.INFERENCE: seen.inferring}
+    return any(picture is None and assigned[role] is None for role, picture in pictures.items())

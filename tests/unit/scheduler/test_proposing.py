@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -113,8 +114,58 @@ class Growing:
 @pytest.mark.parametrize(("num_gpus", "want"), [(2, True), (4, False)])
 def test_a_trainer_that_is_to_change_begins_no_minibatch_before(num_gpus: int, want: bool) -> None:
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
-    got = chosen(Growing(num_gpus), seen(job_spec, as_configured(job_spec), num_unfinished=8))
+    got = chosen(Growing(num_gpus), seen(job_spec, as_configured(job_spec)))
     assert (got.proposal.trains, got.remembered.trains) == (want, want)
+
+
+BACK: dict[str, tuple[dict[str, Any], Assignment, str]] = {
+    "sequences and no engine": (
+        {"num_unfinished": 3, "num_unsubmitted": 3},
+        Assignment((), Placed(gpus(0, 2), Layout(dp=2)), gpus(6, 8)),
+        "3 sequences are unfinished and nobody has a GPU for them: everything where it is placed, against forgetful",
+    ),
+    "groups to infer and no inference": (
+        {"ready": (0, 2)},
+        Assignment((), Placed(gpus(0, 2), Layout(dp=2)), ()),
+        "6 groups are not inferred and nobody has a GPU for them: everything where it is placed, against forgetful",
+    ),
+    "minibatches and no trainer": (
+        {"num_done": 1},
+        Assignment(as_engines(gpus(2, 6), 1), None, gpus(6, 8)),
+        "1 minibatches are not trained and nobody has a GPU for them: everything where it is placed, against forgetful",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetful:
+    """Wants what it wants, whatever there is to do."""
+
+    assignment: Assignment
+
+    def check(self, spec: JobSpec) -> None:
+        """Every job will do."""
+
+    def choose(self, situation: Situation) -> Choice:
+        return Choice(self.assignment, trains=True, remembered=situation.remembered, reason="forgetful")
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_work_that_a_policy_forgot_gets_its_own_gpus_back(name: str) -> None:
+    fields, assignment, want = BACK[name]
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    got = chosen(Forgetful(assignment), seen(job_spec, as_configured(job_spec), **fields))
+    assert (got.proposal.placement, got.proposal.reason) == (job_spec.placement, want)
+
+
+def test_what_has_no_work_needs_no_gpus_and_what_is_on_its_way_is_waited_for() -> None:
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    nobody = Forgetful(Assignment((), None, ()))
+    done = seen(job_spec, as_configured(job_spec), num_done=2, num_taken=8)
+    assert set(chosen(nobody, done).proposal.placement.values()) == {None}
+    engines = Assignment(as_engines(gpus(2, 5), 1), None, ())
+    moving = seen(job_spec, engines, num_unfinished=3, moving=gpus(5, 6))
+    assert chosen(nobody, moving).proposal.reason == "forgetful"
 
 
 def test_a_running_jobs_policy_is_asked_of_what_was_told() -> None:
@@ -164,6 +215,17 @@ def test_while_it_is_not_asked_everything_stays_where_it_put_it_in_this_iteratio
     assert (got.proposal.placement, got.proposal.trains) == (ALL_ROLLOUT, False)
     restarted = replace(paused, remembered=replace(remembered, incarnation=state.incarnation - 1))
     assert proposal_of(restarted, Asking(), 1_000_000).proposal.placement == HOME
+
+
+def test_who_was_given_no_gpus_and_has_a_new_lead_gets_some_and_everything_else_goes_home_for_it() -> None:
+    state = running()
+    assert state.iteration is not None
+    remembered = Remembered(state.incarnation, state.iteration.plan.iteration, LENT, trains=False)
+    silent = replace(state, remembered=remembered, seen=replace(state.seen, generation=None))
+    assert proposal_of(silent, Asking(), 1_000_000).proposal.placement == ALL_ROLLOUT
+    mute = replace(silent, seen=replace(silent.seen, inferring=None))
+    got = proposal_of(mute, Asking(), 1_000_000)
+    assert (got.proposal.placement, got.proposal.trains) == (HOME, True)
 
 
 def test_a_persons_word_comes_first_and_everything_else_goes_home_for_it() -> None:
