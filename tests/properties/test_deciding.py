@@ -20,8 +20,9 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.proposing import Proposed, proposal_of
 from services.scheduler.remembered import Assignment
-from services.scheduler.state import ClusterState
-from tests.properties.test_scheduler import SLOTS, happen
+from services.scheduler.state import ClusterState, Phase
+from tests.properties.test_scheduler import NUM_ITERATIONS, SLOTS, finished, happen
+from tests.properties.test_scheduler import histories as histories_of_jobs
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
 from tests.unit.scheduler.test_losses import is_iterating
@@ -105,6 +106,36 @@ def test_decisions_repeat_and_propose_what_can_be_done_over_many_histories(
     name: str, steps: list[tuple[str, int]]
 ) -> None:
     check_history(name, steps)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(FEW, max_examples=4)
+@given(steps=histories_of_jobs(), keeps_state=st.booleans())
+def test_whatever_happens_a_job_finishes_under_every_policy(
+    name: str, steps: list[tuple[str, int]], keeps_state: bool
+) -> None:
+    check_job(name, steps, keeps_state=keeps_state)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", POLICIES)
+@settings(FEW, max_examples=200)
+@given(steps=histories_of_jobs(), keeps_state=st.booleans())
+def test_a_job_finishes_under_every_policy_over_many_histories(
+    name: str, steps: list[tuple[str, int]], keeps_state: bool
+) -> None:
+    check_job(name, steps, keeps_state=keeps_state)
+
+
+def check_job(name: str, steps: list[tuple[str, int]], *, keeps_state: bool) -> None:
+    """No sample lost, no GPU kept."""
+    drive = finished(steps, keeps_state=keeps_state, policy=POLICIES[name])
+    assert drive.state.phase is Phase.FINISHED, drive.state.message
+    assert not any(gate.is_held for gate in drive.cluster.gates.values())
+    assert not any(record.owner for record in drive.cluster.gpus.values())
+    lineage = [summary for summary in drive.state.summaries if not summary.is_superseded]
+    assert [summary.iteration for summary in lineage] == list(range(NUM_ITERATIONS))
+    assert all(summary.num_lost == summary.num_duplicates == 0 for summary in drive.state.summaries)
 
 
 def check_history(name: str, steps: list[tuple[str, int]]) -> None:

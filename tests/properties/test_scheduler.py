@@ -15,6 +15,7 @@ from services.scheduler.codec import decode_state, encode_state
 from services.scheduler.decide import after_decision, decide
 from services.scheduler.evolve import evolve
 from services.scheduler.losses import MAX_DEATHS
+from services.scheduler.policy import Policy
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Placed, total
@@ -170,7 +171,8 @@ def works(cluster: FakeCluster, grant: Grant) -> bool:
     return gate.is_held and gate.highest == grant.token
 
 
-def finished(steps: list[tuple[str, int]], *, keeps_state: bool = True) -> Drive:
+def finished(steps: list[tuple[str, int]], *, keeps_state: bool = True, policy: Policy | None = None) -> Drive:
+    """To the end of the job, by the static policy unless another is given."""
     job = spec(
         num_iterations=NUM_ITERATIONS,
         max_actor_restarts=3 * MAX_BLOWS,
@@ -178,6 +180,7 @@ def finished(steps: list[tuple[str, int]], *, keeps_state: bool = True) -> Drive
         evaluate_every=NUM_ITERATIONS,
     )
     drive = booted(FakeCluster(job, keeps_state=keeps_state))
+    drive.policy = policy or drive.policy
     for what, number in steps:
         happen(drive, what, number)
     drive.run()

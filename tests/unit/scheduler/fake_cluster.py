@@ -573,7 +573,11 @@ class FakeCluster:
             self.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
 
     def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
-        assert lead.kept_on, "an actor is resumed whose state nobody has"
+        if not lead.kept_on:
+            # A death that is not told yet took the state along.
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "the state that was kept is gone", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            return
         if not self._pass_gates(command, lead):
             return
         lead.kept_on = frozenset()
