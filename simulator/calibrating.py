@@ -32,6 +32,12 @@ _NO_TIME = 1e9
 """Tokens a second where tokens cost nothing that could be seen; steps a second likewise."""
 
 
+_HEAD = (
+    "# Fitted to a run of this job. M: measured in that run. What is not here keeps the simulator's default, as one run",
+    "# in one placement does not tell it: moves (costs.switch), and other numbers of GPUs (costs.trainer.exponent).",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """`value` of the field `key`, such as `costs.sync.fixed_s`."""
@@ -51,7 +57,7 @@ def calibrated(run: RecordedRun) -> tuple[Fitted, ...]:
 
 def scenario_text(fitted: Sequence[Fitted]) -> str:
     """As a scenario file, every value with its source in a comment."""
-    lines: list[str] = []
+    lines = list(_HEAD)
     open_path: tuple[str, ...] = ()
     for each in fitted:
         *sections, key = each.key.split(".")

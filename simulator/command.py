@@ -1,4 +1,4 @@
-"""`tidegate simulate` and `tidegate plan`: checked first, then run, then printed; nothing is printed before all ran.
+"""`tidegate simulate`, `plan` and `calibrate`: checked first, then run, then printed; nothing before all ran.
 
 Stdout gets the result in the form that was asked for; nothing else is written anywhere.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from simulator import foretold
+from simulator import calibrating, foretold
 from simulator.planning import Calibrated, predictions
 from simulator.policies import policies_of
 from simulator.run import Run
@@ -30,6 +31,7 @@ from tidegate.cli.rows import Row, table
 from tidegate.config import ConfigError
 from tidegate.config_files import load_sources, sources_of
 from tidegate.config_layers import is_override
+from tidegate.recorded import recorded
 from tidegate.timeline_page.page import rendered
 
 
@@ -63,6 +65,20 @@ def plan(given: argparse.Namespace) -> int:
     print(_assumptions_table(assumed))
     if any(row["source"] == foretold.DEFAULT for row in assumed):
         print(foretold.DEFAULT_TOLD)
+    return 0
+
+
+def calibrate(given: argparse.Namespace) -> int:
+    """NotRecorded where `given.folder` holds no run to fit to."""
+    fitted = calibrating.calibrated(recorded(given.folder))
+    rows = [asdict(each) for each in fitted]
+    match given.form:
+        case "json":
+            print(json.dumps(rows))
+        case "table":
+            print(table([row | {"value": plain(row["value"])} for row in rows], tuple(rows[0])))
+        case _:
+            print(calibrating.scenario_text(fitted), end="")
     return 0
 
 

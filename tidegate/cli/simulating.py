@@ -1,4 +1,4 @@
-"""`tidegate simulate` and `tidegate plan`: their arguments.
+"""`tidegate simulate`, `tidegate plan` and `tidegate calibrate`: their arguments.
 
 What answers them is the simulator, on which the library may not depend: it is found by its name when one of them is
 asked for, as the launcher finds the services.
@@ -9,17 +9,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 
-COMMANDS = ("simulate", "plan")
+from tidegate.cli.jobs import job_folder
+
+COMMANDS = ("simulate", "plan", "calibrate")
 _ANSWERS = "simulator.command"
 
 _SIMULATE = "Simulate one iteration under a policy, or under several beside each other."
+_CALIBRATE = "Fit the simulator's costs to a job that has finished, and print them as a scenario of that job."
 _PLAN = "Predict a job's iteration under each policy and from several placements; start nothing."
 
 
 def answer(given: argparse.Namespace) -> int:
-    """The exit code; ConfigError for what was given wrong."""
+    """The exit code; ConfigError and UnknownJob for what was given wrong."""
+    if given.command == "calibrate":
+        given.folder = job_folder(Path(given.output_dir), given.job).root
     found = cast("Callable[[argparse.Namespace], int]", getattr(import_module(_ANSWERS), given.command))
     return found(given)
 
@@ -60,7 +66,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SCENARIO",
         help="whose costs and lengths stand in place of the config's assumptions, as `calibrate` writes one",
     )
+    calibrate = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE)
+    calibrate.add_argument("job", metavar="JOB")
+    calibrate.add_argument("--output-dir", default="jobs", help="where jobs have their folders (default: jobs)")
+    _add_form(calibrate, "yaml", "table", "json")
 
 
 def _add_form(parser: argparse.ArgumentParser, *forms: str) -> None:
-    parser.add_argument("-o", dest="form", choices=forms, default="table", help="form of what is printed")
+    """The first is the default."""
+    parser.add_argument("-o", dest="form", choices=forms, default=forms[0], help="form of what is printed")

@@ -1,0 +1,51 @@
+"""`tidegate calibrate`: a scenario file that `simulate` takes, or why there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_recorded import run_directory
+from tidegate.cli.__main__ import main
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_is_printed_is_simulated_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_directory(tmp_path)
+    (path := tmp_path / "fitted.yaml").write_text(
+        printed(capsys, "calibrate", folder.name, "--output-dir", str(tmp_path))
+    )
+    head, static, *_ = printed(capsys, "simulate", str(path)).splitlines()
+    assert head.split()[:2] == ["POLICY", "SECONDS"]
+    assert static.split()[:2] == ["static", "2"], "the median of the run's 1.5 and 2.5 s"
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_each_fitted_value_is_listed_with_what_it_was_fitted_to(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_directory(tmp_path)
+    text = printed(capsys, "calibrate", folder.name, "--output-dir", str(tmp_path), "-o", form)
+    if form == "json":
+        found = {row["key"]: row["source"] for row in json.loads(text)}
+        assert found["costs.trainer.fixed_s"].startswith("M: 4 minibatches, median 0.00")
+    else:
+        (line,) = (line for line in text.splitlines() if line.startswith("costs.inference.rate_tokens_per_s"))
+        assert line.endswith("M: median of 2 iterations, of a GPU at work")
+
+
+def test_a_job_that_did_not_finish_and_one_that_there_is_not_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_directory(tmp_path)
+    (folder / "result.json").unlink()
+    assert main(["calibrate", folder.name, "--output-dir", str(tmp_path)]) == 1
+    assert "holds no run to its end" in capsys.readouterr().err
+    assert main(["calibrate", "another", "--output-dir", str(tmp_path)]) == 2
+    assert "no job 'another'" in capsys.readouterr().err
