@@ -31,7 +31,7 @@ from tidegate.cli.rows import Row, table
 from tidegate.config import ConfigError
 from tidegate.config_files import load_sources, sources_of
 from tidegate.config_layers import is_override
-from tidegate.recorded import recorded
+from tidegate.recorded import joined, recorded
 from tidegate.timeline_page.page import rendered
 
 
@@ -69,8 +69,8 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def calibrate(given: argparse.Namespace) -> int:
-    """NotRecorded where `given.folder` holds no run to fit to."""
-    fitted = calibrating.calibrated(recorded(given.folder))
+    """NotRecorded where `given.folders` hold no runs to fit to."""
+    fitted = calibrating.calibrated(joined([recorded(folder) for folder in given.folders]))
     rows = [asdict(each) for each in fitted]
     match given.form:
         case "json":

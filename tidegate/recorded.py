@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,10 @@ _ENDED = (-3, -4)
 """Places of sequences that have ended, as `events_pb2.Generation` has them."""
 _NEW_VERSION = {Role.ACTOR: "publishing", Role.ROLLOUT: "loading_weights", Role.INFERENCE: "loading_weights"}
 _AT_WORK = {Role.ACTOR: "training", Role.ROLLOUT: "generating", Role.INFERENCE: "computing_log_probs"}
+
+
+_SAME = ("cluster", "algorithm", "actor", "rollout", "inference")
+"""Sections of the config in which runs are alike that are taken together."""
 
 
 class NotRecorded(ValueError):
@@ -98,6 +102,18 @@ def recorded(folder: Path) -> RecordedRun:
     )
     capacity = min(engine.kv_capacity_tokens for picture in pictures.values() for engine in picture.engines)
     return RecordedRun(config, prompt_tokens, capacity, iterations)
+
+
+def joined(runs: Sequence[RecordedRun]) -> RecordedRun:
+    """As one of the first's job. NotRecorded where they are not of one placement and one kind of iteration."""
+    first, *others = runs
+    for name in _SAME:
+        if any(getattr(other.config, name) != getattr(first.config, name) for other in others):
+            raise NotRecorded(f"the runs differ in their section `{name}`: calibrate from runs of one config")
+    prompt_tokens = round(fmean(run.prompt_tokens for run in runs))
+    return replace(
+        first, prompt_tokens=prompt_tokens, iterations=tuple(each for run in runs for each in run.iterations)
+    )
 
 
 def _last_pictures(path: Path) -> dict[int, events_pb2.Generation]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from google.protobuf.json_format import MessageToDict
 
 from tests.component_bench import job_config
-from tidegate.recorded import Minibatch, NotRecorded, recorded
+from tidegate.recorded import Minibatch, NotRecorded, joined, recorded
 from tidegate.v1 import events_pb2
 
 MS = 1_000_000
@@ -112,6 +113,19 @@ def test_what_cannot_be_calibrated_from_is_refused_with_what_to_do(case: str, tm
     (folder / name).write_text(text)
     with pytest.raises(NotRecorded, match=want):
         recorded(folder)
+
+
+def test_runs_of_one_config_count_together_and_others_are_refused(tmp_path: Path) -> None:
+    run = recorded(run_directory(tmp_path))
+    other = replace(run, config=run.config.model_copy(update={"seed": 9, "job": "again"}), prompt_tokens=7)
+    both = joined([run, other])
+    assert (both.prompt_tokens, both.iterations) == (6, run.iterations * 2)
+    rollout = run.config.rollout.model_copy(update={"max_running_requests": 5})
+    strange = replace(run, config=run.config.model_copy(update={"rollout": rollout}))
+    with pytest.raises(
+        NotRecorded, match="the runs differ in their section `rollout`: calibrate from runs of one conf"
+    ):
+        joined([run, strange])
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ COMMANDS = ("simulate", "plan", "calibrate")
 _ANSWERS = "simulator.command"
 
 _SIMULATE = "Simulate one iteration under a policy, or under several beside each other."
-_CALIBRATE = "Fit the simulator's costs to a job that has finished, and print them as a scenario of that job."
+_CALIBRATE = "Fit the simulator's costs to what a finished job measured, and print them as a scenario of that job."
 _PLAN = "Predict a job's iteration under each policy and from several placements; start nothing."
 
 
 def answer(given: argparse.Namespace) -> int:
     """The exit code; ConfigError and UnknownJob for what was given wrong."""
     if given.command == "calibrate":
-        given.folder = job_folder(Path(given.output_dir), given.job).root
+        given.folders = [job_folder(Path(given.output_dir), job).root for job in given.jobs]
     found = cast("Callable[[argparse.Namespace], int]", getattr(import_module(_ANSWERS), given.command))
     return found(given)
 
@@ -67,7 +67,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="whose costs and lengths stand in place of the config's assumptions, as `calibrate` writes one",
     )
     calibrate = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE)
-    calibrate.add_argument("job", metavar="JOB")
+    calibrate.add_argument("jobs", metavar="JOB", nargs="+", help="several runs of one config are taken together")
     calibrate.add_argument("--output-dir", default="jobs", help="where jobs have their folders (default: jobs)")
     _add_form(calibrate, "yaml", "table", "json")
 
