@@ -33,8 +33,8 @@ _NO_TIME = 1e9
 
 
 _HEAD = (
-    "# Fitted to what this job did. M: measured. What is not here keeps the simulator's default: in one placement nothing",
-    "# is told of moves (costs.switch) and of other numbers of GPUs (costs.trainer.exponent).",
+    "# Fitted to what this job did. M: measured. What is not here keeps the simulator's default: one placement tells",
+    "# nothing of moves (costs.switch) and of other numbers of GPUs (costs.trainer.exponent).",
 )
 
 
