@@ -14,6 +14,7 @@ from pydantic import Field
 
 from tidegate.config_base import NonNegativeFloat, Positive, PositiveFloat, Section
 
+_Spread = Annotated[float, Field(gt=0, le=5)]
 MEDIAN_SHARE = 7050 / 27_648
 """Of the longest response that is allowed: the assumed lengths of the published 64-GPU timeline. A job whose responses
 are much shorter is taken for a longer one until its first iteration is over."""
@@ -54,11 +55,11 @@ class LengthsSection(Section):
     """The logarithm of a response's tokens: its middle, its spread between prompts and within a group, and how far what
     an earlier epoch told is off."""
 
-    median_tokens: PositiveFloat | None = None
+    median_tokens: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """None: `MEDIAN_SHARE` of `algorithm.max_new_tokens`."""
-    sigma_prompt: PositiveFloat = 0.5
-    sigma_group: PositiveFloat = 0.25
-    sigma_hint: PositiveFloat = 0.3
+    sigma_prompt: _Spread = 0.5
+    sigma_group: _Spread = 0.25
+    sigma_hint: _Spread = 0.3
 
     def log_mean(self, max_new_tokens: int) -> float:
         return math.log(self.median_tokens or MEDIAN_SHARE * max_new_tokens)

@@ -51,13 +51,15 @@ class EngineProgress:
         """The rate is over the time since it was last seen in this iteration, 0 the first time."""
         told = zip(load.samples, load.num_tokens, strict=True)
         lengths = {decode_sample_id(sample): length for sample, length in told}
+        grown = [length - self.lengths[sample] for sample, length in lengths.items() if sample in self.lengths]
         # One that came out meanwhile is counted as ended already.
         self.lengths = {sample: length for sample, length in lengths.items() if sample in self.held}
         self.num_waiting = load.num_waiting
         self.num_kv_tokens, self.kv_capacity_tokens = load.num_used_tokens, load.num_capacity_tokens
         num_tokens = self._num_ended_tokens + sum(self.lengths.values())
         if self._last_s is not None and now_s > self._last_s:
-            self.rate_tokens_per_s = max(0, num_tokens - self._last_num_tokens) / (now_s - self._last_s)
+            made = max(0, num_tokens - self._last_num_tokens)
+            self.rate_tokens_per_s = _present(grown, load.num_running, made) / (now_s - self._last_s)
         self._last_s, self._last_num_tokens = now_s, num_tokens
 
     def told(self, gpu: GpuId, *, max_running: int) -> events_pb2.Engine:
@@ -73,6 +75,14 @@ class EngineProgress:
             max_running=max_running,
             rate_tokens_per_s=self.rate_tokens_per_s,
         )
+
+
+def _present(grown: Sequence[int], num_running: int, made: int) -> float:
+    """Tokens that what runs now makes in the time in which those that ran all along have grown so much: engines empty
+    towards an iteration's end, and what they made with more on them says too much. Where none ran all along, what was
+    made."""
+    ran = [growth for growth in grown if growth > 0]
+    return num_running * sum(ran) / len(ran) if ran else made
 
 
 @dataclass(slots=True)

@@ -9,9 +9,15 @@ from typing import Any
 import psutil
 import pytest
 
+from services.scheduler.codec import event_of
+from services.scheduler.events import Event
+from services.scheduler.observed import Generation, Inferring, Training
+from services.scheduler.recovering import recovered
+from services.scheduler.state import ClusterState
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
-from tidegate.types import Role
+from tidegate.launcher.event_file import read_events
+from tidegate.types import JobId, Role
 
 DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 
@@ -32,6 +38,8 @@ async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(undist
         assert all(_is_loopback(host) for host in sockets), sockets
         assert trained_draws(job.folder.journal) == DRAWS
         assert not any(job.gates().values())
+    told = [event_of(row.event, stream_sequence=row.stream_sequence) for row in read_events(job.folder.events)]
+    assert_tells_the_job_again(told)
     summary = undisturbed["result"]["summary"]
     want = {"iterations": 3, "samples_generated": 96, "samples_trained": 96, "duplicates": 0, "lost": 0}
     assert {key: summary[key] for key in want} == want
@@ -58,6 +66,23 @@ async def test_the_loss_of_every_lead_in_one_job_changes_nothing(undisturbed: di
         assert without_incarnation(job.folder.journal) == undisturbed["lineage"]
     assert disturbed["summary"]["weights_checksum"] == undisturbed["result"]["summary"]["weights_checksum"]
     assert (disturbed["summary"]["lost"], disturbed["summary"]["duplicates"]) == (0, 0)
+
+
+def assert_tells_the_job_again(told: list[Event]) -> None:
+    """The events of its folder alone: what became of each iteration, and how each component was at its end."""
+    again = recovered(ClusterState(job=JobId("plain")), told)
+    assert [(each.iteration, each.num_lost, each.num_duplicates) for each in again.summaries] == [
+        (iteration, 0, 0) for iteration in range(3)
+    ]
+    last = {(type(event.body), event.iteration): event.body for event in told}
+    for iteration in range(3):
+        generation, inferring, training = (last[kind, iteration] for kind in (Generation, Inferring, Training))
+        assert isinstance(generation, Generation)
+        assert isinstance(inferring, Inferring)
+        assert isinstance(training, Training)
+        assert (generation.num_groups, generation.num_unfinished, min(generation.lengths) > 0) == (8, 0, True)
+        assert sorted(inferring.ready) == list(range(8))
+        assert (training.num_taken, training.is_at_boundary) == (8, True)
 
 
 def _repeatable(result: dict[str, Any]) -> dict[str, Any]:

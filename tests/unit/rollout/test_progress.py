@@ -76,15 +76,24 @@ def test_an_engine_that_was_never_seen_is_not_shown_and_what_it_holds_is_away() 
     assert (told.engines, told.places) == ((), (AWAY, QUEUED))
 
 
-def test_an_engines_rate_counts_what_came_out_and_what_grew_since_it_was_last_seen() -> None:
-    engine = EngineProgress(held={sample(0), sample(1)})
-    engine.see(load({0: 10, 1: 10}), now_s=100.0)
+def test_an_engines_rate_is_of_what_runs_now_at_the_speed_of_what_ran_all_along() -> None:
+    engine = EngineProgress(held={sample(index) for index in range(4)})
+    engine.see(load({0: 10, 1: 10, 2: 0}), now_s=100.0)
     assert engine.rate_tokens_per_s == 0.0
 
     engine.end(sample(0), 40)
+    engine.see(load({1: 30, 2: 0, 3: 4}, waiting=1), now_s=102.0)
+
+    assert engine.rate_tokens_per_s == 2 * 20 / 2
+
+
+def test_where_nothing_ran_all_along_an_engines_rate_is_what_it_made() -> None:
+    engine = EngineProgress(held={sample(0), sample(1)})
+    engine.see(load({0: 10}), now_s=100.0)
+    engine.end(sample(0), 40)
     engine.see(load({1: 30}), now_s=102.0)
 
-    assert engine.rate_tokens_per_s == (40 + 30 - 20) / 2
+    assert engine.rate_tokens_per_s == (40 + 30 - 10) / 2
 
 
 def test_the_time_between_two_iterations_is_of_no_rate() -> None:
