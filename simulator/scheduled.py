@@ -16,16 +16,14 @@ from services.scheduler.evolve import evolve
 from services.scheduler.expectations import next_due_ms
 from services.scheduler.invariants import check
 from services.scheduler.policy import Policy
-from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.remembered import Assignment
 from services.scheduler.state import TERMINAL, ClusterState
-from services.scheduler.values import JobSpec
 from simulator.cluster import Cluster
 from simulator.happenings import What
 from simulator.iterating import Pace, Simulated
-from simulator.outcome import Decided, Run
+from simulator.outcome import Run
 from simulator.seeing import to_ms
 from simulator.voice import JOB
+from simulator.watched import Watched
 from simulator.world import Unfinished, World
 
 MAX_TURNS = 10_000
@@ -36,32 +34,15 @@ class JobFailed(Unfinished):
     """The scheduler gave the job up, or went back to a checkpoint, which one iteration does not show."""
 
 
-class _Recorded:
-    """The policy, and what it chose last."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.last: Choice | None = None
-
-    def check(self, spec: JobSpec) -> None:
-        self._policy.check(spec)
-
-    def choose(self, situation: Situation) -> Choice:
-        self.last = self._policy.choose(situation)
-        return self.last
-
-
 class Scheduled:
     """One run while it goes on."""
 
     def __init__(self, simulated: Simulated, policy: Policy) -> None:
         self._simulated = simulated
-        self._policy = _Recorded(policy)
+        self._policy = Watched(policy)
         self._cluster = Cluster(simulated)
         self._state = ClusterState(job=JOB)
         self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
-        self._decisions: list[Decided] = []
-        self._assignment: Assignment | None = None
 
     def run(self, name: str) -> Run:
         """JobFailed where the scheduler gives up."""
@@ -91,7 +72,7 @@ class Scheduled:
             self._fold()
             decision = decide(self._state, now_ms, policy=self._policy)
             self._take(after_decision(self._state, decision, now_ms))
-            self._note(now_ms)
+            self._policy.note(now_ms / 1000)
             self._cluster.store.saved_version = self._state.version
             self._cluster.execute(decision.commands)
             if self._state.phase in TERMINAL or self._state.num_restarts:
@@ -116,18 +97,10 @@ class Scheduled:
             raise AssertionError("; ".join(map(str, violations)))
         self._state = state
 
-    def _note(self, now_ms: int) -> None:
-        """A choice that changed the assignment."""
-        choice = self._policy.last
-        if choice is not None and choice.assignment != self._assignment:
-            self._assignment = choice.assignment
-            self._decisions.append(Decided(now_ms / 1000, choice.reason, choice.assignment, None))
-
     def _told(self, world: World, name: str) -> Run:
         """What was trained and lost is what the scheduler's accounts say, by the samples' ids."""
-        run = self._simulated.run_of(
-            world, policy=name, decisions=self._decisions, num_moves=max(0, len(self._decisions) - 1)
-        )
+        decisions = self._policy.decisions
+        run = self._simulated.run_of(world, policy=name, decisions=decisions, num_moves=max(0, len(decisions) - 1))
         if not self._state.summaries:
             # What was late until after the end.
             self._cluster.report(world)

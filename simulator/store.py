@@ -33,9 +33,18 @@ class Store:
 
     def __init__(self, gpus: Iterable[GpuId]) -> None:
         self.saved_version = 0
+        self.term = TERM
         self._gpus = {gpu: GpuRecord(gpu, GpuState.FREE, None, Token(0, 0)) for gpu in sorted(gpus)}
         self._records: dict[TransitionId, Transition] = {}
         self._observed: ev.OwnershipObserved | None = None
+
+    def register(self, gpus: Iterable[GpuId]) -> None:
+        """Those that it does not know yet, as free."""
+        missing = [gpu for gpu in gpus if gpu not in self._gpus]
+        for gpu in missing:
+            self._put(GpuRecord(gpu, GpuState.FREE, None, Token(0, 0)))
+        if missing:
+            self._gpus = dict(sorted(self._gpus.items()))
 
     def observed(self) -> ev.OwnershipObserved | None:
         """What it says now; None when it said so before. A transition that is closed is told once as such."""
@@ -58,7 +67,7 @@ class Store:
             case cmd.AdvanceMove():
                 stored, record = self._records[command.transition_id], self._gpus[command.gpu]
                 states = {"from_state": command.from_state, "to_state": command.to_state}
-                self._keep(transitions.advance(stored, record, term=TERM, **states))
+                self._keep(transitions.advance(stored, record, term=self.term, **states))
             case cmd.CommitPart():
                 self.commit(command.transition_id, command.role, command.layout)
             case cmd.CloseTransition():
