@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from simulator import calibrating, foretold
+from simulator import calibrating, foretold, retold
 from simulator.planning import Calibrated, predictions
 from simulator.policies import policies_of
 from simulator.run import Run
@@ -43,6 +43,12 @@ def simulate(given: argparse.Namespace) -> int:
     policies = policies_of(given.compare or [given.policy or scenario.scheduler.policy], scenario)
     runs = [simulated(scenario, policy, name=name, seed=given.seed) for name, policy in policies.items()]
     print(_told(scenario, runs, given))
+    return 0
+
+
+def replay(given: argparse.Namespace) -> int:
+    """ScenarioError for what was given wrong."""
+    print(retold.told(given))
     return 0
 
 

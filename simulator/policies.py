@@ -11,6 +11,7 @@ from typing import get_args
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
+from services.scheduler.values import JobSpec
 from simulator.job import job_of
 from simulator.scenario import Scenario, ScenarioError
 from tidegate.config_scheduler import SchedulerSection
@@ -22,6 +23,11 @@ _LEAST_LIKENESS = 0.5
 
 def policies_of(names: Sequence[str], scenario: Scenario) -> dict[str, Policy]:
     """In the order named. ScenarioError for a name that is none, or named twice, or a job that it cannot run."""
+    return named(names, scenario.scheduler, job_of(scenario, scenario.read_lengths()))
+
+
+def named(names: Sequence[str], section: SchedulerSection, spec: JobSpec) -> dict[str, Policy]:
+    """With the section's rules. ScenarioError as `policies_of`."""
     for name in names:
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, n=1, cutoff=_LEAST_LIKENESS)
@@ -29,8 +35,7 @@ def policies_of(names: Sequence[str], scenario: Scenario) -> dict[str, Policy]:
             raise ScenarioError(f"no policy is called {name!r}{hint} (known: {', '.join(NAMES)})")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ScenarioError(f"policy {', '.join(twice)} is named twice: compare each once")
-    spec = job_of(scenario, scenario.read_lengths())
-    made = {name: policy_of(scenario.scheduler.model_copy(update={"policy": name})) for name in names}
+    made = {name: policy_of(section.model_copy(update={"policy": name})) for name in names}
     for policy in made.values():
         try:
             policy.check(spec)

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import cast
 
 from tidegate.cli.jobs import job_folder
+from tidegate.config import ConfigError
+from tidegate.launcher.event_file import read_events
+from tidegate.v1 import control_pb2
 
 COMMANDS = ("simulate", "plan", "calibrate")
 _ANSWERS = "simulator.command"
@@ -24,19 +27,39 @@ _PLAN = "Predict a job's iteration under each policy and from several placements
 
 def answer(given: argparse.Namespace) -> int:
     """The exit code; ConfigError and UnknownJob for what was given wrong."""
+    name = given.command
+    if name == "simulate" and given.replay is not None:
+        name, given.recorded = "replay", _recorded(Path(given.replay))
     if given.command == "calibrate":
         given.folders = [job_folder(Path(given.output_dir), job).root for job in given.jobs]
-    found = cast("Callable[[argparse.Namespace], int]", getattr(import_module(_ANSWERS), given.command))
+    found = cast("Callable[[argparse.Namespace], int]", getattr(import_module(_ANSWERS), name))
     return found(given)
+
+
+def _recorded(path: Path) -> tuple[control_pb2.ListEventsResponse, ...]:
+    """ConfigError for what holds no events."""
+    path = path / "events.jsonl" if path.is_dir() else path
+    try:
+        rows = tuple(read_events(path))
+    except OSError as error:
+        raise ConfigError(f"--replay {path}: {error.strerror}; name a job's folder, or its events.jsonl") from error
+    if not rows:
+        raise ConfigError(f"--replay {path} holds no events; name a job's folder, or its events.jsonl")
+    return rows
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     simulate = commands.add_parser("simulate", help=_SIMULATE, description=_SIMULATE)
     simulate.add_argument(
         "config",
-        nargs="+",
+        nargs="*",
         metavar="SCENARIO | key=value",
         help="a YAML file, and what differs from it, such as costs.trainer.exponent=0.3",
+    )
+    simulate.add_argument(
+        "--replay",
+        metavar="EVENTS",
+        help="instead of a scenario: a job's folder or events.jsonl, told again to its scheduler and to the policy",
     )
     _add_form(simulate, "table", "json", "html", "perfetto")
     which = simulate.add_mutually_exclusive_group()

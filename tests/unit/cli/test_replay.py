@@ -1,0 +1,72 @@
+"""`tidegate simulate --replay`: a job's recorded events in a table or as JSON, and what is no record told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.configs import small_config
+from tidegate.cli.__main__ import main
+from tidegate.launcher.event_file import EventFile
+from tidegate.v1 import events_pb2
+
+
+def submitted(tmp_path: Path, config_json: str) -> Path:
+    """A job's folder with a record of one event."""
+    body = events_pb2.JobSubmitted(config_json=config_json)
+    event = events_pb2.Event(
+        id="launcher/1/1",
+        job="small",
+        source="launcher",
+        boot=1,
+        sequence=1,
+        occurred_unix_ns=10**18,
+        job_submitted=body,
+    )
+    EventFile(tmp_path / "events.jsonl").append(1, event)
+    return tmp_path
+
+
+def test_a_record_is_told_again_to_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = submitted(tmp_path, small_config(tmp_path).model_dump_json())
+    assert main(["simulate", "--replay", str(folder), "--compare", "static,dynarl"]) == 0
+    told = capsys.readouterr().out
+    assert told.split()[:6] == ["POLICY", "AT", "S", "ROLLOUT", "ACTOR", "INFERENCE"]
+    assert told.endswith(
+        "small: 1 events, 0 commands to leads under the job's own policy; 0 of 0 answers in the record are to one of "
+        "them\n"
+    )
+    assert main(["simulate", "--replay", str(folder / "events.jsonl"), "-o", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["job"], found["policy"], found["strange"], found["decisions"]) == ("small", "static", [], [])
+
+
+WRONG = {
+    "a folder without events": (["--replay", "FOLDER/none"], "No such file or directory; name a job's folder"),
+    "an empty file": (["--replay", "FOLDER/empty"], "holds no events; name a job's folder"),
+    "a policy that is none": (["--replay", "FOLDER", "--policy", "dynar"], "the nearest is 'dynarl'"),
+    "a scenario besides": (["x.yaml", "--replay", "FOLDER"], "a job's events have no scenario"),
+    "a seed": (["--replay", "FOLDER", "--seed", "3"], "a job's events have no scenario, no seed"),
+    "a page": (["--replay", "FOLDER", "-o", "html"], "-o table or json"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_given_wrong_is_one_line_with_exit_code_2_and_nothing_else(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted(tmp_path, small_config(tmp_path).model_dump_json())
+    (tmp_path / "empty").write_text("")
+    arguments, want = WRONG[case]
+    assert main(["simulate", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
+    said = capsys.readouterr()
+    assert want in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
+
+
+def test_a_record_of_another_release_names_the_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = submitted(tmp_path, '{"job": "small", "nodes": 3}')
+    assert main(["simulate", "--replay", str(folder)]) == 2
+    assert "event 1, launcher/1/1: JobSubmitted.config_json" in capsys.readouterr().err
