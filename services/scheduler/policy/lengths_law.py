@@ -1,0 +1,148 @@
+"""How long the unfinished responses will be: a posterior of each prompt's own length, and a point for each member.
+
+A response's tokens are lognormal, `log x = level of its prompt + spread within the group` (`LengthLaw`). Order: the
+level's prior from the hint; the level given what the members have shown, a finished one by its length, an unfinished
+one by having got so far; then for the unfinished members of a prompt the quantiles (1/2, 3/2, ...)/m of the law cut off
+below where each is now. Points are spread like this, instead of each at its mean, because a group is released by its
+longest member, and the longest of several means is no mean of the longest.
+
+Sources: the prior is the usual normal-normal shrinkage; the level is found by expectation-maximisation for censored
+normal data (Dempster, Laird and Rubin 1977, section 4.3): E[z | z > a] is the normal hazard pdf(a) / (1 - cdf(a)).
+
+Invariants: a finished response has its length; an unfinished one gets longer than it is, and no longer than the law's
+most; nothing is drawn: the same picture gives the same lengths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.scheduler.costs import LengthLaw
+from services.scheduler.observed import CUT, Floats, Generation
+
+ROUNDS = 3
+"""Of expectation and maximisation: a fourth changes no length by more than a hundredth."""
+
+MORE_TOKENS = 20.0
+"""That an unfinished response makes at least: it would otherwise end at once when it is at the end of its law."""
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Its multiples modulo 1 fill the interval evenly, whatever their number, and neighbours are far apart (Weyl)."""
+
+LEAST_SIGMA = 1e-3
+"""Below it a law has no spread, and dividing by it no meaning."""
+
+_EDGE, _PER_UNIT = 6.0, 1000
+"""The tables of the normal law: beyond 6 sigma nothing of an iteration's thousands lies."""
+
+
+def _normal_tables() -> tuple[Floats, Floats, Floats]:
+    """At z from -6 to 6: z, cdf(z), and the hazard."""
+    z = np.linspace(-_EDGE, _EDGE, round(2 * _EDGE * _PER_UNIT) + 1)
+    cdf = np.array([0.5 * math.erfc(-each / math.sqrt(2)) for each in z])
+    beyond = np.array([0.5 * math.erfc(each / math.sqrt(2)) for each in z])
+    hazard = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) / beyond
+    return z, cdf, hazard
+
+
+_Z, _CDF, _HAZARD = _normal_tables()
+
+
+def final_lengths(told: Generation, law: LengthLaw, *, is_spread: bool = True) -> Floats:
+    """By sequence: its length where it has ended, else the length that it is taken to end with.
+
+    `is_spread`: prompts' levels are points of their posteriors, spread evenly over all prompts, so that together they
+    are as far apart as the true ones; else each is its own most likely level, which says best which prompt is longer.
+    """
+    lengths = told.length_of.astype(np.float64)
+    open_at = np.flatnonzero(told.is_unfinished)
+    if not open_at.size:
+        return lengths
+    group_of = open_at // told.group_size
+    logs = np.log(np.maximum(lengths, 1.0))
+    spread = max(law.sigma_group, LEAST_SIGMA)
+    level, deviation = _levels(told, law, logs, open_at, group_of, spread)
+    if is_spread:
+        shares = np.modf((np.arange(told.num_groups) + 1) * GOLDEN)[0]
+        level = level + deviation * np.interp(shares, _CDF, _Z)
+    level_of = level[group_of]
+    below = _cdf((logs[open_at] - level_of) / spread)
+    nth, num_open = _place_in_group(group_of, told.num_groups)
+    shares = (nth + 0.5) / num_open
+    z = np.interp(below + shares * (1.0 - below), _CDF, _Z)
+    ends = np.maximum(np.exp(level_of + spread * z), lengths[open_at] + MORE_TOKENS)
+    lengths[open_at] = np.maximum(np.minimum(ends, law.max_tokens or math.inf), lengths[open_at] + 1.0)
+    return lengths
+
+
+def prior(told: Generation, law: LengthLaw) -> tuple[Floats, Floats]:
+    """By prompt: mean and variance of its level before any of its responses began.
+
+    A hint is the level under lognormal noise, so the level given the hint is normal about
+    `w log(hint) + (1 - w) log_mean` with variance `w sigma_hint^2`, where
+    `w = sigma_prompt^2 / (sigma_prompt^2 + sigma_hint^2)`.
+    """
+    of_prompts, of_hints = max(law.sigma_prompt, LEAST_SIGMA) ** 2, max(law.sigma_hint, LEAST_SIGMA) ** 2
+    hints = np.array(told.hints or (0.0,) * told.num_groups)
+    has_hint = hints > 0
+    weight = of_prompts / (of_prompts + of_hints)
+    hinted = weight * np.log(np.where(has_hint, hints, 1.0)) + (1 - weight) * law.log_mean
+    mean = np.where(has_hint, hinted, law.log_mean)
+    return mean, np.where(has_hint, weight * of_hints, of_prompts)
+
+
+def _levels(
+    told: Generation,
+    law: LengthLaw,
+    logs: Floats,
+    open_at: NDArray[np.int64],
+    group_of: NDArray[np.int64],
+    spread: float,
+) -> tuple[Floats, Floats]:
+    """By prompt, the posterior's mean and deviation.
+
+    A response that was cut at the most tokens is censored there, as an unfinished one is; a censored one tells h(h - a)
+    of what a known one does (the normal law's Fisher information).
+    """
+    mean, variance = prior(told, law)
+    cut_at = np.flatnonzero(told.place_of == CUT)
+    at = np.concatenate((open_at, cut_at)) if cut_at.size else open_at
+    groups = np.concatenate((group_of, cut_at // told.group_size)) if cut_at.size else group_of
+    is_known = np.ones(logs.size, dtype=np.bool_)
+    is_known[at] = False
+    known_sum = np.where(is_known, logs, 0.0).reshape(-1, told.group_size).sum(axis=1)
+    precision, of_members = 1.0 / variance, 1.0 / spread**2
+    pull = precision * mean
+    total = precision + told.group_size * of_members
+    level = mean
+    for _ in range(ROUNDS):
+        a = (logs[at] - level[groups]) / spread
+        h = _hazard(a)
+        open_sum = np.bincount(groups, weights=level[groups] + spread * h, minlength=told.num_groups)
+        level = (pull + (known_sum + open_sum) * of_members) / total
+    num_known = is_known.reshape(-1, told.group_size).sum(axis=1)
+    told_by_open = np.bincount(groups, weights=h * np.maximum(h - a, 0.0), minlength=told.num_groups)
+    return level, 1.0 / np.sqrt(precision + (num_known + told_by_open) * of_members)
+
+
+def _place_in_group(group_of: NDArray[np.int64], num_groups: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each unfinished sequence, which of its prompt's unfinished it is, and how many those are."""
+    counts = np.bincount(group_of, minlength=num_groups)
+    first = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    return np.arange(group_of.size) - first[group_of], counts[group_of]
+
+
+def _nearest(z: Floats) -> NDArray[np.int64]:
+    return ((np.clip(z, -_EDGE, _EDGE) + _EDGE) * _PER_UNIT + 0.5).astype(np.int64)
+
+
+def _cdf(z: Floats) -> Floats:
+    return _CDF[_nearest(z)]
+
+
+def _hazard(z: Floats) -> Floats:
+    """Beyond the table by its asymptote a + 1/a, which a itself dominates."""
+    return np.where(z > _EDGE, z + 1.0 / np.maximum(z, 1.0), _HAZARD[_nearest(z)])
