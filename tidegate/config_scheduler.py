@@ -47,15 +47,30 @@ class DynaRLSection(Section):
     )
 
 
+class TideSection(Section):
+    """Our own rules: when a move pays, and how much is searched."""
+
+    least_gain_s: NonNegativeFloat = 2.0
+    least_payback: NonNegativeFloat = 1.0
+    lead_s: NonNegativeFloat = 0.3
+    short_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    shorts_a_long: Positive = 1
+    max_overfull: Annotated[float, Field(ge=1)] = 1.25
+    rounds: Positive = 1
+    rounds_at_moves: Positive = 8
+    tries_at_first: Positive = 3
+
+
 class SchedulerSection(Section):
     """Where GPUs go while an iteration runs."""
 
-    policy: Literal["static", "rlinf", "dynarl"] = "static"
+    policy: Literal["static", "rlinf", "dynarl", "tide"] = "static"
     decide_every_s: PositiveFloat = 1.0
     """At most so often on progress alone; whatever changes the job's structure is decided on at once."""
     static: StaticSection = StaticSection()
     rlinf: RLinfSection = RLinfSection()
     dynarl: DynaRLSection = DynaRLSection()
+    tide: TideSection = TideSection()
 
 
 def unmovable(section: SchedulerSection) -> str | None:

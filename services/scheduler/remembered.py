@@ -50,11 +50,30 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """GPUs during one minibatch; the engines have the others."""
+
+    num_trainer_gpus: int
+    num_inference_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class TidePlan:
+    """`stages` by minibatch, the last ones of the iteration; what was forecast to start and to end when, and when that
+    was."""
+
+    starts_at_ms: int
+    stages: tuple[PlannedStage, ...]
+    ends_at_ms: int
+    made_at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remembered:
     """`trains`: whether the trainer was last told that it may begin its next minibatch; `is_begun`: the trainer was
     given its GPUs in this iteration; `num_answered`: minibatches after which it was told how to go on; `low_since_ms`:
     since when the rollout's engines are nearly empty; `pending_engines`: how many are to be left once the trainer is
-    between two updates."""
+    between two updates; `plan`: how `tide` means to go on."""
 
     incarnation: int = 0
     iteration: int | None = None
@@ -65,6 +84,7 @@ class Remembered:
     num_moves: int = 0
     low_since_ms: int | None = None
     pending_engines: int | None = None
+    plan: TidePlan | None = None
 
     def is_of(self, incarnation: int, iteration: int) -> bool:
         return self.assignment is not None and (self.incarnation, self.iteration) == (incarnation, iteration)

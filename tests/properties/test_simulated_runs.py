@@ -11,6 +11,7 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
+from services.scheduler.policy.tide import TidePolicy
 from simulator.happenings import What
 from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
@@ -22,6 +23,7 @@ POLICIES: list[Policy] = [
     RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_wait_before_last_iter_policy=False)),
     DynaRLPolicy(DynaRLRules()),
     DynaRLPolicy(DynaRLRules(request_priority=True)),
+    TidePolicy(),
 ]
 
 when = st.floats(0, 40)

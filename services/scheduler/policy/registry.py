@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.foresight import TideRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.policy.tide import TidePolicy
 from tidegate.config_scheduler import SchedulerSection
 
 
@@ -19,3 +21,5 @@ def policy_of(section: SchedulerSection) -> Policy:
             return RLinfPolicy(RLinfRules(**section.rlinf.model_dump()))
         case "dynarl":
             return DynaRLPolicy(DynaRLRules(**section.dynarl.model_dump()))
+        case "tide":
+            return TidePolicy(TideRules(**section.tide.model_dump()))

@@ -15,6 +15,7 @@ from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.situation import Choice, Situation, as_configured
+from services.scheduler.policy.tide import TidePolicy
 from services.scheduler.remembered import Assignment
 from services.scheduler.values import JobSpec, Placed
 from simulator.costs import Costs
@@ -36,6 +37,7 @@ POLICIES: dict[str, Policy] = {
     "phases": PhasesPolicy(),
     "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
+    "tide": TidePolicy(),
 }
 
 

@@ -1,0 +1,143 @@
+"""Which plan `tide` goes on with: lengths are foreseen, what is left is laid out, and plans are searched. Pure.
+
+At the opening of an iteration the search begins at a coarse family of plans; from then on at the plan that is
+remembered, one round of neighbours a decision, so that the plan gets better while it waits for its start. When GPUs are
+about to move it takes up to `rounds_at_moves` rounds, and the family too.
+
+Invariant: a plan is left for one that moves the trainer now only where that ends the iteration by more than
+`least_gain_s` sooner, and by more than `least_payback` times what the move itself takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.policy.cluster import Plans, cluster_of
+from services.scheduler.policy.forecast import Forecast
+from services.scheduler.policy.lengths_law import final_lengths
+from services.scheduler.policy.outlook import outlook
+from services.scheduler.policy.plans import Found, family, search
+from services.scheduler.policy.prompt_order import queue_in, short_between_long
+from services.scheduler.policy.situation import Situation
+from services.scheduler.remembered import Assignment, PlannedStage, Remembered, TidePlan
+from tidegate.types import GpuId
+
+FAR_S = 1e6
+"""Told for an end that no plan has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TideRules:
+    """`lead_s`: by how much more than a release's own time engines are told ahead of a minibatch's end. `short_share`
+    and `shorts_a_long`: the start's order of prompts (`prompt_order`). `max_overfull`: running sequences a slot that a
+    plan may leave once no sequence waits. `rounds` of the search at every decision, and when GPUs are about to move;
+    `tries_at_first`: how many plans of the family it descends from when an iteration opens."""
+
+    least_gain_s: float = 2.0
+    least_payback: float = 1.0
+    lead_s: float = 0.3
+    short_share: float = 0.25
+    shorts_a_long: int = 1
+    max_overfull: float = 1.25
+    rounds: int = 1
+    rounds_at_moves: int = 8
+    tries_at_first: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("least_gain_s", "least_payback", "lead_s"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"tide: {name}={value} is below 0; set it to 0 to do without")
+        if not 0 <= self.short_share <= 1:
+            raise ValueError(f"tide: short_share={self.short_share} is a share of the prompts, it is from 0 to 1")
+        for name in ("max_overfull", "shorts_a_long", "rounds", "rounds_at_moves", "tries_at_first"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"tide: {name}={value} is below 1, with which nothing could be chosen")
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """Plans by forecast."""
+
+    rules: TideRules
+
+    def first(self, situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> tuple[int, ...]:
+        """The order of prompts that the iteration opens with; empty leaves it as it is."""
+        if not situation.generation.hints:
+            return ()
+        return short_between_long(situation, self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
+
+    def plan(
+        self,
+        situation: Situation,
+        memory: Remembered,
+        there: tuple[GpuId, ...],
+        *,
+        is_move: bool,
+        order: tuple[int, ...] = (),
+    ) -> Found:
+        """`is_move`: it is carried out at once. `order`: of prompts, if not the queue's own."""
+        assert memory.assignment is not None, "an iteration opens with an assignment"
+        cluster = cluster_of(situation, memory.assignment, there)
+        final = final_lengths(situation.generation, situation.lengths)
+        waiting = queue_in(situation, order) if order else None
+        num_slots = max(1, cluster.num_engines) * cluster.max_running
+        left = outlook(situation, final, num_slots=num_slots, waiting=waiting)
+        forecast = Forecast(left, cluster, situation.costs, self.rules.max_overfull)
+        num_left = num_to_come(situation)
+        begin = of_memory(situation, memory, num_left)
+        if begin is None:
+            begin = family(cluster, num_left)
+        elif is_move:
+            begin = Plans.of(begin, family(cluster, num_left))
+        is_first = memory.plan is None
+        rounds = self.rules.rounds_at_moves if is_move or is_first else self.rules.rounds
+        found = search(forecast, begin, rounds=rounds, tries=self.rules.tries_at_first if is_first else 1)
+        return self._or_stay(forecast, found) if is_move else found
+
+    def _or_stay(self, forecast: Forecast, found: Found) -> Found:
+        """The same plan from the next minibatch on, with nothing moved now, where moving does not pay."""
+        cluster, costs = forecast.cluster, forecast.costs
+        if not cluster.num_trainer_gpus:
+            return found
+        trainer, inference = found.plan.trainer.copy(), found.plan.inference.copy()
+        trainer[0, 0], inference[0, 0] = cluster.num_trainer_gpus, cluster.num_inference_gpus
+        stays = Plans(found.plan.start_s, trainer, inference)
+        end_s = float(forecast.ends_s(stays)[0])
+        least_s = max(self.rules.least_gain_s, self.rules.least_payback * costs.reshard_s)
+        return Found(stays, end_s) if end_s <= found.end_s + least_s else found
+
+
+def num_to_come(situation: Situation) -> int:
+    """Minibatches that are not open yet."""
+    training = situation.trainer.training
+    return situation.spec.num_minibatches - training.num_minibatches_done - (not training.is_at_boundary)
+
+
+def planned(situation: Situation, found: Found) -> TidePlan:
+    """As it is remembered."""
+    plan = found.plan
+    stages = tuple(
+        PlannedStage(int(trainer), int(inference))
+        for trainer, inference in zip(plan.trainer[0], plan.inference[0], strict=True)
+    )
+    return TidePlan(
+        starts_at_ms=situation.now_ms + round(1000 * float(plan.start_s[0])),
+        stages=stages,
+        ends_at_ms=situation.now_ms + round(1000 * min(found.end_s, FAR_S)),
+        made_at_ms=situation.now_ms,
+    )
+
+
+def of_memory(situation: Situation, memory: Remembered, num_left: int) -> Plans | None:
+    """The remembered plan's last stages; None where there are not as many."""
+    plan = memory.plan
+    if plan is None or len(plan.stages) < num_left:
+        return None
+    stages = plan.stages[len(plan.stages) - num_left :]
+    return Plans(
+        np.array([max(0.0, (plan.starts_at_ms - situation.now_ms) / 1000)]),
+        np.array([[stage.num_trainer_gpus for stage in stages]]),
+        np.array([[stage.num_inference_gpus for stage in stages]]),
+    )

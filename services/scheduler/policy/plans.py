@@ -1,0 +1,142 @@
+"""Which plans are worth forecasting, and the search among them: steepest descent from the plan that is remembered.
+
+Every round forecasts all neighbours of the best plan in one go and takes the best of them. A neighbour differs in when
+the trainer starts, in one minibatch's GPUs, or in those of one minibatch and all later ones alike; the last is what
+makes long plans searchable, where a single minibatch rarely gains anything alone. Where nothing is remembered the
+search begins at the best of a coarse family: a start, a first and a last number of trainer GPUs, and geometric steps
+between them, because what a trainer gains from its GPUs is a power of them.
+
+Invariants: every plan that is tried is legal: whole data-parallel copies of a layout there is, at least one; inference
+has a GPU while groups are left for it; a component never has more than all; the search is the same for the same picture
+and stops after `rounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.observed import Ints
+from services.scheduler.policy.cluster import Cluster, Plans
+from services.scheduler.policy.forecast import Forecast
+
+START_STEPS_S = (4.0, 12.0, 40.0)
+FAMILY_STARTS_S = (0.0, 30.0, 60.0, 90.0, 120.0, 160.0)
+FAMILY_FIRST = (0.12, 0.2, 0.3, 0.5)
+FAMILY_LAST = (0.6, 0.8, 0.95)
+FAMILY_INFERENCE = 0.1
+"""GPUs, as shares of all: the trainer's in the first and the last minibatch, inference's."""
+
+LEAST_GAIN_S = 0.05
+"""Of a round, or the search ends: a forecast is no better than that."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One plan, and the seconds from now until its end."""
+
+    plan: Plans
+    end_s: float
+
+
+def search(forecast: Forecast, begin: Plans, *, rounds: int, tries: int = 1) -> Found:
+    """The best that the descents from the `tries` best of `begin` end at."""
+    earliest_s = earliest_start_s(forecast)
+    begin = not_before(begin, earliest_s)
+    scored = forecast.ends_s(begin)
+    tops = np.argsort(scored, kind="stable")[:tries]
+    ends = [_descended(forecast, Found(begin.row(top), float(scored[top])), earliest_s, rounds) for top in tops]
+    return min(ends, key=lambda found: found.end_s)
+
+
+def _descended(forecast: Forecast, found: Found, earliest_s: float, rounds: int) -> Found:
+    for _ in range(rounds):
+        around = not_before(neighbours(found.plan, forecast.cluster), earliest_s)
+        if not around.count:
+            break
+        scored = forecast.ends_s(around)
+        best = int(scored.argmin())
+        if not scored[best] < found.end_s - LEAST_GAIN_S:
+            break
+        found = Found(around.row(best), float(scored[best]))
+    return found
+
+
+def earliest_start_s(forecast: Forecast) -> float:
+    """So that the trainer has its GPUs when the first group has ended."""
+    return max(0.0, forecast.first_s - forecast.costs.release_s - forecast.costs.load_s)
+
+
+def not_before(plans: Plans, earliest_s: float) -> Plans:
+    """A trainer that has GPUs before it has a group only waits."""
+    return Plans(np.maximum(plans.start_s, earliest_s), plans.trainer, plans.inference)
+
+
+def family(cluster: Cluster, num_minibatches: int) -> Plans:
+    """The coarse one; a plan whose trainer is begun has one start."""
+    starts = (0.0,) if cluster.is_open or cluster.num_trainer_gpus else FAMILY_STARTS_S
+    rows = [(start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
+    start_s = np.array([row[0] for row in rows])
+    first, last = (np.array([row[at] for row in rows])[:, None] for at in (1, 2))
+    along = np.linspace(0.0, 1.0, num_minibatches)[None, :] if num_minibatches > 1 else np.ones((1, 1))
+    shares = first ** (1 - along) * last**along
+    inference = np.full(shares.shape, max(1, round(FAMILY_INFERENCE * cluster.num_gpus)))
+    return legal(Plans(start_s, np.round(shares * cluster.num_gpus).astype(np.int64), inference), cluster)
+
+
+def neighbours(plan: Plans, cluster: Cluster) -> Plans:
+    """Of one plan; itself is left out."""
+    changes = list(_changes(plan.trainer.shape[1], cluster))
+    start = plan.start_s + np.array([change[0] for change in changes])
+    trainer = plan.trainer + np.array([change[1] for change in changes], dtype=np.int64)
+    inference = plan.inference + np.array([change[2] for change in changes], dtype=np.int64)
+    around = legal(Plans(start, trainer, inference), cluster)
+    same = (around.start_s == plan.start_s) & (around.trainer == plan.trainer).all(axis=1)
+    different = ~(same & (around.inference == plan.inference).all(axis=1))
+    return Plans(around.start_s[different], around.trainer[different], around.inference[different])
+
+
+def legal(plans: Plans, cluster: Cluster) -> Plans:
+    """Each brought to the nearest that is."""
+    fewest = max(1, int(np.argmax(cluster.unit_rates > 0)))
+    least = min(1, cluster.num_gpus - fewest * cluster.unit_size)
+    most = max(fewest, (cluster.num_gpus - least) // cluster.unit_size)
+    trainer = np.clip(plans.trainer // cluster.unit_size, fewest, most) * cluster.unit_size
+    inference = np.clip(plans.inference, least, np.maximum(cluster.num_gpus - trainer, least))
+    return Plans(np.maximum(plans.start_s, 0.0), trainer, inference)
+
+
+def _inference_step(cluster: Cluster) -> int:
+    """A thirty-second of the cluster, in whole engines where that is one at least, so that no GPU is left beside
+    them."""
+    return max(1, round(cluster.num_gpus / 32 / cluster.engine_size) * cluster.engine_size)
+
+
+def _changes(num: int, cluster: Cluster) -> Iterator[tuple[float, Ints, Ints]]:
+    """Of the start, and by minibatch of the trainer's and inference's GPUs."""
+    none, here = np.zeros(num, dtype=np.int64), np.arange(num)
+    units = [step * cluster.unit_size for step in _steps(cluster)]
+    if not cluster.is_open and not cluster.num_trainer_gpus:
+        for step_s in START_STEPS_S:
+            for sign in (-1, 1):
+                yield sign * step_s, none, none
+                yield sign * step_s, np.where(here == 0, sign * units[0], 0), none
+    for at in range(num):
+        for step in units if at < 3 else units[-2:]:
+            for sign in (-1, 1):
+                yield 0.0, np.where(here == at, sign * step, 0), none
+                if at < num - 1:
+                    yield 0.0, np.where(here >= at, sign * step, 0), none
+        for times in (1, 3) if at < 2 else (1,):
+            for sign in (-1, 1):
+                yield 0.0, none, np.where(here == at, sign * times * _inference_step(cluster), 0)
+    for sign in (-1, 1):
+        yield 0.0, none, none + sign * _inference_step(cluster)
+
+
+def _steps(cluster: Cluster) -> tuple[int, ...]:
+    """In units: one, two and four of sixteen, and as many of larger clusters."""
+    most = max(1, len(cluster.unit_rates) - 1)
+    return tuple(sorted({1, max(1, most // 16), max(1, most // 8), max(1, most // 4)}))

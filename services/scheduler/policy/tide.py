@@ -1,0 +1,200 @@
+"""`tide`, Tidegate's own policy: forecast the iteration's end under many plans, carry out the next move of the best.
+
+Order of an iteration: it opens with every GPU in the rollout, and prompts in an order that feeds the trainer early and
+leaves no long tail (`prompt_order`). While the trainer has no GPUs, the plan (when it gets them, and how many GPUs
+train and infer during each minibatch) is improved at every decision; when its start has come, the first minibatch's
+GPUs are moved. When a minibatch's last group has been taken its end is known: so far ahead of it that engines have let
+go of their GPUs by then, the plan is searched again, and the next minibatch's GPUs are moved. What the end of the
+rollout leaves goes to inference, what the end of inference leaves to the trainer. A death is answered at once, with the
+GPUs that are left; a GPU that comes back is used from the next move on.
+
+Invariants:
+- one move of the trainer a minibatch, deaths and the ends of rollout and inference apart;
+- every choice is legal on the GPUs that are there: nothing raises for want of GPUs;
+- while groups are left, no GPU is left out that a component with work could use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from services.scheduler.policy.cluster import can_train, fitting, gpus_there
+from services.scheduler.policy.foresight import Foresight, TideRules, num_to_come, planned
+from services.scheduler.policy.plans import Found
+from services.scheduler.policy.prompt_order import order_back
+from services.scheduler.policy.seating import seated
+from services.scheduler.policy.situation import Choice, Situation, as_configured, engine_size
+from services.scheduler.policy.stages import Split
+from services.scheduler.remembered import Assignment, Remembered
+from services.scheduler.values import JobSpec
+from tidegate.types import GpuId, Role
+
+SOON_S = 0.5
+"""A start that is nearer is now: a decision may come no sooner than that."""
+
+
+class Planner(Protocol):
+    """Whom the policy asks for its plan."""
+
+    def first(self, situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> tuple[int, ...]: ...
+
+    def plan(
+        self,
+        situation: Situation,
+        memory: Remembered,
+        there: tuple[GpuId, ...],
+        *,
+        is_move: bool,
+        order: tuple[int, ...] = (),
+    ) -> Found: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TidePolicy:
+    """`planner`: None is the rules' own foresight."""
+
+    rules: TideRules = field(default_factory=TideRules)
+    planner: Planner | None = None
+
+    def check(self, spec: JobSpec) -> None:
+        """It can run any: what does not divide is split unevenly."""
+
+    def choose(self, situation: Situation) -> Choice:
+        there, memory = gpus_there(situation), situation.remembered
+        if not num_to_come(situation) and situation.trainer.training.is_at_boundary:
+            return self._home(situation, memory, there)
+        if not memory.is_of(situation.incarnation, situation.iteration):
+            return self._opened(situation, there)
+        memory = _repaired(situation, memory, there)
+        if not memory.is_begun:
+            return self._before_training(situation, memory, there)
+        return self._during_training(situation, memory, there)
+
+    @property
+    def _planner(self) -> Planner:
+        return self.planner or Foresight(self.rules)
+
+    def _opened(self, situation: Situation, there: tuple[GpuId, ...]) -> Choice:
+        lent = Split(len(there) // engine_size(situation.spec), 0, 0)
+        before = Assignment(as_configured(situation.spec).engines, None, ())
+        assignment = seated(situation, lent, before, there)
+        memory = Remembered(situation.incarnation, situation.iteration, assignment=assignment)
+        if not can_train(situation, len(there)) or not situation.num_unfinished:
+            return self._before_training(situation, memory, there)
+        order = self._planner.first(situation, assignment, there)
+        found = self._planner.plan(situation, memory, there, is_move=False, order=order)
+        memory = replace(memory, plan=planned(situation, found))
+        reason = f"every GPU generates; {_told(situation, memory)}"
+        return _chosen(situation, memory, reason, order=order, ask_in_s=max(float(found.plan.start_s[0]), SOON_S))
+
+    def _before_training(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
+        if not can_train(situation, len(there)):
+            return _chosen(situation, memory, f"{len(there)} GPUs and no trainer's rate for so few")
+        is_known = memory.plan is not None and memory.plan.made_at_ms == situation.now_ms
+        if not is_known:
+            found = self._planner.plan(situation, memory, there, is_move=False)
+            memory = replace(memory, plan=planned(situation, found))
+        assert memory.plan is not None, "it is known, or was just made"
+        start_s = (memory.plan.starts_at_ms - situation.now_ms) / 1000
+        if situation.num_unfinished and (is_known or start_s > SOON_S):
+            return _chosen(situation, memory, _told(situation, memory), ask_in_s=max(start_s, SOON_S))
+        return self._moved(situation, memory, there, "the trainer starts")
+
+    def _during_training(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
+        training = situation.trainer.training
+        coming = _coming(situation)
+        if memory.num_answered > coming or coming >= situation.spec.num_minibatches:
+            return _chosen(situation, memory, f"minibatch {coming} has its GPUs")
+        if not training.is_at_boundary:
+            if training.closes_at_ms is None:
+                return _chosen(situation, memory, f"minibatch {coming - 1} is open")
+            lead_s = situation.costs.release_s + self.rules.lead_s
+            ahead_s = (training.closes_at_ms - situation.now_ms) / 1000 - lead_s
+            if ahead_s > 0:
+                reason = f"minibatch {coming - 1} ends in {ahead_s + lead_s:.1f} s"
+                return _chosen(situation, memory, reason, ask_in_s=ahead_s)
+        return self._moved(situation, memory, there, f"minibatch {coming} is next")
+
+    def _moved(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], why: str) -> Choice:
+        found = self._planner.plan(situation, memory, there, is_move=True)
+        wanted = Split(0, int(found.plan.trainer[0, 0]), int(found.plan.inference[0, 0]))
+        assert memory.assignment is not None, "an iteration opens with an assignment"
+        assignment = seated(situation, fitting(situation, wanted, len(there)), memory.assignment, there)
+        memory = replace(
+            memory,
+            assignment=assignment,
+            is_begun=assignment.trainer is not None,
+            num_answered=_coming(situation) + 1 if assignment.trainer else 0,
+            num_moves=memory.num_moves + (assignment != memory.assignment),
+            plan=planned(situation, found),
+        )
+        return _chosen(situation, memory, f"{why}; {_told(situation, memory)}", order=order_back(situation))
+
+    def _home(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
+        home = as_configured(situation.spec)
+        if not set(there).issuperset(home.gpus):
+            sizes = {role: len(situation.spec.placement[role].gpus) for role in Role}
+            home = seated(situation, Split(len(home.engines), sizes[Role.ACTOR], sizes[Role.INFERENCE]), home, there)
+        memory = replace(
+            memory, incarnation=situation.incarnation, iteration=situation.iteration, assignment=home, plan=None
+        )
+        return _chosen(situation, memory, "all minibatches are done, everything where it is placed")
+
+
+def _repaired(situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Remembered:
+    """What is assigned, on the GPUs that are there, with nothing for a component whose work is done."""
+    before = memory.assignment
+    assert before is not None, "an iteration opens with an assignment"
+    has_lost = not set(there).issuperset(before.gpus)
+    has_ended = not situation.num_unfinished and bool(before.engines)
+    has_inferred = situation.is_inferred and bool(before.inference)
+    if not (has_lost or has_ended or has_inferred):
+        return memory
+    alive = set(there)
+    num_trainer = sum(gpu in alive for gpu in before.trainer.gpus) if before.trainer else 0
+    num_inference = sum(gpu in alive for gpu in before.inference)
+    if memory.is_begun:
+        is_open = not situation.trainer.training.is_at_boundary
+        split = fitting(situation, Split(0, num_trainer, num_inference), len(there), keeps_trainer=is_open)
+    elif situation.num_unfinished:
+        split = Split(len(there) // engine_size(situation.spec), 0, 0)
+    else:
+        split = Split(0, 0, len(there))
+    assignment = seated(situation, split, before, there)
+    is_begun = memory.is_begun and assignment.trainer is not None
+    num_moves = memory.num_moves + (assignment != before)
+    return replace(memory, assignment=assignment, is_begun=is_begun, num_moves=num_moves)
+
+
+def _coming(situation: Situation) -> int:
+    """The next minibatch to be begun."""
+    return situation.spec.num_minibatches - num_to_come(situation)
+
+
+def _chosen(
+    situation: Situation,
+    memory: Remembered,
+    reason: str,
+    *,
+    order: Iterable[int] = (),
+    ask_in_s: float | None = None,
+) -> Choice:
+    assert memory.assignment is not None, "an iteration opens with an assignment"
+    return Choice(
+        assignment=memory.assignment,
+        trains=True,
+        remembered=memory,
+        reason=f"tide: {reason}; {memory.assignment}",
+        group_order=tuple(order),
+        ask_at_ms=None if ask_in_s is None else situation.now_ms + round(1000 * ask_in_s),
+    )
+
+
+def _told(situation: Situation, memory: Remembered) -> str:
+    plan = memory.plan
+    assert plan is not None, "told once it is planned"
+    trainer = ", ".join(str(stage.num_trainer_gpus) for stage in plan.stages)
+    starts_s, ends_s = ((at - situation.now_ms) / 1000 for at in (plan.starts_at_ms, plan.ends_at_ms))
+    return f"trainer on {trainer} GPUs from in {starts_s:.0f} s, the end in {ends_s:.0f} s"

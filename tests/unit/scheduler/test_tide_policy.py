@@ -1,0 +1,173 @@
+"""`tide`: what it chooses at each turn of an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.observed import TrainerRate, Training
+from services.scheduler.policy.foresight import TideRules
+from services.scheduler.policy.situation import Situation, as_configured
+from services.scheduler.policy.tide import TidePolicy
+from services.scheduler.remembered import Assignment, Remembered
+from services.scheduler.values import JobSpec
+from tests.unit.scheduler.situations import generation, job, seen
+from tidegate.types import Layout, Role
+
+SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=4)
+RATES = (TrainerRate(SPEC.placement[Role.ACTOR].layout, 500.0),)
+POLICY = TidePolicy()
+
+
+def opening(spec: JobSpec = SPEC, *, measured: tuple[TrainerRate, ...] = RATES) -> Situation:
+    """Nothing is generated yet, and nothing remembered."""
+    home = as_configured(spec)
+    count = spec.num_prompts * spec.group_size
+    told = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
+    told = replace(told, hints=tuple(float(50 + 3 * prompt) for prompt in range(spec.num_prompts)))
+    return seen(spec, home, told=told, measured=measured, remembered=Remembered())
+
+
+def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now_ms: int = 50_000) -> Situation:
+    """The minibatch `done` is open, half of the iteration generated."""
+    assert remembered.assignment is not None
+    situation = seen(
+        SPEC,
+        remembered.assignment,
+        num_unfinished=64,
+        measured=RATES,
+        remembered=remembered,
+        now_ms=now_ms,
+        num_done=done,
+        num_taken=8 * (done + 1),
+        is_at_boundary=False,
+    )
+    told = replace(situation.trainer.training, closes_at_ms=closes_at_ms)
+    return replace(situation, trainer=replace(situation.trainer, training=told))
+
+
+def begun() -> Remembered:
+    """The first minibatch's GPUs have been moved."""
+    opened = POLICY.choose(opening())
+    memory = opened.remembered
+    assert memory.assignment is not None
+    situation = seen(SPEC, memory.assignment, num_unfinished=64, measured=RATES, remembered=memory, now_ms=10**6)
+    return POLICY.choose(situation).remembered
+
+
+def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts_between_the_longest() -> None:
+    choice = POLICY.choose(opening())
+    assert sorted(gpu for engine in choice.assignment.engines for gpu in engine) == sorted(SPEC.gpus)
+    assert choice.group_order[:4] == (0, 31, 1, 30)
+    assert sorted(choice.group_order) == list(range(32))
+    assert choice.ask_at_ms is not None
+
+
+def test_until_a_trainers_rate_is_known_every_gpu_generates() -> None:
+    choice = POLICY.choose(opening(measured=()))
+    assert choice.assignment.trainer is None
+    assert "no trainer's rate" in choice.reason
+
+
+def test_the_trainer_starts_when_its_plan_says() -> None:
+    memory = begun()
+    assert memory.assignment is not None
+    assert memory.assignment.trainer is not None
+    assert memory.assignment.engines
+    assert memory.assignment.inference
+
+
+def test_while_a_minibatch_is_open_nothing_moves() -> None:
+    memory = begun()
+    choice = POLICY.choose(training(0, closes_at_ms=None, remembered=memory))
+    assert choice.remembered == memory
+
+
+def test_engines_are_told_just_ahead_of_a_minibatchs_end() -> None:
+    memory = begun()
+    early = POLICY.choose(training(0, closes_at_ms=60_000, remembered=memory))
+    assert early.remembered == memory
+    assert early.ask_at_ms == 60_000 - 2300
+    late = POLICY.choose(training(0, closes_at_ms=60_000, remembered=memory, now_ms=57_700))
+    assert late.remembered.num_answered == 2
+    again = training(0, closes_at_ms=60_000, remembered=late.remembered, now_ms=58_000)
+    assert POLICY.choose(again).assignment == late.assignment
+
+
+def test_what_the_rollouts_end_leaves_is_inferences_and_then_the_trainers() -> None:
+    memory = begun()
+    assert memory.assignment is not None
+    assert memory.assignment.trainer is not None
+    done = seen(
+        SPEC, memory.assignment, ready=(0, 1), num_taken=2, is_at_boundary=False, measured=RATES, remembered=memory
+    )
+    choice = POLICY.choose(done)
+    assert not choice.assignment.engines
+    assert choice.assignment.trainer == memory.assignment.trainer
+    assert sorted(choice.assignment.gpus) == sorted(SPEC.gpus)
+    inferred = seen(
+        SPEC, choice.assignment, num_taken=2, is_at_boundary=False, measured=RATES, remembered=choice.remembered
+    )
+    last = POLICY.choose(inferred).assignment
+    assert last.trainer is not None
+    assert len(last.trainer.gpus) == 16
+    assert not last.inference
+
+
+def test_a_lost_gpu_leaves_at_once_and_the_others_stay_where_they_are() -> None:
+    home = as_configured(SPEC)
+    memory = Remembered(iteration=0, assignment=home, is_begun=True, num_answered=1)
+    lost = home.engines[0][0]
+    left = Assignment(home.engines[1:], home.trainer, home.inference)
+    situation = seen(
+        SPEC, left, num_unfinished=64, measured=RATES, remembered=memory, num_taken=1, is_at_boundary=False
+    )
+    situation = replace(situation, free=tuple(gpu for gpu in situation.free if gpu != lost))
+    choice = POLICY.choose(situation)
+    assert lost not in choice.assignment.gpus
+    assert choice.assignment.trainer == home.trainer
+    assert set(left.engines) <= set(choice.assignment.engines)
+
+
+def test_after_the_last_minibatch_everything_goes_home() -> None:
+    memory = begun()
+    assert memory.assignment is not None
+    done = seen(SPEC, memory.assignment, num_done=4, num_taken=32, measured=RATES, remembered=memory)
+    assert POLICY.choose(done).assignment == as_configured(SPEC)
+
+
+def test_a_trainer_of_any_number_of_copies_can_be_chosen() -> None:
+    """48 GPUs, copies of 4, 128 prompts of 2: the copies divide no minibatch."""
+    spec = job(actor=12, rollout=32, inference=4, actor_tp=4, rollout_tp=2, prompts=128, group_size=2, minibatches=1)
+    rates = (TrainerRate(Layout(tp=4, dp=3), 500.0),)
+    situation = opening(spec, measured=rates)
+    opened = POLICY.choose(situation)
+    done = seen(spec, opened.assignment, measured=rates, remembered=opened.remembered, now_ms=1000)
+    choice = POLICY.choose(done)
+    assert choice.assignment.trainer is not None
+    assert len(choice.assignment.trainer.gpus) == 48
+
+
+def test_the_same_situation_gives_the_same_choice() -> None:
+    situation = opening()
+    assert POLICY.choose(situation) == POLICY.choose(situation)
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"least_gain_s": -1.0}, "least_gain_s=-1.0 is below 0"),
+        ({"short_share": 1.5}, "short_share=1.5"),
+        ({"rounds": 0}, "rounds=0 is below 1"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(rules: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TideRules(**rules)  # type: ignore[arg-type]  # the table's values are of several types
+
+
+def test_a_picture_before_anything_was_told_of_training_is_planned_for() -> None:
+    situation = opening()
+    assert situation.trainer.training == Training(measured=RATES)
+    assert POLICY.choose(situation).remembered.plan is not None

@@ -1,0 +1,111 @@
+"""What `tide` forecasts, against what a simulated iteration then takes, its lengths known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.scheduler.policy.cluster import Plans, cluster_of, gpus_there
+from services.scheduler.policy.forecast import Forecast
+from services.scheduler.policy.lengths_law import final_lengths
+from services.scheduler.policy.outlook import outlook
+from services.scheduler.policy.plans import earliest_start_s, family, legal, neighbours, not_before, search
+from services.scheduler.policy.prompt_order import queue_in, short_between_long
+from services.scheduler.policy.situation import Situation, as_configured
+from services.scheduler.policy.tide import TidePolicy
+from services.scheduler.remembered import Remembered
+from simulator.given import Given, Schedule
+from simulator.iterating import Simulated
+from simulator.run import simulate
+from simulator.scenario import Scenario, load_scenario
+
+PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
+SYNC_S = PUBLISHED.costs.sync.sync_s
+PLANS = {
+    "early, with a small trainer": (50.0, (12, 20, 44, 56), (4, 4, 6, 6)),
+    "later": (80.0, (12, 28, 44, 52), (4, 6, 6, 6)),
+    "late, with a larger one": (100.0, (20, 24, 40, 52), (6, 8, 8, 6)),
+}
+
+
+def opened(scenario: Scenario, seed: int) -> tuple[Situation, Simulated]:
+    """As an iteration begins with all GPUs in the rollout."""
+    simulated = Simulated(scenario, seed)
+    at_home = simulated.seeing.situation(simulated.world(as_configured(simulated.spec)), Remembered())
+    world = simulated.world(TidePolicy().choose(at_home).assignment)
+    return simulated.seeing.situation(world, Remembered()), simulated
+
+
+def forecast(situation: Situation, simulated: Simulated, order: tuple[int, ...]) -> Forecast:
+    lengths = np.array([float(sum(turns)) for row in simulated.workload.lengths.turns for turns in row])
+    memory = TidePolicy().choose(situation).remembered
+    assert memory.assignment is not None
+    cluster = cluster_of(situation, memory.assignment, gpus_there(situation))
+    num_slots = cluster.num_engines * cluster.max_running
+    left = outlook(situation, lengths, num_slots=num_slots, waiting=queue_in(situation, order))
+    return Forecast(left, cluster, situation.costs)
+
+
+@pytest.mark.parametrize("told", PLANS)
+def test_the_end_is_forecast_within_four_percent_from_the_start(told: str) -> None:
+    start_s, trainer, inference = PLANS[told]
+    situation, simulated = opened(PUBLISHED, 1)
+    order = short_between_long(situation, 0.25)
+    plan = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
+    (found,) = forecast(situation, simulated, order).ends_s(plan)
+    want = simulate(PUBLISHED, TidePolicy(planner=Given(Schedule(start_s, trainer, inference, order))), seed=1)
+    assert found == pytest.approx(want.iteration_s - SYNC_S, rel=0.04)
+
+
+def test_plans_are_forecast_as_if_each_were_alone() -> None:
+    situation, simulated = opened(PUBLISHED, 2)
+    seen = forecast(situation, simulated, short_between_long(situation, 0.25))
+    plans = family(seen.cluster, 4)
+    alone = [seen.ends_s(plans.row(index))[0] for index in range(plans.count)]
+    assert seen.ends_s(plans) == pytest.approx(alone)
+
+
+def small(**changes: object) -> Scenario:
+    own = PUBLISHED.model_dump()
+    own["cluster"] = {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}}
+    own["algorithm"] |= {"prompts_per_iteration": 32, "group_size": 8, "n_minibatches": 2}
+    own["costs"]["engine"]["max_running"] = 32
+    own["actor_layout"] = None
+    return Scenario.model_validate(own | changes)
+
+
+def test_the_search_finds_what_all_plans_of_a_small_cluster_have() -> None:
+    situation, simulated = opened(small(), 3)
+    seen = forecast(situation, simulated, tuple(range(32)))
+    found = search(seen, family(seen.cluster, 2), rounds=30)
+    sizes = [(trainer, inference) for trainer in range(1, 8) for inference in range(1, 8) if trainer + inference <= 8]
+    every = [(start, one, two) for start in np.arange(0.0, 200.0, 8.0) for one in sizes for two in sizes]
+    plans = Plans(
+        np.array([row[0] for row in every]),
+        np.array([[row[1][0], row[2][0]] for row in every]),
+        np.array([[row[1][1], row[2][1]] for row in every]),
+    )
+    assert found.end_s <= seen.ends_s(not_before(plans, earliest_start_s(seen))).min() * 1.02
+
+
+def test_every_neighbour_is_legal_and_another_plan() -> None:
+    situation, simulated = opened(PUBLISHED, 0)
+    cluster = forecast(situation, simulated, tuple(range(512))).cluster
+    plan = family(cluster, 4).row(5)
+    around = neighbours(plan, cluster)
+    again = legal(around, cluster)
+    assert np.array_equal(again.trainer, around.trainer)
+    assert np.array_equal(again.inference, around.inference)
+    assert around.trainer.min() >= 4
+    assert (around.trainer + around.inference).max() <= 64
+    rows = {(*around.start_s[[at]], *around.trainer[at], *around.inference[at]) for at in range(around.count)}
+    assert (*plan.start_s, *plan.trainer[0], *plan.inference[0]) not in rows
+
+
+def test_lengths_foreseen_at_the_start_are_as_many_tokens_as_come() -> None:
+    situation, simulated = opened(PUBLISHED, 0)
+    assert final_lengths(situation.generation, situation.lengths).sum() == pytest.approx(
+        simulated.workload.lengths.num_tokens, rel=0.05
+    )
