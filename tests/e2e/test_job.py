@@ -14,9 +14,11 @@ from services.scheduler.events import Event
 from services.scheduler.observed import Generation, Inferring, Training
 from services.scheduler.recovering import recovered
 from services.scheduler.state import ClusterState
+from simulator.calibrating import calibrated
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
 from tidegate.launcher.event_file import read_events
+from tidegate.recorded import recorded
 from tidegate.types import JobId, Role
 
 DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
@@ -40,9 +42,23 @@ async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(undist
         assert not any(job.gates().values())
     told = [event_of(row.event, stream_sequence=row.stream_sequence) for row in read_events(job.folder.events)]
     assert_tells_the_job_again(told)
+    assert_can_be_calibrated_from(job, undisturbed["result"])
     summary = undisturbed["result"]["summary"]
     want = {"iterations": 3, "samples_generated": 96, "samples_trained": 96, "duplicates": 0, "lost": 0}
     assert {key: summary[key] for key in want} == want
+
+
+def assert_can_be_calibrated_from(job: RunningJob, result: dict[str, Any]) -> None:
+    run = recorded(job.folder.root)
+    told = [row["metrics"] for row in result["job"]["iterations"]]
+    assert [each.num_tokens / 32 for each in run.iterations] == [row["response_tokens_mean"] for row in told]
+    for each in run.iterations:
+        assert [len(each.lengths), len(each.lengths[0]), len(each.minibatches)] == [8, 4, 2]
+        assert sum(part.num_tokens for part in each.minibatches) == each.num_tokens + 32 * run.prompt_tokens
+        assert 0 < each.generating_s < each.seconds
+        assert 0 < sum(part.seconds for part in each.minibatches) < each.seconds
+    found = {each.key: each.value for each in calibrated(run)}
+    assert 0 < found["costs.sync.fixed_s"] < max(each.seconds for each in run.iterations)
 
 
 async def test_the_same_seed_gives_the_same_samples_and_the_same_weights(
