@@ -5,8 +5,8 @@ slowest is the split's score.
 
 Assumptions, as the predictor is not published:
 - an unfinished sequence gets the mean of those that were longer than it is now, by the product-limit estimate over
-  finished and unfinished lengths; one that is longer than all that finished gets `BEYOND` times its length; with a hint
-  it gets at least the hint;
+  finished and unfinished lengths; one that is longer than all that finished gets `BEYOND` times its length; with hints
+  it gets what its prompt's posterior says (`lengths_law`);
 - the rollout ends with its longest sequence, at the speed of a decode step over all that run now;
 - the trainer's rate between measured sizes is a power of its GPUs, beyond them one with `TRAINER_EXPONENT`.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.observed import Floats, Generation, TrainerRate
+from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.situation import Situation
 
 BEYOND = 1.1
@@ -54,10 +55,10 @@ def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
     told, ready = situation.generation, list(situation.inference.inferring.ready)
     training = situation.trainer.training
     lengths = told.length_of.astype(np.float64)
-    ends = np.where(told.is_unfinished, expected_length(told)(lengths), lengths)
     if uses_hints and told.hints:
-        hinted = np.maximum(ends, np.repeat(np.array(told.hints), told.group_size))
-        ends = np.where(told.is_unfinished, hinted, ends)
+        ends = final_lengths(told, situation.lengths, is_spread=False)
+    else:
+        ends = np.where(told.is_unfinished, expected_length(told)(lengths), lengths)
     by_group = ends.reshape(-1, told.group_size).sum(axis=1)
     return Outlook(
         longest_left_tokens=float((ends - lengths).max(initial=0.0)),

@@ -8,12 +8,13 @@ tokens each when finished, 50 while not. A decode step takes 10 ms, a rollout's 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.scheduler.costs import LengthLaw
 from services.scheduler.observed import CUT, ENDED, QUEUED, Generation, TrainerRate
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules, split_of
 from services.scheduler.policy.situation import Choice, Situation, as_configured, as_engines
@@ -223,13 +224,15 @@ def test_groups_that_are_ready_or_taken_are_not_inferred_or_trained_again() -> N
     assert [left.to_infer_tokens, left.to_train_tokens] == pytest.approx([1200.0, 1400.0])
 
 
-def test_with_hints_a_sequence_is_expected_to_reach_its_prompts() -> None:
+def test_with_hints_a_sequence_is_expected_to_end_where_its_prompts_posterior_says() -> None:
     situation = early()
     hinted = replace(situation.generation, hints=(500.0,) * 5 + (0.0, 80.0, 120.0))
-    told = replace(situation, generation=hinted)
-    # prompts 4-7 are unfinished at 50 and expected at 100; hints 500 and 120 are more
-    assert outlook(told, uses_hints=True).to_train_tokens == 400.0 + 500 + 100 + 100 + 120
-    assert outlook(told, uses_hints=True).longest_left_tokens == 450.0
+    # no spread within a group and exact hints: a prompt's length is its hint, or the law's where it has none
+    law = LengthLaw(log_mean=log(90), sigma_prompt=1.0, sigma_group=0.001, sigma_hint=0.001)
+    told = replace(situation, generation=hinted, lengths=law)
+    # prompts 0-3 ended at 100, 4-7 are unfinished at 50
+    assert outlook(told, uses_hints=True).to_train_tokens == pytest.approx(400 + 500 + 90 + 80 + 120, rel=0.01)
+    assert outlook(told, uses_hints=True).longest_left_tokens == pytest.approx(450, rel=0.01)
     assert outlook(told, uses_hints=False).to_train_tokens == 800.0
 
 
