@@ -22,10 +22,9 @@ from tidegate.types import GpuId, Layout
 
 
 class Carrying:
-    """Of one world. `num_moves` counts the assignments that differed from the one before."""
+    """Of one world."""
 
     def __init__(self, world: World, wanted: Assignment, group_size: int) -> None:
-        self.num_moves = 0
         self._world, self._wanted, self._group_size = world, wanted, group_size
         self._group_order: tuple[int, ...] = ()
         self._trains = True
@@ -33,10 +32,8 @@ class Carrying:
         """GPUs whose engine died: the next one there starts cold."""
         self._leaving: set[int] = set()
 
-    def accept(self, choice: Choice) -> bool:
-        """Whether the assignment is another one."""
-        is_new = choice.assignment != self._wanted
-        self.num_moves += is_new
+    def accept(self, choice: Choice) -> None:
+        """From now on that is wanted."""
         self._wanted = choice.assignment
         if choice.group_order and choice.group_order != self._group_order:
             self._group_order = choice.group_order
@@ -44,7 +41,6 @@ class Carrying:
             self._world.order_queue(group * size + member for group in choice.group_order for member in range(size))
         self._trains = choice.trains
         self.carry_on()
-        return is_new
 
     def notice(self, happening: Happening) -> None:
         """An engine that was not asked to leave has died."""

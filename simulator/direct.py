@@ -12,7 +12,8 @@ from services.scheduler.remembered import Remembered
 from simulator.carrying import Carrying
 from simulator.happenings import What
 from simulator.iterating import PROGRESS, Pace, Simulated
-from simulator.outcome import Decided, Run
+from simulator.outcome import Run
+from simulator.watched import Watched
 from simulator.world import World
 
 
@@ -20,9 +21,8 @@ class Direct:
     """One run while it goes on: the world shown to the policy, its choices made moves."""
 
     def __init__(self, simulated: Simulated, policy: Policy) -> None:
-        self._simulated, self._policy = simulated, policy
+        self._simulated, self._policy = simulated, Watched(policy)
         self._remembered = Remembered()
-        self._decisions: list[Decided] = []
         self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
         self._world, self._carrying = self._opened()
 
@@ -33,11 +33,11 @@ class Direct:
                 continue
             if self._pace.is_due(happening, self._world):
                 choice = self._choose(self._world)
-                self._took(choice, is_new=self._carrying.accept(choice))
+                self._carrying.accept(choice)
+                self._took(choice)
             elif happening.what not in PROGRESS:
                 self._carrying.carry_on()
-        num_moves = self._carrying.num_moves
-        return self._simulated.run_of(self._world, policy=name, decisions=self._decisions, num_moves=num_moves)
+        return self._simulated.run_of(self._world, policy=name, decisions=self._policy.decisions)
 
     def _choose(self, world: World) -> Choice:
         return self._policy.choose(self._simulated.seeing.situation(world, self._remembered))
@@ -50,11 +50,10 @@ class Direct:
         carrying = Carrying(world, first.assignment, spec.group_size)
         carrying.accept(first)
         self._world = world
-        self._took(first, is_new=True)
+        self._took(first)
         return world, carrying
 
-    def _took(self, choice: Choice, *, is_new: bool) -> None:
+    def _took(self, choice: Choice) -> None:
         self._remembered = choice.remembered
-        if is_new:
-            self._decisions.append(Decided(self._world.now_s, choice.reason, choice.assignment, None))
+        self._policy.note(self._world.now_s)
         self._pace.asked(self._world, choice.ask_at_ms)

@@ -63,7 +63,7 @@ class Simulated:
         placement = Placement(self.scenario.cluster.gpus(), rollout, at.inference, trainer, layout)
         return World(self.workload, self.scenario.costs, placement, self.scenario.scheduled_faults())
 
-    def run_of(self, world: World, *, policy: str, decisions: list[Decided], num_moves: int) -> Run:
+    def run_of(self, world: World, *, policy: str, decisions: list[Decided]) -> Run:
         """Of an iteration that is over."""
         size = self.workload.group_size
         num_trained = len(world.trainer.trained) * size
@@ -75,7 +75,7 @@ class Simulated:
             decisions=tuple(decisions),
             history=tuple(world.history),
             bound=clairvoyant_bound(self.workload, self.scenario.costs, len(world.gpus.cluster)),
-            num_moves=num_moves,
+            num_moves=len(decisions) - 1,
             num_samples=num_trained,
             num_lost=self.workload.num_groups * size - num_trained,
         )

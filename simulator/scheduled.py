@@ -99,8 +99,7 @@ class Scheduled:
 
     def _told(self, world: World, name: str) -> Run:
         """What was trained and lost is what the scheduler's accounts say, by the samples' ids."""
-        decisions = self._policy.decisions
-        run = self._simulated.run_of(world, policy=name, decisions=decisions, num_moves=max(0, len(decisions) - 1))
+        run = self._simulated.run_of(world, policy=name, decisions=self._policy.decisions)
         if not self._state.summaries:
             # What was late until after the end.
             self._cluster.report(world)

@@ -30,4 +30,6 @@ class Watched:
         choice, self._last = self._last, None
         if choice is not None and choice.assignment != self._assignment:
             self._assignment = choice.assignment
-            self.decisions.append(Decided(at_s, choice.reason, choice.assignment, None))
+            plan = choice.remembered.plan
+            ends_s = plan.ends_at_ms / 1000 if plan else None
+            self.decisions.append(Decided(at_s, choice.reason, choice.assignment, ends_s))
