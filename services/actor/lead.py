@@ -58,6 +58,7 @@ class UpdatesSkipped(ArithmeticError):
 class ActorLead(Lead):
     """See the module."""
 
+    can_change = True
     can_migrate = True
 
     def __init__(self, tools: LeadTools) -> None:

@@ -38,6 +38,7 @@ _QUEUED_AHEAD = 1.25
 class RolloutLead(Lead):
     """See the module."""
 
+    can_change = True
     can_evaluate = True
 
     def __init__(self, tools: LeadTools) -> None:

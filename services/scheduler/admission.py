@@ -45,6 +45,9 @@ _OF_THE_LEAD = (
     Training,
 )
 
+_OF_NO_GPU = (ev.WeightsPublished, ev.IterationReported, ev.EvaluationReported, ev.CheckpointSaved)
+"""What a component did in an incarnation, under its lead, stays done when its GPUs have gone to another since."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -75,6 +78,8 @@ def refusal(state: ClusterState, event: ev.Event) -> Refused | None:
         return of_other_incarnation(state, event)
     if isinstance(event.body, _OF_THE_LEAD) and not is_of_lead(state, event):
         return Refused(NOT_OF_LEAD)
+    if isinstance(event.body, _OF_NO_GPU):
+        return None
     if event.grants and all(is_stale(state, grant) for grant in event.grants):
         return Refused("under old tokens")
     return None

@@ -40,10 +40,11 @@ def _loads(state: ClusterState, now_ms: int) -> Wanted:
         if reference is None and state.needs_reference(role):
             wanted += Wanted((), ("the reference policy, version 0, is not published yet",))
             continue
-        # A load that a death broke off is asked of those that are left, and of those that come, under an id of its own:
-        # the lead takes no id twice.
-        grants = state.components[role].grants
-        step = f"{state.job}/{state.incarnation}/v{version}/load-{len(grants)}-{max(each.token for each in grants)}"
+        # Asked of those that a death left, or that a transition brought, under an id of its own: the lead takes no id
+        # twice.
+        component = state.components[role]
+        members = f"{len(component.grants)}-{(component.switched or '').rpartition('/')[2]}"
+        step = f"{state.job}/{state.incarnation}/v{version}/load-{members}"
         load = cmd.LoadWeights(
             header=header(state, role, lead, step=step, now_ms=now_ms),
             weights=snapshot,

@@ -76,9 +76,13 @@ def lose(
 
 
 def _breaks(state: ClusterState, role: Role, transition: Transition, gone: set[Grant]) -> bool:
-    """Whoever was to come is gone, or the world that was to change is."""
-    is_world = role is Role.INFERENCE and transition.part(role).new_layout is not None
-    return bool(gone & set(_coming(state, role)) or (is_world and gone & set(state.components[role].grants)))
+    """Whoever was to come is gone, or the world that was to change is, or nobody of a rollout is left to stay."""
+    had = set(state.components[role].grants)
+    is_change = transition.part(role).new_layout is not None
+    if gone & set(_coming(state, role)) or (is_change and role is Role.INFERENCE and gone & had):
+        return True
+    leaving, coming = state.moving(role, transition)
+    return is_change and role is Role.ROLLOUT and bool(gone & had) and not had - gone - set(leaving) and not coming
 
 
 def waits_for_ranks(state: ClusterState) -> bool:

@@ -39,6 +39,7 @@ def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
             state = _closed(state, transition)
     for role in Role:
         state = _forget_closed(state, role)
+        state = _given_up(state, role)
         taken = [grant for grant in state.components[role].grants if not _is_owned(state, role, grant)]
         state = lose(state, role, taken, why=f"the store counts {', '.join(each.gpu for each in taken)} as lost")
     state = resizes.forsaken(state)
@@ -85,6 +86,14 @@ def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterSt
     if role is Role.ACTOR and component.is_suspended and num_failed >= MAX_FAILED_STARTS and state.phase not in OVER:
         return restart_actor(state, why=f"the actor failed to resume {num_failed} times in a row, the last time: {why}")
     return with_component(state, role, component)
+
+
+def _given_up(state: ClusterState, role: Role) -> ClusterState:
+    """Told to be released in a change that was closed before its layout came into force."""
+    left = [grant for grant in state.components[role].grants if grant in state.released]
+    if not left or state.transition_of(role) is not None:
+        return state
+    return lose(state, role, left, why=f"the {role} had released {', '.join(grant.gpu for grant in left)} already")
 
 
 def _forget_closed(state: ClusterState, role: Role) -> ClusterState:

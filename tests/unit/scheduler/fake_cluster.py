@@ -126,8 +126,8 @@ class FakeLead:
     resize: FakeResize | None = None
     suspension: cmd.Suspend | None = None
     """To come between two updates."""
-    kept_on: frozenset[NodeId] = frozenset()
-    """Whose memory holds the state of a suspended actor."""
+    kept_on: frozenset[NodeId] | None = None
+    """Whose memory holds the state of a suspended actor; nobody's once one of them is gone."""
     versions: dict[Grant, int] = field(default_factory=dict)
     """That its members loaded."""
     closing: IterationPlan | None = None
@@ -139,7 +139,7 @@ class FakeLead:
         if incarnation > self.incarnation:
             self.incarnation, self.plan, self.broken_off, self.resize = incarnation, None, None, None
             self.closing = self.evaluated = self.suspension = None
-            self.kept_on = frozenset()
+            self.kept_on = None
 
     def open(self, plan: IterationPlan) -> None:
         if plan is not self.broken_off:
@@ -262,7 +262,7 @@ class FakeCluster:
             if is_its and node_of(slot) == node:
                 self.gates[slot].is_held = False
         lead = self.leads[role]
-        if lead is not None and node in lead.kept_on:
+        if lead is not None and lead.kept_on and node in lead.kept_on:
             lead.kept_on = frozenset()
         if tells:
             self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
@@ -573,6 +573,7 @@ class FakeCluster:
             self.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
 
     def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
+        assert lead.kept_on is not None, "an actor is resumed that was not suspended"
         if not lead.kept_on:
             # A death that is not told yet took the state along.
             failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "the state that was kept is gone", fatal=False)
@@ -580,7 +581,7 @@ class FakeCluster:
             return
         if not self._pass_gates(command, lead):
             return
-        lead.kept_on = frozenset()
+        lead.kept_on = None
         lead.members = command.grants
         said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": command.header.transition_id}
         self.say(lead.instance, ev.GpusAcquired(command.grants), grants=command.grants, **said)

@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[ev.Event, str]] = {
         "failed without a component",
     ),
     "an event that acted under old tokens": (
-        said(instance_id(Role.ROLLOUT, NODES[1]), REPORT, boot=1, sequence=50, grants=OLD),
+        said(instance_id(Role.ROLLOUT, NODES[1]), ev.WeightsLoaded(0, "files-0"), boot=1, sequence=50, grants=OLD),
         "under old tokens",
     ),
     "a release of what is not the component's": (
@@ -233,3 +233,13 @@ def test_a_whole_components_failure_leaves_alone_what_is_only_being_started() ->
 
     assert after.ignored["under old tokens"] == 1
     assert after.components == drive.state.components
+
+
+def test_a_report_counts_though_its_gpus_have_gone_to_another_since() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+
+    after = evolve(drive.state, said(name, REPORT, boot=1, sequence=50, grants=OLD))
+
+    assert after.iteration is not None
+    assert Role.ROLLOUT in after.iteration.reports

@@ -496,8 +496,51 @@ def test_a_release_that_is_told_before_the_layout_waits_for_it() -> None:
     assert drive.cluster.gpus[ROLLOUT[2]].state is GpuState.FREE
 
 
+def test_what_was_released_in_a_change_that_is_closed_without_its_layout_is_taken_back() -> None:
+    drive, proposed = running()
+    ready(drive, proposed, rollout=engines(ROLLOUT[0]))
+    transition = drive.state.changing(Role.ROLLOUT)
+    assert transition is not None
+    drive.cluster.work()
+    released, committed = drive.cluster.outbox
+    drive.cluster.outbox.clear()
+    drive.deliver(released)
+    drive.now_ms = transition.deadline_unix_ms
+    drive.decide()
+    drive.deliver(committed)
+
+    assert gpus_of(drive.state, Role.ROLLOUT) == (ROLLOUT[0],)
+    assert drive.cluster.gpus[ROLLOUT[2]].state is GpuState.FREE
+    finishes(drive, proposed)
+
+
+def test_a_rollout_of_which_nobody_stays_is_asked_anew() -> None:
+    drive, proposed = running()
+    drive.cluster.hung.add(Role.ROLLOUT)
+    ready(drive, proposed, rollout=engines(ROLLOUT[0]))
+    drive.cluster.hung.clear()
+    kill(drive, ROLLOUT[0])
+    downs = [command for command in drive.cluster.log if isinstance(command, cmd.ScaleDown)]
+    assert all(down.members for down in downs), "nobody is told to give up all"
+    drive.run_until(lambda state: gpus_of(state, Role.ROLLOUT) == (ROLLOUT[0],))
+    finishes(drive, proposed)
+
+
 def test_the_reason_says_where_gpus_go() -> None:
     drive, proposed = running()
     proposed.placement = {Role.ACTOR: None}
     decision = decided(drive.state, proposed(drive.state), drive.now_ms)
     assert "the actor gives 2 of 2 GPUs back" in decision.reason
+
+
+def test_engines_that_come_one_after_the_other_to_none_load_the_weights_each_time() -> None:
+    drive, proposed = running()
+    for slot in (*ROLLOUT, *INFERENCE, *ROLLOUT):
+        propose(drive, proposed, inference=None, rollout=engines(slot))
+        propose(drive, proposed, inference=None, rollout=None)
+    propose(drive, proposed)
+
+    loads = [command for command in drive.cluster.log if isinstance(command, cmd.LoadWeights)]
+    assert len({load.header.id for load in loads}) == len(loads)
+    assert drive.state.holds(Role.ROLLOUT, 0)
+    finishes(drive, proposed)
