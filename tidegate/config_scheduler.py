@@ -56,9 +56,8 @@ class TideSection(Section):
     short_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     shorts_a_long: Positive = 1
     max_overfull: Annotated[float, Field(ge=1)] = 1.25
-    rounds: Positive = 1
-    rounds_at_moves: Positive = 8
-    tries_at_first: Positive = 3
+    turns: Positive = 3
+    rounds: Positive = 3
 
 
 class SchedulerSection(Section):

@@ -28,10 +28,10 @@ from services.scheduler.observed import QUEUED, Floats, Generation, Ints
 from services.scheduler.policy.situation import Situation
 from tidegate.types import MinibatchOrder
 
-LOTS = 128
+LOTS = 64
 """In which the groups that are left are forecast: more changes no end by a second, less does."""
 
-GRID = 160
+GRID = 128
 """Intervals of u."""
 
 BLOCKS = 512

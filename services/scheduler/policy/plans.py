@@ -41,17 +41,25 @@ class Found:
     end_s: float
 
 
-def search(forecast: Forecast, begin: Plans, *, rounds: int, tries: int = 1) -> Found:
-    """The best that the descents from the `tries` best of `begin` end at."""
+def improved(forecast: Forecast, plan: Plans, *, turn: int, turns: int) -> Found:
+    """By every `turns`-th neighbour of one plan, others at each turn: a decision has no time for all."""
+    earliest_s = earliest_start_s(forecast)
+    around = neighbours(plan, forecast.cluster)
+    own = slice(turn % turns, None, turns)
+    tried = Plans.of(plan, Plans(around.start_s[own], around.trainer[own], around.inference[own]))
+    tried = not_before(tried, earliest_s)
+    scored = forecast.ends_s(tried)
+    best = int(scored.argmin())
+    return Found(tried.row(best), float(scored[best]))
+
+
+def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
+    """From the best of one or more plans, as long as a round gains anything."""
     earliest_s = earliest_start_s(forecast)
     begin = not_before(begin, earliest_s)
     scored = forecast.ends_s(begin)
-    tops = np.argsort(scored, kind="stable")[:tries]
-    ends = [_descended(forecast, Found(begin.row(top), float(scored[top])), earliest_s, rounds) for top in tops]
-    return min(ends, key=lambda found: found.end_s)
-
-
-def _descended(forecast: Forecast, found: Found, earliest_s: float, rounds: int) -> Found:
+    best = int(scored.argmin())
+    found = Found(begin.row(best), float(scored[best]))
     for _ in range(rounds):
         around = not_before(neighbours(found.plan, forecast.cluster), earliest_s)
         if not around.count:
