@@ -39,6 +39,7 @@ SECTIONS: dict[str, dict[str, object]] = {
     },
     "dynarl": {"policy": "dynarl", "dynarl": {"low_for_s": 1.0}},
     "dynarl with priority": {"policy": "dynarl", "dynarl": {"low_for_s": 1.0, "request_priority": True}},
+    "tide": {"policy": "tide"},
 }
 POLICIES: dict[str, Policy] = {
     name: policy_of(SchedulerSection.model_validate(section)) for name, section in SECTIONS.items()
@@ -90,7 +91,7 @@ def replayed(drive: Drive, policy: Policy) -> list[tuple[ClusterState, Proposed]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(FEW, max_examples=6)
+@settings(FEW, max_examples=4)
 @given(steps=STEPS)
 def test_decisions_repeat_byte_for_byte_and_propose_few_moves_to_what_layouts_can_do(
     name: str, steps: list[tuple[str, int]]

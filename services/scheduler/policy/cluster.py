@@ -97,28 +97,34 @@ def unit_size(situation: Situation) -> int:
     return replica_size(situation.spec.placement[Role.ACTOR].layout)
 
 
+def copy_size(situation: Situation) -> int:
+    """GPUs of a copy of inference."""
+    return replica_size(situation.spec.placement[Role.INFERENCE].layout)
+
+
 def can_train(situation: Situation, num_gpus: int) -> bool:
     """Whether a rate was measured, and a copy fits."""
     return bool(situation.trainer.training.measured) and num_gpus >= unit_size(situation)
 
 
 def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer: bool = False) -> Split:
-    """As much of it as there are GPUs for: while it has work the rollout has an engine, then inference a GPU, then the
+    """As much of it as there are GPUs for: while it has work the rollout has an engine, then inference a copy, then the
     trainer what it was to have. What is left is the rollout's, or inference's once nothing is generated.
 
     `keeps_trainer`: it cannot give up any now, so that the others have to do with the rest.
     """
-    size, unit = engine_size(situation.spec), unit_size(situation)
+    size, unit, copy = engine_size(situation.spec), unit_size(situation), copy_size(situation)
     if situation.is_inferred:
         return Split(0, num_gpus // unit * unit, 0)
     least = size if situation.num_unfinished else 0
     room = max(0, num_gpus - least - (split.num_trainer_gpus if keeps_trainer else 0))
-    inference = min(max(1, min(split.num_inference_gpus, room if keeps_trainer else room - unit)), room)
+    inference = max(copy, min(split.num_inference_gpus, room if keeps_trainer else room - unit))
+    inference = min(inference, room) // copy * copy
     trainer = split.num_trainer_gpus
     if not keeps_trainer:
         trainer = max(0, min(trainer, num_gpus - least - inference)) // unit * unit
     if not situation.num_unfinished:
-        return Split(0, trainer, num_gpus - trainer)
+        return Split(0, trainer, (num_gpus - trainer) // copy * copy)
     return Split((num_gpus - trainer - inference) // size, trainer, inference)
 
 

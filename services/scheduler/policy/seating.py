@@ -3,7 +3,7 @@
 Order: who has a GPU keeps it as far as the numbers allow; engines that go are those of the nodes where the trainer is
 already, then of the nodes whose engines hold the fewest KV tokens; of what is given up the trainer takes whole
 data-parallel copies inside a node first, then inference its share, then the rollout engines inside a node; what is too
-small for anybody's unit goes to inference while groups are left for it.
+small for anybody's unit goes to inference in whole copies while groups are left for it.
 
 Invariants: only GPUs that are there are assigned; the trainer gets exactly its layout's ranks; with work waiting, no
 GPU is left out that a whole unit of a component with work could use.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
+from services.scheduler.policy.cluster import copy_size
 from services.scheduler.policy.situation import Situation, as_engines, engine_size, replica_size, with_dp
 from services.scheduler.policy.stages import Split
 from services.scheduler.remembered import Assignment, EngineGpus
@@ -44,10 +45,11 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
     extra = _new_engines(pool, engine_size(situation.spec), len(pool)) if situation.num_unfinished else []
     pool = _without(pool, [gpu for engine in extra for gpu in engine])
     odd = [] if situation.is_inferred else pool
+    inference = (*stays, *joins, *odd)
     return Assignment(
         engines=(*engines, *new, *extra),
         trainer=_placed(situation, (*trainer, *more)),
-        inference=(*stays, *joins, *odd),
+        inference=inference[: len(inference) // copy_size(situation) * copy_size(situation)],
     )
 
 

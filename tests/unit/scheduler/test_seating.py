@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler.policy.cluster import gpus_there
+from services.scheduler.policy.cluster import fitting, gpus_there
 from services.scheduler.policy.seating import seated
 from services.scheduler.policy.situation import as_configured, as_engines
 from services.scheduler.policy.stages import Split
@@ -12,7 +12,7 @@ from services.scheduler.remembered import Assignment
 from services.scheduler.values import Placed
 from tests.unit.scheduler.fake_cluster import gpu
 from tests.unit.scheduler.situations import generation, job, seen
-from tidegate.types import GpuId, Layout, node_of
+from tidegate.types import GpuId, Layout, Role, node_of
 
 SPEC = job(actor=4, rollout=8, inference=4, actor_tp=4, rollout_tp=2, prompts=8, minibatches=2)
 NODES = tuple(gpu(f"n{node}", index) for node in range(2) for index in range(8))
@@ -93,6 +93,15 @@ def test_what_makes_no_copy_is_inferences() -> None:
     assert len(found.trainer.gpus) == 12
     assert found.inference
     assert sorted(found.gpus) == sorted(NODES[:14])
+
+
+def test_inference_has_whole_copies_of_its_layout() -> None:
+    situation = sit(across_nodes(), num_unfinished=0)
+    placed = Placed(SPEC.placement[Role.INFERENCE].gpus, Layout(tp=2, dp=2))
+    pairs = replace(situation, spec=replace(SPEC, placement={**SPEC.placement, Role.INFERENCE: placed}))
+    assert fitting(pairs, Split(0, 4, 1), 11) == Split(0, 4, 6)
+    before = Assignment((), Placed(NODES[:4], Layout(tp=4)), NODES[4:])
+    assert len(seated(pairs, Split(0, 4, 6), before, NODES[:11]).inference) == 6
 
 
 def test_gpus_that_are_there_are_those_of_all_components_the_free_and_those_on_their_way() -> None:
