@@ -1,0 +1,155 @@
+"""The published 64-GPU iteration under each policy: `python -m benchmarks.iteration_sim [--json] [--quick] [--save]`.
+
+One scenario file, `examples/scenarios/published_64gpu.yaml`, holds every cost for every policy; its fields were fixed
+on seeds 0 to 9, so the comparison runs on 10 to 19. A ratio is of runs on the same lengths; figures are medians over
+the seeds, `_min` and `_max` the range. `X_vs_Y` is Y's time over X's, `X_over_Y` X's over Y's.
+The comparison counts only while `static_off_published`, `dynarl_off_published` and `dynarl_priority_off_published` meet
+their goals: how far the baselines' medians are from the published 985 s, 1.34 and 1.46.
+The cases are the seeds, and each model and number of GPUs beside what is published of it (`iteration_models`): our
+ratios with the fields as they are, and their range when each assumption is varied in its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.iteration_models import MODELS, PUBLISHED, SCENARIO, Model, policies, scenario_of, variations
+from benchmarks.report import Report, arguments, publish, spread
+from simulator.run import simulate
+from simulator.scenario import Scenario, load_scenario
+
+SEEDS = range(10, 20)
+PUBLISHED_S, PUBLISHED_DYNARL, PUBLISHED_PRIORITY = 985.0, 1.34, 1.46
+VARIED_SEEDS = (10,)
+
+GOALS = {
+    "static_off_published": "<= 0.05",
+    "dynarl_off_published": "<= 0.05",
+    "dynarl_priority_off_published": "<= 0.05",
+    "tide_vs_static": ">= 1.50",
+    "tide_vs_best_other": ">= 1.03",
+    "tide_over_clairvoyant": "<= 1.08",
+    "sim_s": "<= 5",
+    "sim_1024_s": "<= 60",
+    "sim_1024_gib": "<= 2",
+}
+
+
+def compared(scenario: Scenario, seed: int) -> dict[str, float]:
+    """Seconds of the iteration under each policy, and the bound."""
+    seconds: dict[str, float] = {}
+    for name, policy in policies(scenario).items():
+        run = simulate(scenario, policy, name=name, seed=seed)
+        assert run.num_lost == 0, f"{name} lost {run.num_lost} samples at seed {seed}"
+        seconds[name], seconds["bound"] = run.iteration_s, run.bound.bound_s
+    return seconds
+
+
+def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
+    """`seconds` as of `compared`."""
+    others = {name: each for name, each in seconds.items() if name not in ("tide", "bound")}
+    return {
+        **{f"{name}_vs_static": seconds["static"] / each for name, each in others.items() if name != "static"},
+        "tide_vs_static": seconds["static"] / seconds["tide"],
+        "tide_vs_best_other": min(others.values()) / seconds["tide"],
+        "tide_over_bound": seconds["tide"] / seconds["bound"],
+    }
+
+
+def figures_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for key in rows[0]:
+        found = spread([row[key] for row in rows])
+        figures |= {key: found["median"], f"{key}_min": found["min"], f"{key}_max": found["max"]}
+    return figures
+
+
+def distances(figures: Mapping[str, float], static_s: float) -> dict[str, float]:
+    """Of the baselines' medians from what is published, as shares of it."""
+    return {
+        "static_off_published": abs(static_s / PUBLISHED_S - 1),
+        "dynarl_off_published": abs(figures["dynarl_vs_static"] / PUBLISHED_DYNARL - 1),
+        "dynarl_priority_off_published": abs(figures["dynarl_priority_vs_static"] / PUBLISHED_PRIORITY - 1),
+    }
+
+
+def costs_of_simulating(scenario: Scenario) -> dict[str, float]:
+    """Of one published iteration under the slowest policy, and of the large one in a process of its own."""
+    took = []
+    for name, policy in policies(scenario).items():
+        began = time.perf_counter()
+        simulate(scenario, policy, name=name, seed=SEEDS[0])
+        took.append(time.perf_counter() - began)
+    said = subprocess.run(
+        [sys.executable, "-m", "benchmarks.iteration_large"], capture_output=True, text=True, check=True
+    )
+    return {"sim_s": max(took), **json.loads(said.stdout)}
+
+
+def beside_published(model: Model, num_gpus: int, *, is_quick: bool) -> dict[str, Any]:
+    """Our ratios, with the lowest and the highest when the assumptions are varied; and the published ones."""
+    found = list(_varied(model, num_gpus, is_quick=is_quick))
+    published = PUBLISHED[model.name, num_gpus]
+    base = published.verl or published.rlinf
+    scenario = scenario_of(model, num_gpus)
+    tokens = scenario.workload(VARIED_SEEDS[0]).lengths.num_tokens
+    ours: dict[str, float] = {}
+    for key in [key for key in found[0] if key.endswith("_vs_static")]:
+        low, high = min(row[key] for row in found), max(row[key] for row in found)
+        ours |= {key: found[0][key], f"{key}_low": low, f"{key}_high": high}
+    return {
+        "case": f"{model.name} on {num_gpus} GPUs",
+        "static_ktokens_per_s": tokens / found[0]["static_s"] / 1000,
+        **ours,
+        "published_base": "verl" if published.verl else "rlinf",
+        "published_base_ktokens_per_s": base,
+        "published_rlinf_vs_base": published.rlinf / base,
+        "published_rlhfuse_vs_base": published.rlhfuse / base,
+        "published_dynarl_vs_base": published.dynarl / base,
+    }
+
+
+def _varied(model: Model, num_gpus: int, *, is_quick: bool) -> Iterator[dict[str, float]]:
+    for overrides in variations():
+        rows = [compared(scenario_of(model, num_gpus, overrides), seed) for seed in VARIED_SEEDS]
+        medians = {key: median(ratios(row)[key] for row in rows) for key in ratios(rows[0])}
+        yield medians | {"static_s": median(row["static"] for row in rows)}
+        if is_quick:
+            return
+
+
+def main() -> int:
+    options = arguments("Policies on the published iteration, simulated.")
+    scenario = load_scenario(SCENARIO)
+    seeds = SEEDS[:2] if options.quick else SEEDS
+    seconds = {seed: compared(scenario, seed) for seed in seeds}
+    cases: list[dict[str, Any]] = [{"case": f"seed {seed}", **_with_unit(row)} for seed, row in seconds.items()]
+    figures = figures_of([ratios(row) for row in seconds.values()])
+    figures["static_s"] = median(row["static"] for row in seconds.values())
+    figures |= distances(figures, figures["static_s"]) | costs_of_simulating(scenario)
+    pairs = [(MODELS[1], 128)] if options.quick else [(model, num_gpus) for model in MODELS for num_gpus in (64, 128)]
+    for model, num_gpus in pairs:
+        cases.append(beside_published(model, num_gpus, is_quick=options.quick))
+        print(cases[-1])
+    report = Report(
+        name="iteration_sim",
+        figures=figures,
+        goals=GOALS,
+        cases=cases,
+        against="the same lengths under the other policies, and what DynaRL and RLinf published",
+    )
+    return publish(report, options)
+
+
+def _with_unit(row: Mapping[str, float]) -> dict[str, float]:
+    return {f"{key}_s": value for key, value in row.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
