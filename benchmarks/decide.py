@@ -1,9 +1,10 @@
 """How long a decision takes, on one core: `python -m benchmarks.decide [--json] [--quick] [--save]`.
 
-1,024 GPUs, 512 engines that run 4,096 sequences together while as many wait. The moments are those at which a simulated
-iteration asks the policy while all engines are full, spread over them evenly; a policy that keeps GPUs from the rollout
-then runs fewer. At each the choice is timed once, with nothing cached from another.
-The figures are `tide`'s; the cases have every policy's. DynaRL publishes under 200 ms for its planning.
+1,024 GPUs, 512 engines that run 4,096 sequences together while as many wait. The moments are those at which the
+scheduler of a simulated iteration decides while all engines are full, spread over them evenly; a policy that keeps GPUs
+from the rollout then runs fewer. Timed is all of `decide(state, now_ms)`: the situation is made, the policy chooses,
+what its choice needs becomes commands. The figures are `tide`'s; the cases have every policy's. DynaRL publishes under
+200 ms for its planning.
 """
 
 from __future__ import annotations
@@ -11,58 +12,56 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.iteration_models import SCENARIO, cluster_of, policies
 from benchmarks.report import Report, arguments, publish
+from services.scheduler.decide import decide
 from services.scheduler.policy import Policy
-from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.values import JobSpec
-from simulator.run import simulate
-from simulator.scenario import Scenario, load_scenario
+from services.scheduler.state import ClusterState
+from simulator.iterating import Simulated
+from simulator.scenario import load_scenario
+from simulator.scheduled import Scheduled
 
 NUM_GPUS = 1024
 RUNNING_AN_ENGINE = 8
 MOMENTS, QUICK_MOMENTS = 400, 60
+SEED = 0
 TIMED = "tide"
 
 
 @dataclass
-class Recorder:
-    """A policy, with every situation that it was asked in."""
+class Watch:
+    """The states that were decided on while most sequences ran, with the times of their decisions."""
 
-    policy: Policy
-    situations: list[Situation] = field(default_factory=list)
+    num_running: int = 0
+    moments: list[tuple[ClusterState, int]] = field(default_factory=list)
 
-    def check(self, spec: JobSpec) -> None:
-        self.policy.check(spec)
+    def __call__(self, state: ClusterState, now_ms: int) -> None:
+        told = state.seen.generation
+        running = sum(engine.num_running for engine in told.engines) if told is not None else 0
+        if running > self.num_running:
+            self.num_running = running
+            self.moments.clear()
+        if running == self.num_running and self._is_another(now_ms):
+            self.moments.append((state, now_ms))
 
-    def choose(self, situation: Situation) -> Choice:
-        self.situations.append(situation)
-        return self.policy.choose(situation)
+    def _is_another(self, now_ms: int) -> bool:
+        """Decisions at one instant see the same iteration: the first of them stands for all."""
+        return not self.moments or now_ms > self.moments[-1][1]
 
-
-def moments(scenario: Scenario, policy: Policy, count: int) -> list[Situation]:
-    recorder = Recorder(policy)
-    simulate(scenario, recorder)
-    most = max(map(num_running, recorder.situations))
-    found = [situation for situation in recorder.situations if num_running(situation) == most]
-    return [found[at * len(found) // count] for at in range(min(count, len(found)))]
-
-
-def num_running(situation: Situation) -> int:
-    return sum(engine.num_running for engine in situation.engines)
+    def spread(self, count: int) -> list[tuple[ClusterState, int]]:
+        found = self.moments
+        return [found[at * len(found) // count] for at in range(count)] if len(found) > count else found
 
 
-def milliseconds(policy: Policy, situations: Sequence[Situation]) -> list[float]:
+def milliseconds(policy: Policy, moments: Sequence[tuple[ClusterState, int]]) -> list[float]:
     took = []
-    for situation in situations:
-        # What is computed once of a picture is computed here: a decision comes with a new one.
-        fresh = replace(situation, generation=replace(situation.generation))
+    for state, now_ms in moments:
         began = time.perf_counter()
-        policy.choose(fresh)
+        decide(state, now_ms, policy=policy)
         took.append((time.perf_counter() - began) * 1000)
     return took
 
@@ -73,11 +72,12 @@ def main() -> int:
     scenario = load_scenario(SCENARIO, overrides)
     cases: list[dict[str, Any]] = []
     for name, policy in policies(scenario).items():
-        situations = moments(scenario, policy, QUICK_MOMENTS if options.quick else MOMENTS)
-        took = milliseconds(policy, situations)
+        watch = Watch()
+        Scheduled(Simulated(scenario, SEED), policy, watch).run(name)
+        took = milliseconds(policy, watch.spread(QUICK_MOMENTS if options.quick else MOMENTS))
         p99 = quantiles(took, n=100, method="inclusive")[98]
         figures = {"p50_ms": median(took), "p99_ms": p99, "max_ms": max(took), "moments": len(took)}
-        cases.append({"case": name, "num_running": num_running(situations[0]), **figures})
+        cases.append({"case": name, "num_running": watch.num_running, **figures})
         print(cases[-1])
     (timed,) = [case for case in cases if case["case"] == TIMED]
     report = Report(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from services.scheduler.policy import Policy
 from simulator import calibrating, foretold, retold
 from simulator.planning import Calibrated, predictions
 from simulator.policies import policies_of
@@ -27,6 +28,7 @@ from simulator.showing import (
     plain,
 )
 from simulator.summary import Summary, summaries
+from simulator.world import Unfinished
 from tidegate.cli.rows import Row, table
 from tidegate.config import ConfigError
 from tidegate.config_files import load_sources, sources_of
@@ -36,12 +38,12 @@ from tidegate.timeline_page.page import rendered
 
 
 def simulate(given: argparse.Namespace) -> int:
-    """ScenarioError for what was given wrong."""
+    """ScenarioError for what was given wrong, ValueError for an iteration that does not end."""
     scenario = _scenario(given.config)
     if given.seed is not None and not 0 <= given.seed < 2**32:
         raise ScenarioError(f"--seed {given.seed} is not from 0 to {2**32 - 1}: give one that is")
     policies = policies_of(given.compare or [given.policy or scenario.scheduler.policy], scenario)
-    runs = [simulated(scenario, policy, name=name, seed=given.seed) for name, policy in policies.items()]
+    runs = [_ran(scenario, name, policy, given.seed) for name, policy in policies.items()]
     print(_told(scenario, runs, given))
     return 0
 
@@ -86,6 +88,13 @@ def calibrate(given: argparse.Namespace) -> int:
         case _:
             print(calibrating.scenario_text(fitted), end="")
     return 0
+
+
+def _ran(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run:
+    try:
+        return simulated(scenario, policy, name=name, seed=seed)
+    except Unfinished as error:
+        raise ValueError(f"the iteration does not end under {name}: {error}") from error
 
 
 def _scenario(words: Sequence[str]) -> Scenario:

@@ -21,7 +21,7 @@ from simulator.lengths import LengthSection
 from simulator.policies import NAMES
 from simulator.run import Run, simulate
 from simulator.scenario import Scenario, parse_scenario
-from simulator.world import Stalled
+from simulator.world import Unfinished
 from tidegate.config import ConfigError, JobConfig, parse_config
 from tidegate.config_costs import MEDIAN_SHARE
 from tidegate.types import Role
@@ -115,7 +115,7 @@ def _predicted(start: Start, name: str, scenario: Scenario) -> Prediction:
     try:
         policy.check(Simulated(scenario, scenario.seed).spec)
         return Prediction(start, name, simulate(scenario, policy, name=name))
-    except (ValueError, Stalled) as error:
+    except (ValueError, Unfinished) as error:
         # Of a placement or a policy that others stand beside: told in its row.
         return Prediction(start, name, None, str(error))
 

@@ -8,6 +8,7 @@ the same events, commands and happenings, byte for byte.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from services.scheduler import events as ev
@@ -35,9 +36,12 @@ class JobFailed(Unfinished):
 
 
 class Scheduled:
-    """One run while it goes on."""
+    """One run while it goes on. `watch` is shown every state that is decided on, and when."""
 
-    def __init__(self, simulated: Simulated, policy: Policy) -> None:
+    def __init__(
+        self, simulated: Simulated, policy: Policy, watch: Callable[[ClusterState, int], object] | None = None
+    ) -> None:
+        self._watch = watch
         self._simulated = simulated
         self._policy = Watched(policy)
         self._cluster = Cluster(simulated)
@@ -70,6 +74,8 @@ class Scheduled:
     def _settle(self, now_ms: int) -> None:
         for _ in range(MAX_TURNS):
             self._fold()
+            if self._watch is not None:
+                self._watch(self._state, now_ms)
             decision = decide(self._state, now_ms, policy=self._policy)
             self._take(after_decision(self._state, decision, now_ms))
             self._policy.note(now_ms / 1000)

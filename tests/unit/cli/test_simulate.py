@@ -126,6 +126,17 @@ def test_what_is_given_wrong_is_one_line_with_exit_code_2_and_nothing_else(
     assert said.out == ""
 
 
+def test_an_iteration_that_does_not_end_is_told_by_its_policy_with_exit_code_1(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the rollout's GPUs are lost."""
+    faults = ", ".join(f"{{at_s: 1, kind: gpu, gpu: {gpu}}}" for gpu in range(2, 6))
+    assert main(["simulate", scenario, "--policy", "static", f"faults=[{faults}]"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("tidegate: the iteration does not end under static: after ")
+    assert said.out == ""
+
+
 @pytest.mark.parametrize("arguments", [["--policy", "tide", "--compare", "static,tide"], ["-o", "svg"], ["--fast"]])
 def test_usage_that_is_wrong_ends_with_2(arguments: list[str], scenario: str) -> None:
     with pytest.raises(SystemExit) as ended:
