@@ -36,13 +36,15 @@ from tidegate.config_layers import is_override
 from tidegate.recorded import joined, recorded
 from tidegate.timeline_page.page import rendered
 
+DEFAULT_POLICY = "tide"
+
 
 def simulate(given: argparse.Namespace) -> int:
     """ScenarioError for what was given wrong, ValueError for an iteration that does not end."""
     scenario = _scenario(given.config)
     if given.seed is not None and not 0 <= given.seed < 2**32:
         raise ScenarioError(f"--seed {given.seed} is not from 0 to {2**32 - 1}: give one that is")
-    policies = policies_of(given.compare or [given.policy or scenario.scheduler.policy], scenario)
+    policies = policies_of(given.compare or [given.policy or _default(scenario)], scenario)
     runs = [_ran(scenario, name, policy, given.seed) for name, policy in policies.items()]
     print(_told(scenario, runs, given))
     return 0
@@ -95,6 +97,12 @@ def _ran(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run
         return simulated(scenario, policy, name=name, seed=seed)
     except Unfinished as error:
         raise ValueError(f"the iteration does not end under {name}: {error}") from error
+
+
+def _default(scenario: Scenario) -> str:
+    """Ours, where the scenario names none."""
+    named = scenario.scheduler
+    return named.policy if "policy" in named.model_fields_set else DEFAULT_POLICY
 
 
 def _scenario(words: Sequence[str]) -> Scenario:

@@ -63,7 +63,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_form(simulate, "table", "json", "html", "perfetto")
     which = simulate.add_mutually_exclusive_group()
-    which.add_argument("--policy", metavar="P", help="static, rlinf or dynarl (default: the scenario's)")
+    which.add_argument(
+        "--policy", metavar="P", help="static, rlinf, dynarl or tide (default: the scenario's, else tide)"
+    )
     which.add_argument(
         "--compare",
         type=lambda text: text.split(","),

@@ -64,8 +64,16 @@ def test_overrides_count_wherever_they_stand(scenario: str, capsys: pytest.Captu
 
 def test_a_policys_rules_are_the_scenarios(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of collocated phases: three placements, two moves."""
-    told = (printed(capsys, scenario, "-o", "json", f"scheduler.static.collocated={on}") for on in ("false", "true"))
+    given = [[scenario, "--policy", "static", f"scheduler.static.collocated={on}"] for on in ("false", "true")]
+    told = [printed(capsys, *arguments, "-o", "json") for arguments in given]
     assert [json.loads(text)["policies"][0]["num_moves"] for text in told] == [0, 2]
+
+
+@pytest.mark.parametrize(("given", "want"), [([], "tide"), (["scheduler.policy=static"], "static")])
+def test_the_policy_is_the_scenarios_else_ours(
+    given: list[str], want: str, scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert json.loads(printed(capsys, scenario, "-o", "json", *given))["compared_with"] == want
 
 
 def test_the_page_and_the_trace_are_whole_documents(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
