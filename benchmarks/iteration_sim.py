@@ -34,7 +34,6 @@ GOALS = {
     "dynarl_priority_off_published": "<= 0.05",
     "tide_vs_static": ">= 1.50",
     "tide_vs_best_other": ">= 1.03",
-    "tide_over_clairvoyant": "<= 1.08",
     "sim_s": "<= 5",
     "sim_1024_s": "<= 60",
     "sim_1024_gib": "<= 2",
