@@ -21,7 +21,7 @@ def test_what_is_printed_is_simulated_as_it_is(tmp_path: Path, capsys: pytest.Ca
     (path := tmp_path / "fitted.yaml").write_text(
         printed(capsys, "calibrate", folder.name, "--output-dir", str(tmp_path))
     )
-    head, static, *_ = printed(capsys, "simulate", str(path)).splitlines()
+    head, static, *_ = printed(capsys, "simulate", str(path), "--policy", "static").splitlines()
     assert head.split()[:2] == ["POLICY", "SECONDS"]
     assert static.split()[:2] == ["static", "2"], "the median of the run's 1.5 and 2.5 s"
 
