@@ -27,8 +27,8 @@ from tests.unit.scheduler.test_moving import Proposed
 from tidegate.ownership import GpuState
 from tidegate.types import Layout, Role
 
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-MANY = settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ENGINE_SIZES = (1, 2)
 MAX_PROPOSALS = 5
 MAX_BLOWS = 4
@@ -210,7 +210,7 @@ def test_whatever_goes_wrong_every_gpu_comes_to_whom_it_is_proposed_for(engine_s
     check_disturbed(data.draw(histories(engine_size)), engine_size)
 
 
-@settings(FEW, max_examples=10)
+@settings(FEW, max_examples=6)
 @given(st.data())
 def test_the_same_history_and_proposals_give_the_same_commands_byte_for_byte(data: st.DataObject) -> None:
     check_replayed(data.draw(histories(1)), 1)
