@@ -442,6 +442,8 @@ def test_a_suspended_actor_whose_state_is_lost_costs_the_incarnation(case: str) 
     drive, proposed = running()
     propose(drive, proposed, actor=None, rollout=engines(*ROLLOUT, *ACTOR))
     LOST_STATES[case](drive)
+    deliver_all(drive)
+    assert drive.state.incarnation == 2, "it is not waited for until somebody resumes it"
     proposed.placement, proposed.trains = {}, True
 
     state = drive.run()
