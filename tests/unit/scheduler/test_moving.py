@@ -376,7 +376,10 @@ def test_an_inference_that_loses_a_rank_as_it_shrinks_is_started_where_it_is_pro
     large = Placed((*INFERENCE, *ROLLOUT[1:]), Layout(tp=2, dp=2))
     propose(drive, proposed, rollout=engines(ROLLOUT[0]), inference=large)
     ready(drive, proposed)
+    transition = drive.state.changing(Role.INFERENCE)
+    assert transition is not None
     kill(drive, slot)
+    assert drive.cluster.records[transition.id].outcome is Outcome.ABORTED
     settle(drive)
     drive.run_until(lambda state: all(state.components[role].layout == HOME[role].layout for role in Role))
     assert set(gpus_of(drive.state, Role.ROLLOUT)) == set(ROLLOUT)
