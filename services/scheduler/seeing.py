@@ -44,6 +44,9 @@ def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
         measured=_measured(state, spec),
     )
     idle = () if trainer else whereabouts.held[Role.ACTOR]
+    if not generation.engines:
+        # Of engines too new to be told of, where none was that they could be like.
+        idle += whereabouts.held[Role.ROLLOUT]
     inference = Inference(
         gpus=whereabouts.held[Role.INFERENCE],
         rate_tokens_per_s_per_gpu=spec.rates.inference_tokens_per_s_per_gpu,
