@@ -36,6 +36,11 @@ def fault(spec: JobSpec, placed: Placed) -> str | None:
             f"layout {layout}: tp * pp * dp * cp = {layout.tp} * {layout.pp} * {layout.dp} * {layout.cp} = "
             f"{layout.num_ranks} ranks on {len(gpus)} GPUs; name {layout.num_ranks} of {', '.join(slots)}"
         )
+    if layout.dp > (most := spec.num_samples_per_minibatch):
+        return (
+            f"layout {layout}: dp={layout.dp} replicas cannot share a minibatch of {most} samples "
+            f"(algorithm.prompts_per_iteration / n_minibatches * group_size); use {most} replicas at most"
+        )
     return None
 
 

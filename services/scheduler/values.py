@@ -104,6 +104,11 @@ class JobSpec:
         return self.placement[role].gpus + (self.standby if role is Role.ACTOR else ())
 
     @property
+    def num_samples_per_minibatch(self) -> int:
+        """Over all replicas, as it was planned: what is filtered later is left out of it."""
+        return self.num_prompts // self.num_minibatches * self.group_size
+
+    @property
     def gpus(self) -> tuple[GpuId, ...]:
         """Of all components, by id."""
         return tuple(sorted({gpu for role in Role for gpu in self.slots(role)}))

@@ -202,7 +202,7 @@ def _largest_trainer(spec: JobSpec, num_gpus: int) -> int:
     """GPUs of the most data-parallel copies that fit; each has a sequence of every minibatch."""
     layout = spec.placement[Role.ACTOR].layout
     size = replica_size(layout)
-    most = min(num_gpus // size, spec.num_prompts // spec.num_minibatches * spec.group_size)
+    most = min(num_gpus // size, spec.num_samples_per_minibatch)
     return next((dp * size for dp in range(most, 0, -1) if with_dp(layout, dp)), 0)
 
 

@@ -18,7 +18,7 @@ from tidegate.ownership import GpuState, Outcome
 from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, NodeId, Role, instance_id
 
 FIRST, SECOND = gpu("n0", 0), gpu("n1", 0)
-SPARE, OTHER_SPARE = gpu("n0", 3), gpu("n1", 4)
+SPARE, OTHER_SPARE, THIRD_SPARE = gpu("n0", 3), gpu("n1", 4), gpu("n0", 4)
 LARGER = Placed((FIRST, SECOND, SPARE, OTHER_SPARE), Layout(tp=2, dp=2))
 SMALLER = Placed((SECOND,), Layout())
 ELSEWHERE = Placed((OTHER_SPARE, SECOND), Layout(dp=2))
@@ -28,7 +28,7 @@ TURNED = Placed((SECOND, FIRST), Layout(dp=2))
 
 def running(**fields: Any) -> Drive:
     """A job whose first iteration is open and untouched, with what was said delivered."""
-    cluster = FakeCluster(spec(standby=(SPARE, OTHER_SPARE), **fields))
+    cluster = FakeCluster(spec(**{"standby": (SPARE, OTHER_SPARE), **fields}))
     drive = booted(cluster)
     drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
     while cluster.outbox:
@@ -366,11 +366,15 @@ def test_the_lead_of_a_closed_resize_cannot_commit_it() -> None:
         (Placed((FIRST, gpu("n0", 1)), Layout(dp=2)), "no slot of the actor"),
         (Placed((FIRST, FIRST), Layout(dp=2)), "named twice"),
         (Placed((FIRST,), Layout(tp=2, dp=3)), "= 2 * 1 * 3 * 1 = 6 ranks on 1 GPUs"),
+        (
+            Placed((FIRST, SECOND, SPARE, OTHER_SPARE, THIRD_SPARE), Layout(dp=5)),
+            "dp=5 replicas cannot share a minibatch of 4 samples",
+        ),
     ],
-    ids=["another's GPU", "a GPU twice", "ranks and GPUs differ"],
+    ids=["another's GPU", "a GPU twice", "ranks and GPUs differ", "more replicas than samples"],
 )
 def test_what_the_actor_can_never_be_is_refused_by_name(placed: Placed, want: str) -> None:
-    drive = running()
+    drive = running(standby=(SPARE, OTHER_SPARE, THIRD_SPARE))
     assert want in (fault(drive.cluster.job_spec, placed) or "")
 
     ask(drive, placed)
