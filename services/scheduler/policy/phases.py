@@ -57,9 +57,10 @@ class PhasesPolicy:
 
 
 def _largest_trainer(spec: JobSpec) -> Placed | None:
+    """Each of its copies has a sequence of every minibatch."""
     gpus, home = placed_gpus(spec), spec.placement[Role.ACTOR].layout
     size = replica_size(home)
-    for copies in range(len(gpus) // size, 0, -1):
+    for copies in range(min(len(gpus) // size, spec.num_samples_per_minibatch), 0, -1):
         if layout := with_dp(home, copies):
             return Placed(gpus[: copies * size], layout)
     return None

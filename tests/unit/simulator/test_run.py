@@ -232,6 +232,14 @@ def test_a_component_without_a_home_is_refused_by_its_key() -> None:
         simulate(small(cluster={"nodes": {"n0": 8}, "placement": placement}), PhasesPolicy())
 
 
+def test_phases_train_on_no_more_replicas_than_a_minibatch_has_samples() -> None:
+    of_few = small(algorithm={"prompts_per_iteration": 6, "group_size": 1, "n_minibatches": 2})
+    run = simulate(of_few, PhasesPolicy(), seed=3)
+    want = tuple(GpuId(f"n0/{index}") for index in range(3))
+    assert run.decisions[-1].assignment.trainer == Placed(want, Layout(dp=3))
+    check_whole(run, of_few)
+
+
 def test_phases_use_every_gpu_for_one_stage_after_the_other() -> None:
     run = simulate(small(), PhasesPolicy(), seed=3)
     at = [each.assignment for each in run.decisions]
