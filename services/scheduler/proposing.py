@@ -97,7 +97,8 @@ def job_at_home(state: ClusterState, spec: JobSpec) -> JobSpec:
 def placement_of(spec: JobSpec, assignment: Assignment) -> dict[Role, Placed | None]:
     """Each component's GPUs in rank order, and its layout with as many copies, or engines, as they make."""
     engines = tuple(gpu for engine in assignment.engines for gpu in engine)
-    assert all(len(engine) == engine_size(spec) for engine in assignment.engines), f"engines of odd sizes: {assignment}"
+    size = engine_size(spec)
+    assert all(len(engine) == size for engine in assignment.engines), f"engines of odd sizes: {assignment}"
     return {
         Role.ACTOR: assignment.trainer,
         Role.ROLLOUT: _copies(spec, Role.ROLLOUT, engines),

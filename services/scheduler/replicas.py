@@ -41,14 +41,20 @@ def stays(component: Component, placed: Placed) -> tuple[Replica, ...]:
     shape."""
     if component.layout is None or replace(component.layout, dp=1) != replace(placed.layout, dp=1):
         return ()
-    wanted = {frozenset(each) for each in replicas(placed.gpus, placed.layout)}
-    return tuple(each for each in replicas_of(component) if frozenset(each) in wanted)
+    own = replicas_of(component)
+    if own == (there := replicas(placed.gpus, placed.layout)):
+        return own
+    wanted = {frozenset(each) for each in there}
+    return tuple(each for each in own if frozenset(each) in wanted)
 
 
 def comes(component: Component, placed: Placed) -> tuple[Replica, ...]:
     """Which of its replicas it lacks where it is placed, in rank order."""
-    there = {frozenset(each) for each in stays(component, placed)}
-    return tuple(each for each in replicas(placed.gpus, placed.layout) if frozenset(each) not in there)
+    wanted = replicas(placed.gpus, placed.layout)
+    if (stay := stays(component, placed)) == wanted:
+        return ()
+    there = {frozenset(each) for each in stay}
+    return tuple(each for each in wanted if frozenset(each) not in there)
 
 
 def in_rank_order(found: tuple[Replica, ...], placed: Placed) -> tuple[GpuId, ...]:

@@ -79,19 +79,16 @@ class _Whereabouts:
 
 def _whereabouts(state: ClusterState) -> _Whereabouts:
     moving = frozenset(move.gpu for transition in state.transitions.values() for move in transition.moves)
-    owned, free = {}, []
-    for gpu, record in state.gpus.items():
-        if gpu in moving:
-            continue
-        if record.state is GpuState.FREE:
-            free.append(gpu)
-        elif record.state is GpuState.OWNED and record.owner is not None and record.owner.job == state.job:
-            owned[gpu] = (record.owner.role, record.token)
-    held = {
-        role: tuple(grant.gpu for grant in state.components[role].grants if owned.get(grant.gpu) == (role, grant.token))
-        for role in Role
-    }
+    free = [each.gpu for each in state.owned_by(None) if each.state is GpuState.FREE and each.gpu not in moving]
+    held = {role: _held(state, role, moving) for role in Role}
     return _Whereabouts(held=held, free=tuple(free), moving=moving)
+
+
+def _held(state: ClusterState, role: Role, moving: frozenset[GpuId]) -> tuple[GpuId, ...]:
+    """Those of its grants that the store's record agrees with."""
+    owned = {each.gpu: each.token for each in state.owned_by(role) if each.state is GpuState.OWNED}
+    grants = state.components[role].grants
+    return tuple([each.gpu for each in grants if owned.get(each.gpu) == each.token and each.gpu not in moving])
 
 
 def _placed_trainer(state: ClusterState, whereabouts: _Whereabouts) -> Placed | None:

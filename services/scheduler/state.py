@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from services.scheduler.learned import Learned
 from services.scheduler.observed import Seen
@@ -335,14 +336,22 @@ class ClusterState:
     def records_of(self, role: Role) -> tuple[GpuRecord, ...]:
         """Its GPUs in the store, owned and lost, by id. A lost one whose last owner the store does not know is the
         role's whose slot it is: that one needs it, and asks its gate."""
-        owner = self.owner(role)
+        own = self.owned_by(role)
         placed = self.spec.slots(role) if self.spec else ()
-        return tuple(
-            record
-            for _, record in sorted(self.gpus.items())
-            if record.owner == owner
-            or (record.owner is None and record.state is GpuState.LOST and record.gpu in placed)
-        )
+        lost = [each for each in self.owned_by(None) if each.state is GpuState.LOST and each.gpu in placed]
+        return tuple(sorted((*own, *lost), key=lambda record: record.gpu)) if lost else own
+
+    def owned_by(self, role: Role | None) -> tuple[GpuRecord, ...]:
+        """By id; those of nobody for None."""
+        return self._records.get(self.owner(role) if role else None, ())
+
+    @cached_property
+    def _records(self) -> Mapping[Owner | None, tuple[GpuRecord, ...]]:
+        """By owner, by id: a decision asks of every role several times, and of a thousand GPUs."""
+        found: dict[Owner | None, list[GpuRecord]] = {}
+        for _, record in sorted(self.gpus.items()):
+            found.setdefault(record.owner, []).append(record)
+        return {owner: tuple(records) for owner, records in found.items()}
 
     def transition_of(self, role: Role) -> Transition | None:
         """The open transition that has a part for the role; at most one has."""
@@ -382,22 +391,20 @@ class ClusterState:
         token_of = {grant.gpu: grant.token for grant in self.components[role].grants}
         transition, owner = self.transition_of(role), self.owner(role)
         coming = {move.gpu for move in transition.moves if move.target == owner} if transition else set()
-        return tuple(
-            Grant(record.gpu, record.token)
-            for record in self.records_of(role)
-            if record.gpu not in coming and token_of.get(record.gpu) != record.token
-        )
+        strangers = [record for record in self.records_of(role) if token_of.get(record.gpu) != record.token]
+        return tuple(Grant(record.gpu, record.token) for record in strangers if record.gpu not in coming)
 
     def living(self, *, role: Role | None = None, node: NodeId | None = None) -> tuple[InstanceId, ...]:
         """Instances that can be asked, of a role, on a node; by name."""
-        return tuple(
+        found = (
             name
-            for name, instance in sorted(self.instances.items())
+            for name, instance in self.instances.items()
             if instance.living
             and instance.endpoint
             and (role is None or role_of_instance(name) is role)
             and (node is None or node_of_instance(name) == node)
         )
+        return tuple(sorted(found))
 
     @property
     def target_version(self) -> int:
@@ -415,6 +422,9 @@ class ClusterState:
         return snapshot.weights_checksum if snapshot else ""
 
 
+_ROLES = {str(role): role for role in Role}
+
+
 def node_of_instance(instance: InstanceId) -> NodeId:
     return NodeId(instance.partition("@")[2])
 
@@ -422,4 +432,4 @@ def node_of_instance(instance: InstanceId) -> NodeId:
 def role_of_instance(source: str) -> Role | None:
     """None when the source is no component's instance ("scheduler", "launcher")."""
     role, at, node = source.partition("@")
-    return Role(role) if at and node and role in tuple(Role) else None
+    return _ROLES.get(role) if at and node else None

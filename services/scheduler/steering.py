@@ -39,6 +39,8 @@ def _ordered(state: ClusterState, iteration: Iteration, proposal: Proposal, now_
     steering, lead = iteration.steering, _at_work(state, iteration, Role.ROLLOUT)
     if lead is None:
         return Wanted()
+    if all(order in ((), steering.group_order) for order in (steering.asked_order, proposal.group_order)):
+        return Wanted()
     step = f"{state.job}/{state.incarnation}/i{iteration.plan.iteration}/order-{steering.num_orders}"
     head = header(state, Role.ROLLOUT, lead, step=step, now_ms=now_ms)
     groups = steering.asked_order if head.id in state.expectations else proposal.group_order
