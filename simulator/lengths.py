@@ -9,6 +9,7 @@ numpy does; every length is between 1 and the most tokens; every turn has at lea
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +25,9 @@ from tidegate.config_base import ConfigPath, Count, NonNegativeFloat, Positive, 
 Floats = NDArray[np.float64]
 Turns = tuple[int, ...]
 """Tokens that each turn generates."""
+
+MAX_DIGITS = 18
+"""Of a trace's numbers: no response has so many tokens, and `int` refuses thousands of digits without file and line."""
 
 
 class LengthLaw(StrEnum):
@@ -121,12 +125,17 @@ def _groups(text: str, told: str, group_size: int, max_tokens: int) -> Iterator[
 
 def _response(word: str, where: str, max_tokens: int) -> Turns:
     parts = word.split("+")
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise BadTrace(f"{where}: {word!r} is no response: write its tokens, at least 1, with + between turns: 812+90")
+    if not all(_is_count(part) for part in parts):
+        told = reprlib.repr(word)
+        raise BadTrace(f"{where}: {told} is no response: write its tokens, at least 1, with + between turns: 812+90")
     turns = tuple(map(int, parts))
     if sum(turns) > max_tokens:
         raise BadTrace(f"{where}: {word!r} has {sum(turns)} tokens, lengths.max_tokens is {max_tokens}: raise that one")
     return turns
+
+
+def _is_count(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and len(word) <= MAX_DIGITS and int(word) > 0
 
 
 def _cut(total: int, parts: int) -> Turns:

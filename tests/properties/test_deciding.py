@@ -32,6 +32,7 @@ from tidegate.types import Role
 FEW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECTIONS: dict[str, dict[str, object]] = {
     "static": {"policy": "static"},
+    "static in phases": {"policy": "static", "static": {"collocated": True}},
     "rlinf": {"policy": "rlinf", "rlinf": {"max_running_requests": 2}},
     "rlinf that lends": {
         "policy": "rlinf",

@@ -1,8 +1,9 @@
 """`static`, colocated: one phase after the other, each on all of the job's GPUs. Pure.
 
 All generate until the last sequence has ended, then all infer until the last group has its log-probabilities, then all
-train: the schedule that RLinf, verl and others call collocated, and that published timelines call static.
-Invariant: three placements an iteration, whatever happens in it; GPUs that make no whole engine, or no whole
+train: the schedule that RLinf, verl and others call collocated, and that published timelines call static. Then each
+component is where it is placed, for an evaluation needs the rollout.
+Invariant: three placements an iteration and home, whatever happens in it; GPUs that make no whole engine, or no whole
 data-parallel copy, stay with nobody in that phase.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from services.scheduler.policy.situation import (
     Choice,
     Situation,
+    as_configured,
     as_engines,
     engine_size,
     placed_gpus,
@@ -31,18 +33,22 @@ class PhasesPolicy:
 
     def choose(self, situation: Situation) -> Choice:
         spec = situation.spec
-        gpus = placed_gpus(spec)
-        if situation.num_unfinished:
+        if situation.trainer.training.num_minibatches_done == spec.num_minibatches:
+            told, at = "all minibatches are done, everything where it is placed", as_configured(spec)
+        elif situation.num_unfinished:
             told = f"{situation.num_unfinished} sequences are unfinished"
-            at = Assignment(as_engines(gpus, engine_size(spec)), trainer=None, inference=())
+            at = Assignment(as_engines(placed_gpus(spec), engine_size(spec)), trainer=None, inference=())
         elif not situation.is_inferred:
             told = (
                 f"{len(situation.inference.inferring.ready)} of {situation.generation.num_groups} groups are inferred"
             )
-            at = Assignment((), trainer=None, inference=gpus)
+            whole = _largest(spec, Role.INFERENCE)
+            at = Assignment((), trainer=None, inference=whole.gpus if whole else ())
         else:
             told = "all groups are inferred"
-            at = Assignment((), trainer=_largest_trainer(spec), inference=())
+            # Each of its copies has a sequence of every minibatch.
+            trainer = _largest(spec, Role.ACTOR, most=spec.num_samples_per_minibatch)
+            at = Assignment((), trainer=trainer, inference=())
         remembered = situation.remembered
         if not remembered.is_of(situation.incarnation, situation.iteration):
             remembered = Remembered(incarnation=situation.incarnation, iteration=situation.iteration)
@@ -56,11 +62,12 @@ class PhasesPolicy:
         return Choice(at, trains=at.trainer is not None, remembered=moved, reason=f"static, collocated: {told}; {at}")
 
 
-def _largest_trainer(spec: JobSpec) -> Placed | None:
-    """Each of its copies has a sequence of every minibatch."""
-    gpus, home = placed_gpus(spec), spec.placement[Role.ACTOR].layout
+def _largest(spec: JobSpec, role: Role, *, most: int | None = None) -> Placed | None:
+    """As many whole copies of the component as all GPUs make, and at most so many."""
+    gpus, home = placed_gpus(spec), spec.placement[role].layout
     size = replica_size(home)
-    for copies in range(min(len(gpus) // size, spec.num_samples_per_minibatch), 0, -1):
+    num_copies = len(gpus) // size
+    for copies in range(num_copies if most is None else min(num_copies, most), 0, -1):
         if layout := with_dp(home, copies):
             return Placed(gpus[: copies * size], layout)
     return None

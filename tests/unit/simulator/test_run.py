@@ -236,7 +236,7 @@ def test_phases_train_on_no_more_replicas_than_a_minibatch_has_samples() -> None
     of_few = small(algorithm={"prompts_per_iteration": 6, "group_size": 1, "n_minibatches": 2})
     run = simulate(of_few, PhasesPolicy(), seed=3)
     want = tuple(GpuId(f"n0/{index}") for index in range(3))
-    assert run.decisions[-1].assignment.trainer == Placed(want, Layout(dp=3))
+    assert run.decisions[-2].assignment.trainer == Placed(want, Layout(dp=3)), "the last one is home"
     check_whole(run, of_few)
 
 
@@ -244,5 +244,6 @@ def test_phases_use_every_gpu_for_one_stage_after_the_other() -> None:
     run = simulate(small(), PhasesPolicy(), seed=3)
     at = [each.assignment for each in run.decisions]
     everything = tuple(GpuId(f"n0/{index}") for index in range(8))
-    assert [len(each.gpus) for each in at] == [8, 8, 8]
+    assert [len(each.gpus) for each in at] == [8, 8, 8, 8]
     assert at[2].trainer == Placed(everything, Layout(dp=8))
+    assert all((at[3].engines, at[3].trainer, at[3].inference)), "at home, where an evaluation has its engines"
