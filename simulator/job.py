@@ -13,6 +13,7 @@ import numpy as np
 
 from services.scheduler.costs import Costs as MeasuredCosts
 from services.scheduler.costs import DecodeStep, LengthLaw, Rates
+from services.scheduler.learned import MIN_SIGMA
 from services.scheduler.observed import TrainerRate
 from services.scheduler.policy.situation import replica_size, with_dp
 from services.scheduler.values import JobSpec, Placed
@@ -99,7 +100,7 @@ def measured_rates(spec: JobSpec, costs: Costs) -> tuple[TrainerRate, ...]:
 
 
 def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:
-    """The moments of the law that is drawn from; a trace's own."""
+    """The moments of the law that is drawn from, a trace's own; spreads at least those that a job would learn."""
     if section.law is DrawnLaw.TRACE:
         return _law_of_trace(lengths, section)
     mean, variance = math.log(section.median_tokens), section.sigma_prompt**2
@@ -108,7 +109,7 @@ def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:
         share, scale = section.tail_share, 1 / section.tail_index
         mean += share * scale
         variance += 2 * share * scale**2 - (share * scale) ** 2
-    return LengthLaw(mean, math.sqrt(variance), section.sigma_group, section.hint_sigma, section.max_tokens)
+    return _law(mean, math.sqrt(variance), section.sigma_group, section)
 
 
 def _law_of_trace(lengths: Lengths, section: LengthSection) -> LengthLaw:
@@ -116,5 +117,9 @@ def _law_of_trace(lengths: Lengths, section: LengthSection) -> LengthLaw:
     by_group = logs.mean(axis=1)
     within = float(logs.var(axis=1, ddof=1).mean()) if logs.shape[1] > 1 else 0.0
     between = float(by_group.var()) - within / logs.shape[1]
-    spread = math.sqrt(max(0.0, between)), math.sqrt(within)
-    return LengthLaw(float(logs.mean()), *spread, section.hint_sigma, section.max_tokens)
+    return _law(float(logs.mean()), math.sqrt(max(0.0, between)), math.sqrt(within), section)
+
+
+def _law(log_mean: float, sigma_prompt: float, sigma_group: float, section: LengthSection) -> LengthLaw:
+    spreads = (max(MIN_SIGMA, sigma) for sigma in (sigma_prompt, sigma_group, section.hint_sigma))
+    return LengthLaw(log_mean, *spreads, section.max_tokens)

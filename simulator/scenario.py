@@ -39,7 +39,7 @@ from tidegate.config_layers import (
 )
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.config_scheduler import SchedulerSection
-from tidegate.config_yaml import NotAsMeant, read_yaml
+from tidegate.config_yaml import NotAsMeant, read_yaml, yaml_problem
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
 
@@ -194,7 +194,7 @@ def _file_layer(path: Path) -> Layer:
     except NotAsMeant as error:
         raise ScenarioError(f"scenario {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"scenario {path} is not YAML: {error}") from error
+        raise ScenarioError(f"scenario {path} is not YAML: {yaml_problem(error)}; mend it there") from error
     if not isinstance(document.value, dict):
         raise ScenarioError(f"scenario {path} must hold keys and values such as cluster:, found {document.value!r}")
     origins = {at: Origin(f"{path}:{line}", path.parent, 0) for at, line in document.lines.items()}

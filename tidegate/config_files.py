@@ -29,7 +29,7 @@ from tidegate.config_layers import (
     parse_override,
     with_whole_paths,
 )
-from tidegate.config_yaml import Document, NotAsMeant, read_yaml
+from tidegate.config_yaml import Document, NotAsMeant, read_yaml, yaml_problem
 from tidegate.rlinf.reading import read_rlinf
 
 _FIELDS = tuple(fields_of(JobConfig))
@@ -131,4 +131,4 @@ def _read(path: Path) -> Document:
     except NotAsMeant as error:
         raise ConfigError(f"config {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not YAML: {error}") from error
+        raise ConfigError(f"config {path} is not YAML: {yaml_problem(error)}; mend it there") from error

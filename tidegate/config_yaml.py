@@ -44,6 +44,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return node
 
 
+def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What is wrong and where, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
 def read_yaml(text: str) -> Document:
     """NotAsMeant, or yaml.YAMLError when the text is not YAML."""
     loader = _UniqueKeyLoader(text)

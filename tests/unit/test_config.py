@@ -338,7 +338,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("job: [unclosed")
-    with pytest.raises(ConfigError, match=r"bad.yaml is not YAML"):
+    with pytest.raises(ConfigError, match=r"bad.yaml is not YAML: line 1, column 15: [^\n]*; mend it there$"):
         load_config(path)
 
 

@@ -92,7 +92,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="whose costs and lengths stand in place of the config's assumptions, as `calibrate` writes one",
     )
     calibrate = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE)
-    calibrate.add_argument("jobs", metavar="JOB", nargs="+", help="several runs of one config are taken together")
+    calibrate.add_argument(
+        "jobs", metavar="JOB", nargs="+", help="a job's name; several runs of one config are taken together"
+    )
     calibrate.add_argument("--output-dir", default="jobs", help="where jobs have their folders (default: jobs)")
     _add_form(calibrate, "yaml", "table", "json")
 

@@ -72,6 +72,12 @@ def test_a_fault_names_the_key_and_where_it_was_given(tmp_path: Path, override: 
     assert "override" in str(caught.value)
 
 
+def test_a_file_that_is_not_yaml_is_told_in_one_line_with_the_place(tmp_path: Path) -> None:
+    path = written(tmp_path, "name: x\n  seed: 3\n")
+    with pytest.raises(ScenarioError, match=rf"{path} is not YAML: line 2, column 7: [^\n]*; mend it there$"):
+        load_scenario(path)
+
+
 def test_a_fault_in_a_file_names_its_line(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + "sed: 1\n")
     with pytest.raises(ScenarioError, match=f"nearest known key is 'seed'.*{path}:8"):
