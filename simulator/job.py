@@ -121,5 +121,10 @@ def _law_of_trace(lengths: Lengths, section: LengthSection) -> LengthLaw:
 
 
 def _law(log_mean: float, sigma_prompt: float, sigma_group: float, section: LengthSection) -> LengthLaw:
-    spreads = (max(MIN_SIGMA, sigma) for sigma in (sigma_prompt, sigma_group, section.hint_sigma))
-    return LengthLaw(log_mean, *spreads, section.max_tokens)
+    return LengthLaw(
+        log_mean=log_mean,
+        sigma_prompt=max(MIN_SIGMA, sigma_prompt),
+        sigma_group=max(MIN_SIGMA, sigma_group),
+        sigma_hint=max(MIN_SIGMA, section.hint_sigma),
+        max_tokens=section.max_tokens,
+    )
