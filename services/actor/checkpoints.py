@@ -19,7 +19,7 @@ from services.actor.ledger import LedgerError, SampleLedger
 from tidegate.checkpoint_names import checkpoint_name, place_of
 from tidegate.checksums import WrittenFile, file_checksum
 from tidegate.lr_checkpoint import decoded, encoded
-from tidegate.lr_errors import LrError
+from tidegate.lr_errors import ForeignCheckpoint, LrError
 from tidegate.lr_progress import LrLedger
 from tidegate.types import Layout
 
@@ -44,7 +44,7 @@ class Checkpoint:
     ledger: SampleLedger
     files: tuple[WrittenFile, ...]
     lr: LrLedger | None = None
-    """None in one that was saved before there was a learning-rate ledger."""
+    """None in one that was saved before there was a learning-rate ledger, or whose counters say not what they count."""
 
     @property
     def name(self) -> str:
@@ -120,12 +120,20 @@ class CheckpointStore:
             )
         try:
             ledger = SampleLedger.from_json(raw["ledger"])
-            lr = decoded(raw["lr"]) if raw.get("lr") is not None else None
+            lr = _lr_ledger(raw.get("lr"))
         except (LedgerError, LrError) as error:
             raise CheckpointError(f"checkpoint {folder}: {error}; resume from another one") from error
         files = tuple(WrittenFile(**file) for file in raw["files"])
         _check_files(folder, files)
         return Checkpoint(raw["next_iteration"], raw["version"], Layout(**raw["layout"]), ledger, files, lr)
+
+
+def _lr_ledger(written: Any) -> LrLedger | None:
+    """None where its counters say not what they count: the job's `legacy_policy` says what is made of those."""
+    try:
+        return decoded(written) if written is not None else None
+    except ForeignCheckpoint:
+        return None
 
 
 def files_of(folder: Path) -> dict[str, str]:

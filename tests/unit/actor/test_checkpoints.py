@@ -96,6 +96,15 @@ def test_a_name_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
         store.load("inc000-it000009")
 
 
+def test_counters_that_say_not_what_they_count_are_left_to_the_jobs_legacy_policy(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    checkpoint = _saved(store)
+    manifest = store.path(checkpoint.name) / "manifest.json"
+    counters = json.dumps({"num_steps": 8429, "lr_decay_steps": 2400})
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "lr": counters}))
+    assert store.load(checkpoint.name).lr is None
+
+
 @pytest.mark.parametrize("lr", [{}, 3, "{"])
 def test_a_learning_rate_ledger_that_is_none_is_named(tmp_path: Path, lr: object) -> None:
     store = CheckpointStore(tmp_path, keep=2)
