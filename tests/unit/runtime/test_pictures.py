@@ -23,6 +23,7 @@ class Work:
         self.told: list[int] = []
         self.may_tell = asyncio.Event()
         self.may_tell.set()
+        self.is_telling = asyncio.Event()
         self._changed = asyncio.Event()
 
     async def paint(self) -> events_pb2.Training:
@@ -30,6 +31,7 @@ class Work:
 
     async def tell(self, picture: Picture) -> None:
         assert isinstance(picture, events_pb2.Training)
+        self.is_telling.set()
         await self.may_tell.wait()
         self.told.append(picture.num_minibatches_done)
         self._changed.set()
@@ -80,7 +82,7 @@ async def test_the_work_goes_on_while_a_picture_waits_for_the_stream_and_turns_m
     pictures = Pictures(work.paint, work.tell, SLOW)
 
     async with pictures.told():
-        await asyncio.sleep(0)
+        await asyncio.wait_for(work.is_telling.wait(), PATIENCE_S)
         for work.num_done in (1, 2, 3):
             pictures.turn()
         work.may_tell.set()
@@ -104,14 +106,15 @@ async def test_work_that_fails_tells_no_end() -> None:
 
 
 async def test_a_picture_that_cannot_be_made_is_told_of_when_the_work_is_done() -> None:
-    async def fails() -> Picture:
-        raise KeyError("engine")
+    tried, done = asyncio.Event(), asyncio.Event()
 
-    done = asyncio.Event()
+    async def fails() -> Picture:
+        tried.set()
+        raise KeyError("engine")
 
     async def worked() -> None:
         async with Pictures(fails, Work().tell, SLOW).told():
-            await asyncio.sleep(0)
+            await asyncio.wait_for(tried.wait(), PATIENCE_S)
             done.set()
 
     with pytest.raises(KeyError, match="engine"):
