@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.situation import Situation, as_configured, engine_size, replica_size, with_dp
 from services.scheduler.remembered import Assignment, Remembered
-from services.scheduler.seeing import situation_of
+from services.scheduler.seeing import job_at_home, situation_of
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
@@ -42,12 +42,11 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
     """Nothing before the job was submitted."""
     if state.spec is None:
         return Proposed(Proposal({}, "no config yet, so no placement"), state.remembered)
-    spec = job_at_home(state, state.spec)
     if why := _not_asked(state):
-        return _as_it_is(state, spec, why)
-    situation = situation_of(replace(state, spec=spec), now_ms)
+        return _as_it_is(state, job_at_home(state, state.spec), why)
+    situation = situation_of(state, now_ms)
     if situation is None:
-        return _as_it_is(state, spec, "nothing was told of the iteration yet")
+        return _as_it_is(state, job_at_home(state, state.spec), "nothing was told of the iteration yet")
     return chosen(policy, situation)
 
 
@@ -86,12 +85,6 @@ def _is_where_it_trains(situation: Situation, assignment: Assignment) -> bool:
     """A trainer that is to be elsewhere begins no minibatch before it is there: one on the GPUs that it has would keep
     the others waiting for it to end."""
     return situation.trainer.placed in (None, assignment.trainer)
-
-
-def job_at_home(state: ClusterState, spec: JobSpec) -> JobSpec:
-    """The job with every component placed where it starts: the actor where a person moved it."""
-    moved = state.home(Role.ACTOR) or spec.placement[Role.ACTOR]
-    return replace(spec, placement={**spec.placement, Role.ACTOR: moved})
 
 
 def placement_of(spec: JobSpec, assignment: Assignment) -> dict[Role, Placed | None]:

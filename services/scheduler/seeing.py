@@ -27,9 +27,10 @@ from tidegate.types import GpuId, Layout, Role
 
 def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
     """None while no iteration is open, or a component has not told of it yet."""
-    spec, iteration, seen = state.spec, state.iteration, state.seen
-    if spec is None or iteration is None:
+    iteration, seen = state.iteration, state.seen
+    if state.spec is None or iteration is None:
         return None
+    spec = job_at_home(state, state.spec)
     if seen.generation is None or seen.inferring is None or seen.training is None:
         return None
     whereabouts = _whereabouts(state)
@@ -66,6 +67,12 @@ def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
         lengths=state.learned.lengths or spec.lengths,
         remembered=state.remembered,
     )
+
+
+def job_at_home(state: ClusterState, spec: JobSpec) -> JobSpec:
+    """The job with every component placed where it starts: the actor where a person moved it."""
+    moved = state.home(Role.ACTOR) or spec.placement[Role.ACTOR]
+    return replace(spec, placement={**spec.placement, Role.ACTOR: moved})
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,8 +349,14 @@ class ClusterState:
     def _records(self) -> Mapping[Owner | None, tuple[GpuRecord, ...]]:
         """By owner, by id: a decision asks of every role several times, and of a thousand GPUs."""
         found: dict[Owner | None, list[GpuRecord]] = {}
+        owner: Owner | None = None
+        own = found.setdefault(owner, [])
         for _, record in sorted(self.gpus.items()):
-            found.setdefault(record.owner, []).append(record)
+            if record.owner is not owner:
+                # Neighbours share an owner: looking each up would hash it a thousand times.
+                owner = record.owner
+                own = found.setdefault(owner, [])
+            own.append(record)
         return {owner: tuple(records) for owner, records in found.items()}
 
     def transition_of(self, role: Role) -> Transition | None:
