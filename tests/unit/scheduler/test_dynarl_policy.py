@@ -8,7 +8,7 @@ tokens each when finished, 50 while not. A decode step takes 10 ms, a rollout's 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf, log
+from math import exp, inf, log
 from typing import Any
 
 import numpy as np
@@ -227,11 +227,12 @@ def test_groups_that_are_ready_or_taken_are_not_inferred_or_trained_again() -> N
 def test_with_hints_a_sequence_is_expected_to_end_where_its_prompts_posterior_says() -> None:
     situation = early()
     hinted = replace(situation.generation, hints=(500.0,) * 5 + (0.0, 80.0, 120.0))
-    # no spread within a group and exact hints: a prompt's length is its hint, or the law's where it has none
+    # no spread within a group and exact hints: a prompt's length is its hint, or where it has none what the law has
+    # left above 50: its mean in the logarithm, by the normal hazard at log(50 / 90)
     law = LengthLaw(log_mean=log(90), sigma_prompt=1.0, sigma_group=0.001, sigma_hint=0.001)
     told = replace(situation, generation=hinted, lengths=law)
     # prompts 0-3 ended at 100, 4-7 are unfinished at 50
-    assert outlook(told, uses_hints=True).to_train_tokens == pytest.approx(400 + 500 + 90 + 80 + 120, rel=0.01)
+    assert outlook(told, uses_hints=True).to_train_tokens == pytest.approx(400 + 500 + 90 * exp(0.4651) + 80 + 120, rel=0.02)
     assert outlook(told, uses_hints=True).longest_left_tokens == pytest.approx(450, rel=0.01)
     assert outlook(told, uses_hints=False).to_train_tokens == 800.0
 

@@ -65,6 +65,19 @@ def test_what_is_foreseen_is_as_far_apart_as_what_comes(reached: int) -> None:
         assert np.quantile(left, share) == pytest.approx(np.quantile(want, share), rel=0.1, abs=200)
 
 
+@pytest.mark.parametrize("reached", [9000, 14_000, 18_000])
+def test_the_last_of_an_iteration_make_as_many_tokens_as_foreseen(reached: int) -> None:
+    found, want = [], []
+    for seed in range(8):
+        drawn, hints = _drawn(np.random.default_rng(seed))
+        lengths, is_open = np.minimum(drawn, reached), drawn > reached
+        places = np.where(is_open, AWAY, ENDED)
+        told_now = told(lengths.tolist(), places.tolist(), group_size=16, hints=hints)
+        found.append((final_lengths(told_now, LAW) - lengths)[is_open].sum())
+        want.append((drawn - lengths)[is_open].sum())
+    assert sum(found) == pytest.approx(sum(want), rel=0.05)
+
+
 def _drawn(rng: np.random.Generator) -> tuple[Floats, tuple[float, ...]]:
     level = 7000 * np.exp(0.5 * rng.standard_normal(512))
     drawn = np.clip(level[:, None] * np.exp(0.25 * rng.standard_normal((512, 16))), 1, 27_000)
