@@ -56,7 +56,7 @@ class TideSection(Section):
     short_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     shorts_a_long: Positive = 1
     max_overfull: Annotated[float, Field(ge=1)] = 1.25
-    turns: Positive = 3
+    fresh_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     rounds: Positive = 3
 
 

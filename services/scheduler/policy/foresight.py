@@ -1,8 +1,8 @@
 """Which plan `tide` goes on with: lengths are foreseen, what is left is laid out, and plans are searched. Pure.
 
-At the opening of an iteration the search begins at a coarse family of plans; from then on a decision tries a part of
-the neighbours of the plan that is remembered, so that it gets better while it waits for its start. When GPUs are about
-to move the search takes `rounds` whole rounds, from the family's plans too.
+At the opening of an iteration the search begins at a coarse family of plans; from then on it tries the neighbours of
+the plan that is remembered, so that it gets better while it waits for its start. When GPUs are about to move the search
+takes `rounds` rounds, from the family's plans too.
 
 Invariant: a plan is left for one that moves the trainer now only where that ends the iteration by more than
 `least_gain_s` sooner, and by more than `least_payback` times what the move itself takes.
@@ -18,14 +18,11 @@ from services.scheduler.policy.cluster import Plans, cluster_of
 from services.scheduler.policy.forecast import Forecast
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
-from services.scheduler.policy.plans import Found, family, improved, search
+from services.scheduler.policy.plans import Found, family, search
 from services.scheduler.policy.prompt_order import queue_in, short_between_long
 from services.scheduler.policy.situation import Situation
 from services.scheduler.remembered import Assignment, PlannedStage, Remembered, TidePlan
 from tidegate.types import GpuId
-
-TURN_MS = 1000
-"""By which the neighbours that are tried change."""
 
 FAR_S = 1e6
 """Told for an end that no plan has."""
@@ -36,7 +33,8 @@ class TideRules:
     """`lead_s`: by how much more than a release's own time engines are told ahead of a minibatch's end. `short_share`
     and `shorts_a_long`: the start's order of prompts (`prompt_order`). `max_overfull`: running sequences a slot that a
     plan may leave once no sequence waits. `rounds` of the search when an iteration
-    opens and when GPUs are about to move; else each decision tries one in `turns` of a round's plans."""
+    opens and when GPUs are about to move; else it is one, when the plan is older than `fresh_share` of what it forecast
+    to be left."""
 
     least_gain_s: float = 2.0
     least_payback: float = 1.0
@@ -44,16 +42,16 @@ class TideRules:
     short_share: float = 0.25
     shorts_a_long: int = 1
     max_overfull: float = 1.25
-    turns: int = 3
+    fresh_share: float = 0.01
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("least_gain_s", "least_payback", "lead_s"):
+        for name in ("least_gain_s", "least_payback", "lead_s", "fresh_share"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"tide: {name}={value} is below 0; set it to 0 to do without")
         if not 0 <= self.short_share <= 1:
             raise ValueError(f"tide: short_share={self.short_share} is a share of the prompts, it is from 0 to 1")
-        for name in ("max_overfull", "shorts_a_long", "turns", "rounds"):
+        for name in ("max_overfull", "shorts_a_long", "rounds"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"tide: {name}={value} is below 1, with which nothing could be chosen")
 
@@ -90,7 +88,7 @@ class Foresight:
         num_left = num_to_come(situation)
         known = of_memory(situation, memory, num_left)
         if known is not None and not is_move:
-            return improved(forecast, known, turn=situation.now_ms // TURN_MS, turns=self.rules.turns)
+            return search(forecast, known, rounds=1)
         coarse = family(cluster, num_left)
         found = search(forecast, coarse if known is None else Plans.of(known, coarse), rounds=self.rules.rounds)
         return self._or_stay(forecast, found) if is_move else found

@@ -41,18 +41,6 @@ class Found:
     end_s: float
 
 
-def improved(forecast: Forecast, plan: Plans, *, turn: int, turns: int) -> Found:
-    """By every `turns`-th neighbour of one plan, others at each turn: a decision has no time for all."""
-    earliest_s = earliest_start_s(forecast)
-    around = neighbours(plan, forecast.cluster)
-    own = slice(turn % turns, None, turns)
-    tried = Plans.of(plan, Plans(around.start_s[own], around.trainer[own], around.inference[own]))
-    tried = not_before(tried, earliest_s)
-    scored = forecast.ends_s(tried)
-    best = int(scored.argmin())
-    return Found(tried.row(best), float(scored[best]))
-
-
 def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
     """From the best of one or more plans, as long as a round gains anything."""
     earliest_s = earliest_start_s(forecast)

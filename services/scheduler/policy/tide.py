@@ -2,7 +2,7 @@
 
 Order of an iteration: it opens with every GPU in the rollout, and prompts in an order that feeds the trainer early and
 leaves no long tail (`prompt_order`). While the trainer has no GPUs, the plan (when it gets them, and how many GPUs
-train and infer during each minibatch) is improved at every decision; when its start has come, the first minibatch's
+train and infer during each minibatch) is improved whenever it has aged; when its start has come, the first minibatch's
 GPUs are moved. When a minibatch's last group has been taken its end is known: so far ahead of it that engines have let
 go of their GPUs by then, the plan is searched again, and the next minibatch's GPUs are moved. What the end of the
 rollout leaves goes to inference, what the end of inference leaves to the trainer. A death is answered at once, with the
@@ -67,9 +67,9 @@ class TidePolicy:
             return self._home(situation, memory, there)
         if not memory.is_of(situation.incarnation, situation.iteration):
             return self._opened(situation, there)
-        memory = _repaired(situation, memory, there)
+        known, memory = memory, _repaired(situation, memory, there)
         if not memory.is_begun:
-            return self._before_training(situation, memory, there)
+            return self._before_training(situation, memory, there, is_as_planned=memory is known)
         return self._during_training(situation, memory, there)
 
     @property
@@ -82,25 +82,45 @@ class TidePolicy:
         assignment = seated(situation, lent, before, there)
         memory = Remembered(situation.incarnation, situation.iteration, assignment=assignment)
         if not can_train(situation, len(there)) or not situation.num_unfinished:
-            return self._before_training(situation, memory, there)
+            return self._before_training(situation, memory, there, is_as_planned=False)
         order = self._planner.first(situation, assignment, there)
-        found = self._planner.plan(situation, memory, there, is_move=False, order=order)
-        memory = replace(memory, plan=planned(situation, found))
+        memory = self._planned(situation, memory, there, is_move=False, order=order)
         reason = f"every GPU generates; {_told(situation, memory)}"
-        return _chosen(situation, memory, reason, order=order, ask_in_s=max(float(found.plan.start_s[0]), SOON_S))
+        ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
+        return _chosen(situation, memory, reason, order=order, ask_in_s=ask_in_s)
 
-    def _before_training(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
+    def _before_training(
+        self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], *, is_as_planned: bool
+    ) -> Choice:
         if not can_train(situation, len(there)):
             return _chosen(situation, memory, f"{len(there)} GPUs and no trainer's rate for so few")
-        is_known = memory.plan is not None and memory.plan.made_at_ms == situation.now_ms
-        if not is_known:
-            found = self._planner.plan(situation, memory, there, is_move=False)
-            memory = replace(memory, plan=planned(situation, found))
-        assert memory.plan is not None, "it is known, or was just made"
-        start_s = (memory.plan.starts_at_ms - situation.now_ms) / 1000
-        if situation.num_unfinished and (is_known or start_s > SOON_S):
-            return _chosen(situation, memory, _told(situation, memory), ask_in_s=max(start_s, SOON_S))
-        return self._moved(situation, memory, there, "the trainer starts")
+        is_due = not situation.num_unfinished or _is_due(situation, memory)
+        if is_due or not (is_as_planned and self._is_fresh(situation, memory)):
+            memory = self._planned(situation, memory, there, is_move=is_due)
+        starts_in_s = _starts_in_s(situation, memory)
+        # What is due is searched more widely, and may turn out to be better off later.
+        if is_due and (starts_in_s <= SOON_S or not situation.num_unfinished):
+            return self._moved(situation, memory, there, "the trainer starts")
+        return _chosen(situation, memory, _told(situation, memory), ask_in_s=max(starts_in_s, SOON_S))
+
+    def _planned(
+        self,
+        situation: Situation,
+        memory: Remembered,
+        there: tuple[GpuId, ...],
+        *,
+        is_move: bool,
+        order: tuple[int, ...] = (),
+    ) -> Remembered:
+        found = self._planner.plan(situation, memory, there, is_move=is_move, order=order)
+        return replace(memory, plan=planned(situation, found))
+
+    def _is_fresh(self, situation: Situation, memory: Remembered) -> bool:
+        """Whether the plan would hardly change by being made again."""
+        plan = memory.plan
+        if plan is None:
+            return False
+        return situation.now_ms - plan.made_at_ms <= self.rules.fresh_share * (plan.ends_at_ms - plan.made_at_ms)
 
     def _during_training(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
         training = situation.trainer.training
@@ -115,12 +135,15 @@ class TidePolicy:
             if ahead_s > 0:
                 reason = f"minibatch {coming - 1} ends in {ahead_s + lead_s:.1f} s"
                 return _chosen(situation, memory, reason, ask_in_s=ahead_s)
+        memory = self._planned(situation, memory, there, is_move=True)
         return self._moved(situation, memory, there, f"minibatch {coming} is next")
 
     def _moved(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], why: str) -> Choice:
-        found = self._planner.plan(situation, memory, there, is_move=True)
-        wanted = Split(0, int(found.plan.trainer[0, 0]), int(found.plan.inference[0, 0]))
+        """The plan's first stage, carried out."""
         assert memory.assignment is not None, "an iteration opens with an assignment"
+        assert memory.plan is not None, "only what is planned is carried out"
+        stage = memory.plan.stages[0]
+        wanted = Split(0, stage.num_trainer_gpus, stage.num_inference_gpus)
         assignment = seated(situation, fitting(situation, wanted, len(there)), memory.assignment, there)
         memory = replace(
             memory,
@@ -128,7 +151,6 @@ class TidePolicy:
             is_begun=assignment.trainer is not None,
             num_answered=_coming(situation) + 1 if assignment.trainer else 0,
             num_moves=memory.num_moves + (assignment != memory.assignment),
-            plan=planned(situation, found),
         )
         return _chosen(situation, memory, f"{why}; {_told(situation, memory)}", order=order_back(situation))
 
@@ -166,6 +188,17 @@ def _repaired(situation: Situation, memory: Remembered, there: tuple[GpuId, ...]
     is_begun = memory.is_begun and assignment.trainer is not None
     num_moves = memory.num_moves + (assignment != before)
     return replace(memory, assignment=assignment, is_begun=is_begun, num_moves=num_moves)
+
+
+def _is_due(situation: Situation, memory: Remembered) -> bool:
+    """Not at the instant at which it was planned: an iteration opens with every GPU in the rollout."""
+    plan = memory.plan
+    return plan is not None and plan.made_at_ms < situation.now_ms and _starts_in_s(situation, memory) <= SOON_S
+
+
+def _starts_in_s(situation: Situation, memory: Remembered) -> float:
+    assert memory.plan is not None, "asked once it is planned"
+    return (memory.plan.starts_at_ms - situation.now_ms) / 1000
 
 
 def _coming(situation: Situation) -> int:
