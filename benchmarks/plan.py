@@ -14,15 +14,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from benchmarks.report import Report, arguments, publish, spread
 from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Edge, Mesh, even_chunks
-from tidegate.elastic.optimizers import DistributedOptimizer, FlatRange
-from tidegate.elastic.parameters import Parameter, shard_of
+from tidegate.elastic.layout import Mesh, even_chunks
 from tidegate.elastic.planner import Planner
+from tidegate.elastic.ranges import with_optimizer
 from tidegate.types import Layout
 
 RANKS_PER_HOST = 8
@@ -96,40 +93,6 @@ def switches() -> Iterator[Switch]:
     yield Switch(moe, f"{a} to {b}", QWEN3_235B_A22B, mesh(a, stages(94, 8)), mesh(b, stages(94, 16)))
     c = Layout(tp=4, pp=4, dp=64, ep=8)
     yield Switch(moe, f"{c} to {a}", QWEN3_235B_A22B, mesh(c, stages(94, 4)), mesh(a, stages(94, 8)))
-
-
-def with_optimizer(parameters: tuple[Parameter, ...], on: Mesh) -> State:
-    """Each stage's and chunk's parameters, dense and experts apart, in buffers dealt out over the replicas."""
-    homes = list(on.homes())
-    last = (on.layout.pp - 1, len(on.chunks) - 1)
-    ranges: dict[int, dict[str, FlatRange]] = {rank: {} for rank in on.ranks}
-
-    def buffer_of(parameter: Parameter) -> tuple[int, int, int]:
-        stage, chunk = (0, 0) if parameter.place is Edge.INPUT else last
-        if isinstance(parameter.place, int):
-            stage, chunk = homes[parameter.place].stage, homes[parameter.place].chunk
-        return stage, chunk, -1 if parameter.expert is None else parameter.expert.ep_rank(on.layout.ep)
-
-    for (stage, _, ep), held in groupby(sorted(parameters, key=buffer_of), key=buffer_of):
-        order = list(held)[::-1]
-        for tp_rank in range(on.layout.tp):
-            deal_out(order, on.holders(stage, tp=tp_rank, ep=None if ep < 0 else ep), on.layout.tp, ranges)
-    return State(on, DistributedOptimizer(ranges))
-
-
-def deal_out(order: list[Parameter], ranks: tuple[int, ...], tp: int, ranges: dict[int, dict[str, FlatRange]]) -> None:
-    """One buffer: parameters begin at multiples of 64 elements, and its end is padded to a multiple of the ranks."""
-    starts: list[tuple[Parameter, int, int]] = []
-    end = 0
-    for parameter in order:
-        start = -(-end // 64) * 64
-        end = start + shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=0).num_elements
-        starts.append((parameter, start, end))
-    share = -(-end // (len(ranks) * 128)) * 128
-    for parameter, start, end in starts:
-        for index in range(start // share, -(-end // share)):
-            low, high = max(index * share, start), min((index + 1) * share, end)
-            ranges[ranks[index]][parameter.name] = FlatRange(low - start, high - start)
 
 
 def main() -> int:

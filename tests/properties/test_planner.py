@@ -22,7 +22,7 @@ from tidegate.elastic.layout import Mesh
 from tidegate.elastic.optimizers import ADAM, DistributedOptimizer, Optimizer, PlainOptimizer, StateKind, StateTensor
 from tidegate.elastic.parameters import Parameter, Whole
 from tidegate.elastic.plan import Plan
-from tidegate.elastic.planner import Planner
+from tidegate.elastic.planner import Moved, Planner
 from tidegate.types import Layout
 
 NUM_RANKS = 16
@@ -146,6 +146,13 @@ def test_a_rank_alone_plans_exactly_its_part_of_the_whole(resize: Resize) -> Non
     assert [part.rank for part in whole.parts] == resize.ranks
     for part in whole.parts:
         assert resize.planner().part(part.rank) == part
+
+
+@settings(max_examples=45)
+@given(resizes())
+def test_the_bytes_of_each_rank_are_those_of_its_part(resize: Resize) -> None:
+    want = {part.rank: Moved(part.sent_bytes, part.received_bytes) for part in resize.planner().whole().parts}
+    assert resize.planner().bytes_by_rank() == want
 
 
 @settings(max_examples=50)

@@ -12,7 +12,7 @@ of the copies and hosts alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,6 +33,13 @@ class _Move(NamedTuple):
     target: Group
     exchange: Exchange
     turn: int
+
+
+class Moved(NamedTuple):
+    """Of one rank, to and from others."""
+
+    sent_bytes: int
+    received_bytes: int
 
 
 _UniformKey = tuple[Group, Group, tuple[int, ...], Cut]
@@ -92,6 +99,20 @@ class Planner:
                     if transfer.source != rank:
                         leaving[transfer.source] += copies
         return Plan(tuple(self._assembled(rank, arriving[rank], leaving[rank]) for rank in self._ranks))
+
+    def bytes_by_rank(self) -> dict[int, Moved]:
+        """What the parts of the whole plan would say, counted without listing their copies."""
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for move in self._moves(None):
+            itemsize = sum(tensor.itemsize for tensor in self._target.tensors(move.parameter, move.slot))
+            for rank in self._target.members(move.target):
+                for transfer in move.exchange.arriving(rank, move.turn):
+                    if transfer.source != rank:
+                        size_bytes = itemsize * sum(box.rows * box.cols for box in transfer.boxes)
+                        sent[transfer.source] += size_bytes
+                        received[rank] += size_bytes
+        return {rank: Moved(sent[rank], received[rank]) for rank in self._ranks}
 
     def _moves(self, rank: int | None) -> Iterator[_Move]:
         """All slots in which the rank takes part, in order of the parameters; None for all slots."""
