@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tidegate.config_base import NonNegativeFloat, Positive, PositiveFloat, Section
+from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat, Section
 
 _Spread = Annotated[float, Field(gt=0, le=5)]
 MEDIAN_SHARE = 7050 / 27_648
@@ -36,6 +36,15 @@ class CostsSection(Section):
     """For which a sequence that moves stands still."""
     prefill_tokens_per_s: PositiveFloat = 40_000.0
     reshard_s: NonNegativeFloat = 1.25
+    """Of every change of the trainer's layout, where `weight_bytes` is 0; else the next five say what each takes."""
+    reshard_setup_s: NonNegativeFloat = 0.5
+    communicators_s: NonNegativeFloat = 0.37
+    """To build the groups of a layout that the trainer was not in yet."""
+    reshard_bytes_per_s: PositiveFloat = 25e9
+    """That a rank sends or receives."""
+    weight_bytes: Count = 0
+    optimizer_bytes: Count = 0
+    """Of the whole model, and of what its optimizer keeps: 12 a parameter in bf16, with main parameters and moments."""
     load_s: NonNegativeFloat = 5.0
     """Of a trainer that had no GPUs."""
     inference_start_s: NonNegativeFloat = 2.0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.scheduler.observed import Floats
+from services.scheduler.switch_costs import ReshardCosts, TrainerSwitchCosts, switch_seconds
 from tidegate.config_costs import CostsSection, LengthsSection
 
 
@@ -50,7 +52,7 @@ class DecodeStep:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Of a decode step and of each kind of switch, as measured. `resubmit_s`: a sequence that moves stands still;
-    `update_s`: what of a minibatch no GPU makes shorter."""
+    `update_s`: what of a minibatch no GPU makes shorter; `reshard_s`: of every reshard where `reshard` is None."""
 
     decode: DecodeStep
     update_s: float
@@ -61,6 +63,12 @@ class Costs:
     reshard_s: float
     load_s: float
     inference_start_s: float
+    reshard: ReshardCosts | None = None
+
+    def trainer_switches_s(self, *, copy_size: int, most: int, known: tuple[int, ...] = ()) -> Floats:
+        """As `switch_seconds`: by the trainer's copies before and after."""
+        own = TrainerSwitchCosts(self.load_s, self.reshard_s, self.reshard)
+        return switch_seconds(own, copy_size=copy_size, most=most, known=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ class Rates:
     inference_tokens_per_s_per_gpu: float
 
 
-def costs_of(section: CostsSection) -> Costs:
+def costs_of(section: CostsSection, *, gpus_per_host: int) -> Costs:
     return Costs(
         decode=DecodeStep(
             floor_s=section.decode_floor_s,
@@ -88,6 +96,20 @@ def costs_of(section: CostsSection) -> Costs:
         reshard_s=section.reshard_s,
         load_s=section.load_s,
         inference_start_s=section.inference_start_s,
+        reshard=_reshard_of(section, gpus_per_host),
+    )
+
+
+def _reshard_of(section: CostsSection, gpus_per_host: int) -> ReshardCosts | None:
+    if not section.weight_bytes:
+        return None
+    return ReshardCosts(
+        setup_s=section.reshard_setup_s,
+        communicators_s=section.communicators_s,
+        bytes_per_s=section.reshard_bytes_per_s,
+        weight_bytes=section.weight_bytes,
+        optimizer_bytes=section.optimizer_bytes,
+        gpus_per_host=gpus_per_host,
     )
 
 
@@ -105,6 +127,6 @@ def lengths_of(section: LengthsSection, *, max_new_tokens: int) -> LengthLaw:
     )
 
 
-ASSUMED_COSTS = costs_of(CostsSection())
+ASSUMED_COSTS = costs_of(CostsSection(), gpus_per_host=8)
 ASSUMED_RATES = rates_of(CostsSection(), num_trainer_gpus=64)
 ASSUMED_LENGTHS = lengths_of(LengthsSection(), max_new_tokens=27_648)

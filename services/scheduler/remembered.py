@@ -73,7 +73,8 @@ class Remembered:
     """`trains`: whether the trainer was last told that it may begin its next minibatch; `is_begun`: the trainer was
     given its GPUs in this iteration; `num_answered`: minibatches after which it was told how to go on; `low_since_ms`:
     since when the rollout's engines are nearly empty; `pending_engines`: how many are to be left once the trainer is
-    between two updates; `plan`: how `tide` means to go on."""
+    between two updates; `plan`: how `tide` means to go on; `trained_on`: with how many data-parallel copies the trainer
+    was seen since it last had no GPUs, the least first."""
 
     incarnation: int = 0
     iteration: int | None = None
@@ -85,6 +86,7 @@ class Remembered:
     low_since_ms: int | None = None
     pending_engines: int | None = None
     plan: TidePlan | None = None
+    trained_on: tuple[int, ...] = ()
 
     def is_of(self, incarnation: int, iteration: int) -> bool:
         return self.assignment is not None and (self.incarnation, self.iteration) == (incarnation, iteration)

@@ -48,12 +48,14 @@ class Plans:
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """What the plans divide. `unit_rates[k]` are the trainer's tokens a second with k data-parallel copies, 0 where
-    there are too few for any layout. `until_s`: the end of the open minibatch once it is known, or None."""
+    there are too few for any layout; `switch_s` are the seconds from one number of copies to another, [before, after].
+    `until_s`: the end of the open minibatch once it is known, or None."""
 
     num_gpus: int
     engine_size: int
     unit_size: int
     unit_rates: Floats
+    switch_s: Floats
     inference_rate: float
     max_running: int
     kv_capacity_tokens: int
@@ -63,9 +65,16 @@ class Cluster:
     is_open: bool
     until_s: float | None
 
+    def units(self, num_gpus: Floats) -> Ints:
+        """Data-parallel copies of the trainer, at most those that there are rates for."""
+        copies: Ints = np.minimum(num_gpus / self.unit_size, len(self.unit_rates) - 1).astype(np.int64)
+        return copies
 
-def cluster_of(situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> Cluster:
-    """As it will be once what is assigned is carried out."""
+
+def cluster_of(
+    situation: Situation, assignment: Assignment, there: tuple[GpuId, ...], *, trained_on: tuple[int, ...] = ()
+) -> Cluster:
+    """As it will be once what is assigned is carried out. `trained_on`: numbers of copies whose groups are there."""
     training, engines = situation.trainer.training, situation.engines
     until_s = None if training.closes_at_ms is None else max(0.0, (training.closes_at_ms - situation.now_ms) / 1000)
     return Cluster(
@@ -73,6 +82,9 @@ def cluster_of(situation: Situation, assignment: Assignment, there: tuple[GpuId,
         engine_size=engine_size(situation.spec),
         unit_size=unit_size(situation),
         unit_rates=_unit_rates(situation, len(there)),
+        switch_s=situation.costs.trainer_switches_s(
+            copy_size=unit_size(situation), most=len(there) // unit_size(situation), known=trained_on
+        ),
         inference_rate=situation.inference.rate_tokens_per_s_per_gpu,
         max_running=min((engine.max_running for engine in engines), default=1),
         kv_capacity_tokens=min((engine.kv_capacity_tokens for engine in engines), default=1),

@@ -153,14 +153,13 @@ class Forecast:
         engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
         is_first = column == 0 and not cluster.is_open
         released_s = costs.release_s if is_first else 0.0
-        switch_s = np.where(before > 0, costs.reshard_s, costs.load_s) * (trainer != before)
+        units = cluster.units(trainer)
+        switch_s = cluster.switch_s[cluster.units(before), units]
         starts_s = np.where(inference > cluster.num_inference_gpus, costs.inference_start_s, 0.0)
         segment = _Segment(
             engines=engines,
             inference=inference,
-            rate=cluster.unit_rates[
-                np.minimum(trainer / cluster.unit_size, len(cluster.unit_rates) - 1).astype(np.int64)
-            ],
+            rate=cluster.unit_rates[units],
             train_after_s=switch_s + released_s,
             infer_after_s=(starts_s if column == 0 else 0.0 * starts_s) + released_s,
             minibatch=minibatch,

@@ -79,7 +79,7 @@ class Foresight:
     ) -> Found:
         """`is_move`: it is carried out at once. `order`: of prompts, if not the queue's own."""
         assert memory.assignment is not None, "an iteration opens with an assignment"
-        cluster = cluster_of(situation, memory.assignment, there)
+        cluster = cluster_of(situation, memory.assignment, there, trained_on=memory.trained_on)
         final = final_lengths(situation.generation, situation.lengths)
         waiting = queue_in(situation, order) if order else None
         num_slots = max(1, cluster.num_engines) * cluster.max_running
@@ -95,14 +95,15 @@ class Foresight:
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:
         """The same plan from the next minibatch on, with nothing moved now, where moving does not pay."""
-        cluster, costs = forecast.cluster, forecast.costs
+        cluster = forecast.cluster
         if not cluster.num_trainer_gpus:
             return found
         trainer, inference = found.plan.trainer.copy(), found.plan.inference.copy()
         trainer[0, 0], inference[0, 0] = cluster.num_trainer_gpus, cluster.num_inference_gpus
         stays = Plans(found.plan.start_s, trainer, inference)
         end_s = float(forecast.ends_s(stays)[0])
-        least_s = max(self.rules.least_gain_s, self.rules.least_payback * costs.reshard_s)
+        now, then = cluster.units(np.array([cluster.num_trainer_gpus, found.plan.trainer[0, 0]]))
+        least_s = max(self.rules.least_gain_s, self.rules.least_payback * float(cluster.switch_s[now, then]))
         return Found(stays, end_s) if end_s <= found.end_s + least_s else found
 
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from services.scheduler.observed import Floats, Generation, TrainerRate
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Situation, replica_size
+from tidegate.types import Role
 
 BEYOND = 1.1
 """Without it the longest sequence would end at once, and the rollout would look done in its tail."""
@@ -42,13 +43,14 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is still to be done: tokens to be inferred and trained, minibatches not begun, and what the longest sequence
-    still makes."""
+    """What is still to be done: tokens to be inferred and trained, minibatches not begun, what the longest sequence
+    still makes; and `switch_s`, seconds from one number of the trainer's copies to another, [before, after]."""
 
     longest_left_tokens: float
     to_infer_tokens: float
     to_train_tokens: float
     num_updates: int
+    switch_s: Floats
 
 
 def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
@@ -60,11 +62,13 @@ def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
     else:
         ends = np.where(told.is_unfinished, expected_length(told)(lengths), lengths)
     by_group = ends.reshape(-1, told.group_size).sum(axis=1)
+    copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
     return Outlook(
         longest_left_tokens=float((ends - lengths).max(initial=0.0)),
         to_infer_tokens=float(np.delete(by_group, ready).sum()),
         to_train_tokens=float(np.delete(by_group, ready[: training.num_taken]).sum()),
         num_updates=situation.spec.num_minibatches - training.num_minibatches_done - (not training.is_at_boundary),
+        switch_s=situation.costs.trainer_switches_s(copy_size=copy, most=len(situation.spec.gpus) // copy),
     )
 
 
@@ -133,10 +137,11 @@ def _train_s(situation: Situation, left: Outlook, split: Split) -> float:
     if not split.num_trainer_gpus:
         return math.inf
     now = situation.trainer.num_gpus
-    switch_s = situation.costs.reshard_s if now else situation.costs.load_s
+    copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
+    switch_s = float(left.switch_s[now // copy, split.num_trainer_gpus // copy])
     rate = trainer_rate(situation.trainer.training.measured, split.num_trainer_gpus)
     train_s = left.to_train_tokens / rate + left.num_updates * situation.costs.update_s
-    return train_s + (switch_s if split.num_trainer_gpus != now else 0.0)
+    return train_s + switch_s
 
 
 def trainer_rate(measured: tuple[TrainerRate, ...], num_gpus: int) -> float:

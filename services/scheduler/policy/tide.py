@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from services.scheduler.policy.cluster import can_train, fitting, gpus_there
+from services.scheduler.policy.cluster import can_train, fitting, gpus_there, unit_size
 from services.scheduler.policy.foresight import Foresight, TideRules, num_to_come, planned
 from services.scheduler.policy.plans import Found
 from services.scheduler.policy.prompt_order import order_back
@@ -62,11 +62,11 @@ class TidePolicy:
         """It can run any: what does not divide is split unevenly."""
 
     def choose(self, situation: Situation) -> Choice:
-        there, memory = gpus_there(situation), situation.remembered
+        there, memory = gpus_there(situation), _with_trained_on(situation)
         if not num_to_come(situation) and situation.trainer.training.is_at_boundary:
             return self._home(situation, memory, there)
         if not memory.is_of(situation.incarnation, situation.iteration):
-            return self._opened(situation, there)
+            return self._opened(situation, memory, there)
         known, memory = memory, _repaired(situation, memory, there)
         if not memory.is_begun:
             return self._before_training(situation, memory, there, is_as_planned=memory is known)
@@ -76,11 +76,13 @@ class TidePolicy:
     def _planner(self) -> Planner:
         return self.planner or Foresight(self.rules)
 
-    def _opened(self, situation: Situation, there: tuple[GpuId, ...]) -> Choice:
+    def _opened(self, situation: Situation, before: Remembered, there: tuple[GpuId, ...]) -> Choice:
         lent = Split(len(there) // engine_size(situation.spec), 0, 0)
-        before = Assignment(as_configured(situation.spec).engines, None, ())
-        assignment = seated(situation, lent, before, there)
-        memory = Remembered(situation.incarnation, situation.iteration, assignment=assignment)
+        at_home = Assignment(as_configured(situation.spec).engines, None, ())
+        assignment = seated(situation, lent, at_home, there)
+        memory = Remembered(
+            situation.incarnation, situation.iteration, assignment=assignment, trained_on=before.trained_on
+        )
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, memory, there, is_as_planned=False)
         order = self._planner.first(situation, assignment, there)
@@ -163,6 +165,14 @@ class TidePolicy:
             memory, incarnation=situation.incarnation, iteration=situation.iteration, assignment=home, plan=None
         )
         return _chosen(situation, memory, "all minibatches are done, everything where it is placed")
+
+
+def _with_trained_on(situation: Situation) -> Remembered:
+    """What is remembered, with the trainer's present size. The groups of another iteration were of other GPUs, which
+    its own rollout had left; a trainer that has lost its GPUs has no groups."""
+    memory, copies = situation.remembered, situation.trainer.num_gpus // unit_size(situation)
+    earlier = memory.trained_on if memory.is_of(situation.incarnation, situation.iteration) else ()
+    return replace(memory, trained_on=tuple(sorted({*earlier, copies})) if copies else ())
 
 
 def _repaired(situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Remembered:

@@ -15,6 +15,7 @@ from services.scheduler.costs import ASSUMED_COSTS
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.proposing import proposal_of
 from services.scheduler.state import ClusterState
+from services.scheduler.switch_costs import ReshardCosts
 from services.scheduler.values import Fate, Placed
 from tests.unit.scheduler.drive import booted
 from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, gpu, spec
@@ -269,6 +270,13 @@ def test_what_a_config_assumes_of_times_and_lengths_is_in_the_jobs_spec() -> Non
     told = job_spec(parse_config({**CONFIG, "assumptions": assumptions}))
     assert (told.costs.decode.floor_s, told.costs.update_s, told.rates.trainer_tokens_per_s) == (0.5, 2.0, 100.0)
     assert (told.lengths.log_mean, told.lengths.sigma_hint) == (math.log(5.0), 0.7)
+    assert told.costs.reshard is None
+
+    costs = {"weight_bytes": 200, "optimizer_bytes": 1200, "communicators_s": 0.1, "reshard_bytes_per_s": 50.0}
+    priced = job_spec(parse_config({**CONFIG, "assumptions": {"costs": costs}}))
+    assert priced.costs.reshard == ReshardCosts(
+        0.5, 0.1, 50.0, 200, 1200, gpus_per_host=max(CONFIG["cluster"]["nodes"].values())
+    )
 
 
 def test_the_static_policy_proposes_the_configured_placement_whatever_happened(seen: list[ClusterState]) -> None:

@@ -48,12 +48,15 @@ def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now
 
 
 def begun() -> Remembered:
-    """The first minibatch's GPUs have been moved."""
+    """The first minibatch's GPUs have been moved, and the trainer was seen on them."""
     opened = POLICY.choose(opening())
     memory = opened.remembered
     assert memory.assignment is not None
     situation = seen(SPEC, memory.assignment, num_unfinished=64, measured=RATES, remembered=memory, now_ms=10**6)
-    return POLICY.choose(situation).remembered
+    memory = POLICY.choose(situation).remembered
+    assert memory.assignment is not None
+    assert memory.assignment.trainer is not None
+    return replace(memory, trained_on=(memory.assignment.trainer.layout.dp,))
 
 
 def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts_between_the_longest() -> None:
