@@ -5,7 +5,10 @@ Published (DynaRL, K tokens/s read off its figures, about 2 %; its trainer's and
 - every model has the 7B job's prompts, lengths, engines of two GPUs and minibatches, on 128 GPUs too;
 - a model's steps, passes and updates all take the 7B's times over one factor: its published throughput on 64 GPUs over
   the 7B's, verl's or, where verl ran out of memory, RLinf's;
-- a rollout's move is released and acquired in the 7B's proportion.
+- a rollout's move is released and acquired in the 7B's proportion;
+- a trainer's published move is that of twice the copies it starts from, to a layout that is new: what its plan's bytes
+  do not take of it is setup and communicators, in the 7B's proportion;
+- the trainer has the 7B's TP 4, the 1.5B, which has two key/value heads, TP 2.
 128 GPUs are then a prediction. `VARIED` are the ranges in which the assumptions are tried one at a time.
 """
 
@@ -18,8 +21,11 @@ from pathlib import Path
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from simulator.costs import Costs
+from simulator.model import ModelSection
 from simulator.policies import NAMES, policies_of
+from simulator.resharding import change_of, moved_bytes
 from simulator.scenario import Scenario, load_scenario
+from tidegate.types import Layout, NodeId, gpu_id
 
 SCENARIO = Path(__file__).parents[1] / "examples" / "scenarios" / "published_64gpu.yaml"
 REFERENCE_GPUS = 64
@@ -37,9 +43,12 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Seconds of one move of the trainer, by GPUs, and of the rollout's median move."""
+    """Seconds of one move of the trainer, by GPUs, and of the rollout's median move; `section` is its shape, from
+    config.json of the Qwen2.5 of that size."""
 
     name: str
+    section: ModelSection
+    tp: int
     trainer_move_s: Mapping[int, float]
     rollout_move_s: Mapping[int, float]
 
@@ -52,10 +61,20 @@ PUBLISHED = {
     ("32B", 64): Published(None, 16.6, 18.0, 21.2),
     ("32B", 128): Published(21.0, 29.6, 32.8, 41.5),
 }
+QWEN25_1_5B = ModelSection(
+    hidden_size=1536,
+    ffn_hidden_size=8960,
+    num_heads=12,
+    num_kv_heads=2,
+    vocab_size=151_936,
+    padded_vocab_size=151_936,
+    tied_embeddings=True,
+)
+QWEN25_32B = ModelSection(num_layers=64, hidden_size=5120, ffn_hidden_size=27_648, num_heads=40, num_kv_heads=8)
 MODELS = (
-    Model("1.5B", {64: 0.46, 128: 0.51}, {64: 3.7, 128: 4.3}),
-    Model("7B", {64: 1.25, 128: 1.46}, {64: 3.6, 128: 4.6}),
-    Model("32B", {64: 2.78, 128: 2.80}, {64: 4.0, 128: 5.0}),
+    Model("1.5B", QWEN25_1_5B, 2, {64: 0.46, 128: 0.51}, {64: 3.7, 128: 4.3}),
+    Model("7B", ModelSection(), 4, {64: 1.25, 128: 1.46}, {64: 3.6, 128: 4.6}),
+    Model("32B", QWEN25_32B, 4, {64: 2.78, 128: 2.80}, {64: 4.0, 128: 5.0}),
 )
 VARIED: Sequence[tuple[str, tuple[float, float]]] = (
     ("costs.trainer.exponent", (0.3, 0.5)),
@@ -75,18 +94,25 @@ def policies(scenario: Scenario) -> dict[str, Policy]:
 
 
 def scenario_of(model: Model, num_gpus: int, overrides: Sequence[str] = ()) -> Scenario:
-    given = [*cluster_of(num_gpus), *_speeds(speed_of(model)), *_moves(model, num_gpus), *overrides]
+    given = [
+        *cluster_of(num_gpus, model.tp),
+        *_shape(model),
+        *_speeds(speed_of(model)),
+        *_moves(model, num_gpus),
+        *overrides,
+    ]
     return load_scenario(SCENARIO, [f"name={model.name}-{num_gpus}", *given])
 
 
-def cluster_of(num_gpus: int) -> Iterator[str]:
+def cluster_of(num_gpus: int, tp: int = 4) -> Iterator[str]:
     """The 7B job's placement, 16 : 40 : 8, on as many nodes of eight."""
     nodes = ", ".join(f"n{node}: 8" for node in range(num_gpus // 8))
     actor, inference = num_gpus // 4, num_gpus * 7 // 8
     yield f"cluster.nodes={{{nodes}}}"
     placement = f"actor: 0-{actor - 1}, rollout: {actor}-{inference - 1}, inference: {inference}-{num_gpus - 1}"
     yield f"cluster.placement={{{placement}}}"
-    yield f"actor_layout.dp={actor // 4}"
+    yield f"actor_layout.tp={tp}"
+    yield f"actor_layout.dp={actor // tp}"
 
 
 def speed_of(model: Model) -> float:
@@ -115,9 +141,25 @@ def _speeds(speed: float) -> Iterator[str]:
     yield f"costs.inference.rate_tokens_per_s={costs.inference.rate_tokens_per_s * speed!r}"
 
 
+def doubled_bytes(model: Model, num_gpus: int) -> int:
+    """That the busiest rank moves when the trainer gets as many copies again as it starts from."""
+    copies = num_gpus // 4 // model.tp
+    gpus = tuple(gpu_id(NodeId(f"n{index // 8}"), index % 8) for index in range(num_gpus // 2))
+    before, after = (Layout(tp=model.tp, dp=times * copies) for times in (1, 2))
+    return moved_bytes(model.section, change_of(gpus[: before.num_ranks], before, gpus, after))
+
+
+def _shape(model: Model) -> Iterator[str]:
+    for key, value in model.section.model_dump(mode="json").items():
+        yield f"model.{key}={value}"
+
+
 def _moves(model: Model, num_gpus: int) -> Iterator[str]:
     switch, move_s = Costs().switch, model.rollout_move_s[num_gpus]
     release_share = switch.release_s / (switch.release_s + switch.acquire_s)
-    yield f"costs.switch.reshard_s={model.trainer_move_s[num_gpus]}"
+    besides_s = model.trainer_move_s[num_gpus] - doubled_bytes(model, num_gpus) / switch.reshard_bytes_per_s
+    setup_share = switch.reshard_setup_s / (switch.reshard_setup_s + switch.communicators_s)
+    yield f"costs.switch.reshard_setup_s={besides_s * setup_share!r}"
+    yield f"costs.switch.communicators_s={besides_s * (1 - setup_share)!r}"
     yield f"costs.switch.release_s={move_s * release_share!r}"
     yield f"costs.switch.acquire_s={move_s * (1 - release_share)!r}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from tidegate.config_base import Section, fields_of
@@ -31,9 +30,17 @@ class Assumption:
 
 
 def assumptions_of(section: Section) -> Iterator[Assumption]:
-    """In the order of the fields."""
+    """In the order of the fields; of a section that is left out nothing is assumed."""
     for path, info in fields_of(type(section)):
         for mark in info.metadata:
-            if isinstance(mark, Source):
-                value, default = reduce(getattr, path, section), info.get_default(call_default_factory=True)
-                yield Assumption(".".join(path), value, default, mark.text)
+            if isinstance(mark, Source) and (holder := _holder(section, path)) is not None:
+                default = info.get_default(call_default_factory=True)
+                yield Assumption(".".join(path), getattr(holder, path[-1]), default, mark.text)
+
+
+def _holder(section: Section, path: tuple[str, ...]) -> Section | None:
+    """The section of the path's last key; None where it, or one above it, is left out."""
+    holder: Section | None = section
+    for key in path[:-1]:
+        holder = getattr(holder, key, None)
+    return holder

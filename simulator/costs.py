@@ -10,13 +10,14 @@ Invariant: `decode_s` is the exact sum of its steps, in closed form, and `steps_
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field
 
 from simulator.assumptions import Source
 from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat, Section
-from tidegate.elastic.plan import Plan
+from tidegate.elastic.planner import Moved
 from tidegate.types import Layout
 
 _LayoutName = Annotated[str, Field(pattern=r"^(single|(tp|pp|dp|cp|ep|vpp)\d+(-(pp|dp|cp|ep|vpp)\d+)*)$")]
@@ -118,10 +119,14 @@ class SwitchCosts(Section):
     release_s: Annotated[NonNegativeFloat, Source("P: DynaRL's median move of 3.6 s; the split is assumed")] = 2.1
     acquire_s: Annotated[NonNegativeFloat, Source("P: RollMux, a warm rollout in 0.9 to 1.9 s")] = 1.5
     resubmit_s: Annotated[NonNegativeFloat, Source("A: until a migrated sequence may be prefilled elsewhere")] = 1.0
-    reshard_s: Annotated[NonNegativeFloat, Source("P: DynaRL, 7B on 64 GPUs; where the plan's bytes are unknown")] = (
-        1.25
+    reshard_s: Annotated[NonNegativeFloat, Source("P: DynaRL, 7B on 64 GPUs; of each, where no model is named")] = 1.25
+    reshard_setup_s: Annotated[NonNegativeFloat, Source("A: to agree, take memory and vote; of a model's reshard")] = (
+        0.5
     )
-    reshard_setup_s: Annotated[NonNegativeFloat, Source("A: communicators and votes, where the bytes are known")] = 0.5
+    communicators_s: Annotated[
+        NonNegativeFloat,
+        Source("F: DynaRL's 1.25 s less setup and 9.5 GB, from 16 to 32 GPUs; of a layout that is new to the job"),
+    ] = 0.37
     reshard_bytes_per_s: Annotated[PositiveFloat, Source("A: of a rank, 200 Gb/s of network")] = 25e9
     trainer_warm_s: Annotated[NonNegativeFloat, Source("P: RollMux, a warm trainer in 4.1 to 5.9 s")] = 5.0
     trainer_cold_s: Annotated[NonNegativeFloat, Source("A: processes, CUDA and state after a death")] = 80.0
@@ -129,11 +134,13 @@ class SwitchCosts(Section):
     engine_cold_s: Annotated[NonNegativeFloat, Source("A: an engine whose process has died")] = 60.0
     detect_s: Annotated[NonNegativeFloat, Source("A: until a death is told")] = 0.2
 
-    def resharding_s(self, moved_bytes: int | None) -> float:
-        """`moved_bytes` are those of the busiest rank; None where no plan was made."""
+    def resharding_s(self, moved_bytes: int | None, *, is_new: bool) -> float:
+        """`moved_bytes` are those of the busiest rank, None where there is no plan; `is_new`: the trainer has no groups
+        yet for the layout on these GPUs."""
         if moved_bytes is None:
             return self.reshard_s
-        return self.reshard_setup_s + moved_bytes / self.reshard_bytes_per_s
+        communicators_s = self.communicators_s if is_new else 0.0
+        return self.reshard_setup_s + communicators_s + moved_bytes / self.reshard_bytes_per_s
 
 
 class SyncCosts(Section):
@@ -157,9 +164,9 @@ class Costs(Section):
     sync: SyncCosts = SyncCosts()
 
 
-def busiest_bytes(plan: Plan) -> int:
+def busiest_bytes(ranks: Iterable[Moved]) -> int:
     """Of a reshard: what the rank that moves most sends or receives, whichever is more."""
-    return max((max(part.sent_bytes, part.received_bytes) for part in plan.parts), default=0)
+    return max((max(moved) for moved in ranks), default=0)
 
 
 def even_split(count: int, parts: int) -> tuple[int, ...]:

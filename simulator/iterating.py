@@ -61,7 +61,8 @@ class Simulated:
         rollout = tuple(gpu for gpus in at.engines for gpu in gpus)
         trainer, layout = (at.trainer.gpus, at.trainer.layout) if at.trainer else ((), None)
         placement = Placement(self.scenario.cluster.gpus(), rollout, at.inference, trainer, layout)
-        return World(self.workload, self.scenario.costs, placement, self.scenario.scheduled_faults())
+        own = self.scenario
+        return World(self.workload, own.costs, placement, own.scheduled_faults(), own.model)
 
     def run_of(self, world: World, *, policy: str, decisions: list[Decided]) -> Run:
         """Of an iteration that is over."""

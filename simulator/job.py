@@ -16,6 +16,7 @@ from services.scheduler.costs import DecodeStep, LengthLaw, Rates
 from services.scheduler.learned import MIN_SIGMA
 from services.scheduler.observed import TrainerRate
 from services.scheduler.policy.situation import replica_size, with_dp
+from services.scheduler.switch_costs import ReshardCosts
 from services.scheduler.values import JobSpec, Placed
 from simulator.costs import Costs, imbalance
 from simulator.lengths import LengthLaw as DrawnLaw
@@ -52,7 +53,7 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         command_deadline_ms=COMMAND_DEADLINE_MS,
         standby=tuple(gpu for gpu in placement.cluster if gpu not in held),
         minibatch_order=own.minibatch_order,
-        costs=measured_costs(scenario.costs),
+        costs=measured_costs(scenario.costs, _reshard(scenario)),
         rates=_rates(scenario.costs, layouts[Role.ACTOR]),
         lengths=population_law(scenario.lengths, lengths),
     )
@@ -62,7 +63,7 @@ def _rates(costs: Costs, trainer: Layout) -> Rates:
     return Rates(1.0 / costs.trainer.tokens_s(1.0, trainer), costs.inference.rate_tokens_per_s)
 
 
-def measured_costs(costs: Costs) -> MeasuredCosts:
+def measured_costs(costs: Costs, reshard: ReshardCosts | None = None) -> MeasuredCosts:
     engine, switch = costs.engine, costs.switch
     return MeasuredCosts(
         decode=DecodeStep(
@@ -80,6 +81,21 @@ def measured_costs(costs: Costs) -> MeasuredCosts:
         reshard_s=switch.reshard_s,
         load_s=switch.trainer_warm_s,
         inference_start_s=switch.inference_warm_s,
+        reshard=reshard,
+    )
+
+
+def _reshard(scenario: Scenario) -> ReshardCosts | None:
+    switch, model = scenario.costs.switch, scenario.model
+    if model is None:
+        return None
+    return ReshardCosts(
+        setup_s=switch.reshard_setup_s,
+        communicators_s=switch.communicators_s,
+        bytes_per_s=switch.reshard_bytes_per_s,
+        weight_bytes=model.weight_bytes,
+        optimizer_bytes=model.optimizer_bytes,
+        gpus_per_host=max(scenario.cluster.nodes.values()),
     )
 
 

@@ -21,6 +21,7 @@ from simulator.costs import Costs
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault
 from simulator.happenings import What
 from simulator.lengths import BadTrace, LengthLaw, Lengths, LengthSection, draw_lengths, lengths_of_trace, parse_trace
+from simulator.model import ModelSection
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.config import ConfigError, LayoutSection
@@ -96,6 +97,8 @@ class Scenario(Section):
     cluster: ClusterSection
     actor_layout: LayoutSection | None = None
     """Of the GPUs that the actor begins with; None: tp 1, pp 1 and dp as many as they are."""
+    model: ModelSection | None = None
+    """What the trainer's reshards move; None: each takes `costs.switch.reshard_s`."""
     algorithm: AlgorithmSection = AlgorithmSection()
     lengths: LengthSection = LengthSection()
     costs: Costs = Costs()
@@ -106,7 +109,7 @@ class Scenario(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Scenario:
-        if found := [*_placement_faults(self), *_workload_faults(self), *_fault_faults(self)]:
+        if found := [*_placement_faults(self), *_model_faults(self), *_workload_faults(self), *_fault_faults(self)]:
             raise ValueError("\n".join(found))
         return self
 
@@ -146,7 +149,7 @@ class Scenario(Section):
 
     def world(self, seed: int | None = None) -> World:
         """ScenarioError as `read_lengths`."""
-        return World(self.workload(seed), self.costs, self.placement(), self.scheduled_faults())
+        return World(self.workload(seed), self.costs, self.placement(), self.scheduled_faults(), self.model)
 
 
 _FILE_NAMES = {path: mark for path, info in fields_of(Scenario) for mark in info.metadata if isinstance(mark, FileName)}
@@ -257,6 +260,13 @@ def _size_faults(scenario: Scenario, role: Role, num_gpus: int) -> Iterator[str]
         own = scenario.actor_layout
         told = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
         yield f"{told} needs {wanted} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
+
+
+def _model_faults(scenario: Scenario) -> Iterator[str]:
+    section = scenario.actor_layout
+    layout = section.layout() if section else Layout()
+    if scenario.model and (why := scenario.model.refusal(layout)):
+        yield f"actor_layout.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
 
 
 def _workload_faults(scenario: Scenario) -> Iterator[str]:

@@ -19,24 +19,26 @@ from simulator.clock import Due
 from simulator.costs import Costs, imbalance
 from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
+from simulator.model import ModelSection
+from simulator.resharding import change_of, moved_bytes
 from simulator.workload import Workload
 from tidegate.types import GpuId, Layout, MinibatchOrder
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """`moved_bytes` are those of the busiest rank of the reshard's plan; None takes the published time."""
+    """In rank order; no GPUs and no layout gives all up."""
 
     gpus: tuple[GpuId, ...]
     layout: Layout | None
-    moved_bytes: int | None = None
 
 
 class Trainer:
     """Ends the iteration by `n_minibatches` optimizer steps and one weight sync."""
 
-    def __init__(self, workload: Workload, costs: Costs, shared: Shared) -> None:
-        self._workload, self._costs, self._shared = workload, costs, shared
+    def __init__(self, workload: Workload, costs: Costs, shared: Shared, model: ModelSection | None = None) -> None:
+        """Without a model every reshard takes the published time."""
+        self._workload, self._costs, self._shared, self._model = workload, costs, shared, model
         self.gpus: tuple[GpuId, ...] = ()
         self.layout: Layout | None = None
         self.ready: list[tuple[int, int]] = []
@@ -53,11 +55,14 @@ class Trainer:
         self._busy: Due | None = None
         self._resizing: tuple[Due, Resize] | None = None
         self._has_died = False
+        self._with_groups: set[tuple[tuple[GpuId, ...], Layout | None]] = set()
+        """Layouts on GPUs that this epoch has communicators for; a death ends it."""
 
     def start(self, gpus: tuple[GpuId, ...], layout: Layout | None) -> None:
         """Before the iteration: state and communicators are there already."""
         self._shared.gpus.move(gpus, Holder.FREE, Holder.ACTOR, self._now)
         self.gpus, self.layout = gpus, layout
+        self._with_groups.add((gpus, layout))
         self._shared.gpus.mark(gpus, Doing.WAITING, self._now)
 
     @property
@@ -119,6 +124,7 @@ class Trainer:
         self.taken, self.gpus, self.layout = [], (), None
         self._busy = self._resizing = self.closes_at_s = None
         self._has_died = True
+        self._with_groups.clear()
         self.drop_waiting(gpu)
         self._shared.gpus.move(others, Holder.ACTOR, Holder.FREE, self._now)
         self._shared.tell(What.TRAINER_DIED, self.minibatch, again)
@@ -156,13 +162,18 @@ class Trainer:
             return switch.release_s
         if not self.gpus:
             return switch.trainer_cold_s if self._has_died else switch.trainer_warm_s
-        return switch.resharding_s(resize.moved_bytes)
+        assert self.layout is not None, "a trainer with GPUs has a layout"
+        assert resize.layout is not None, "so has one that is to have some"
+        change = change_of(self.gpus, self.layout, resize.gpus, resize.layout)
+        moved = moved_bytes(self._model, change) if self._model else None
+        return switch.resharding_s(moved, is_new=(resize.gpus, resize.layout) not in self._with_groups)
 
     def _resized(self) -> None:
         assert self._resizing is not None, "a resize was cancelled and ended"
         resize = self._resizing[1]
         leaving = tuple(gpu for gpu in self.gpus if gpu not in resize.gpus)
         self.gpus, self.layout, self._resizing = resize.gpus, resize.layout, None
+        self._with_groups.add((self.gpus, self.layout))
         self._has_died = self._has_died and not resize.gpus
         self._shared.tell(What.TRAINER_RESIZED, gpus=self.gpus)
         if leaving:

@@ -30,6 +30,7 @@ from simulator.faults import EngineFault, Fault, GpuFault, LateFault
 from simulator.gpus import Gpus, Holder, MoveRefused
 from simulator.happenings import Happening, Shared, What
 from simulator.inference import Inference
+from simulator.model import ModelSection
 from simulator.rollout import Rollout
 from simulator.training import Resize, Trainer
 from simulator.view import View, view_of
@@ -58,9 +59,17 @@ class Placement:
 
 
 class World:
-    """One iteration. MoveRefused for a placement that no component can have."""
+    """One iteration. MoveRefused for a placement that no component can have. `model` is what the trainer's reshards
+    move; None: each takes the published time."""
 
-    def __init__(self, workload: Workload, costs: Costs, placement: Placement, faults: Iterable[Fault] = ()) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        costs: Costs,
+        placement: Placement,
+        faults: Iterable[Fault] = (),
+        model: ModelSection | None = None,
+    ) -> None:
         self.costs = costs
         self.history: list[Happening] = []
         self._clock = Clock()
@@ -69,7 +78,7 @@ class World:
         self._late: list[LateFault] = []
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
-        self.trainer = Trainer(workload, costs, shared)
+        self.trainer = Trainer(workload, costs, shared, model)
         self.inference = Inference(workload.num_groups, costs, shared, self.trainer.add)
         self.rollout = Rollout(workload, costs, shared, self._group_finished)
         self._check_layout(placement.actor, placement.layout)
@@ -131,7 +140,7 @@ class World:
             self._refuse_held(gpu, Holder.INFERENCE, "the inference")
         self.inference.resize(wanted)
 
-    def resize_trainer(self, gpus: Iterable[GpuId], layout: Layout | None, moved_bytes: int | None = None) -> None:
+    def resize_trainer(self, gpus: Iterable[GpuId], layout: Layout | None) -> None:
         """All the GPUs it shall have, in rank order; no GPUs and no layout gives all up. At the next boundary."""
         wanted = tuple(gpus)
         self._refuse_twice(wanted)
@@ -139,7 +148,7 @@ class World:
         for gpu in wanted:
             self._refuse_promised(gpu, self._inference_promised(), "the actor")
             self._refuse_held(gpu, Holder.ACTOR, "the actor")
-        self.trainer.resize(Resize(wanted, layout, moved_bytes))
+        self.trainer.resize(Resize(wanted, layout))
 
     def hold_training(self, until_s: float) -> None:
         self.trainer.hold(until_s)

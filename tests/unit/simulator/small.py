@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from simulator.costs import Costs, EngineCosts, SwitchCosts, SyncCosts, TrainerCosts
 from simulator.faults import Fault
 from simulator.lengths import Lengths, Turns
+from simulator.model import ModelSection
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.types import GpuId, Layout, MinibatchOrder
@@ -39,9 +40,16 @@ def workload(
     )
 
 
-def world(work: Workload, *, faults: Sequence[Fault] = (), actor: int = 2, inference: int = 2) -> World:
+def world(
+    work: Workload,
+    *,
+    faults: Sequence[Fault] = (),
+    actor: int = 2,
+    inference: int = 2,
+    model: ModelSection | None = None,
+) -> World:
     """The first GPUs are the actor's, the next the inference's, the others the rollout's."""
     others = actor + inference
     layout = Layout(dp=actor) if actor else None
     placement = Placement(CLUSTER, CLUSTER[others:], CLUSTER[actor:others], CLUSTER[:actor], layout)
-    return World(work, COSTS, placement, faults)
+    return World(work, COSTS, placement, faults, model)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from simulator.assumptions import assumptions_of
 from simulator.costs import Costs, EngineCosts, SwitchCosts, TrainerCosts, busiest_bytes, even_split, imbalance
 from tidegate.config_base import fields_of
-from tidegate.elastic.plan import Plan
+from tidegate.elastic.planner import Moved
 from tidegate.types import Layout
 
 engines = st.builds(
@@ -68,10 +68,12 @@ def test_a_trainers_rate_depends_on_its_gpus_and_on_its_layouts_own_efficiency()
 
 
 def test_a_reshard_costs_its_busiest_ranks_bytes_or_what_is_published() -> None:
-    costs = SwitchCosts(reshard_s=3.0, reshard_setup_s=0.5, reshard_bytes_per_s=10.0)
-    assert costs.resharding_s(None) == 3.0
-    assert costs.resharding_s(20) == 2.5
-    assert busiest_bytes(Plan(())) == 0
+    costs = SwitchCosts(reshard_s=3.0, reshard_setup_s=0.5, communicators_s=0.25, reshard_bytes_per_s=10.0)
+    assert costs.resharding_s(None, is_new=True) == costs.resharding_s(None, is_new=False) == 3.0
+    assert costs.resharding_s(20, is_new=True) == pytest.approx(2.75)
+    assert costs.resharding_s(20, is_new=False) == 2.5
+    assert busiest_bytes([Moved(3, 7), Moved(5, 0)]) == 7
+    assert busiest_bytes([]) == 0
 
 
 def test_every_field_has_a_source() -> None:

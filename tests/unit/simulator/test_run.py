@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from simulator.scheduled import JobFailed
 from tidegate.types import GpuId, Layout, Role
 
 PUBLISHED = Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml"
-SMALL = {
+SMALL: dict[str, Any] = {
     "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
     "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
     "lengths": {"median_tokens": 800, "max_tokens": 4000},
@@ -102,6 +103,24 @@ def test_through_the_scheduler_and_directly_the_same_happens(name: str, seed: in
     assert [each.at_s for each in got] == pytest.approx([each.at_s for each in want])
     assert runs[0].iteration_s == pytest.approx(runs[1].iteration_s)
     assert [each.assignment for each in runs[0].decisions] == [each.assignment for each in runs[1].decisions]
+
+
+@pytest.mark.parametrize("name", ["dynarl", "tide"])
+def test_reshards_that_are_planned_for_a_model_take_the_same_both_ways(name: str) -> None:
+    own = {
+        "algorithm": {"prompts_per_iteration": 32, "group_size": 4, "n_minibatches": 4},
+        "costs": {**SMALL["costs"], "trainer": {"rate_gpus": 8, "rate_tokens_per_s": 2_000, "fixed_s": 1}},
+    }
+    scenarios = [small(**own, model={"num_layers": 8})] * 2 + [small(**own)]
+    runs = [
+        simulate(scenario, POLICIES[name], seed=1, directly=directly)
+        for scenario, directly in zip(scenarios, (False, True, True), strict=True)
+    ]
+    got, want = (up_to_the_last_step(run) for run in runs[:2])
+    assert [replace(each, at_s=0) for each in got] == [replace(each, at_s=0) for each in want]
+    assert [each.at_s for each in got] == pytest.approx([each.at_s for each in want])
+    assert runs[0].iteration_s == pytest.approx(runs[1].iteration_s)
+    assert runs[0].iteration_s != pytest.approx(runs[2].iteration_s)
 
 
 def up_to_the_last_step(run: Run) -> list[Happening]:

@@ -72,6 +72,20 @@ def test_a_fault_names_the_key_and_where_it_was_given(tmp_path: Path, override: 
     assert "override" in str(caught.value)
 
 
+def test_a_model_that_the_actors_layout_cannot_cut_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD + "actor_layout: {tp: 2}\nmodel: {num_heads: 27, num_kv_heads: 3}\n")
+    with pytest.raises(ScenarioError, match=r"actor_layout\.tp=2, pp=1 cannot hold the model: 3 key/value .*:8"):
+        load_scenario(path)
+
+
+def test_what_a_named_model_moves_is_among_the_assumptions_and_only_then(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    assert not [each for each in load_scenario(path).assumptions() if each.key.startswith("model.")]
+    named = {each.key: each for each in load_scenario(path, ["model.hidden_size=1024"]).assumptions()}
+    assert (named["model.hidden_size"].value, named["model.hidden_size"].default) == (1024, 3584)
+    assert all(each.source for each in named.values())
+
+
 def test_a_file_that_is_not_yaml_is_told_in_one_line_with_the_place(tmp_path: Path) -> None:
     path = written(tmp_path, "name: x\n  seed: 3\n")
     with pytest.raises(ScenarioError, match=rf"{path} is not YAML: line 2, column 7: [^\n]*; mend it there$"):

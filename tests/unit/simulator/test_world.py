@@ -115,12 +115,6 @@ def test_training_that_is_held_begins_at_its_instant() -> None:
     assert until(over, What.MINIBATCH_STARTED) == 50.0
 
 
-def test_a_reshards_bytes_say_how_long_it_takes() -> None:
-    over = world(workload(EIGHT_GROUPS))
-    over.resize_trainer(CLUSTER[:1], Layout(), moved_bytes=int(4 * COSTS.switch.reshard_bytes_per_s))
-    assert until(over, What.TRAINER_RESIZED) == pytest.approx(COSTS.switch.reshard_setup_s + 4)
-
-
 @pytest.mark.parametrize(
     ("move", "want"),
     {

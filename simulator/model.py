@@ -1,0 +1,79 @@
+"""The model that a simulated trainer holds, so that its reshards are planned: a dense GPT of Megatron's, with Adam.
+
+The defaults are Qwen2.5-7B, the model of the published 64-GPU timeline.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from math import prod
+from typing import Annotated
+
+from simulator.assumptions import Source
+from tidegate.config_base import Positive, Section
+from tidegate.elastic.gpt import GptShape, gpt_parameters
+from tidegate.elastic.layout import LayoutRefused, even_chunks
+from tidegate.elastic.optimizers import ADAM, StateKind, StateTensor
+from tidegate.elastic.parameters import shard_of
+from tidegate.types import Layout
+
+_PUBLISHED = Source("P: config.json of Qwen2.5-7B")
+
+
+class Precision(StrEnum):
+    """Of weights; Adam's moments are in fp32, and so are the main parameters that bf16 has besides."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class ModelSection(Section):
+    """As `GptShape` has it."""
+
+    num_layers: Annotated[Positive, _PUBLISHED] = 28
+    hidden_size: Annotated[Positive, _PUBLISHED] = 3584
+    ffn_hidden_size: Annotated[Positive, _PUBLISHED] = 18944
+    num_heads: Annotated[Positive, _PUBLISHED] = 28
+    num_kv_heads: Annotated[Positive, _PUBLISHED] = 4
+    head_dim: Annotated[Positive, Source("P: likewise, hidden_size / num_attention_heads")] = 128
+    vocab_size: Annotated[Positive, _PUBLISHED] = 152_064
+    padded_vocab_size: Annotated[Positive, Source("P: the vocabulary divides by 128 times any tp up to 4")] = 152_064
+    tied_embeddings: Annotated[bool, _PUBLISHED] = False
+    qkv_bias: Annotated[bool, Source("P: Qwen2's attention")] = True
+    qk_norm: Annotated[bool, Source("P: Qwen2's attention has none")] = False
+    precision: Annotated[
+        Precision, Source("A: Megatron's usual; 2 bytes of weights a parameter, 12 of the optimizer's")
+    ] = Precision.BF16
+
+    def shape(self) -> GptShape:
+        itemsize = 2 if self.precision is Precision.BF16 else 4
+        return GptShape(itemsize=itemsize, **self.model_dump(exclude={"precision"}))
+
+    @property
+    def states(self) -> tuple[StateTensor, ...]:
+        """What Adam keeps of each parameter; see `tidegate.elastic.adam`."""
+        if self.precision is Precision.BF16:
+            return ADAM
+        return tuple(state for state in ADAM if state.kind is not StateKind.MAIN_PARAM)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(prod(parameter.shape) for parameter in gpt_parameters(self.shape()))
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * self.shape().itemsize
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self.num_parameters * sum(state.itemsize for state in self.states)
+
+    def refusal(self, layout: Layout) -> str:
+        """Why it cannot be cut so; empty where it can."""
+        try:
+            even_chunks(self.num_layers, pp=layout.pp, vpp=layout.vpp)
+            for parameter in gpt_parameters(self.shape()):
+                shard_of(parameter.shape, parameter.cut, tp=layout.tp, tp_rank=0)
+        except (LayoutRefused, ValueError) as error:
+            return str(error)
+        return ""
