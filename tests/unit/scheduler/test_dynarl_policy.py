@@ -232,7 +232,8 @@ def test_with_hints_a_sequence_is_expected_to_end_where_its_prompts_posterior_sa
     law = LengthLaw(log_mean=log(90), sigma_prompt=1.0, sigma_group=0.001, sigma_hint=0.001)
     told = replace(situation, generation=hinted, lengths=law)
     # prompts 0-3 ended at 100, 4-7 are unfinished at 50
-    assert outlook(told, uses_hints=True).to_train_tokens == pytest.approx(400 + 500 + 90 * exp(0.4651) + 80 + 120, rel=0.02)
+    want = 400 + 500 + 90 * exp(0.4651) + 80 + 120
+    assert outlook(told, uses_hints=True).to_train_tokens == pytest.approx(want, rel=0.02)
     assert outlook(told, uses_hints=True).longest_left_tokens == pytest.approx(450, rel=0.01)
     assert outlook(told, uses_hints=False).to_train_tokens == 800.0
 
