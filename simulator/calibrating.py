@@ -106,7 +106,8 @@ def _of_job(run: RecordedRun) -> Iterator[Fitted]:
         yield Fitted(f"algorithm.{key}", getattr(own, key), "")
     yield Fitted("algorithm.minibatch_order", own.minibatch_order.value, "")
     yield Fitted("algorithm.streams", False, "a minibatch starts when all of its groups are there")
-    yield Fitted("algorithm.prompt_tokens", run.prompt_tokens, "mean of the samples that the run kept")
+    kept = "mean of the samples that the run kept" if run.prompt_tokens else "not known: the run kept no samples"
+    yield Fitted("algorithm.prompt_tokens", run.prompt_tokens, kept)
 
 
 def _law(run: RecordedRun) -> Iterator[Fitted]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from services.scheduler.policy import Policy
 from simulator import calibrating, foretold, retold
 from simulator.planning import Calibrated, predictions
-from simulator.policies import policies_of
+from simulator.policies import asked_policies, policies_of
 from simulator.run import Run
 from simulator.run import simulate as simulated
-from simulator.scenario import Scenario, ScenarioError, load_scenario
+from simulator.scenario import Scenario, ScenarioError, is_scenario, load_scenario
 from simulator.showing import (
     ASSUMPTION_COLUMNS,
     SOURCES_TOLD,
@@ -33,7 +33,7 @@ from tidegate.cli.rows import Row, table
 from tidegate.config import ConfigError
 from tidegate.config_files import load_sources, sources_of
 from tidegate.config_layers import is_override
-from tidegate.recorded import joined, recorded
+from tidegate.recorded import NotRecorded, joined, recorded
 from tidegate.timeline_page.page import rendered
 
 DEFAULT_POLICY = "tide"
@@ -44,7 +44,7 @@ def simulate(given: argparse.Namespace) -> int:
     scenario = _scenario(given.config)
     if given.seed is not None and not 0 <= given.seed < 2**32:
         raise ScenarioError(f"--seed {given.seed} is not from 0 to {2**32 - 1}: give one that is")
-    policies = policies_of(given.compare or [given.policy or _default(scenario)], scenario)
+    policies = policies_of(asked_policies(given) or [_default(scenario)], scenario)
     runs = [_ran(scenario, name, policy, given.seed) for name, policy in policies.items()]
     print(_told(scenario, runs, given))
     return 0
@@ -58,6 +58,9 @@ def replay(given: argparse.Namespace) -> int:
 
 def plan(given: argparse.Namespace) -> int:
     """ConfigError for what was given wrong."""
+    for word in given.config:
+        if not is_override(word) and is_scenario(Path(word)):
+            raise ConfigError(f"{word} is a scenario and no job's config: simulate it by `tidegate simulate {word}`")
     sourced = load_sources(sources_of(given.config))
     calibrated = None
     if given.calibrated is not None:
@@ -79,8 +82,12 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def calibrate(given: argparse.Namespace) -> int:
-    """NotRecorded where `given.folders` hold no runs to fit to."""
-    fitted = calibrating.calibrated(joined([recorded(folder) for folder in given.folders]))
+    """ConfigError where `given.folders` hold no runs to fit to."""
+    try:
+        run = joined([recorded(folder) for folder in given.folders])
+    except NotRecorded as error:
+        raise ConfigError(str(error)) from error
+    fitted = calibrating.calibrated(run)
     rows = [asdict(each) for each in fitted]
     match given.form:
         case "json":

@@ -124,18 +124,19 @@ def _groups(text: str, told: str, group_size: int, max_tokens: int) -> Iterator[
 
 
 def _response(word: str, where: str, max_tokens: int) -> Turns:
-    parts = word.split("+")
+    parts, told = word.split("+"), reprlib.repr(word)
     if not all(_is_count(part) for part in parts):
-        told = reprlib.repr(word)
         raise BadTrace(f"{where}: {told} is no response: write its tokens, at least 1, with + between turns: 812+90")
+    if any(len(part) > MAX_DIGITS for part in parts):
+        raise BadTrace(f"{where}: {told} has a number of over {MAX_DIGITS} digits; lengths.max_tokens is {max_tokens}")
     turns = tuple(map(int, parts))
     if sum(turns) > max_tokens:
-        raise BadTrace(f"{where}: {word!r} has {sum(turns)} tokens, lengths.max_tokens is {max_tokens}: raise that one")
+        raise BadTrace(f"{where}: {told} has {sum(turns)} tokens, lengths.max_tokens is {max_tokens}: raise that one")
     return turns
 
 
 def _is_count(word: str) -> bool:
-    return word.isascii() and word.isdecimal() and len(word) <= MAX_DIGITS and int(word) > 0
+    return word.isascii() and word.isdecimal() and word.strip("0") != ""
 
 
 def _cut(total: int, parts: int) -> Turns:

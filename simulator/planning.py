@@ -24,6 +24,7 @@ from simulator.scenario import Scenario, parse_scenario
 from simulator.world import Unfinished
 from tidegate.config import ConfigError, JobConfig, parse_config
 from tidegate.config_costs import MEDIAN_SHARE
+from tidegate.gpu_lists import gpu_list
 from tidegate.types import Role
 
 PROMPT_SHARE = 200 / 1024
@@ -185,7 +186,7 @@ def _resplit(config: JobConfig, actor_share: float) -> JobConfig | None:
     parts = gpus[:num_actor], gpus[num_actor : num_actor + num_rollout], gpus[num_actor + num_rollout :]
     values: dict[str, Any] = config.model_dump(mode="json")
     values["cluster"]["component_placement"] = dict(
-        zip(("actor", "rollout", "inference"), map(_ranges, parts), strict=True)
+        zip(("actor", "rollout", "inference"), map(gpu_list, parts), strict=True)
     )
     values["actor"]["layout"]["dp"] = num_actor // (actor.tp * actor.pp)
     values["inference"]["layout"]["dp"] = num_inference // (inference.tp * inference.pp)
@@ -203,14 +204,3 @@ def _indices(config: JobConfig, role: Role) -> list[int]:
 
 def _whole(wanted: float, size: int) -> int:
     return max(1, round(wanted / size)) * size
-
-
-def _ranges(indices: list[int]) -> str:
-    """`[0, 1, 2, 5]` -> `0-2,5`."""
-    parts: list[list[int]] = []
-    for index in indices:
-        if parts and index == parts[-1][1] + 1:
-            parts[-1][1] = index
-        else:
-            parts.append([index, index])
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in parts)

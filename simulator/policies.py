@@ -5,6 +5,7 @@ Invariant: a name that is none, and a job that a policy cannot run, are refused 
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Sequence
 from typing import get_args
@@ -19,6 +20,13 @@ from tidegate.config_scheduler import SchedulerSection
 NAMES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
 _LEAST_LIKENESS = 0.5
 """As of keys: below it two names only share a few letters."""
+
+
+def asked_policies(given: argparse.Namespace) -> list[str]:
+    """What `--compare` or `--policy` names; empty for neither."""
+    if given.compare is not None:
+        return [name.strip() for name in given.compare]
+    return [] if given.policy is None else [given.policy]
 
 
 def policies_of(names: Sequence[str], scenario: Scenario) -> dict[str, Policy]:

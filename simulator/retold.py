@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from services.scheduler import events as ev
 from services.scheduler.codec import event_of
 from simulator.outcome import Decided
-from simulator.policies import named
+from simulator.policies import asked_policies, named
 from simulator.replaying import Recorded, Replayed, replayed, section_of
 from simulator.scenario import ScenarioError
 from tidegate.cli.rows import Row, table
@@ -34,12 +34,14 @@ def told(given: argparse.Namespace) -> str:
     except ValueError as error:
         raise ScenarioError(f"--replay {given.replay}: {error}") from error
     spec = next(each.event.body.spec for each in recorded if isinstance(each.event.body, ev.JobSubmitted))
-    policies = named(given.compare or [given.policy or section.policy], section, spec)
+    policies = named(asked_policies(given) or [section.policy], section, spec)
     found = [replayed(recorded, policy, name=name) for name, policy in policies.items()]
     if given.form == "json":
         return json.dumps([_as_json(each) for each in found])
     rows = [row for each in found for row in _rows(each)]
-    return "\n\n".join([table(rows, COLUMNS), *_sums(found[0])])
+    still = [f"{each.policy} would have changed no assignment" for each in found if not each.decisions]
+    parts = [table(rows, COLUMNS) if rows else "", "\n".join(still), "\n".join(_sums(found[0]))]
+    return "\n\n".join(filter(None, parts))
 
 
 def _events(rows: Iterable[control_pb2.ListEventsResponse]) -> tuple[Recorded, ...]:

@@ -25,8 +25,7 @@ from simulator.model import ModelSection
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.config import ConfigError, LayoutSection
-from tidegate.config_base import Count, FileName, GpuList, NonNegativeFloat, Positive, Section, fields_of
-from tidegate.config_checks import gpu_indices
+from tidegate.config_base import Count, FileName, GpuList, NonNegativeFloat, NumGpus, Positive, Section, fields_of
 from tidegate.config_faults import described
 from tidegate.config_layers import (
     NOTHING,
@@ -41,6 +40,7 @@ from tidegate.config_layers import (
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.config_scheduler import SchedulerSection
 from tidegate.config_yaml import NotAsMeant, read_yaml, yaml_problem
+from tidegate.gpu_lists import gpu_indices, list_fault
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
 
@@ -57,7 +57,7 @@ class PlacementSection(Section):
 
 
 class ClusterSection(Section):
-    nodes: Annotated[dict[str, Positive], Field(min_length=1)]
+    nodes: Annotated[dict[str, NumGpus], Field(min_length=1)]
     placement: PlacementSection
 
     def gpus(self) -> tuple[GpuId, ...]:
@@ -87,6 +87,10 @@ class FaultSection(Section):
     engine: Count | None = None
     what: What | None = None
     late_s: NonNegativeFloat = 0.0
+
+
+_FIELDS_OF_FAULT = {"gpu": {"gpu", "back_after_s"}, "engine": {"engine"}, "late": {"what", "late_s"}}
+"""By kind, beside `at_s`."""
 
 
 class Scenario(Section):
@@ -178,6 +182,16 @@ def parse_scenario(raw: object, *, given: Layer = NOTHING) -> Scenario:
         raise ScenarioError("\n".join(told)) from error
 
 
+def is_scenario(path: Path) -> bool:
+    """Whether the file has what every scenario has and no job's config; what is wrong with it is not looked for."""
+    try:
+        values = _file_layer(path).values
+    except ScenarioError:
+        return False
+    cluster = values.get("cluster")
+    return isinstance(cluster, dict) and "placement" in cluster
+
+
 def _layered(path: Path, overrides: Sequence[str]) -> Layer:
     lowest = laid_over(NOTHING, _file_layer(path), whole=_WHOLE)
 
@@ -200,6 +214,8 @@ def _file_layer(path: Path) -> Layer:
         raise ScenarioError(f"scenario {path} is not YAML: {yaml_problem(error)}; mend it there") from error
     if not isinstance(document.value, dict):
         raise ScenarioError(f"scenario {path} must hold keys and values such as cluster:, found {document.value!r}")
+    if "job" in document.value:
+        raise ScenarioError(f"{path} is a job's config and no scenario: `tidegate plan {path}` foresees its iteration")
     origins = {at: Origin(f"{path}:{line}", path.parent, 0) for at, line in document.lines.items()}
     return Layer(document.value, origins)
 
@@ -208,8 +224,12 @@ def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
     path, own = scenario.lengths.file, scenario.algorithm
     try:
         text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"lengths.file {path} cannot be read: {error}; name a file of one line a prompt") from error
+    except OSError as error:
+        raise ScenarioError(f"lengths.file {path}: {error.strerror}; name a file of one line a prompt") from error
+    except UnicodeDecodeError as error:
+        raise ScenarioError(
+            f"lengths.file {path} is no text: {error.reason}; name a file of one line a prompt"
+        ) from error
     try:
         turns = parse_trace(text, told=path, group_size=own.group_size, max_tokens=scenario.lengths.max_tokens)
     except BadTrace as error:
@@ -228,7 +248,7 @@ def _indices(scenario: Scenario, role: Role) -> list[int]:
 
 
 def _placement_faults(scenario: Scenario) -> Iterator[str]:
-    num_gpus, holder = len(scenario.cluster.gpus()), dict[int, Role]()
+    num_gpus, holder = len(scenario.cluster.gpus()), dict[int, str]()
     for role in Role:
         key = f"cluster.placement.{role}"
         try:
@@ -236,12 +256,9 @@ def _placement_faults(scenario: Scenario) -> Iterator[str]:
         except ValueError as error:
             yield f"{key}: {error}"
             continue
-        for index in indices:
-            if index >= num_gpus:
-                yield f"{key} names GPU {index}, the cluster has {num_gpus} (0-{num_gpus - 1})"
-            elif index in holder:
-                yield f"{key} names GPU {index}, which {holder[index]} has already: list each GPU once"
-            holder.setdefault(index, role)
+        if fault := list_fault(key, indices, own=role, num_gpus=num_gpus, holder=holder):
+            yield fault
+        holder = dict.fromkeys(indices, str(role)) | holder
         yield from _size_faults(scenario, role, len(indices))
 
 
@@ -286,6 +303,9 @@ def _fault_faults(scenario: Scenario) -> Iterator[str]:
     num_gpus = len(scenario.cluster.gpus())
     for at, fault in enumerate(scenario.faults):
         needed = "what" if fault.kind == "late" else fault.kind
+        others = sorted(fault.model_fields_set - {"at_s", "kind", *_FIELDS_OF_FAULT[fault.kind]})
+        if others:
+            yield f"faults.{at}.{others[0]} is nothing of kind={fault.kind}: leave it out"
         if getattr(fault, needed) is None:
             yield f"faults.{at}.kind={fault.kind} needs faults.{at}.{needed}: say which"
         elif fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:

@@ -14,12 +14,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from tidegate.config_base import ConfigPath, Count, GpuList, NonNegativeFloat, Positive, PositiveFloat
+from tidegate.config_base import ConfigPath, Count, GpuList, NonNegativeFloat, NumGpus, Positive, PositiveFloat
 from tidegate.config_base import Section as _Section
 from tidegate.config_checks import (
     algorithm_faults,
     config_warnings,
-    gpu_indices,
     job_faults,
     microbatch_faults,
     model_faults,
@@ -35,6 +34,7 @@ from tidegate.config_lr import LrScheduleSection, lr_faults
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.config_record import SamplesSection, TrackingSection
 from tidegate.config_scheduler import SchedulerSection
+from tidegate.gpu_lists import gpu_indices
 from tidegate.megatron.packing import PAD_MULTIPLE
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
@@ -66,7 +66,7 @@ class PlacementSection(_Section):
 class ClusterSection(_Section):
     """Nodes, in order, with their number of GPU slots; on `cpu` a slot is a process."""
 
-    nodes: dict[str, Positive]
+    nodes: dict[str, NumGpus]
     device: Literal["cpu", "cuda"] = "cpu"
     component_placement: PlacementSection
 

@@ -33,6 +33,10 @@ def _number_as_text(value: Any) -> Any:
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+MAX_GPUS = 65_536
+"""Of a cluster: many times the largest that a decision was measured on, and few enough to be listed at once."""
+NumGpus = Annotated[int, Field(ge=1, le=MAX_GPUS)]
+"""Of a node."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

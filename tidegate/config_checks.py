@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidegate.config_lr import lr_warnings
+from tidegate.gpu_lists import gpu_indices, list_fault
 from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
 
@@ -18,20 +19,6 @@ if TYPE_CHECKING:
 
 MAX_RUNNING_REQUESTS = 256
 """Of an embedded engine: the largest batch whose rows are tried to repeat bit for bit (its `probe`)."""
-
-
-def gpu_indices(text: str) -> list[int]:
-    """`0-3,6` -> [0, 1, 2, 3, 6]. ValueError on anything else."""
-    indices: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{text!r} is not a list of GPUs like '0-3' or '0,2,5'")
-        low, high = int(first), int(last) if dash else int(first)
-        if high < low:
-            raise ValueError(f"{text!r} holds the range {low}-{high}, which runs backwards")
-        indices.extend(range(low, high + 1))
-    return indices
 
 
 def job_faults(config: JobConfig) -> list[str]:
@@ -66,7 +53,7 @@ def model_faults(config: JobConfig) -> list[str]:
 
 def placement_faults(config: JobConfig) -> list[str]:
     faults: list[str] = []
-    gpus = config.cluster.gpus()
+    num_gpus = len(config.cluster.gpus())
     holder: dict[int, str] = {}
     for role in Role:
         key = f"cluster.component_placement.{role}"
@@ -75,12 +62,9 @@ def placement_faults(config: JobConfig) -> list[str]:
         except ValueError as error:
             faults.append(f"{key}: {error}")
             continue
-        for index in indices:
-            if index >= len(gpus):
-                faults.append(f"{key} names GPU {index}, the cluster has {len(gpus)} (0-{len(gpus) - 1})")
-            elif index in holder:
-                faults.append(f"{key} names GPU {index}, which {holder[index]} has already: list each GPU once")
-            holder.setdefault(index, str(role))
+        if fault := list_fault(key, indices, own=str(role), num_gpus=num_gpus, holder=holder):
+            faults.append(fault)
+        holder = dict.fromkeys(indices, str(role)) | holder
         if role is not Role.ROLLOUT and (fault := _layout_fault(config, role, len(indices))):
             faults.append(fault)
     return faults + _standby_faults(config, holder) + _shards_faults(config)
@@ -93,12 +77,8 @@ def _standby_faults(config: JobConfig, holder: dict[int, str]) -> list[str]:
     except ValueError as error:
         return [f"actor.standby: {error}"]
     faults = [f"actor.standby names a GPU twice: {text}"] if len(set(indices)) < len(indices) else []
-    for index in sorted(set(indices)):
-        if index >= num_gpus:
-            faults.append(f"actor.standby names GPU {index}, the cluster has {num_gpus} (0-{num_gpus - 1})")
-        elif index in holder:
-            faults.append(f"actor.standby names GPU {index}, which {holder[index]} has already: list each GPU once")
-    return faults
+    fault = list_fault("actor.standby", sorted(set(indices)), own="actor", num_gpus=num_gpus, holder=holder)
+    return [*faults, fault] if fault else faults
 
 
 def _shards_faults(config: JobConfig) -> list[str]:

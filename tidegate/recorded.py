@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from google.protobuf.json_format import ParseDict
+from google.protobuf.json_format import ParseDict, ParseError
 
-from tidegate.config import JobConfig
+from tidegate.config import ConfigError, JobConfig
 from tidegate.timeline import Span, read_spans
 from tidegate.types import Role
 from tidegate.v1 import events_pb2
@@ -77,14 +77,25 @@ class RecordedRun:
 def recorded(folder: Path) -> RecordedRun:
     """Of a job's folder. NotRecorded."""
     try:
-        config = JobConfig.from_json((folder / "config.json").read_text())
-        result = json.loads((folder / "result.json").read_text())
-        pictures = _last_pictures(folder / "events.jsonl")
-        updates = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-        spans = read_spans(folder / "latest" / "timeline")
-        prompts = [row["num_prompt_tokens"] for row in _samples(folder / "samples")]
+        return _recorded(folder)
     except OSError as error:
         raise NotRecorded(f"{folder} holds no run to its end: {error}; run the job, and calibrate from it") from error
+    except KeyError as error:
+        raise NotRecorded(
+            f"{folder}: a record there lacks {error}; calibrate by the release that ran the job"
+        ) from error
+    except ParseError as error:
+        raise NotRecorded(f"{folder}/events.jsonl: {error}; calibrate by the release that ran the job") from error
+
+
+def _recorded(folder: Path) -> RecordedRun:
+    """As `recorded`; OSError, and KeyError and ParseError of what this release writes otherwise."""
+    config = _config(folder / "config.json")
+    (result,) = _json_lines(folder / "result.json", whole=True)
+    pictures = _last_pictures(folder / "events.jsonl")
+    updates = tuple(_json_lines(folder / "journal.jsonl"))
+    spans = read_spans(folder / "latest" / "timeline")
+    prompts = [row["num_prompt_tokens"] for row in _samples(folder / "samples")]
     _check(config, result, pictures, updates, folder)
     prompt_tokens = round(fmean(prompts)) if prompts else 0
     works = {role: [_by_iteration(spans.get(gpu, []), role) for gpu in config.placement(role)] for role in Role}
@@ -116,11 +127,29 @@ def joined(runs: Sequence[RecordedRun]) -> RecordedRun:
     )
 
 
+def _config(path: Path) -> JobConfig:
+    try:
+        return JobConfig.from_json(path.read_text())
+    except ConfigError as error:
+        raise NotRecorded(f"{path}: {error}; calibrate by the release that ran the job") from error
+
+
+def _json_lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
+    """A value a line, or one of the `whole` file. NotRecorded names the file and line that is none."""
+    text = path.read_text()
+    for number, line in enumerate([text] if whole else text.splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            where = path if whole else f"{path}:{number}"
+            raise NotRecorded(f"{where} is no JSON: {error}; it was cut off or changed: run the job anew") from error
+
+
 def _last_pictures(path: Path) -> dict[int, events_pb2.Generation]:
     """Of each iteration, once all its sequences have ended."""
     pictures: dict[int, events_pb2.Generation] = {}
-    for line in path.read_text().splitlines():
-        event = json.loads(line)["event"]
+    for row in _json_lines(path):
+        event = row["event"]
         if "generation" in event:
             picture = ParseDict(event["generation"], events_pb2.Generation())
             if picture.engines and all(place in _ENDED for place in picture.places):
@@ -130,7 +159,7 @@ def _last_pictures(path: Path) -> dict[int, events_pb2.Generation]:
 
 def _samples(folder: Path) -> Iterator[Mapping[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
-        yield from map(json.loads, path.read_text().splitlines())
+        yield from _json_lines(path)
 
 
 def _check(
@@ -144,6 +173,8 @@ def _check(
     if result["end"] != "finished":
         raise NotRecorded(f"{folder} is of a run that ended {result['end']}: calibrate from one that finished")
     incarnations = {update["update"].split(".")[0] for update in updates}
+    if not updates:
+        raise NotRecorded(f"{folder}/journal.jsonl has no optimizer step: run the job anew, with --force")
     if len(incarnations) != 1:
         raise NotRecorded(
             f"{folder} is of {len(incarnations)} incarnations, whose iterations were done again: run the job anew, "

@@ -166,9 +166,22 @@ WRONG = {
         _with("cluster.component_placement.inference", "6"),
         r"names GPU 6, the cluster has 5 \(0-4\)",
     ),
+    "GPUs of others and beyond the cluster are one line a component": (
+        _with("cluster.component_placement.inference", "0-2,6-9"),
+        r"^cluster.component_placement.inference names GPUs 0-1, which actor has already, GPU 2, which rollout has "
+        r"already: list each GPU once; GPUs 6-9, the cluster has 5 \(0-4\)\n",
+    ),
+    "a range longer than any cluster": (
+        _with("cluster.component_placement.inference", "0-90000000"),
+        r"inference: '0-90000000' is not a list of GPUs like '0-3' or '0,2,5', each below 65,536",
+    ),
+    "a node larger than any cluster": (
+        _with("cluster.nodes", {"n0": 4_000_000_000}),
+        r"cluster.nodes.n0=4000000000: Input should be less than or equal to 65536",
+    ),
     "a GPU that the actor may get is of no other component": (
         _with("actor.standby", "1,4"),
-        r"standby names GPU 1, which actor has already: .*\n.*standby names GPU 4, which inference has already",
+        r"standby names GPU 1, which actor has already, GPU 4, which inference has already: list each GPU once",
     ),
     "logical shards that are no power of two": (
         _with("actor.num_logical_shards", 6),

@@ -98,6 +98,32 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         picture(0, LENGTHS[0]),
         "tells the lengths of 1 of 2 iterations of 8 samples: calibrate from a run of this version",
     ),
+    "a result that was cut off": (
+        "result.json",
+        '{"end": "fini',
+        "result.json is no JSON: Unterminated string starting at: line 1 column 9",
+    ),
+    "a journal that was cut off": (
+        "journal.jsonl",
+        update(1, 0, 0) + '{"upd\n',
+        "journal.jsonl:2 is no JSON: Unterminated string starting at: line 1 column 2",
+    ),
+    "a journal without a step": ("journal.jsonl", "", "journal.jsonl has no optimizer step: run the job anew"),
+    "a config of another release": (
+        "config.json",
+        '{"jub": "x"}',
+        "config.json: .*; calibrate by the release that ran the job",
+    ),
+    "events of another release": (
+        "events.jsonl",
+        '{"event": {"generation": {"mood": "fine"}}}\n',
+        'events.jsonl: .*has no field named "mood"',
+    ),
+    "a result of another release": (
+        "result.json",
+        '{"seconds": {}}',
+        "a record there lacks 'end'; calibrate by the release that ran the job",
+    ),
     "a slot that was killed": (
         "latest/timeline/rollout@n1.jsonl",
         spans("n1/2", ("loading_weights", 9, 10), ("generating", 12, 60)),
@@ -111,7 +137,7 @@ def test_what_cannot_be_calibrated_from_is_refused_with_what_to_do(case: str, tm
     name, text, want = REFUSED[case]
     folder = run_directory(tmp_path)
     (folder / name).write_text(text)
-    with pytest.raises(NotRecorded, match=want):
+    with pytest.raises(NotRecorded, match=f"(?s){want}"):
         recorded(folder)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from tidegate.types import Layout
 _SCHEMA = "Print the JSON schema of configs, by which editors check and complete them."
 FAILED = 1
 BAD_USAGE = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
@@ -38,8 +40,13 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return _say(error, code=FAILED)
     except BrokenPipeError:
         # The reader has seen enough (`| head`): nothing more can be said, at exit neither.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILED
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        return _say(f"{error}: not all was written; make room, and do it again", code=FAILED)
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,7 +93,12 @@ def _run(given: argparse.Namespace) -> int:
     raise AssertionError(f"argparse let {given.command!r} through")
 
 
-def _say(error: Exception, *, code: int) -> int:
+def _drop_output() -> None:
+    """What stdout still holds would fail once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(error: Exception | str, *, code: int) -> int:
     print(f"tidegate: {error}", file=sys.stderr)
     return code
 

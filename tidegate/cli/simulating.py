@@ -14,7 +14,7 @@ from typing import cast
 
 from tidegate.cli.jobs import job_folder
 from tidegate.config import ConfigError
-from tidegate.launcher.event_file import read_events
+from tidegate.launcher.event_file import BadRecord, read_record
 from tidegate.v1 import control_pb2
 
 COMMANDS = ("simulate", "plan", "calibrate")
@@ -31,6 +31,8 @@ def answer(given: argparse.Namespace) -> int:
     if name == "simulate" and given.replay is not None:
         name, given.recorded = "replay", _recorded(Path(given.replay))
     if given.command == "calibrate":
+        if twice := sorted({job for job in given.jobs if given.jobs.count(job) > 1}):
+            raise ConfigError(f"{', '.join(twice)} is named twice: name each run once, or it counts for several")
         given.folders = [job_folder(Path(given.output_dir), job).root for job in given.jobs]
     found = cast("Callable[[argparse.Namespace], int]", getattr(import_module(_ANSWERS), name))
     return found(given)
@@ -40,7 +42,9 @@ def _recorded(path: Path) -> tuple[control_pb2.ListEventsResponse, ...]:
     """ConfigError for what holds no events."""
     path = path / "events.jsonl" if path.is_dir() else path
     try:
-        rows = tuple(read_events(path))
+        rows = tuple(read_record(path))
+    except BadRecord as error:
+        raise ConfigError(f"--replay {error}; replay a job's record by the release that wrote it") from error
     except OSError as error:
         raise ConfigError(f"--replay {path}: {error.strerror}; name a job's folder, or its events.jsonl") from error
     if not rows:

@@ -21,6 +21,10 @@ from tidegate.logs import without_credentials
 from tidegate.v1 import control_pb2, events_pb2
 
 
+class BadRecord(ValueError):
+    """A line is no event; the message names file and line."""
+
+
 class EventFile:
     """For one writer. `sequence` and `event_id` are those of the last line; 0 and empty where there is none."""
 
@@ -49,6 +53,20 @@ def read_events(path: Path) -> Iterator[control_pb2.ListEventsResponse]:
     for line in path.read_bytes().splitlines():
         if (row := _row(line)) is not None:
             yield row
+
+
+def read_record(path: Path) -> Iterator[control_pb2.ListEventsResponse]:
+    """All of it, of a file that nobody writes to any more. BadRecord; what a kill left of a last line is left out.
+    OSError."""
+    data = path.read_bytes()
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        try:
+            yield ParseDict(json.loads(line.strip()), control_pb2.ListEventsResponse())
+        except (ValueError, ParseError) as error:
+            if not line.endswith(b"\n"):
+                return
+            told = str(error).splitlines()[0].rstrip(".")
+            raise BadRecord(f"{path}:{number} is no event of this release: {told}") from error
 
 
 def _last_line(path: Path) -> bytes:

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from tidegate.config_checks import gpu_indices
+from tidegate.gpu_lists import gpu_indices
 from tidegate.rlinf.micro_batches import micro_batches
 from tidegate.rlinf.rules import SAME_AS
 from tidegate.rlinf.scheduler import scheduler

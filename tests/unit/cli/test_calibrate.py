@@ -45,7 +45,13 @@ def test_a_job_that_did_not_finish_and_one_that_there_is_not_are_told(
 ) -> None:
     folder = run_directory(tmp_path)
     (folder / "result.json").unlink()
-    assert main(["calibrate", folder.name, "--output-dir", str(tmp_path)]) == 1
+    assert main(["calibrate", folder.name, "--output-dir", str(tmp_path)]) == 2
     assert "holds no run to its end" in capsys.readouterr().err
     assert main(["calibrate", "another", "--output-dir", str(tmp_path)]) == 2
     assert "no job 'another'" in capsys.readouterr().err
+
+
+def test_a_run_that_is_named_twice_counts_for_no_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_directory(tmp_path)
+    assert main(["calibrate", folder.name, folder.name, "--output-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "tidegate: job is named twice: name each run once, or it counts for several\n"

@@ -110,12 +110,15 @@ def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumpti
 
 
 def test_a_config_that_is_wrong_is_told_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(small_file(tmp_path))
+    path, scenario = str(small_file(tmp_path)), str(tmp_path / "scenario.yaml")
+    Path(scenario).write_text("cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\nlenths: {}\n")
     for words, want in (
         ([path, "assumptions.costs.updates_s=1"], "the nearest known key is 'update_s'"),
         ([path, "assumptions.costs.update_s=-1"], "assumptions.costs.update_s=-1: Input should be greater"),
         (["seed=1"], "no config to override; name a YAML file before key=value"),
         ([path, "--calibrated", str(tmp_path / "none.yaml")], "No such file"),
+        ([path, "--calibrated", path], f"{path} is a job's config and no scenario"),
+        ([scenario], f"{scenario} is a scenario and no job's config: simulate it by `tidegate simulate {scenario}`"),
     ):
         assert main(["plan", *words]) == 2
         said = capsys.readouterr()

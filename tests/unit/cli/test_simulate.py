@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.cli.configs import small_file
 from tidegate.cli.__main__ import main
 
 SCENARIO = """\
@@ -111,6 +112,49 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "a negative duration": (["costs.switch.release_s=-1"], "costs.switch.release_s=-1: Input should be greater than"),
     "a GPU that two components have": (["cluster.placement.inference=5-6"], "names GPU 5, which rollout has already"),
+    "GPUs that two components have": (
+        ["cluster.placement.inference=2-7"],
+        "cluster.placement.inference names GPUs 2-5, which rollout has already: list each GPU once [override",
+    ),
+    "GPUs that the cluster lacks": (
+        ["cluster.placement.inference=6-90"],
+        "cluster.placement.inference names GPUs 8-90, the cluster has 8 (0-7)",
+    ),
+    "a range of more GPUs than any cluster has": (
+        ["cluster.placement.inference=0-90000000"],
+        "'0-90000000' is not a list of GPUs like '0-3' or '0,2,5', each below 65,536",
+    ),
+    "a node of more GPUs than any cluster has": (
+        ["cluster.nodes={n0: 4000000000}"],
+        "cluster.nodes.n0=4000000000: Input should be less than or equal to 65536",
+    ),
+    "a duration that is no number": (
+        ["costs.switch.release_s=.nan"],
+        "costs.switch.release_s=nan: Input should be a finite number",
+    ),
+    "a duration without end": (["lengths.environment_s=.inf"], "lengths.environment_s=inf: Input should be a finite"),
+    "an empty policy": (["--policy", ""], "no policy is called '' (known: static, "),
+    "a policy left out of a list": (["--compare", "static,"], "no policy is called '' (known: static, "),
+    "a lengths file that is not there": (
+        ["lengths={law: trace, file: FOLDER/none.txt}"],
+        "none.txt: No such file or directory; name a file of one line a prompt",
+    ),
+    "a lengths file that is a folder": (
+        ["lengths={law: trace, file: FOLDER}"],
+        ": Is a directory; name a file of one line a prompt",
+    ),
+    "a lengths file that is no text": (
+        ["lengths={law: trace, file: FOLDER/bytes}"],
+        "bytes is no text: invalid start byte; name a file of one line a prompt",
+    ),
+    "a lengths file without a line": (
+        ["lengths={law: trace, file: FOLDER/empty}"],
+        "empty has 0 prompts and algorithm.prompts_per_iteration=8: make them the same",
+    ),
+    "a fault with a field of another kind": (
+        ["faults=[{at_s: 1, kind: engine, engine: 0, gpu: 2}]"],
+        "faults.0.gpu is nothing of kind=engine: leave it out [override faults]",
+    ),
     "a GPU that the cluster lacks": (["cluster.placement.inference=6-8"], "names GPU 8, the cluster has 8 (0-7)"),
     "a component without GPUs": (["cluster.placement.inference=''"], "cluster.placement.inference has no GPUs"),
     "a lengths file with a bad line": (["lengths={law: trace, file: TRACE}"], "lengths.txt:2: '4x' is no response"),
@@ -125,8 +169,10 @@ def test_what_is_given_wrong_is_one_line_with_exit_code_2_and_nothing_else(
 ) -> None:
     trace = tmp_path / "lengths.txt"
     trace.write_text("1 2 3 4\n1 2 3 4x\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty").write_text("# none\n")
     arguments, want = WRONG[case]
-    given = [word.replace("TRACE", str(trace)) for word in arguments]
+    given = [word.replace("TRACE", str(trace)).replace("FOLDER", str(tmp_path)) for word in arguments]
     assert main(["simulate", scenario, *given]) == 2
     said = capsys.readouterr()
     assert want.replace("SCENARIO", scenario) in said.err
@@ -155,3 +201,17 @@ def test_usage_that_is_wrong_ends_with_2(arguments: list[str], scenario: str) ->
 def test_overrides_alone_are_no_scenario(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "seed=1"]) == 2
     assert "no scenario: name one YAML file" in capsys.readouterr().err
+
+
+def test_a_jobs_config_is_no_scenario_and_the_command_for_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_file(tmp_path)
+    assert main(["simulate", str(path)]) == 2
+    want = f"tidegate: {path} is a job's config and no scenario: `tidegate plan {path}` foresees its iteration\n"
+    assert capsys.readouterr().err == want
+
+
+def test_blanks_between_policies_are_left_out(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, scenario, "--compare", "static, rlinf", "-o", "json"))
+    assert [each["policy"] for each in found["policies"]] == ["static", "rlinf"]

@@ -72,7 +72,11 @@ def test_a_trace_has_a_line_a_prompt_and_plus_signs_between_turns() -> None:
         ("12 0", "t.txt:2: '0' is no response"),
         ("12 -5", "t.txt:2: '-5' is no response"),
         ("12 8++3", "t.txt:2: '8++3' is no response"),
-        ("12 " + "9" * 5000, "t.txt:2: '999999999999"),
+        ("12 000", "t.txt:2: '000' is no response"),
+        (
+            "12 " + "9" * 5000,
+            "t.txt:2: '999999999999...9999999999999' has a number of over 18 digits; lengths.max_tokens",
+        ),
         ("12 60+50", "t.txt:2: '60+50' has 110 tokens, lengths.max_tokens is 100"),
     ],
 )
