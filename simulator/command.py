@@ -74,6 +74,9 @@ def plan(given: argparse.Namespace) -> int:
         return 0
     print(table(foretold.rows(found), foretold.ROW_COLUMNS))
     print("", *foretold.advice(found), "", sep="\n")
+    if slower := foretold.slower_rows(found):
+        print("Policies that are slower than static as configured, and by what; seconds of a GPU on average:")
+        print(table(slower, foretold.SLOWER_COLUMNS), foretold.moves_told(calibrated), "", sep="\n")
     assumed = list(foretold.assumptions(sourced.config, sourced.given, calibrated))
     print(_assumptions_table(assumed))
     if any(row["source"] == foretold.DEFAULT for row in assumed):

@@ -8,17 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from simulator.gpus import Doing
 from simulator.planning import AS_CONFIGURED, PROMPT_SHARE, Calibrated, Prediction, scenario_of
+from simulator.run import Run
 from tidegate.config import JobConfig
 from tidegate.config_base import fields_of
 from tidegate.config_layers import Layer, dotted
 from tidegate.types import Role
 
-ROW_COLUMNS = ("placement", "actor", "rollout", "inference", "policy", "seconds", "saved_%")
+SLOWER_COLUMNS = ("policy", "placement", "seconds", "moves", "working_s", "switching_s", "idle_s")
+ROW_COLUMNS = ("placement", "actor", "rollout", "inference", "policy", "seconds", "against_static")
 DEFAULT = "default"
+MOVES_ASSUMED = "assumptions.costs.release_s, acquire_s, reshard_s, load_s and inference_start_s"
 DEFAULT_TOLD = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
 _LEAST_GAIN = 0.005
 """Of the time: below it another start or policy is taken for no better; one iteration's lengths decide as much."""
+
+_LEAST_LOSS = 0.05
+"""Of the time: from it on a policy that is slower than staying as configured is told what makes it so."""
 
 
 def as_json(
@@ -30,7 +37,7 @@ def as_json(
         "num_gpus": sum(len(config.placement(role)) for role in Role),
         "predictions": [_full_row(each, found[0]) for each in found],
         "best": _full_row(best(found), found[0]),
-        "best_static": _full_row(best([each for each in found if each.policy == "static"]), found[0]),
+        "best_static": _full_row(best(_under(found, "static")), found[0]),
         "assumptions": list(assumptions(config, given, calibrated)),
     }
 
@@ -41,7 +48,7 @@ def rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
         | {
             "policy": each.policy,
             "seconds": round(each.iteration_s, 2) if each.run else None,
-            "saved_%": round(_saved_percent(each, found[0]), 1) if each.run else None,
+            "against_static": against(each.iteration_s, found[0].iteration_s) if each.run else None,
         }
         for each in found
     ]
@@ -49,12 +56,37 @@ def rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
 
 def advice(found: Sequence[Prediction]) -> Iterator[str]:
     """What to start from; then why a policy cannot run from somewhere, each reason once."""
-    static = best([each for each in found if each.policy == "static"])
-    yield f"start from {_told(best(found), found[0])}"
-    yield f"without moves, start from {_told(static, found[0])}"
+    chosen, static = best(found), best(_under(found, "static"))
+    yield f"start from {_told(chosen, found[0])}"
+    if chosen is not static:
+        yield f"without moves, start from {_told(static, found[0])}"
     for refused in dict.fromkeys(each.refused for each in found if each.refused):
         where = ", ".join(each.start.name for each in found if each.refused == refused)
         yield f"not from {where}: {refused}"
+
+
+def slower_rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Static as configured, and each policy that is slower from wherever it starts, by what a GPU does on average,
+    which adds up to the iteration; none where no policy is."""
+    under = [best(_under(found, name)) for name in dict.fromkeys(each.policy for each in found)]
+    least_s = found[0].iteration_s * (1 + _LEAST_LOSS)
+    slower = [each for each in under if each.run and each.iteration_s > least_s]
+    return [_spent(each, each.run) for each in (found[0], *slower) if each.run] if slower else []
+
+
+def moves_told(calibrated: Calibrated | None) -> str:
+    own = "costs.switch, which no calibration fits" if calibrated else f"assumed ({MOVES_ASSUMED})"
+    return f"What moves take is {own}: on a short iteration it is more than they gain."
+
+
+def against(seconds: float, static_s: float) -> str:
+    """What one iteration takes beside another, as people say it: nothing is ever less than nothing."""
+    percent = round(100 * (seconds / static_s - 1), 1)
+    if percent == 0:
+        return "the same"
+    if percent < 0:
+        return f"{-percent:.1f} % saved"
+    return f"{percent:.1f} % slower" if percent < 100 else f"{seconds / static_s:,.1f} times as long"
 
 
 def best(found: Sequence[Prediction]) -> Prediction:
@@ -109,10 +141,35 @@ def _saved_percent(each: Prediction, first: Prediction) -> float:
     return round(100 * (1 - each.iteration_s / first.iteration_s), 2) + 0.0
 
 
+def _under(found: Sequence[Prediction], policy: str) -> list[Prediction]:
+    return [each for each in found if each.policy == policy]
+
+
 def _told(each: Prediction, first: Prediction) -> str:
+    told = f"{_where(each)} under {each.policy}: {each.iteration_s:.4g} s an iteration"
+    if each is first:
+        return f"{told}, as it is"
+    beside = against(each.iteration_s, first.iteration_s)
+    word = "as" if beside == "the same" else "against"
+    return f"{told}, {beside} {word} static as configured, {first.iteration_s:.4g} s"
+
+
+def _where(each: Prediction) -> str:
     gpus = ", ".join(f"{role} {each.start.gpus(role)}" for role in Role)
-    where = f"the placement {AS_CONFIGURED}" if each.start.name == AS_CONFIGURED else f"'{each.start.name}' ({gpus})"
-    saved = _saved_percent(each, first)
-    told = f"{saved:.1f} % less than" if saved >= 0 else f"{-saved:.1f} % more than"
-    against = f"{told} static as configured, {first.iteration_s:.4g} s" if each is not first else "as it is"
-    return f"{where} under {each.policy}: {each.iteration_s:.4g} s an iteration, {against}"
+    return f"the placement {AS_CONFIGURED}" if each.start.name == AS_CONFIGURED else f"'{each.start.name}' ({gpus})"
+
+
+def _spent(each: Prediction, run: Run) -> dict[str, Any]:
+    parts = {
+        "working": (Doing.GENERATING, Doing.INFERRING, Doing.TRAINING),
+        "switching": (Doing.SWITCHING,),
+        "idle": (Doing.WAITING, Doing.FREE),
+    }
+    told = {f"{name}_s": round(_per_gpu_s(run, states), 2) for name, states in parts.items()}
+    own = {"policy": each.policy, "placement": each.start.name, "seconds": round(run.iteration_s, 2)}
+    return own | {"moves": run.num_moves} | told
+
+
+def _per_gpu_s(run: Run, states: Sequence[Doing]) -> float:
+    spans = [span for own in run.timeline.values() for span in own if span.state in states]
+    return sum(span.end_s - span.start_s for span in spans) / len(run.timeline)
