@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler.course import Iteration, Report, Summary
 from services.scheduler.observed import Seen
-from services.scheduler.state import ClusterState, Iteration, Report, Summary
+from services.scheduler.state import ClusterState
 from services.scheduler.values import Fate, total
 from tidegate.types import Role
 

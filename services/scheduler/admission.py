@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.scheduler import events as ev
+from services.scheduler.components import role_of_instance
 from services.scheduler.observed import Generation, Inferring, Training
-from services.scheduler.state import ClusterState, SourceClock, role_of_instance
+from services.scheduler.state import ClusterState, SourceClock
 from tidegate.types import Grant
 
 MAX_AHEAD = 256

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.state import Phase, Target
+from services.scheduler.components import Target
+from services.scheduler.state import Phase
 from services.scheduler.values import IterationPlan, Snapshot
 from tidegate.ownership import MoveState, Outcome, Transition
 from tidegate.types import CommandId, GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId

@@ -15,7 +15,9 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.scheduler import resizes
-from services.scheduler.state import ClusterState, Component, Evaluation, Phase, Summary
+from services.scheduler.components import Component
+from services.scheduler.course import Evaluation, Summary
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Placed, total
 from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
 from tidegate.events import EventBody

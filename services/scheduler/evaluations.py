@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
-from services.scheduler.state import ClusterState, Evaluation, role_of_instance
+from services.scheduler.components import role_of_instance
+from services.scheduler.course import Evaluation
+from services.scheduler.state import ClusterState
 from tidegate.types import Role
 
 

@@ -14,19 +14,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler import evaluations, iterations, membership, ownership_view, pictures, resizes
+from services.scheduler import evaluations, iterations, lifecycle, membership, ownership_view, pictures, resizes
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused, admit, refusal
+from services.scheduler.components import role_of_instance
+from services.scheduler.course import ProgressSeen
 from services.scheduler.expectations import answered
-from services.scheduler.losses import OVER, all_down, next_incarnation, stop
 from services.scheduler.observed import Generation, Inferring, Picture, Training
-from services.scheduler.state import (
-    Checkpoint,
-    ClusterState,
-    Phase,
-    ProgressSeen,
-    role_of_instance,
-)
+from services.scheduler.state import ClusterState
 
 _FIGURES = ev.Progress | ev.Backlog | Picture
 """Nothing that a transition was planned on changes with them."""
@@ -64,16 +59,14 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
             return _seen(state, event)
         case Generation() | Inferring() | Training():
             return pictures.told(state, event, body)
-        case ev.JobSubmitted():
-            return _submitted(state, event, body)
-        case ev.JobCancelRequested():
-            return _cancelled(state, body)
-        case ev.JobResumeRequested():
-            return _resumed(state)
-        case ev.DeadLettered():
-            return _paused(state, body)
-        case ev.CheckpointSaved():
-            return _checkpointed(state, event, body)
+        case (
+            ev.JobSubmitted()
+            | ev.JobCancelRequested()
+            | ev.JobResumeRequested()
+            | ev.DeadLettered()
+            | ev.CheckpointSaved()
+        ):
+            return lifecycle.told(state, event, body)
         case ev.CommandAnswered():
             return answered(state, body) or Refused("answers a command that is not waited for")
         case ev.InstanceJoined():
@@ -126,65 +119,3 @@ def _seen(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
             return replace(state, progress={**state.progress, role: seen})
         case _:
             return Refused("progress of no component")
-
-
-def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> ClusterState | Refused:
-    submission = f"{event.source}/{event.boot}/{event.sequence}"
-    if state.submission == submission:
-        return Refused("submitted before")
-    if state.spec is not None and not body.resume:
-        return Refused("the job exists")
-    if state.phase is Phase.FINISHED:
-        return Refused("the job is finished")
-    if not body.resume:
-        state = replace(state, checkpoint=None)
-    told_before = state.checkpoint.incarnation if state.checkpoint else 0
-    incarnation = max(1, event.incarnation, told_before, state.incarnation + (state.spec is not None))
-    again = next_incarnation(state, incarnation=incarnation)
-    return replace(
-        again,
-        phase=Phase.SUBMITTED,
-        outcome=None,
-        message="",
-        spec=body.spec,
-        config_json=body.config_json,
-        submission=submission,
-        components=all_down(again),
-        reference=None,
-        asked=None,
-        asked_next=None,
-        moved=None,
-        num_restarts=0,
-        expectations={},
-    )
-
-
-def _cancelled(state: ClusterState, body: ev.JobCancelRequested) -> ClusterState | Refused:
-    if state.phase in OVER:
-        return Refused("the job is ending")
-    return stop(state, Phase.CANCELLED, f"cancelled: {body.reason or 'no reason given'}")
-
-
-def _paused(state: ClusterState, body: ev.DeadLettered) -> ClusterState | Refused:
-    if state.phase in OVER:
-        return Refused("the job is ending")
-    message = f"dead letter {body.dead_letter} of {body.subject}: {body.reason}; replay or drop it, and the job goes on"
-    return replace(state, phase=Phase.PAUSED, message=message)
-
-
-def _resumed(state: ClusterState) -> ClusterState | Refused:
-    if state.phase is not Phase.PAUSED:
-        return Refused("the job is not paused")
-    phase = Phase.STARTING if state.iteration is None else Phase.RUNNING
-    return replace(state, phase=phase, message="")
-
-
-def _checkpointed(state: ClusterState, event: ev.Event, body: ev.CheckpointSaved) -> ClusterState | Refused:
-    """Where the next incarnation begins; the present one goes on as it is."""
-    known = state.checkpoint
-    if known is not None and body.next_iteration <= known.next_iteration:
-        return Refused("of an older checkpoint")
-    checkpoint = Checkpoint(
-        next_iteration=body.next_iteration, version=body.version, name=body.name, incarnation=event.incarnation
-    )
-    return replace(state, checkpoint=checkpoint)

@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
+from services.scheduler.course import Evaluating
+from services.scheduler.issued import Expectation, Kind
 from services.scheduler.losses import stop
-from services.scheduler.state import ClusterState, Evaluating, Expectation, Kind
+from services.scheduler.state import ClusterState
 from tidegate.types import CommandId, Role
 
 ANSWER_DEADLINE_MS = 15_000

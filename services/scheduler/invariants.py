@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.scheduler.accounts import fault
-from services.scheduler.state import TERMINAL, ClusterState, Phase, Summary
+from services.scheduler.course import Summary
+from services.scheduler.state import TERMINAL, ClusterState, Phase
 from services.scheduler.values import Fate
 from tidegate.ownership import GpuState
 from tidegate.types import GpuId, Role

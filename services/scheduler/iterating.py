@@ -11,8 +11,9 @@ from __future__ import annotations
 from services.scheduler import commands as cmd
 from services.scheduler import evaluations
 from services.scheduler.accounts import ACCOUNTANTS
+from services.scheduler.course import Evaluating, Iteration
 from services.scheduler.iterations import READERS
-from services.scheduler.state import ClusterState, Evaluating, Iteration
+from services.scheduler.state import ClusterState
 from services.scheduler.wanted import Wanted, header
 from tidegate.types import Role
 

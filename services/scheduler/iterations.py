@@ -14,17 +14,12 @@ from dataclasses import replace
 from services.scheduler import accounts, evaluations
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
+from services.scheduler.components import Loaded, role_of_instance
+from services.scheduler.course import Iteration, Report
 from services.scheduler.learned import with_lengths
 from services.scheduler.losses import counted_anew, stop, with_component
 from services.scheduler.observed import Seen
-from services.scheduler.state import (
-    ClusterState,
-    Iteration,
-    Loaded,
-    Phase,
-    Report,
-    role_of_instance,
-)
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec
 from tidegate.types import Role
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import commands as cmd
+from services.scheduler.components import Target
 from services.scheduler.replicas import Replica, in_rank_order, num_gpus, replicas_of, stays
 from services.scheduler.starting import pause
-from services.scheduler.state import ClusterState, Phase, Target
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.stepping import advance, change_deadline_ms, close, commit, plan
 from services.scheduler.values import Placed
 from services.scheduler.wanted import Wanted, header, waiting

@@ -21,8 +21,9 @@ from dataclasses import replace
 
 from services.scheduler import evaluations
 from services.scheduler.accounts import supersede
+from services.scheduler.components import Component
 from services.scheduler.replicas import whole
-from services.scheduler.state import TERMINAL, ClusterState, Component, Phase
+from services.scheduler.state import TERMINAL, ClusterState, Phase
 from tidegate.ownership import Transition
 from tidegate.types import Grant, NodeId, Role, node_of
 

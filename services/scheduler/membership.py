@@ -10,16 +10,10 @@ from dataclasses import replace
 
 from services.scheduler import events as ev
 from services.scheduler.admission import NOT_OF_LEAD, Refused, is_of_lead, is_stale, of_other_incarnation
+from services.scheduler.components import Instance, Lead, node_of_instance, role_of_instance
 from services.scheduler.losses import OVER, lose, lose_node, restart_actor, stop, with_component
 from services.scheduler.pictures import led_anew
-from services.scheduler.state import (
-    ClusterState,
-    Instance,
-    Lead,
-    Phase,
-    node_of_instance,
-    role_of_instance,
-)
+from services.scheduler.state import ClusterState, Phase
 from tidegate.types import InstanceId, Role
 
 

@@ -12,8 +12,9 @@ from services.scheduler import evaluations, resizes
 from services.scheduler import events as ev
 from services.scheduler.accounts import supersede
 from services.scheduler.admission import Refused
+from services.scheduler.components import Component, role_of_instance
 from services.scheduler.losses import MAX_FAILED_STARTS, OVER, lose, restart_actor, shrunk, with_component
-from services.scheduler.state import ClusterState, Component, Phase, role_of_instance
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Placed
 from tidegate.ownership import GpuState, Part, PartState, Transition
 from tidegate.types import Grant, Role, TransitionId, node_of

@@ -13,8 +13,10 @@ from dataclasses import replace
 from services.scheduler import events as ev
 from services.scheduler import learned
 from services.scheduler.admission import NOT_OF_LEAD, Refused
+from services.scheduler.components import role_of_instance
+from services.scheduler.course import Iteration
 from services.scheduler.observed import Generation, Inferring, Picture, Seen, Training
-from services.scheduler.state import ClusterState, Iteration, role_of_instance
+from services.scheduler.state import ClusterState
 from tidegate.types import Role
 
 

@@ -15,9 +15,11 @@ from dataclasses import replace
 
 from services.scheduler import events as ev
 from services.scheduler import iterations
+from services.scheduler.components import role_of_instance
+from services.scheduler.course import Iteration
 from services.scheduler.evolve import evolve
 from services.scheduler.losses import OVER, all_down, next_incarnation
-from services.scheduler.state import ClusterState, Iteration, Phase, role_of_instance
+from services.scheduler.state import ClusterState, Phase
 from tidegate.types import Role
 
 

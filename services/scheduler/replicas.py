@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler.state import Component
+from services.scheduler.components import Component
 from services.scheduler.values import Placed
 from tidegate.types import GpuId, Grant, Layout
 

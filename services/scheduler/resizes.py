@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
+from services.scheduler.components import Component, role_of_instance
 from services.scheduler.losses import MAX_DEATHS, OVER, restart_actor, with_component
-from services.scheduler.state import ClusterState, Component, role_of_instance
+from services.scheduler.state import ClusterState
 from services.scheduler.values import JobSpec, Placed
 from tidegate.ownership import GpuRecord, GpuState, PartState, Transition
 from tidegate.types import Grant, Layout, Role

@@ -16,9 +16,10 @@ costs the incarnation where it fails otherwise, or comes to nothing by its deadl
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
+from services.scheduler.components import Target
 from services.scheduler.resizes import is_free, members_after
 from services.scheduler.starting import pause, ranked, scale_up
-from services.scheduler.state import ClusterState, Phase, Target
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.stepping import advance, change_deadline_ms, close, commit, described, nodes_of, plan
 from services.scheduler.values import Placed
 from services.scheduler.wanted import Wanted, header

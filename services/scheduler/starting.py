@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler import commands as cmd
+from services.scheduler.components import Target
 from services.scheduler.losses import MAX_FAILED_STARTS
 from services.scheduler.replicas import Replica, comes, in_rank_order, num_gpus, stays
 from services.scheduler.resizes import is_free
-from services.scheduler.state import ClusterState, Target
+from services.scheduler.state import ClusterState
 from services.scheduler.stepping import advance, change_deadline_ms, close, commit, described, nodes_of, plan
 from services.scheduler.values import Placed, Snapshot
 from services.scheduler.wanted import Wanted, header, waiting

@@ -1,5 +1,7 @@
 """What the scheduler knows of one job. All of it is here: what is not in a `ClusterState` no replica remembers.
 
+Its parts are in `components`, `course` and `issued`, `observed`, `learned` and `remembered`.
+
 Invariants (checked by `invariants.check`):
 - frozen and made of values only, so that `codec` writes and reads it exactly;
 - `version` counts structural changes and guards transitions; progress, backlog, pictures of an iteration and what was
@@ -15,12 +17,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from services.scheduler.components import Component, Instance, Lead, Loaded, Target, node_of_instance, role_of_instance
+from services.scheduler.course import Checkpoint, Evaluating, Evaluation, Iteration, ProgressSeen, Summary
+from services.scheduler.issued import Expectation
 from services.scheduler.learned import Learned
 from services.scheduler.observed import Seen
 from services.scheduler.remembered import Remembered
-from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed, Snapshot, total
+from services.scheduler.values import JobSpec, Placed, Snapshot
 from tidegate.ownership import GpuRecord, GpuState, Owner, Transition
-from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, TransitionId
+from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, TransitionId
 
 
 class Phase(StrEnum):
@@ -37,213 +42,6 @@ class Phase(StrEnum):
 
 
 TERMINAL = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """A running service of a role on a node. `living` is False from its lost lease on, until it joins again."""
-
-    endpoint: str
-    boot: int
-    living: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Lead:
-    """Elected by the start `boot` of its instance; a later start of it leads only after its own election."""
-
-    instance: InstanceId
-    endpoint: str
-    epoch: int
-    boot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Weights that a component confirmed under its present lead."""
-
-    incarnation: int
-    version: int
-    checksum: str
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """`layout` is None while the component is down; `placed` is where the layout came into force, with who died since.
-    `broken` names transitions that cannot succeed any more, `switched` the one whose layout is in force by the lead's
-    word; `last_failure` says of the last of its moves that failed in a row what broke it.
-
-    An actor that is up and lacks ranks keeps its state and waits for them; `gone` are those of its members, and of
-    those to come, who died in the open change, `num_deaths` counts what it outlived since the iteration opened. Who
-    `is_suspended` was to have no GPUs: an actor's state is in the memory of the nodes where it was `placed`."""
-
-    lead: Lead | None = None
-    grants: tuple[Grant, ...] = ()
-    layout: Layout | None = None
-    loaded: Loaded | None = None
-    has_reference: bool = False
-    broken: tuple[TransitionId, ...] = ()
-    num_failed_starts: int = 0
-    last_failure: str = ""
-    switched: TransitionId | None = None
-    gone: tuple[Grant, ...] = ()
-    num_deaths: int = 0
-    placed: Placed | None = None
-    is_suspended: bool = False
-
-    @property
-    def is_up(self) -> bool:
-        return self.layout is not None
-
-    @property
-    def lacks_ranks(self) -> bool:
-        return self.layout is not None and len(self.grants) < self.layout.num_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a transition brings its role, as it was planned; None: to no GPUs. `is_asked`: a person wanted it."""
-
-    placed: Placed | None
-    is_asked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A component's account of the open iteration."""
-
-    generated: Fate
-    trained: Fate
-    filtered: tuple[Fate, ...]
-    discarded: tuple[Fate, ...]
-    num_duplicates_dropped: int
-    metrics: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Steering:
-    """What the leads took of how the iteration is to go: whether the actor holds its training, the order of the groups,
-    empty as the rollout has it, and how many words of each kind. `asked_order` was asked last, taken or not."""
-
-    is_held: bool = False
-    num_holds: int = 0
-    group_order: tuple[int, ...] = ()
-    asked_order: tuple[int, ...] = ()
-    num_orders: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """The iteration that is open. `opened` holds the lead epoch under which each component took it."""
-
-    plan: IterationPlan
-    opened: Mapping[Role, int] = field(default_factory=dict)
-    reports: Mapping[Role, Report] = field(default_factory=dict)
-    closed: tuple[Role, ...] = ()
-    is_accounted: bool = False
-    steering: Steering = field(default_factory=Steering)
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What a version came to on prompts that nothing is trained on; `incarnation` is the one that asked them."""
-
-    version: int
-    incarnation: int
-    num_prompts: int
-    samples_per_prompt: int
-    metrics: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluating:
-    """The evaluation that a lead has taken."""
-
-    version: int
-    incarnation: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """An iteration that is over. `is_superseded`: the actor restarted before it, so that it is not in the lineage."""
-
-    iteration: int
-    incarnation: int
-    version: int
-    generated: Fate
-    trained: Fate
-    filtered: tuple[Fate, ...]
-    discarded: tuple[Fate, ...]
-    metrics: tuple[tuple[str, float], ...]
-    is_superseded: bool = False
-
-    @property
-    def num_accounted(self) -> int:
-        return total((self.trained, *self.filtered, *self.discarded)).num_samples
-
-    @property
-    def num_lost(self) -> int:
-        return max(0, self.generated.num_samples - self.num_accounted)
-
-    @property
-    def num_duplicates(self) -> int:
-        return max(0, self.num_accounted - self.generated.num_samples)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """`incarnation`: what goes on from it has at least this one. A lead saves in its own; a launcher tells of what it
-    found with one that nothing in the job's folder has."""
-
-    next_iteration: int
-    version: int
-    name: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressSeen:
-    """The last progress that a component told."""
-
-    incarnation: int
-    iteration: int
-    phase: str
-    num_done: int
-    num_total: int
-    metrics: tuple[tuple[str, float], ...]
-
-
-class Kind(StrEnum):
-    """How a command is waited for; see `expectations`."""
-
-    LEAD = "lead"
-    OPEN = "open"
-    CLOSE = "close"
-    EVALUATE = "evaluate"
-    HOLD = "hold"
-    ORDER = "order"
-    STORE = "store"
-    GATE = "gate"
-    WAIT = "wait"
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """A command that was issued and whose effect is not observed. `key` is its id without the attempt, `what` names it
-    to a person; `is_accepted`: a lead took it, and works on it."""
-
-    key: str
-    kind: Kind
-    what: str
-    role: Role | None
-    epoch: int
-    num_issued: int
-    num_refused: int
-    issued_ms: int
-    due_ms: int
-    refusal: str
-    is_accepted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,16 +224,3 @@ class ClusterState:
             return ""
         snapshot = self.snapshots.get(self.next_version)
         return snapshot.weights_checksum if snapshot else ""
-
-
-_ROLES = {str(role): role for role in Role}
-
-
-def node_of_instance(instance: InstanceId) -> NodeId:
-    return NodeId(instance.partition("@")[2])
-
-
-def role_of_instance(source: str) -> Role | None:
-    """None when the source is no component's instance ("scheduler", "launcher")."""
-    role, at, node = source.partition("@")
-    return _ROLES.get(role) if at and node else None

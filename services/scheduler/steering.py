@@ -8,8 +8,10 @@ else a lead that took the one before the last would be left with it.
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
+from services.scheduler.components import Lead
+from services.scheduler.course import Iteration
 from services.scheduler.policy import Proposal
-from services.scheduler.state import ClusterState, Iteration, Lead
+from services.scheduler.state import ClusterState
 from services.scheduler.wanted import Wanted, header
 from tidegate.types import Role
 

@@ -6,9 +6,10 @@ Invariant: a step's id is derived from its transition and what it changes, so th
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
+from services.scheduler.components import Target, node_of_instance
 from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
 from services.scheduler.ownership_view import transition_id
-from services.scheduler.state import ClusterState, Target, node_of_instance
+from services.scheduler.state import ClusterState
 from services.scheduler.wanted import Wanted
 from tidegate.ownership import GpuRecord, Move, MoveState, Part, Transition
 from tidegate.transitions import earned_outcome

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler import commands as cmd
+from services.scheduler.components import Lead
 from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
-from services.scheduler.state import ClusterState, Lead
+from services.scheduler.state import ClusterState
 from tidegate.types import CommandId, Role
 
 

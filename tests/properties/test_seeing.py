@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler import events as ev
+from services.scheduler.components import Component, Instance, Lead
+from services.scheduler.course import Iteration
 from services.scheduler.evolve import evolve
 from services.scheduler.observed import (
     CUT,
@@ -26,7 +28,7 @@ from services.scheduler.observed import (
 )
 from services.scheduler.policy.situation import Situation, engine_size
 from services.scheduler.seeing import situation_of
-from services.scheduler.state import ClusterState, Component, Instance, Iteration, Lead, Phase
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec
 from tests.unit.scheduler.fake_cluster import JOB, gpu
 from tests.unit.scheduler.situations import job

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from services.scheduler.codec import job_spec
+from services.scheduler.components import Component, Lead
 from services.scheduler.control import ControlServicer, write_endpoint
-from services.scheduler.state import ClusterState, Component, Evaluation, Lead, Phase, Summary
+from services.scheduler.course import Evaluation, Summary
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Fate, Snapshot
 from tests.component_bench import JOB, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster

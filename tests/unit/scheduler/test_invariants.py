@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from services.scheduler.course import Evaluation
 from services.scheduler.invariants import check
+from services.scheduler.issued import Expectation, Kind
 from services.scheduler.observed import Inferring, Seen
-from services.scheduler.state import ClusterState, Evaluation, Expectation, Kind, Phase
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Fate
 from tests.unit.scheduler.drive import booted
 from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec

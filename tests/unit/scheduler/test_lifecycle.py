@@ -8,10 +8,11 @@ import pytest
 
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
+from services.scheduler.course import Checkpoint
 from services.scheduler.decide import decide
 from services.scheduler.evolve import evolve
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.state import Checkpoint, ClusterState, Phase
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Fate
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from services.scheduler.components import Component
 from services.scheduler.costs import LengthLaw
+from services.scheduler.course import Iteration
 from services.scheduler.learned import Learned
 from services.scheduler.observed import (
     AWAY,
@@ -23,7 +25,7 @@ from services.scheduler.observed import (
 )
 from services.scheduler.policy.situation import Situation
 from services.scheduler.seeing import situation_of
-from services.scheduler.state import ClusterState, Component, Iteration, Phase
+from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec, Placed
 from tests.unit.scheduler.fake_cluster import JOB
 from tests.unit.scheduler.situations import gpus, job
