@@ -8,9 +8,9 @@ This is the seam to whatever decides. A run is
 and ends with ITERATION_FINISHED. Moves correspond to the commands that a scheduler issues: `release_engines` and
 `acquire_engines` (ScaleDown and ScaleUp of the rollout), `migrate` and `order_queue`, `resize_inference`,
 `resize_trainer` with the target layout, `hold_training` until an instant, and `wake_at` for whoever wants to be asked
-again. Happenings correspond to its events, and `view()` to its snapshot: an adapter turns both into the scheduler's own
-values and its commands into moves. Nothing here chooses a move: the world only carries them out, by the rules of the
-components, which are in `rollout`, `inference` and `training`.
+again. Happenings correspond to its events: an adapter turns them, and what it reads of the components, into the
+scheduler's own values, and its commands into moves. Nothing here chooses a move: the world only carries them out, by
+the rules of the components, which are in `rollout`, `inference` and `training`.
 
 Order of what waits for the same free GPU: nobody waits for what another was promised, because such a move is refused.
 Invariants: a GPU has one holder; a refused move changes nothing; the same workload, costs, placement, faults and moves
@@ -33,7 +33,6 @@ from simulator.inference import Inference
 from simulator.model import ModelSection
 from simulator.rollout import Rollout
 from simulator.training import Resize, Trainer
-from simulator.view import View, view_of
 from simulator.workload import Workload
 from tidegate.types import GpuId, Layout
 
@@ -109,11 +108,6 @@ class World:
     def is_told(self) -> bool:
         """Whether all that happened at this instant so far was told."""
         return not self._untold
-
-    def view(self) -> View:
-        """All that can be seen now, as frozen values."""
-        self.rollout.advance()
-        return view_of(self.now_s, self.gpus, self.rollout, self.inference, self.trainer)
 
     def release_engines(self, names: Iterable[int]) -> None:
         self.rollout.release(names)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.observed import QUEUED
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault
 from simulator.gpus import Holder, MoveRefused
 from simulator.happenings import Happening, What
 from simulator.workload import Workload
 from simulator.world import World
-from tests.unit.simulator.small import CLUSTER, workload, world
+from tests.unit.simulator.small import CLUSTER, shown, workload, world
 from tidegate.types import GpuId, Layout, MinibatchOrder
 
 Move = Callable[[World], None]
@@ -69,58 +70,57 @@ class Watch:
         return self.over.history
 
     def try_move(self, move: Move) -> None:
-        before = self.over.view(), len(self.over.gpus.changes)
+        before = shown(self.over), len(self.over.gpus.changes)
         try:
             move(self.over)
         except MoveRefused:
-            assert (self.over.view(), len(self.over.gpus.changes)) == before
+            assert (shown(self.over), len(self.over.gpus.changes)) == before
 
     def check(self, tokens: list[int]) -> None:
         """Owners, places and tokens."""
-        over, view = self.over, self.over.view()
-        engines = [gpu for engine in view.engines for gpu in engine.gpus]
-        used = Counter([*engines, *view.inference.gpus, *view.trainer.gpus, *view.free, *view.leaving, *view.lost])
-        assert max(used.values()) == 1
-        assert set(engines) <= set(over.gpus.held_by(Holder.ROLLOUT))
-        assert set(view.inference.gpus) <= set(over.gpus.held_by(Holder.INFERENCE))
-        assert set(view.trainer.gpus) <= set(over.gpus.held_by(Holder.ACTOR))
-        places = Counter(number for engine in view.engines for number, _ in engine.running)
-        places.update(number for number, _ in view.waiting)
-        assert not places or max(places.values()) == 1
-        for engine in view.engines:
-            contexts = sum(over.rollout.sequences[number].context_tokens for number, _ in engine.running)
-            assert engine.kv_tokens == contexts + sum(done for _, done in engine.running)
-        seen = [pair for engine in view.engines for pair in engine.running] + list(view.waiting)
-        for number, done in seen:
-            assert done >= tokens[number]
-            tokens[number] = done
+        over, now = self.over, shown(self.over)
+        engines = [gpu for gpus in now.engines for gpu in gpus]
+        nobodys = [gpu for holder in (Holder.FREE, Holder.LEAVING, Holder.LOST) for gpu in now.held_by(holder)]
+        assert max(Counter([*engines, *now.inference, *over.trainer.gpus, *nobodys]).values()) == 1
+        assert set(engines) <= set(now.held_by(Holder.ROLLOUT))
+        assert set(now.inference) <= set(now.held_by(Holder.INFERENCE))
+        assert set(over.trainer.gpus) <= set(now.held_by(Holder.ACTOR))
+        assert sorted(now.queue) == [number for number, place in enumerate(now.places) if place == QUEUED]
+        for place, engine in enumerate(over.rollout.engines.values()):
+            running = now.running(place)
+            assert engine.progress() == tuple((number, now.lengths[number]) for number in running)
+            contexts = sum(over.rollout.sequences[number].context_tokens for number in running)
+            assert engine.kv_tokens == contexts + sum(now.lengths[number] for number in running)
+        assert all(done >= before for done, before in zip(now.lengths, tokens, strict=True))
+        tokens[:] = now.lengths
 
     def rescue(self) -> None:
         """One GPU, or one engine, for whatever stage has nothing and is needed."""
-        over, view = self.over, self.over.view()
-        if over.trainer.waiting_resize is not None:
-            over.resize_trainer(view.trainer.gpus, view.trainer.layout)
-        elif view.num_unfinished:
+        over, trainer = self.over, self.over.trainer
+        free = over.gpus.held_by(Holder.FREE)
+        if trainer.waiting_resize is not None:
+            over.resize_trainer(trainer.gpus, trainer.layout)
+        elif over.rollout.num_unfinished:
             if not over.gpus.held_by(Holder.ROLLOUT):
-                self.generate()
-        elif view.engines:
-            over.release_engines([engine.name for engine in view.engines])
-        elif not over.inference.wanted and view.free:
-            over.resize_inference(view.free[:1])
-        elif not view.trainer.gpus and not view.trainer.is_resizing and view.free:
-            over.resize_trainer(view.free[:1], Layout())
+                self.generate(free)
+        elif over.rollout.engines:
+            over.release_engines(list(over.rollout.engines))
+        elif not over.inference.wanted and free:
+            over.resize_inference(free[:1])
+        elif not trainer.gpus and not trainer.is_resizing and free:
+            over.resize_trainer(free[:1], Layout())
         elif len(over.inference.wanted) > 1:
             over.resize_inference(over.inference.wanted[:1])
-        elif len(view.trainer.gpus) > 1 and not over.inference.wanted:
-            over.resize_trainer(view.trainer.gpus[:1], Layout())
+        elif len(trainer.gpus) > 1 and not over.inference.wanted:
+            over.resize_trainer(trainer.gpus[:1], Layout())
 
-    def generate(self) -> None:
-        over, view = self.over, self.over.view()
-        if len(view.free) >= 2:
-            over.acquire_engines(view.free[:2])
+    def generate(self, free: tuple[GpuId, ...]) -> None:
+        over, trainer = self.over, self.over.trainer
+        if len(free) >= 2:
+            over.acquire_engines(free[:2])
         elif over.inference.wanted:
             over.resize_inference(())
-        elif view.trainer.gpus and not view.trainer.is_resizing:
+        elif trainer.gpus and not trainer.is_resizing:
             over.resize_trainer((), None)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from services.scheduler.observed import Inferring
 from simulator.costs import Costs, EngineCosts, SwitchCosts, SyncCosts, TrainerCosts
 from simulator.faults import Fault
+from simulator.gpus import Holder
 from simulator.lengths import Lengths, Turns
 from simulator.model import ModelSection
+from simulator.seeing import inferring
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.types import GpuId, Layout, MinibatchOrder
@@ -53,3 +57,43 @@ def world(
     layout = Layout(dp=actor) if actor else None
     placement = Placement(CLUSTER, CLUSTER[others:], CLUSTER[actor:others], CLUSTER[:actor], layout)
     return World(work, COSTS, placement, faults, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What policies, and the chain, read of a world at one instant."""
+
+    lengths: tuple[int, ...]
+    places: tuple[int, ...]
+    """By sequence, of one that runs its engine's place in `engines`."""
+    queue: tuple[int, ...]
+    engines: tuple[tuple[GpuId, ...], ...]
+    kv_tokens: tuple[int, ...]
+    inferring: Inferring
+    inference: tuple[GpuId, ...]
+    trainer: tuple[tuple[GpuId, ...], Layout | None, int, float | None]
+    holders: Mapping[GpuId, Holder]
+
+    def running(self, engine: int) -> list[int]:
+        return [number for number, place in enumerate(self.places) if place == engine]
+
+    def held_by(self, holder: Holder) -> tuple[GpuId, ...]:
+        return tuple(gpu for gpu, held in self.holders.items() if held is holder)
+
+
+def shown(over: World) -> Shown:
+    """With the engines advanced to now."""
+    rollout, trainer = over.rollout, over.trainer
+    rollout.advance()
+    lengths, places = rollout.columns.seen({name: engine.steps for name, engine in rollout.engines.items()})
+    return Shown(
+        lengths=tuple(lengths.tolist()),
+        places=tuple(places.tolist()),
+        queue=tuple(sequence.index for sequence in rollout.waiting),
+        engines=tuple(engine.gpus for engine in rollout.engines.values()),
+        kv_tokens=tuple(engine.kv_tokens for engine in rollout.engines.values()),
+        inferring=inferring(over),
+        inference=over.inference.gpus,
+        trainer=(trainer.gpus, trainer.layout, trainer.minibatch, trainer.closes_at_s),
+        holders={gpu: over.gpus.holder(gpu) for gpu in over.gpus.cluster},
+    )

@@ -8,6 +8,7 @@ from itertools import permutations, product
 import pytest
 
 from simulator.bound import clairvoyant_bound
+from simulator.gpus import Holder
 from simulator.happenings import What
 from simulator.lengths import Turns
 from simulator.workload import Workload
@@ -63,7 +64,7 @@ def hand_out(world: World, work: Workload, schedule: Schedule) -> None:
     inference, trainer = world.inference, world.trainer
     if inference.wanted and not inference.backlog and not inference.is_busy:
         world.resize_inference(())
-    free = world.view().free
+    free = world.gpus.held_by(Holder.FREE)
     is_idle = trainer.is_at_boundary and not trainer.is_resizing and not trainer.waiting_resize and not trainer.is_done
     can_open = is_idle and len(trainer.ready) >= (1 if work.streams else work.minibatch_sizes[trainer.minibatch])
     needs_inference = bool(inference.backlog) and not inference.wanted

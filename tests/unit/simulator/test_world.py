@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from services.scheduler.observed import AWAY
 from simulator.faults import EngineFault, GpuFault, LateFault
 from simulator.gpus import Holder, MoveRefused
 from simulator.happenings import What
 from simulator.workload import Workload
 from simulator.world import Stalled, World
-from tests.unit.simulator.small import CLUSTER, COSTS, workload, world
+from tests.unit.simulator.small import CLUSTER, COSTS, shown, workload, world
 from tidegate.types import Layout, MinibatchOrder
 
 EIGHT_GROUPS = [((30 + 7 * group,), (90,)) for group in range(8)]
@@ -61,14 +62,15 @@ def test_a_released_engines_sequences_go_on_elsewhere_with_their_tokens() -> Non
     over = world(workload(EIGHT_GROUPS))
     over.wake_at(0.8)
     until(over, What.WOKE)
-    before = {number: done for engine in over.view().engines for number, done in engine.running}
+    before = shown(over)
+    moved = before.running(0)
     over.release_engines([0])
     until(over, What.GPUS_FREED)
-    view = over.view()
-    after = dict((*view.waiting, *(pair for engine in view.engines for pair in engine.running)))
-    assert max(before.values()) > 0
-    assert all(after.get(number, before[number]) >= before[number] for number in before)
-    assert view.free == CLUSTER[4:6]
+    after = shown(over)
+    assert max(before.lengths[number] for number in moved) > 0
+    assert all(map(int.__ge__, after.lengths, before.lengths))
+    assert after.engines == before.engines[1:]
+    assert after.held_by(Holder.FREE) == CLUSTER[4:6]
 
 
 def test_an_engine_acquired_later_takes_what_waits() -> None:
@@ -77,25 +79,26 @@ def test_an_engine_acquired_later_takes_what_waits() -> None:
     until(over, What.GPUS_FREED)
     over.acquire_engines(CLUSTER[2:4])
     until(over, What.ENGINE_ACQUIRED)
-    assert over.view().engines[-1].running
+    assert shown(over).running(len(over.rollout.engines) - 1)
 
 
 def test_what_migrates_runs_on_the_engine_with_the_fewest() -> None:
     over = world(workload([((200,), (200,))] * 2))
     over.wake_at(0.3)
     until(over, What.WOKE)
-    moved = [number for number, _ in over.view().engines[0].running]
+    moved = shown(over).running(0)
     over.migrate(moved)
-    assert over.view().engines[0].running == ()
+    assert shown(over).running(0) == []
+    assert {shown(over).places[number] for number in moved} == {AWAY}
     over.wake_at(over.now_s + 1.5)
     until(over, What.WOKE)
-    assert sum(len(engine.running) for engine in over.view().engines) == 4
+    assert sum(place >= 0 for place in shown(over).places) == 4
 
 
 def test_the_queue_follows_the_order_that_is_given() -> None:
     over = world(workload(EIGHT_GROUPS))
     over.order_queue([15, 3])
-    assert [number for number, _ in over.view().waiting][:4] == [15, 3, 0, 1]
+    assert shown(over).queue[:4] == (15, 3, 0, 1)
 
 
 def test_the_trainer_is_resized_between_two_optimizer_steps_only() -> None:
@@ -143,11 +146,11 @@ def test_training_that_is_held_begins_at_its_instant() -> None:
 )
 def test_a_move_that_cannot_be_made_is_refused_and_changes_nothing(move: Callable[[World], None], want: str) -> None:
     over = world(workload(EIGHT_GROUPS))
-    before = over.view()
+    before = shown(over)
     with pytest.raises(MoveRefused) as caught:
         move(over)
     assert want in str(caught.value)
-    assert over.view() == before
+    assert shown(over) == before
 
 
 def test_work_without_gpus_stalls_and_says_what_waits() -> None:
@@ -159,27 +162,27 @@ def test_a_dead_engines_sequences_go_on_and_its_gpus_become_free() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[EngineFault(0.5, 0)])
     told = run(over)
     assert told.count(What.SEQUENCE_FINISHED) == 16
-    assert over.view().free == CLUSTER[4:6]
+    assert over.gpus.held_by(Holder.FREE) == CLUSTER[4:6]
 
 
 def test_a_lost_gpu_takes_its_engine_and_is_never_free_again() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[4])])
     assert run(over).count(What.SEQUENCE_FINISHED) == 16
-    assert over.view().lost == CLUSTER[4:5]
-    assert over.view().free == CLUSTER[5:6]
+    assert over.gpus.held_by(Holder.LOST) == CLUSTER[4:5]
+    assert over.gpus.held_by(Holder.FREE) == CLUSTER[5:6]
 
 
 def test_a_gpu_that_comes_back_is_free() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[4], back_after_s=1.0)])
     freed = [happening for happening in over.happenings() if happening.what is What.GPUS_FREED]
     assert [(round(each.at_s, 3), each.gpus) for each in freed] == [(0.7, CLUSTER[5:6]), (1.5, CLUSTER[4:5])]
-    assert over.view().free == CLUSTER[4:6]
+    assert over.gpus.held_by(Holder.FREE) == CLUSTER[4:6]
 
 
 def test_a_lost_gpu_of_the_inference_costs_a_group_its_computation_only() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[2])])
     assert run(over).count(What.GROUP_INFERRED) == 8
-    assert over.view().inference.gpus == CLUSTER[3:4]
+    assert over.inference.gpus == CLUSTER[3:4]
 
 
 def test_a_trainer_that_dies_trains_its_open_minibatch_again_after_a_cold_start() -> None:
