@@ -50,14 +50,14 @@ class Fitted:
 def calibrated(run: RecordedRun) -> tuple[Fitted, ...]:
     """In the order of a scenario's fields."""
     settled = [*_of_job(run), *_law(run), *_room(run)]
-    fitted = [*_engine(run, _scenario(settled)), *_inference(run), *_trainer(run)]
-    sync = _sync(run, _scenario([*settled, *fitted]))
+    fitted = [*_engine(run, scenario_of(settled)), *_inference(run), *_trainer(run)]
+    sync = _sync(run, scenario_of([*settled, *fitted]))
     return (*settled, *fitted, sync)
 
 
-def scenario_text(fitted: Sequence[Fitted]) -> str:
-    """As a scenario file, every value with its source in a comment."""
-    lines = list(_HEAD)
+def scenario_text(fitted: Sequence[Fitted], notes: Sequence[str] = ()) -> str:
+    """As a scenario file, every value with its source in a comment; `notes` stand above."""
+    lines = [*_HEAD, *(f"# {note}" for note in notes)]
     open_path: tuple[str, ...] = ()
     for each in fitted:
         *sections, key = each.key.split(".")
@@ -80,7 +80,8 @@ def _plain(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) and not value.isidentifier() else str(value)
 
 
-def _scenario(fitted: Sequence[Fitted]) -> Scenario:
+def scenario_of(fitted: Sequence[Fitted]) -> Scenario:
+    """Of the values alone."""
     raw: dict[str, Any] = {}
     for each in fitted:
         *sections, key = each.key.split(".")
@@ -145,7 +146,7 @@ def _engine(run: RecordedRun, scenario: Scenario) -> Iterator[Fitted]:
 
 
 def _inference(run: RecordedRun) -> Iterator[Fitted]:
-    rates = [_all_tokens(iteration, run) / iteration.inferring_s for iteration in run.iterations]
+    rates = [all_tokens(iteration, run) / iteration.inferring_s for iteration in run.iterations]
     told = f"M: median of {len(rates)} iterations, of a GPU at work"
     yield Fitted("costs.inference.rate_tokens_per_s", _rounded(median(rates)), told)
 
@@ -186,6 +187,11 @@ def _with_costs(scenario: Scenario, section: str, values: Mapping[str, Any]) -> 
 
 
 def _simulated_s(iteration: RecordedIteration, scenario: Scenario, until: What) -> float:
+    world = world_of(iteration, scenario)
+    return next(happening.at_s for happening in world.happenings() if happening.what is until)
+
+
+def world_of(iteration: RecordedIteration, scenario: Scenario) -> World:
     """The iteration with its own lengths, every component where the config has it."""
     turns = tuple(tuple((max(1, length),) for length in group) for group in iteration.lengths)
     own = scenario.algorithm
@@ -196,11 +202,11 @@ def _simulated_s(iteration: RecordedIteration, scenario: Scenario, until: What) 
         minibatch_order=own.minibatch_order,
         streams=own.streams,
     )
-    world = World(workload, scenario.costs, scenario.placement())
-    return next(happening.at_s for happening in world.happenings() if happening.what is until)
+    return World(workload, scenario.costs, scenario.placement())
 
 
-def _all_tokens(iteration: RecordedIteration, run: RecordedRun) -> int:
+def all_tokens(iteration: RecordedIteration, run: RecordedRun) -> int:
+    """Of prompts and responses, which inference computes and the trainer trains on."""
     return iteration.num_tokens + run.prompt_tokens * sum(map(len, iteration.lengths))
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from services.scheduler.policy import Policy
-from simulator import calibrating, foretold, retold
+from simulator import calibrating, foretold, phase_errors, retold
 from simulator.planning import Calibrated, predictions
 from simulator.policies import asked_policies, policies_of
 from simulator.run import Run
@@ -90,15 +90,17 @@ def calibrate(given: argparse.Namespace) -> int:
         run = joined([recorded(folder) for folder in given.folders])
     except NotRecorded as error:
         raise ConfigError(str(error)) from error
-    fitted = calibrating.calibrated(run)
+    fitted, phases = calibrating.calibrated(run), phase_errors.of_run(run)
     rows = [asdict(each) for each in fitted]
     match given.form:
         case "json":
-            print(json.dumps(rows))
+            print(json.dumps({"values": rows, "phases": [phase.row() for phase in phases]}))
         case "table":
-            print(table([row | {"value": plain(row["value"])} for row in rows], tuple(rows[0])))
+            print(table([row | {"value": plain(row["value"])} for row in rows], tuple(rows[0])), "", sep="\n")
+            print(table([phase.row() for phase in phases], phase_errors.COLUMNS), phase_errors.TOLD, sep="\n")
         case _:
-            print(calibrating.scenario_text(fitted), end="")
+            notes = ["Simulated so:", *(f"  {phase.told()}" for phase in phases), phase_errors.TOLD]
+            print(calibrating.scenario_text(fitted, notes), end="")
     return 0
 
 

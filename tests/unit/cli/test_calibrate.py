@@ -33,11 +33,14 @@ def test_each_fitted_value_is_listed_with_what_it_was_fitted_to(
     folder = run_directory(tmp_path)
     text = printed(capsys, "calibrate", folder.name, "--output-dir", str(tmp_path), "-o", form)
     if form == "json":
-        found = {row["key"]: row["source"] for row in json.loads(text)}
+        told = json.loads(text)
+        found = {row["key"]: row["source"] for row in told["values"]}
+        assert [row["phase"] for row in told["phases"]] == ["rollout", "inference", "training", "iteration"]
         assert found["costs.trainer.fixed_s"].startswith("M: 4 minibatches, median 0.00")
     else:
         (line,) = (line for line in text.splitlines() if line.startswith("costs.inference.rate_tokens_per_s"))
         assert line.endswith("M: median of 2 iterations, of a GPU at work")
+        assert "\nPHASE      MEASURED S  SIMULATED S  ERROR PERCENT\n" in text
 
 
 def test_a_job_that_did_not_finish_and_one_that_there_is_not_are_told(
