@@ -22,6 +22,7 @@ from simulator.faults import EngineFault, Fault, GpuFault, LateFault
 from simulator.happenings import What
 from simulator.lengths import BadTrace, LengthLaw, Lengths, LengthSection, draw_lengths, lengths_of_trace, parse_trace
 from simulator.model import ModelSection
+from simulator.scenario_checks import gpus_of, scenario_faults
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.config import ConfigError, LayoutSection
@@ -40,7 +41,6 @@ from tidegate.config_layers import (
 from tidegate.config_origins import with_origin, with_origins
 from tidegate.config_scheduler import SchedulerSection
 from tidegate.config_yaml import NotAsMeant, read_yaml, yaml_problem
-from tidegate.gpu_lists import gpu_indices, list_fault
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
 
 
@@ -89,10 +89,6 @@ class FaultSection(Section):
     late_s: NonNegativeFloat = 0.0
 
 
-_FIELDS_OF_FAULT = {"gpu": {"gpu", "back_after_s"}, "engine": {"engine"}, "late": {"what", "late_s"}}
-"""By kind, beside `at_s`."""
-
-
 class Scenario(Section):
     """All of one simulated iteration but the policy."""
 
@@ -113,7 +109,7 @@ class Scenario(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Scenario:
-        if found := [*_placement_faults(self), *_model_faults(self), *_workload_faults(self), *_fault_faults(self)]:
+        if found := scenario_faults(self):
             raise ValueError("\n".join(found))
         return self
 
@@ -123,7 +119,7 @@ class Scenario(Section):
 
     def placement(self) -> Placement:
         gpus = self.cluster.gpus()
-        has = {role: tuple(gpus[index] for index in _indices(self, role)) for role in Role}
+        has = {role: tuple(gpus[index] for index in gpus_of(self, role)) for role in Role}
         actor = has[Role.ACTOR]
         own = self.actor_layout.layout() if self.actor_layout else Layout(dp=max(1, len(actor)))
         return Placement(gpus, has[Role.ROLLOUT], has[Role.INFERENCE], actor, own if actor else None)
@@ -240,76 +236,6 @@ def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
             "make them the same"
         )
     return turns
-
-
-def _indices(scenario: Scenario, role: Role) -> list[int]:
-    text = getattr(scenario.cluster.placement, role.value)
-    return gpu_indices(text) if text else []
-
-
-def _placement_faults(scenario: Scenario) -> Iterator[str]:
-    num_gpus, holder = len(scenario.cluster.gpus()), dict[int, str]()
-    for role in Role:
-        key = f"cluster.placement.{role}"
-        try:
-            indices = _indices(scenario, role)
-        except ValueError as error:
-            yield f"{key}: {error}"
-            continue
-        if fault := list_fault(key, indices, own=role, num_gpus=num_gpus, holder=holder):
-            yield fault
-        holder = dict.fromkeys(indices, str(role)) | holder
-        yield from _size_faults(scenario, role, len(indices))
-
-
-def _size_faults(scenario: Scenario, role: Role, num_gpus: int) -> Iterator[str]:
-    size = scenario.costs.engine.gpus_per_engine
-    if role is Role.ROLLOUT and num_gpus % size:
-        yield (
-            f"cluster.placement.rollout has {num_gpus} GPUs, which are no whole engines of "
-            f"costs.engine.gpus_per_engine={size}: leave {num_gpus % size} out"
-        )
-    if (
-        role is Role.ACTOR
-        and scenario.actor_layout
-        and num_gpus != (wanted := scenario.actor_layout.layout().num_ranks)
-    ):
-        own = scenario.actor_layout
-        told = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
-        yield f"{told} needs {wanted} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
-
-
-def _model_faults(scenario: Scenario) -> Iterator[str]:
-    section = scenario.actor_layout
-    layout = section.layout() if section else Layout()
-    if scenario.model and (why := scenario.model.refusal(layout)):
-        yield f"actor_layout.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
-
-
-def _workload_faults(scenario: Scenario) -> Iterator[str]:
-    own, lengths = scenario.algorithm, scenario.lengths
-    if own.n_minibatches > own.prompts_per_iteration:
-        yield (
-            f"algorithm.n_minibatches={own.n_minibatches} is more than the groups of an iteration, "
-            f"prompts_per_iteration={own.prompts_per_iteration}: a minibatch has one at least"
-        )
-    if lengths.min_tokens > lengths.max_tokens:
-        yield f"lengths.min_tokens={lengths.min_tokens} is above max_tokens={lengths.max_tokens}"
-    if (lengths.law is LengthLaw.TRACE) != bool(lengths.file):
-        yield f"lengths.law={lengths.law} and lengths.file={lengths.file!r}: a trace has a file, another law none"
-
-
-def _fault_faults(scenario: Scenario) -> Iterator[str]:
-    num_gpus = len(scenario.cluster.gpus())
-    for at, fault in enumerate(scenario.faults):
-        needed = "what" if fault.kind == "late" else fault.kind
-        others = sorted(fault.model_fields_set - {"at_s", "kind", *_FIELDS_OF_FAULT[fault.kind]})
-        if others:
-            yield f"faults.{at}.{others[0]} is nothing of kind={fault.kind}: leave it out"
-        if getattr(fault, needed) is None:
-            yield f"faults.{at}.kind={fault.kind} needs faults.{at}.{needed}: say which"
-        elif fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:
-            yield f"faults.{at}.gpu={fault.gpu} leaves the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"
 
 
 def _scheduled(fault: FaultSection, gpus: tuple[GpuId, ...]) -> Fault:

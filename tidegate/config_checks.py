@@ -62,11 +62,11 @@ def placement_faults(config: JobConfig) -> list[str]:
         except ValueError as error:
             faults.append(f"{key}: {error}")
             continue
-        if fault := list_fault(key, indices, own=str(role), num_gpus=num_gpus, holder=holder):
-            faults.append(fault)
+        fault = list_fault(key, indices, own=str(role), num_gpus=num_gpus, holder=holder)
+        if fault is None and role is not Role.ROLLOUT:
+            fault = _layout_fault(config, role, len(indices))
+        faults += [fault] if fault else []
         holder = dict.fromkeys(indices, str(role)) | holder
-        if role is not Role.ROLLOUT and (fault := _layout_fault(config, role, len(indices))):
-            faults.append(fault)
     return faults + _standby_faults(config, holder) + _shards_faults(config)
 
 

@@ -169,7 +169,7 @@ WRONG = {
     "GPUs of others and beyond the cluster are one line a component": (
         _with("cluster.component_placement.inference", "0-2,6-9"),
         r"^cluster.component_placement.inference names GPUs 0-1, which actor has already, GPU 2, which rollout has "
-        r"already: list each GPU once; GPUs 6-9, the cluster has 5 \(0-4\)\n",
+        r"already: list each GPU once; GPUs 6-9, the cluster has 5 \(0-4\)$",
     ),
     "a range longer than any cluster": (
         _with("cluster.component_placement.inference", "0-90000000"),

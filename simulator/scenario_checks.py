@@ -1,0 +1,143 @@
+"""What must hold between a scenario's sections, and of its figures: one fault a line, with its remedy.
+
+Invariant: a line names its keys in full, so that it can be told where they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from simulator.lengths import LengthLaw
+from tidegate.config_base import ITEM, fields_of
+from tidegate.config_layers import dotted
+from tidegate.gpu_lists import gpu_indices, list_fault
+from tidegate.types import Layout, Role
+
+if TYPE_CHECKING:
+    from simulator.scenario import Scenario
+
+MAX_RESPONSES = 1_000_000
+"""Of an iteration: a hundred times the published one's. A million are drawn in some seconds."""
+MAX_TOKENS = 10_000_000
+"""Of a sequence: ten times the longest context there is."""
+MAX_SECONDS = 1_000_000
+"""Of a cost: eleven days."""
+MIN_RATE = 1e-3
+MAX_SIGMA = 10
+"""Of a logarithm: one response in three is off by more than 22,000 times. The exponential of hundreds is infinite."""
+_FIELDS_OF_FAULT = {"gpu": {"gpu", "back_after_s"}, "engine": {"engine"}, "late": {"what", "late_s"}}
+"""By kind, beside `at_s`."""
+
+
+def scenario_faults(scenario: Scenario) -> list[str]:
+    return [
+        *_placement_faults(scenario),
+        *_model_faults(scenario),
+        *_workload_faults(scenario),
+        *_range_faults(scenario),
+        *_fault_faults(scenario),
+    ]
+
+
+def gpus_of(scenario: Scenario, role: Role) -> list[int]:
+    """Its GPUs, counted over the nodes. ValueError for what is no list of GPUs."""
+    text = getattr(scenario.cluster.placement, role.value)
+    return gpu_indices(text) if text else []
+
+
+def _placement_faults(scenario: Scenario) -> Iterator[str]:
+    num_gpus, holder = len(scenario.cluster.gpus()), dict[int, str]()
+    for role in Role:
+        key = f"cluster.placement.{role}"
+        try:
+            indices = gpus_of(scenario, role)
+        except ValueError as error:
+            yield f"{key}: {error}"
+            continue
+        if fault := list_fault(key, indices, own=role, num_gpus=num_gpus, holder=holder):
+            yield fault
+        else:
+            yield from _size_faults(scenario, role, len(indices))
+        holder = dict.fromkeys(indices, str(role)) | holder
+
+
+def _size_faults(scenario: Scenario, role: Role, num_gpus: int) -> Iterator[str]:
+    size = scenario.costs.engine.gpus_per_engine
+    if role is Role.ROLLOUT and num_gpus % size:
+        yield (
+            f"cluster.placement.rollout has {num_gpus} GPUs, which are no whole engines of "
+            f"costs.engine.gpus_per_engine={size}: leave {num_gpus % size} out"
+        )
+    if (
+        role is Role.ACTOR
+        and scenario.actor_layout
+        and num_gpus != (wanted := scenario.actor_layout.layout().num_ranks)
+    ):
+        own = scenario.actor_layout
+        told = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
+        yield f"{told} needs {wanted} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
+
+
+def _model_faults(scenario: Scenario) -> Iterator[str]:
+    section = scenario.actor_layout
+    layout = section.layout() if section else Layout()
+    if scenario.model and (why := scenario.model.refusal(layout)):
+        yield f"actor_layout.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
+
+
+def _workload_faults(scenario: Scenario) -> Iterator[str]:
+    own, lengths = scenario.algorithm, scenario.lengths
+    if own.n_minibatches > own.prompts_per_iteration:
+        yield (
+            f"algorithm.n_minibatches={own.n_minibatches} is more than the groups of an iteration, "
+            f"prompts_per_iteration={own.prompts_per_iteration}: a minibatch has one at least"
+        )
+    if (num_responses := own.prompts_per_iteration * own.group_size) > MAX_RESPONSES:
+        yield (
+            f"algorithm.prompts_per_iteration={own.prompts_per_iteration} of group_size={own.group_size} are "
+            f"{num_responses:,} responses, of which {MAX_RESPONSES:,} can be simulated: lower one of them"
+        )
+    if lengths.min_tokens > lengths.max_tokens:
+        yield f"lengths.min_tokens={lengths.min_tokens} is above max_tokens={lengths.max_tokens}"
+    if (lengths.law is LengthLaw.TRACE) != bool(lengths.file):
+        yield f"lengths.law={lengths.law} and lengths.file={lengths.file!r}: a trace has a file, another law none"
+
+
+def _range_faults(scenario: Scenario) -> Iterator[str]:
+    """Of figures that are finite and yet come to nothing that can be added up."""
+    for path, _ in fields_of(type(scenario)):
+        value = None if ITEM in path else _at(scenario, path)
+        if not isinstance(value, int | float):
+            continue
+        name, key = path[-1], dotted(path)
+        if name.startswith("sigma_") or name.endswith("_sigma"):
+            if value > MAX_SIGMA:
+                yield f"{key}={value:g} is above {MAX_SIGMA}: it is of the logarithm, where 1 is a factor of 2.7"
+        elif name.endswith("_per_s"):
+            if value < MIN_RATE:
+                yield f"{key}={value:g} is below {MIN_RATE:g} a second: nothing would end"
+        elif name.endswith("_tokens") and path[0] != "costs":
+            if value > MAX_TOKENS:
+                yield f"{key}={value:g} is above {MAX_TOKENS:,} tokens: lower it"
+        elif name.endswith("_s") and value > MAX_SECONDS:
+            yield f"{key}={value:g} is above {MAX_SECONDS:,} seconds: nothing would end"
+
+
+def _at(value: Any, path: tuple[str, ...]) -> Any:
+    """None below a section that is not there."""
+    return reduce(lambda part, name: getattr(part, name, None), path, value)
+
+
+def _fault_faults(scenario: Scenario) -> Iterator[str]:
+    num_gpus = len(scenario.cluster.gpus())
+    for at, fault in enumerate(scenario.faults):
+        needed = "what" if fault.kind == "late" else fault.kind
+        others = sorted(fault.model_fields_set - {"at_s", "kind", *_FIELDS_OF_FAULT[fault.kind]})
+        if others:
+            yield f"faults.{at}.{others[0]} is nothing of kind={fault.kind}: leave it out"
+        if getattr(fault, needed) is None:
+            yield f"faults.{at}.kind={fault.kind} needs faults.{at}.{needed}: say which"
+        elif fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:
+            yield f"faults.{at}.gpu={fault.gpu} leaves the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"
