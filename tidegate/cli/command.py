@@ -33,7 +33,10 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     """`arguments` are this process's when None."""
     given = _parsed(_parser(), arguments)
     try:
-        return _run(given)
+        code = _run(given)
+        # Here, where it is told if nobody reads it, or the disk is full: at exit it would be a traceback.
+        sys.stdout.flush()
+        return code
     except (ConfigError, UnknownJob) as error:
         return _say(error, code=BAD_USAGE)
     except (NotRunning, PeerRefused, PeerUnavailable, ValueError) as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -215,3 +218,19 @@ def test_a_jobs_config_is_no_scenario_and_the_command_for_it_is_named(
 def test_blanks_between_policies_are_left_out(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed(capsys, scenario, "--compare", "static, rlinf", "-o", "json"))
     assert [each["policy"] for each in found["policies"]] == ["static", "rlinf"]
+
+
+@pytest.mark.parametrize("form", ["table", "html"])
+@pytest.mark.parametrize("case", ["nobody reads", "the disk is full"])
+def test_an_output_that_takes_nothing_ends_with_1_and_no_traceback(case: str, form: str, scenario: str) -> None:
+    """A table is written at the end, a page at once."""
+    if case == "nobody reads":
+        reader, out = os.pipe()
+        os.close(reader)
+    else:
+        out = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-m", "tidegate.cli", "simulate", scenario, "--policy", "static", "-o", form]
+    ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(out)
+    told = "tidegate: [Errno 28] No space left on device: not all was written; make room, and do it again\n"
+    assert (ended.returncode, ended.stderr) == (1, "" if case == "nobody reads" else told)
