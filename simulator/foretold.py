@@ -23,7 +23,6 @@ MOVES_ASSUMED = "assumptions.costs.release_s, acquire_s, reshard_s, load_s and i
 DEFAULT_TOLD = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
 _LEAST_GAIN = 0.005
 """Of the time: below it another start or policy is taken for no better; one iteration's lengths decide as much."""
-
 _LEAST_LOSS = 0.05
 """Of the time: from it on a policy that is slower than staying as configured is told what makes it so."""
 

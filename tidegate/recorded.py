@@ -136,8 +136,8 @@ def _config(path: Path) -> JobConfig:
 
 def _json_lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
     """A value a line, or one of the `whole` file. NotRecorded names the file and line that is none."""
-    text = path.read_text()
-    for number, line in enumerate([text] if whole else text.splitlines(), start=1):
+    data = path.read_bytes()
+    for number, line in enumerate([data] if whole else data.splitlines(), start=1):
         try:
             yield json.loads(line)
         except ValueError as error:

@@ -82,7 +82,7 @@ def test_each_iteration_is_read_with_its_lengths_and_times(tmp_path: Path) -> No
     assert second.minibatches == (Minibatch(6 + 20, 0.009), Minibatch(14 + 20, 0.001))
 
 
-REFUSED: dict[str, tuple[str, str, str]] = {
+REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a run that was cancelled": (
         "result.json",
         json.dumps({"end": "cancelled", "seconds": {}}),
@@ -107,6 +107,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "journal.jsonl",
         update(1, 0, 0) + '{"upd\n',
         "journal.jsonl:2 is no JSON: Unterminated string starting at: line 1 column 2",
+    ),
+    "a sample that is no text": (
+        "samples/inc001-it000000.jsonl",
+        b'{"num_prompt_tokens": 4}\n\xff\n',
+        r"inc001-it000000.jsonl:2 is no JSON: 'utf-8' codec can't decode byte 0xff",
     ),
     "a journal without a step": ("journal.jsonl", "", "journal.jsonl has no optimizer step: run the job anew"),
     "a config of another release": (
@@ -136,9 +141,16 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 def test_what_cannot_be_calibrated_from_is_refused_with_what_to_do(case: str, tmp_path: Path) -> None:
     name, text, want = REFUSED[case]
     folder = run_directory(tmp_path)
-    (folder / name).write_text(text)
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(NotRecorded, match=f"(?s){want}"):
         recorded(folder)
+
+
+def test_a_sample_with_a_line_separator_in_its_text_is_one_line(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path)
+    rows = '{"num_prompt_tokens": 4, "text": "a\u2028b"}\n{"num_prompt_tokens": 6}\n'
+    (folder / "samples" / "inc001-it000000.jsonl").write_text(rows)
+    assert recorded(folder).prompt_tokens == 5
 
 
 def test_runs_of_one_config_count_together_and_others_are_refused(tmp_path: Path) -> None:
