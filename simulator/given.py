@@ -50,4 +50,4 @@ class Given:
         own, left = self.schedule, num_to_come(situation)
         start_s = max(0.0, own.start_s - situation.now_ms / 1000)
         trainer, inference = own.trainer[len(own.trainer) - left :], own.inference[len(own.inference) - left :]
-        return Found(Plans(np.array([start_s]), np.array([trainer]), np.array([inference])), 0.0)
+        return Found(Plans(np.array([start_s]), np.array([trainer]), np.array([inference])), 0.0, 0.0)

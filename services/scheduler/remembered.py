@@ -60,12 +60,13 @@ class PlannedStage:
 @dataclass(frozen=True, slots=True)
 class TidePlan:
     """`stages` by minibatch, the last ones of the iteration; what was forecast to start and to end when, and when that
-    was."""
+    was. `waits`: before the last minibatch the trainer lends its GPUs to the engines until the rollout is over."""
 
     starts_at_ms: int
     stages: tuple[PlannedStage, ...]
     ends_at_ms: int
     made_at_ms: int
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

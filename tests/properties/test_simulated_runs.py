@@ -16,6 +16,7 @@ from simulator.happenings import What
 from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
 from tests.unit.simulator.test_run import check_whole
+from tests.unit.simulator.waiting import Waiting
 
 POLICIES: list[Policy] = [
     PhasesPolicy(),
@@ -24,6 +25,7 @@ POLICIES: list[Policy] = [
     DynaRLPolicy(DynaRLRules()),
     DynaRLPolicy(DynaRLRules(request_priority=True)),
     TidePolicy(),
+    TidePolicy(planner=Waiting()),
 ]
 
 when = st.floats(0, 40)

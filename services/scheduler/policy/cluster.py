@@ -22,11 +22,13 @@ from tidegate.types import GpuId, Role
 @dataclass(frozen=True, slots=True)
 class Plans:
     """By plan; the second axis are the minibatches to come. `start_s`: when the first moves are made, from now; it
-    counts only while the trainer is between two updates."""
+    counts only while the trainer is between two updates. `waits`, of all of them: before the last minibatch the trainer
+    gives its GPUs to the engines, until the rollout is over."""
 
     start_s: Floats
     trainer: Ints
     inference: Ints
+    waits: bool = False
 
     @property
     def count(self) -> int:
@@ -34,14 +36,16 @@ class Plans:
 
     def row(self, index: int) -> Plans:
         own = slice(index, index + 1)
-        return Plans(self.start_s[own], self.trainer[own], self.inference[own])
+        return Plans(self.start_s[own], self.trainer[own], self.inference[own], self.waits)
 
     @staticmethod
     def of(*several: Plans) -> Plans:
+        """All of them wait as the first does."""
         return Plans(
             np.concatenate([each.start_s for each in several]),
             np.concatenate([each.trainer for each in several]),
             np.concatenate([each.inference for each in several]),
+            several[0].waits,
         )
 
 

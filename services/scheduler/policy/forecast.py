@@ -2,7 +2,7 @@
 
 A plan says when the trainer gets its first GPUs and, for each minibatch that is left, how many GPUs train and infer
 during it; the engines have the others. Between two optimizer updates nothing changes size, so an iteration is a few
-segments, and in each:
+segments (one more where the last minibatch waits for the rollout), and in each:
 - with b running sequences and K cached tokens on n engines a decode step takes max(floor, base + per_sequence b/n +
   per_kv K/n), and u (`outlook`) runs slots/slots-of-now as fast as steps while sequences wait; where none waits and b
   do not fit, all of them are taken to share the slots;
@@ -63,8 +63,8 @@ class _At:
 
 @dataclass(frozen=True)
 class _Segment:
-    """By plan: GPUs during it, how long the trainer and inference are switched before they work, and whether the
-    engines that go have been told ahead."""
+    """By plan: GPUs during it, and how long the trainer and inference are switched before they work. Without a
+    minibatch it ends after `train_after_s`, and with `is_cut` no later than the rollout."""
 
     engines: Floats
     inference: Floats
@@ -73,6 +73,7 @@ class _Segment:
     infer_after_s: Floats
     minibatch: int | None
     fixed_s: float
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,39 @@ class Forecast:
         lots = self.left.lots
         if not lots.tokens.size or lots.is_ended.any():
             return 0.0
-        engines = np.array([float(max(1, self.cluster.num_engines))])
+        first = float((np.maximum(lots.starts, 0.0) + lots.steps).min())
+        return self._reached_s(first, self.cluster.num_engines)
+
+    @cached_property
+    def span_s(self) -> float:
+        """Until the rollout is over, at the speed of all engines that there are now."""
+        return self.over_s(self.cluster.num_engines)
+
+    def over_s(self, num_engines: int) -> float:
+        """Until the rollout is over, at the speed of so many engines."""
+        return self._reached_s(self.left.load.last, num_engines)
+
+    def _reached_s(self, u: float, num_engines: int) -> float:
+        engines = np.array([float(max(1, num_engines))])
         speed = engines * self.cluster.max_running / self.left.load.num_slots
         times = self._times(engines, np.ones(1), speed)
-        first = float((np.maximum(lots.starts, 0.0) + lots.steps).min())
-        return float(_row_values(times, np.array([[first / self.left.load.step]]))[0, 0])
+        return float(_row_values(times, np.array([[u / self.left.load.step]]))[0, 0])
 
-    def ends_s(self, plans: Plans) -> Floats:
-        """By plan: seconds from now until the last minibatch has been updated; inf where it never is."""
+    def ends_s(self, plans: Plans) -> tuple[Floats, Floats]:
+        """By plan: seconds from now until the last minibatch has been updated, inf where it never is; and until all
+        others have been."""
         at, trainer, nth = self._begun(plans)
-        for column in range(plans.trainer.shape[1]):
+        last = plans.trainer.shape[1] - 1
+        for column in range(last):
             segment, trainer = self._segment(plans, column, trainer, at, nth + column)
             at = self._through(at, segment)
+        others_s = at.t
+        if plans.waits and (last or self.cluster.num_trainer_gpus):
+            at, trainer = self._through(at, self._waiting(plans)), np.zeros(plans.count)
+        segment, trainer = self._segment(plans, last, trainer, at, nth + last)
+        at = self._through(at, segment)
         ends: Floats = np.where(at.t >= NEVER_S, np.inf, at.t * np.where(at.is_bad, DOUBT, 1.0))
-        return ends
+        return ends, np.minimum(others_s, ends)
 
     def _begun(self, plans: Plans) -> tuple[_At, Floats, int]:
         """Where plans part: at their start, or at the end of the minibatch that is open."""
@@ -122,13 +142,13 @@ class Forecast:
         )
         trainer = np.full(count, float(cluster.num_trainer_gpus))
         if not cluster.is_open:
-            return self._through(at, self._as_it_is(count, None, plans.start_s)), trainer, 0
+            return self._through(at, self._as_it_is(count, None, plans.start_s, is_cut=True)), trainer, 0
         if cluster.until_s is not None:
             return self._through(at, self._as_it_is(count, None, np.full(count, cluster.until_s))), trainer, 1
         segment = self._as_it_is(count, 0, np.zeros(count))
         return self._through(at, segment), trainer, 1
 
-    def _as_it_is(self, count: int, minibatch: int | None, after_s: Floats) -> _Segment:
+    def _as_it_is(self, count: int, minibatch: int | None, after_s: Floats, *, is_cut: bool = False) -> _Segment:
         cluster = self.cluster
         rate = cluster.unit_rates[cluster.num_trainer_gpus // cluster.unit_size]
         return _Segment(
@@ -139,7 +159,15 @@ class Forecast:
             infer_after_s=np.zeros(count),
             minibatch=minibatch,
             fixed_s=0.0 if minibatch is None else self.costs.update_s,
+            is_cut=is_cut,
         )
+
+    def _waiting(self, plans: Plans) -> _Segment:
+        """The trainer has no GPUs before the last minibatch, until the rollout is over."""
+        inference, none = plans.inference[:, -1].astype(np.float64), np.zeros(plans.count)
+        spare = self.cluster.num_gpus - inference
+        engines = np.maximum(1.0, spare // self.cluster.engine_size)
+        return _Segment(engines, inference, none, np.full(plans.count, NEVER_S), none, None, 0.0, is_cut=True)
 
     def _segment(self, plans: Plans, column: int, before: Floats, at: _At, minibatch: int) -> tuple[_Segment, Floats]:
         """The GPUs that engines have left when the rollout has ended are the trainer's."""
@@ -152,7 +180,8 @@ class Forecast:
         spare = cluster.num_gpus - trainer - inference
         engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
         is_first = column == 0 and not cluster.is_open
-        released_s = costs.release_s if is_first else 0.0
+        is_untold = is_first or (plans.waits and column == plans.trainer.shape[1] - 1)
+        released_s = costs.release_s if is_untold else 0.0
         units = cluster.units(trainer)
         switch_s = cluster.switch_s[cluster.units(before), units]
         starts_s = np.where(inference > cluster.num_inference_gpus, costs.inference_start_s, 0.0)
@@ -187,6 +216,8 @@ class Forecast:
         order = np.argsort(ended_s, axis=1, kind="stable")
         inferred_s = self._inferred(at, segment, np.take_along_axis(ended_s, order, axis=1), order)
         end = self._trained(at, segment, inferred_s, order)
+        if segment.is_cut:
+            end = np.minimum(end, np.maximum(shift + times[:, -1], at.t))
         u = np.maximum(_row_places(times, end - shift) * load.step, at.u)
         queued = np.minimum(u, load.queue_until) - at.u
         past = np.maximum(queued, 0.0) / speed + (u - at.u - np.maximum(queued, 0.0))

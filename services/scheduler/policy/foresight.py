@@ -4,13 +4,14 @@ At the opening of an iteration the search begins at a coarse family of plans; fr
 the plan that is remembered, so that it gets better while it waits for its start. When GPUs are about to move the search
 takes `rounds` rounds, from the family's plans too.
 
-Invariant: a plan is left for one that moves the trainer now only where that ends the iteration by more than
-`least_gain_s` sooner, and by more than `least_payback` times what the move itself takes.
+Invariants: a plan is left for one that moves the trainer now only where that lowers its score by more than
+`least_gain_s`, and by more than `least_payback` times what the move itself takes; the last minibatch waits for the
+rollout only where that ends the iteration by as much sooner.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,11 +19,14 @@ from services.scheduler.policy.cluster import Plans, cluster_of
 from services.scheduler.policy.forecast import Forecast
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
-from services.scheduler.policy.plans import Found, family, search
+from services.scheduler.policy.plans import Found, best_of, family, search
 from services.scheduler.policy.prompt_order import queue_in, short_between_long
 from services.scheduler.policy.situation import Situation
 from services.scheduler.remembered import Assignment, PlannedStage, Remembered, TidePlan
 from tidegate.types import GpuId
+
+WORTH_SEARCHING = 1.02
+"""Times what is without a wait: a plan with one that scores worse to begin with is not searched from."""
 
 FAR_S = 1e6
 """Told for an end that no plan has."""
@@ -89,9 +93,12 @@ class Foresight:
         known = of_memory(situation, memory, num_left)
         if known is not None and not is_move:
             return search(forecast, known, rounds=1)
-        coarse = family(cluster, num_left)
-        found = search(forecast, coarse if known is None else Plans.of(known, coarse), rounds=self.rules.rounds)
-        return self._or_stay(forecast, found) if is_move else found
+        coarse = family(cluster, num_left, forecast.span_s)
+        begin = coarse if known is None else Plans.of(replace(known, waits=False), coarse)
+        found = search(forecast, begin, rounds=self.rules.rounds)
+        found = self._or_stay(forecast, found) if is_move else found
+        can_wait = situation.num_unfinished and (memory.is_begun or num_left > 1)
+        return self._or_wait(forecast, found) if can_wait else found
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:
         """The same plan from the next minibatch on, with nothing moved now, where moving does not pay."""
@@ -100,11 +107,30 @@ class Foresight:
             return found
         trainer, inference = found.plan.trainer.copy(), found.plan.inference.copy()
         trainer[0, 0], inference[0, 0] = cluster.num_trainer_gpus, cluster.num_inference_gpus
-        stays = Plans(found.plan.start_s, trainer, inference)
-        end_s = float(forecast.ends_s(stays)[0])
+        stays = best_of(forecast, Plans(found.plan.start_s, trainer, inference))
         now, then = cluster.units(np.array([cluster.num_trainer_gpus, found.plan.trainer[0, 0]]))
-        least_s = max(self.rules.least_gain_s, self.rules.least_payback * float(cluster.switch_s[now, then]))
-        return Found(stays, end_s) if end_s <= found.end_s + least_s else found
+        return stays if stays.score_s <= found.score_s + self._least_s(float(cluster.switch_s[now, then])) else found
+
+    def _or_wait(self, forecast: Forecast, found: Found) -> Found:
+        """The last minibatch after the rollout, on all GPUs, where that pays for giving the trainer's up and back.
+        Where it is the next, its start is when the rollout is over."""
+        waits = best_of(forecast, replace(found.plan, waits=True))
+        if waits.score_s > found.score_s * WORTH_SEARCHING:
+            return found
+        waits = search(forecast, waits.plan, rounds=self.rules.rounds)
+        cluster = forecast.cluster
+        back = int(cluster.units(waits.plan.trainer[0, -1:].astype(np.float64))[0])
+        least_s = self._least_s(forecast.costs.release_s + float(cluster.switch_s[0, back]))
+        if not waits.end_s < found.end_s - least_s:
+            return found
+        if waits.plan.trainer.shape[1] > 1:
+            return waits
+        num_engines = (cluster.num_gpus - int(waits.plan.inference[0, 0])) // cluster.engine_size
+        start_s = np.array([forecast.over_s(num_engines)])
+        return replace(waits, plan=replace(waits.plan, start_s=start_s))
+
+    def _least_s(self, move_s: float) -> float:
+        return max(self.rules.least_gain_s, self.rules.least_payback * move_s)
 
 
 def num_to_come(situation: Situation) -> int:
@@ -123,6 +149,7 @@ def planned(situation: Situation, found: Found) -> TidePlan:
     return TidePlan(
         starts_at_ms=situation.now_ms + round(1000 * float(plan.start_s[0])),
         stages=stages,
+        waits=plan.waits,
         ends_at_ms=situation.now_ms + round(1000 * min(found.end_s, FAR_S)),
         made_at_ms=situation.now_ms,
     )
@@ -138,4 +165,5 @@ def of_memory(situation: Situation, memory: Remembered, num_left: int) -> Plans 
         np.array([max(0.0, (plan.starts_at_ms - situation.now_ms) / 1000)]),
         np.array([[stage.num_trainer_gpus for stage in stages]]),
         np.array([[stage.num_inference_gpus for stage in stages]]),
+        plan.waits,
     )

@@ -5,11 +5,14 @@ leaves no long tail (`prompt_order`). While the trainer has no GPUs, the plan (w
 train and infer during each minibatch) is improved whenever it has aged; when its start has come, the first minibatch's
 GPUs are moved. When a minibatch's last group has been taken its end is known: so far ahead of it that engines have let
 go of their GPUs by then, the plan is searched again, and the next minibatch's GPUs are moved. What the end of the
-rollout leaves goes to inference, what the end of inference leaves to the trainer. A death is answered at once, with the
+rollout leaves goes to inference, what the end of inference leaves to the trainer. Where it pays, the trainer lends its
+GPUs to the engines before the last minibatch, and starts once more as at first: when its start has come, at the latest
+when the rollout is over. A death is answered at once, with the
 GPUs that are left; a GPU that comes back is used from the next move on.
 
 Invariants:
-- one move of the trainer a minibatch, deaths and the ends of rollout and inference apart;
+- one move of the trainer a minibatch, two before one that waits, deaths and the ends of rollout and inference apart;
+- a trainer without GPUs has a start, and begins when nothing is generated any more, whatever that start is;
 - every choice is legal on the GPUs that are there: nothing raises for want of GPUs;
 - while groups are left, no GPU is left out that a component with work could use.
 """
@@ -138,6 +141,9 @@ class TidePolicy:
                 reason = f"minibatch {coming - 1} ends in {ahead_s + lead_s:.1f} s"
                 return _chosen(situation, memory, reason, ask_in_s=ahead_s)
         memory = self._planned(situation, memory, there, is_move=True)
+        assert memory.plan is not None, "it was just made"
+        if memory.plan.waits and len(memory.plan.stages) == 1 and situation.num_unfinished:
+            return self._waiting(situation, memory, there)
         return self._moved(situation, memory, there, f"minibatch {coming} is next")
 
     def _moved(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], why: str) -> Choice:
@@ -155,6 +161,27 @@ class TidePolicy:
             num_moves=memory.num_moves + (assignment != memory.assignment),
         )
         return _chosen(situation, memory, f"{why}; {_told(situation, memory)}", order=order_back(situation))
+
+    def _waiting(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
+        """As before the first minibatch: the trainer has no GPUs until its start comes, or the rollout is over. It
+        gives them up at the boundary: no engine has to let go of any, so that nobody is told ahead."""
+        assert memory.assignment is not None, "an iteration opens with an assignment"
+        assert memory.plan is not None, "only what is planned is carried out"
+        if not situation.trainer.training.is_at_boundary:
+            reason = f"the last minibatch is to wait; {_told(situation, memory)}"
+            return _chosen(situation, memory, reason, trains=False)
+        split = _without_trainer(situation, memory.plan.stages[0].num_inference_gpus, len(there))
+        memory = replace(
+            memory,
+            assignment=seated(situation, split, memory.assignment, there),
+            is_begun=False,
+            num_answered=0,
+            num_moves=memory.num_moves + 1,
+            plan=replace(memory.plan, waits=False),
+        )
+        reason = f"the last minibatch waits for the rollout; {_told(situation, memory)}"
+        ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
+        return _chosen(situation, memory, reason, order=order_back(situation), ask_in_s=ask_in_s)
 
     def _home(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
         home = as_configured(situation.spec)
@@ -191,13 +218,18 @@ def _repaired(situation: Situation, memory: Remembered, there: tuple[GpuId, ...]
         is_open = not situation.trainer.training.is_at_boundary
         split = fitting(situation, Split(0, num_trainer, num_inference), len(there), keeps_trainer=is_open)
     elif situation.num_unfinished:
-        split = Split(len(there) // engine_size(situation.spec), 0, 0)
+        split = _without_trainer(situation, num_inference, len(there))
     else:
         split = Split(0, 0, len(there))
     assignment = seated(situation, split, before, there)
     is_begun = memory.is_begun and assignment.trainer is not None
     num_moves = memory.num_moves + (assignment != before)
     return replace(memory, assignment=assignment, is_begun=is_begun, num_moves=num_moves)
+
+
+def _without_trainer(situation: Situation, num_inference: int, num_gpus: int) -> Split:
+    num_engines = max(1, (num_gpus - num_inference) // engine_size(situation.spec))
+    return Split(num_engines, 0, min(num_inference, num_gpus - num_engines * engine_size(situation.spec)))
 
 
 def _is_due(situation: Situation, memory: Remembered) -> bool:
@@ -223,11 +255,12 @@ def _chosen(
     *,
     order: Iterable[int] = (),
     ask_in_s: float | None = None,
+    trains: bool = True,
 ) -> Choice:
     assert memory.assignment is not None, "an iteration opens with an assignment"
     return Choice(
         assignment=memory.assignment,
-        trains=True,
+        trains=trains and memory.is_begun,
         remembered=memory,
         reason=f"tide: {reason}; {memory.assignment}",
         group_order=tuple(order),
@@ -240,4 +273,5 @@ def _told(situation: Situation, memory: Remembered) -> str:
     assert plan is not None, "told once it is planned"
     trainer = ", ".join(str(stage.num_trainer_gpus) for stage in plan.stages)
     starts_s, ends_s = ((at - situation.now_ms) / 1000 for at in (plan.starts_at_ms, plan.ends_at_ms))
-    return f"trainer on {trainer} GPUs from in {starts_s:.0f} s, the end in {ends_s:.0f} s"
+    wait = ", the last once the rollout is over" if plan.waits else ""
+    return f"trainer on {trainer} GPUs{wait} from in {starts_s:.0f} s, the end in {ends_s:.0f} s"

