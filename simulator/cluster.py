@@ -25,7 +25,8 @@ from simulator.seeing import inferring
 from simulator.store import REFUSED, Store
 from simulator.voice import Voice
 from simulator.world import World
-from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token, instance_id, node_of
+from tidegate.ownership import Outcome
+from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token, TransitionId, instance_id, node_of
 
 DIGEST_STEP = 0x9E3779B97F4A7C15
 """Odd, so that a sample's number times it, modulo 2^64, is its own."""
@@ -120,6 +121,8 @@ class Cluster:
                     self.store.operate(command)
                 except REFUSED as refused:
                     self.voice.say("scheduler", ev.CommandAnswered(command.id, False, str(refused)))
+                if isinstance(command, cmd.CloseTransition) and command.outcome is Outcome.ABORTED:
+                    self._abandon(command.transition_id)
 
     def _obey(self, command: cmd.LeadCommand, lead: Lead) -> None:
         """What ends an iteration, and an evaluation, take no time here."""
@@ -169,6 +172,15 @@ class Cluster:
             return
         lead.begin(change, self.world)
         self._go_on(lead)
+
+    def _abandon(self, transition: TransitionId) -> None:
+        """The scheduler waits no more for the boundary of a trainer that was to change: it stays as it is."""
+        lead = self._leads[Role.ACTOR]
+        if lead.change is None or lead.change.transition != transition or self.world is None:
+            return
+        if not self.world.trainer.is_resizing:
+            lead.change = None
+            self.world.trainer.stay()
 
     def _is_dead(self, gpu: GpuId) -> bool:
         return self.world is not None and self.world.gpus.holder(gpu) is Holder.LOST

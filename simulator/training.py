@@ -132,6 +132,11 @@ class Trainer:
             self._shared.tell(What.GPUS_FREED, gpus=others)
             self._shared.freed()
 
+    def stay(self) -> None:
+        """In the layout that it has: what waits for the boundary is asked for no more."""
+        self.waiting_resize = None
+        self.go()
+
     def drop_waiting(self, gpu: GpuId) -> None:
         """A resize that needs a GPU that is lost."""
         if self.waiting_resize is not None and gpu in self.waiting_resize.gpus:

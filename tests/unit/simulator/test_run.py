@@ -290,3 +290,13 @@ def test_phases_use_every_gpu_for_one_stage_after_the_other() -> None:
     assert [len(each.gpus) for each in at] == [8, 8, 8, 8]
     assert at[2].trainer == Placed(everything, Layout(dp=8))
     assert all((at[3].engines, at[3].trainer, at[3].inference)), "at home, where an evaluation has its engines"
+
+
+def test_a_trainer_whose_minibatch_outlasts_the_commands_that_would_move_it_stays_where_it_is() -> None:
+    endless = 10_000_000
+    cluster = {"nodes": {"n0": 4, "n1": 4}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}}
+    algorithm = {"prompts_per_iteration": 8, "group_size": 4, "n_minibatches": 2, "prompt_tokens": endless}
+    lengths = {"median_tokens": endless, "max_tokens": endless}
+    scenario = parse_scenario({"cluster": cluster, "algorithm": algorithm, "lengths": lengths})
+    run = simulate(scenario, TidePolicy(), name="tide")
+    check_whole(run, scenario)
