@@ -9,7 +9,7 @@ it does for a component that was given none and has a new lead: that one tells n
 
 Invariants:
 - work that waits for nothing but GPUs has some, where a policy forgot it too: a death makes work anew, of which the
-  rules of others' policies say nothing;
+  rules of others' policies say nothing; and its policy goes on from there;
 - a trainer that is to change its GPUs or its layout begins no minibatch before it has;
 - without a choice nothing is forgotten, and the trainer holds on or goes on as it was told;
 - it wants to be asked again later than now, or not at all.
@@ -53,8 +53,11 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
 def chosen(policy: Policy, situation: Situation) -> Proposed:
     choice = policy.choose(situation)
     wanted, trains, reason = choice.assignment, choice.trains, choice.reason
+    remembered = choice.remembered
     if forgotten := _forgotten(situation, wanted):
         wanted, trains = as_configured(situation.spec), trains or situation.is_inferred
+        # Else the policy would want its own back as soon as the first GPU is on its way, and take turns with this.
+        remembered = replace(remembered, assignment=wanted)
         reason = f"{forgotten} and nobody has a GPU for them: everything where it is placed, against {reason}"
     trains = trains and _is_where_it_trains(situation, wanted)
     placement = placement_of(situation.spec, wanted)
@@ -62,7 +65,7 @@ def chosen(policy: Policy, situation: Situation) -> Proposed:
     is_later = choice.ask_at_ms is not None and choice.ask_at_ms > situation.now_ms
     return Proposed(
         proposal,
-        remembered=replace(choice.remembered, trains=trains),
+        remembered=replace(remembered, trains=trains),
         ask_at_ms=choice.ask_at_ms if is_later else None,
     )
 

@@ -5,6 +5,8 @@ the record decides where a GPU is, and what was told is brought to agree with it
 - an engine with a GPU that is on its way, lost or no longer the rollout's is left out, and its sequences are away;
 - an engine that the rollout has and has not told of yet is there with nothing in it;
 - a group that inference handed on has ended, whatever an older picture of the rollout says of it;
+- an actor that has reported has trained all that it will, whatever its picture says: one that a new lead tells, or of
+  an iteration that had too few groups for its minibatches, says less;
 - a trainer whose ranks are not all there has no GPUs and is between two updates; what GPUs it has work on nothing.
 
 Invariants: it never raises, whatever pictures and transitions the state holds; no GPU is in it twice.
@@ -37,11 +39,13 @@ def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
     trainer = _placed_trainer(state, whereabouts)
     generation = _generation(seen.generation, seen.inferring, whereabouts.held[Role.ROLLOUT], engine_size(spec))
     ready, num_taken = _handed_on(seen.inferring, seen.training, generation.num_groups)
+    is_trained = Role.ACTOR in iteration.reports
+    num_done = spec.num_minibatches if is_trained else seen.training.num_minibatches_done
     training = replace(
         seen.training,
-        num_minibatches_done=min(seen.training.num_minibatches_done, spec.num_minibatches),
+        num_minibatches_done=min(num_done, spec.num_minibatches),
         num_taken=num_taken,
-        is_at_boundary=seen.training.is_at_boundary or trainer is None,
+        is_at_boundary=seen.training.is_at_boundary or is_trained or trainer is None,
         measured=_measured(state, spec),
     )
     idle = () if trainer else whereabouts.held[Role.ACTOR]

@@ -177,6 +177,9 @@ class FakeCluster:
     log: list[cmd.Command] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
     saved_version: int = 0
+    handed_on: list[tuple[Role, int, IterationPlan | None]] = field(default_factory=list)
+    """What rollout and inference have done of an iteration, with its incarnation: it is on the stream, where a new lead
+    finds it whole without a GPU."""
 
     def __post_init__(self) -> None:
         for each in self.job_spec.gpus:
@@ -676,15 +679,17 @@ class FakeCluster:
             self._evaluate(rollout, rollout.evaluated)
             return True
         leads = {role: lead for role, lead in self.leads.items() if lead is not None}
-        plans = {(lead.incarnation, lead.plan) for lead in leads.values()}
-        if len(leads) < len(Role) or len(plans) != 1 or None in {lead.plan for lead in leads.values()}:
+        # Whose iteration failed takes it up once it has GPUs again; who comes before it does not wait for that.
+        plans = {(lead.incarnation, lead.plan or lead.broken_off) for lead in leads.values()}
+        if len(leads) < len(Role) or len(plans) != 1 or not isinstance(next(iter(plans))[1], IterationPlan):
             return False
         has_worked = False
         for role in (Role.ROLLOUT, Role.INFERENCE, Role.ACTOR):
             lead = leads[role]
             if lead.has_reported:
                 continue
-            if lead.is_held or not self._can_work(role, lead):
+            is_there = (role, lead.incarnation, lead.plan) in self.handed_on
+            if lead.plan is None or lead.is_held or not (is_there or self._can_work(role, lead)):
                 break
             self._report(role, lead)
             has_worked = True
@@ -735,6 +740,8 @@ class FakeCluster:
             body = replace(body, trained=fate(kept), filtered=(zero_std,), discarded=(invalid,))
         said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": plan.iteration, "grants": lead.members}
         self.say(lead.instance, body, **said)
+        if role is not Role.ACTOR:
+            self.handed_on.append((role, lead.incarnation, plan))
 
     def _evaluate(self, lead: FakeLead, command: cmd.Evaluate) -> None:
         lead.evaluated = None

@@ -9,6 +9,9 @@ import pytest
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.evolve import evolve
+from services.scheduler.policy import Policy
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.tide import TidePolicy
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import NODES, FakeCluster, spec
@@ -118,6 +121,33 @@ def test_an_evaluation_that_fails_is_taken_up_by_its_lead_once_it_has_engines(ve
 
     assert [evaluation.version for evaluation in state.evaluations] == [0, 1, 2, 3]
     assert [command.version for command in asked(drive)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("policy", [DynaRLPolicy(DynaRLRules(low_for_s=1.0)), TidePolicy()])
+def test_an_evaluation_gets_engines_once_the_actor_has_reported_whatever_pictures_say(policy: Policy) -> None:
+    """The trainer has the rollout's GPUs, and what is told of it after its report says that it has work left."""
+    drive = job(every=1, num_iterations=1)
+    drive.policy = policy
+    drive.run_until(lambda state: state.iteration is not None and Role.ROLLOUT in state.iteration.reports)
+    drive.run_until(lambda _: drive.cluster.leads[Role.ACTOR].has_reported)
+    drive.cluster.show(Role.ACTOR, eighths=4)
+
+    state = drive.run()
+
+    assert [evaluation.version for evaluation in state.evaluations] == [0, 1]
+
+
+@pytest.mark.parametrize("policy", [DynaRLPolicy(DynaRLRules(low_for_s=1.0)), TidePolicy()])
+def test_a_new_lead_without_engines_keeps_no_actor_from_its_work(policy: Policy) -> None:
+    """What was generated is on the stream."""
+    drive = job(every=1, num_iterations=1)
+    drive.policy = policy
+    drive.run_until(lambda state: state.iteration is not None and Role.ROLLOUT in state.iteration.reports)
+    drive.cluster.move_lead(Role.ROLLOUT)
+
+    state = drive.run()
+
+    assert [evaluation.version for evaluation in state.evaluations] == [0, 1]
 
 
 def report(drive: Drive) -> ev.Event:

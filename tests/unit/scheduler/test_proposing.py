@@ -156,6 +156,7 @@ def test_work_that_a_policy_forgot_gets_its_own_gpus_back(name: str) -> None:
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
     got = chosen(Forgetful(assignment), seen(job_spec, as_configured(job_spec), **fields))
     assert (got.proposal.placement, got.proposal.reason) == (job_spec.placement, want)
+    assert got.remembered.assignment == as_configured(job_spec), "its policy goes on from there"
 
 
 def test_what_has_no_work_needs_no_gpus_and_what_is_on_its_way_is_waited_for() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.components import Component
 from services.scheduler.costs import LengthLaw
-from services.scheduler.course import Iteration
+from services.scheduler.course import Iteration, Report
 from services.scheduler.learned import Learned
 from services.scheduler.observed import (
     AWAY,
@@ -26,7 +26,7 @@ from services.scheduler.observed import (
 from services.scheduler.policy.situation import Situation
 from services.scheduler.seeing import situation_of
 from services.scheduler.state import ClusterState, Phase
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.values import Fate, JobSpec, Placed
 from tests.unit.scheduler.fake_cluster import JOB
 from tests.unit.scheduler.situations import gpus, job
 from tidegate.ownership import GpuRecord, GpuState, Move, Owner, Part, Transition
@@ -177,6 +177,16 @@ def test_a_trainer_that_is_ahead_of_what_inference_told_took_what_is_known() -> 
 
     assert situation.trainer.training.num_taken == 1
     assert situation.trainer.training.num_minibatches_done == SPEC.num_minibatches
+
+
+def test_an_actor_that_has_reported_has_trained_all_that_it_will_whatever_its_picture_says() -> None:
+    assert STATE.iteration is not None
+    report = Report(Fate(), Fate(), (), (), 0, ())
+    training = Training(num_minibatches_done=1, num_taken=1, is_at_boundary=False)
+    reported = replace(STATE, iteration=replace(STATE.iteration, reports={Role.ACTOR: report}))
+    seen = see(replace(reported, seen=replace(SEEN, training=training))).trainer.training
+
+    assert (seen.num_minibatches_done, seen.num_taken, seen.is_at_boundary) == (SPEC.num_minibatches, 1, True)
 
 
 RESIZED: dict[str, tuple[ClusterState, Placed | None, tuple[GpuId, ...]]] = {
