@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from services.scheduler.policy import Policy
 from simulator import calibrating, foretold, phase_errors, retold
+from simulator.happenings import What
 from simulator.planning import Calibrated, predictions
 from simulator.policies import asked_policies, policies_of
 from simulator.run import Run
@@ -140,10 +141,21 @@ def _sections(scenario: Scenario, runs: Sequence[Run], *, with_assumptions: bool
     rows = [_table_row(summary) for summary in summaries(runs)]
     bound_s = runs[0].bound.bound_s
     told = f"no schedule ends before {bound_s:.1f} s: lengths known, moves free, GPUs fractional"
-    sections = [table(rows, tuple(rows[0])), f"{scenario.name}, seed {runs[0].seed}: {told}"]
+    bound = f"{scenario.name}, seed {runs[0].seed}: {told}"
+    sections = [table(rows, tuple(rows[0])), "\n".join([bound, *_missed_faults(runs)])]
     if not with_assumptions:
         return sections
     return [*sections, _assumptions_table(assumption_rows(scenario)), SOURCES_TOLD]
+
+
+def _missed_faults(runs: Sequence[Run]) -> Iterator[str]:
+    for run in runs:
+        for each in run.history:
+            if each.what is What.FAULT_MISSED:
+                yield (
+                    f"{run.policy}: engine {each.number}, which was to fail at {each.at_s:g} s, does not run then, "
+                    f"{each.count} others do; engines are numbered from 0 as they start"
+                )
 
 
 def _assumptions_table(rows: Iterable[Row]) -> str:

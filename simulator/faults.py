@@ -20,7 +20,8 @@ class GpuFault:
 
 @dataclass(frozen=True, slots=True)
 class EngineFault:
-    """The engine's process dies; its GPUs become free. Nothing, where it does not run then."""
+    """The engine's process dies; its GPUs become free. Engines have numbers from 0, in the order in which they start:
+    which of them run then is the policy's doing, and FAULT_MISSED tells of one that does not."""
 
     at_s: float
     engine: int

@@ -46,6 +46,8 @@ class What(StrEnum):
     MOVE_DROPPED = "move_dropped"
     """The lost GPU without which a move that waited cannot be made."""
     GPU_LOST = "gpu_lost"
+    FAULT_MISSED = "fault_missed"
+    """The engine that was to die and does not run, how many do."""
     WOKE = "woke"
     """The number that was asked for."""
     ITERATION_FINISHED = "iteration_finished"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.scheduler import events as ev
-from services.scheduler.decide import after_decision, decide
+from services.scheduler.decide import Decision, after_decision, decide
 from services.scheduler.evolve import evolve
 from services.scheduler.expectations import next_due_ms
 from services.scheduler.invariants import check
@@ -35,13 +35,23 @@ class JobFailed(Unfinished):
     """The scheduler gave the job up, or went back to a checkpoint, which one iteration does not show."""
 
 
+def _forgotten(_: object) -> None:
+    """Nobody keeps it."""
+
+
 class Scheduled:
-    """One run while it goes on. `watch` is shown every state that is decided on, and when."""
+    """One run while it goes on. `watch` is shown every state that is decided on, and when; `record` each event and
+    each decision, with its milliseconds."""
 
     def __init__(
-        self, simulated: Simulated, policy: Policy, watch: Callable[[ClusterState, int], object] | None = None
+        self,
+        simulated: Simulated,
+        policy: Policy,
+        watch: Callable[[ClusterState, int], object] | None = None,
+        record: Callable[[tuple[ev.Event | None, int, Decision | None]], object] | None = None,
     ) -> None:
         self._watch = watch
+        self._record = record or _forgotten
         self._simulated = simulated
         self._policy = Watched(policy)
         self._cluster = Cluster(simulated)
@@ -73,10 +83,11 @@ class Scheduled:
 
     def _settle(self, now_ms: int) -> None:
         for _ in range(MAX_TURNS):
-            self._fold()
+            self._fold(now_ms)
             if self._watch is not None:
                 self._watch(self._state, now_ms)
             decision = decide(self._state, now_ms, policy=self._policy)
+            self._record((None, now_ms, decision))
             self._take(after_decision(self._state, decision, now_ms))
             self._policy.note(now_ms / 1000)
             self._cluster.store.saved_version = self._state.version
@@ -87,14 +98,18 @@ class Scheduled:
                 return
         raise JobFailed(f"after {now_ms / 1000:g} s {MAX_TURNS} decisions came to no end: {decision.reason}")
 
-    def _fold(self) -> None:
+    def _fold(self, now_ms: int) -> None:
         outbox = self._cluster.voice.outbox
         while outbox:
-            self._take(evolve(self._state, outbox.popleft()))
+            self._see(outbox.popleft(), now_ms)
         observed = self._cluster.store.observed() if self._state.spec is not None else None
         if observed is not None:
             event = ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=observed)
-            self._take(evolve(self._state, event))
+            self._see(event, now_ms)
+
+    def _see(self, event: ev.Event, now_ms: int) -> None:
+        self._record((event, now_ms, None))
+        self._take(evolve(self._state, event))
 
     def _take(self, state: ClusterState) -> None:
         if state is self._state:

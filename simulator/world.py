@@ -223,6 +223,8 @@ class World:
             case EngineFault(engine=name):
                 if name in self.rollout.engines:
                     self._free_after_death(self.rollout.kill(name))
+                else:
+                    self._shared.tell(What.FAULT_MISSED, name, len(self.rollout.engines))
 
     def _lose(self, gpu: GpuId) -> None:
         before = self.gpus.lose(gpu, self.now_s)

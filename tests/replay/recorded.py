@@ -1,8 +1,8 @@
 """A small job's history as a file: what its scheduler saw, and the commands that it decided on.
 
 A line is a JSON object: an `event` with the name of its `body`, `owned` with what changed of the ownership read before,
-or `commands`. The jobs are a fake cluster's: one with deaths, a resize and pictures of its iterations, and one whose
-policy moves GPUs.
+or `commands`. Two jobs are a fake cluster's: one with deaths, a resize and pictures of its iterations, and one whose
+policy moves GPUs. The others are simulated iterations, one under each policy that moves GPUs and with one fault each.
 """
 
 from __future__ import annotations
@@ -18,17 +18,41 @@ from services.scheduler.decide import Decision
 from services.scheduler.plain import from_plain, to_plain
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.policy.tide import TidePolicy
 from services.scheduler.values import Placed
+from simulator.iterating import Simulated
+from simulator.scenario import parse_scenario
+from simulator.scheduled import Scheduled
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
 from tidegate.ownership import GpuRecord, Transition
 from tidegate.types import InstanceId, Layout, Role
 
-POLICIES: dict[str, Policy] = {"deaths": StaticPolicy(), "moves": DynaRLPolicy(DynaRLRules())}
+LIVED = ("deaths", "moves")
+"""By a fake cluster, to the job's end."""
+
+FAULTS: dict[str, dict[str, object]] = {
+    "rlinf": {"at_s": 6, "kind": "gpu", "gpu": 6, "back_after_s": 1},
+    "dynarl": {"at_s": 6, "kind": "engine", "engine": 1},
+    "tide": {"at_s": 14, "kind": "gpu", "gpu": 0, "back_after_s": 2},
+}
+"""Of simulated iterations, under the policy of the same name: an inference's GPU, an engine, a trainer's GPU."""
+
+POLICIES: dict[str, Policy] = {
+    "deaths": StaticPolicy(),
+    "moves": DynaRLPolicy(DynaRLRules()),
+    "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
+    "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
+    "tide": TidePolicy(),
+}
 HISTORIES = {name: Path(__file__).parent / f"{name}.jsonl" for name in POLICIES}
 BODIES: dict[str, type] = {body.__name__: body for body in get_args(ev.Body)}
 NOTHING = ev.Event(job="", source="scheduler", boot=1, sequence=0, body=ev.OwnershipObserved((), ()))
+
+
+Seen = list[tuple[ev.Event | None, int, Decision | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +66,34 @@ class Step:
 
 def recorded(name: str) -> list[Step]:
     """Lived through now."""
+    seen = _lived(name) if name in LIVED else _simulated(name)
+    return [_step(event, at_ms, decision) for event, at_ms, decision in seen]
+
+
+def _simulated(name: str) -> Seen:
+    """Eight GPUs, small enough to be read. Without what changed nothing and asked nothing."""
+    scenario = parse_scenario(
+        {
+            "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
+            "algorithm": {"prompts_per_iteration": 8, "group_size": 2, "n_minibatches": 2},
+            "lengths": {"median_tokens": 800, "max_tokens": 4000},
+            "costs": {"engine": {"max_running": 4, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}},
+            "faults": [FAULTS[name]],
+        }
+    )
+    history: Seen = []
+    run = Scheduled(Simulated(scenario, seed=3), POLICIES[name], record=history.append).run(name)
+    assert run.num_lost == 0, f"{name} lost {run.num_lost} samples"
+    return history
+
+
+def _lived(name: str) -> Seen:
     num_iterations = {"deaths": 3, "moves": 1}[name]
     drive = booted(FakeCluster(spec(num_iterations=num_iterations, standby=(gpu("n0", 3),))))
     drive.policy = POLICIES[name]
     lives: dict[str, Callable[[Drive], None]] = {"deaths": _with_deaths, "moves": _with_moves}
     lives[name](drive)
-    return [_step(event, at_ms, decision) for event, at_ms, decision in drive.seen]
+    return drive.seen
 
 
 def _with_deaths(drive: Drive) -> None:

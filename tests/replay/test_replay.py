@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from services.scheduler import events as ev
 from services.scheduler.codec import decode_state, encode_state
 from services.scheduler.decide import after_decision, decide
 from services.scheduler.evolve import evolve
 from services.scheduler.observed import Generation
 from services.scheduler.state import ClusterState, Phase
-from tests.replay.recorded import HISTORIES, POLICIES, read, recorded, told
+from simulator.voice import JOB as SIMULATED
+from tests.replay.recorded import FAULTS, HISTORIES, LIVED, POLICIES, read, recorded, told
 from tests.unit.scheduler.fake_cluster import JOB
 from tidegate.types import Role
 
@@ -21,7 +23,7 @@ ANEW = "if that is meant, record the histories anew (python -m tests.replay) and
 
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_recorded_history_replays_to_the_same_commands(name: str) -> None:
-    state, last = ClusterState(job=JOB), "nothing"
+    state, last = ClusterState(job=JOB if name in LIVED else SIMULATED), "nothing"
     for number, step in enumerate(read(HISTORIES[name]), start=1):
         if step.event is not None:
             state, last = evolve(state, step.event), f"{type(step.event.body).__name__} of {step.event.source}"
@@ -31,14 +33,23 @@ def test_a_recorded_history_replays_to_the_same_commands(name: str) -> None:
         assert got == list(step.commands), f"line {number}, after {last}: {ANEW}"
         # Another replica goes on from here.
         state = decode_state(encode_state(after_decision(state, decision, step.at_ms)))
-    assert state.phase is Phase.FINISHED
+    assert state.phase is (Phase.FINISHED if name in LIVED else Phase.RUNNING), "a simulated job has one iteration"
+    assert len(state.summaries) > 0
+    assert all(summary.num_lost == 0 for summary in state.summaries)
     assert state.learned.lengths is not None, "what was told of iterations was learned from"
 
 
-def test_one_of_the_recorded_histories_moves_gpus_while_its_iterations_run() -> None:
-    commands = [command for step in read(HISTORIES["moves"]) for command in step.commands]
+@pytest.mark.parametrize("name", ["moves", *FAULTS])
+def test_a_recorded_history_of_a_policy_moves_gpus_while_its_iterations_run(name: str) -> None:
+    commands = [command for step in read(HISTORIES[name]) for command in step.commands]
     reasons = [each for each in commands if each.startswith("PlanTransition(")]
     assert len(reasons) > 2 * len(Role), "more than what starts and ends the three components"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_simulated_history_has_its_fault_in_it(name: str) -> None:
+    bodies = [step.event.body for step in read(HISTORIES[name]) if step.event is not None]
+    assert any(isinstance(body, ev.Failed) for body in bodies)
 
 
 def test_what_is_read_of_a_file_is_what_was_written(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ def test_overrides_count_wherever_they_stand(scenario: str, capsys: pytest.Captu
     assert {row["key"]: row["value"] for row in rows["assumptions"]}["costs.sync.fixed_s"] == 7
 
 
+def test_a_fault_of_an_engine_that_does_not_run_then_is_told_by_its_policy(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = "faults=[{at_s: 1.5, kind: engine, engine: 99}]"
+    last = printed(capsys, scenario, "--policy", "static", faults).splitlines()[-1]
+    assert last.startswith("static: engine 99, which was to fail at 1.5 s, does not run then, 2 others do")
+
+
 def test_a_policys_rules_are_the_scenarios(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of collocated phases: three placements and home, three moves."""
     given = [[scenario, "--policy", "static", f"scheduler.static.collocated={on}"] for on in ("false", "true")]

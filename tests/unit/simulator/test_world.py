@@ -165,6 +165,13 @@ def test_a_dead_engines_sequences_go_on_and_its_gpus_become_free() -> None:
     assert over.gpus.held_by(Holder.FREE) == CLUSTER[4:6]
 
 
+def test_an_engine_that_does_not_run_cannot_die_and_that_is_told() -> None:
+    over = world(workload(EIGHT_GROUPS), faults=[EngineFault(0.5, 9)])
+    missed = [each for each in over.happenings() if each.what is What.FAULT_MISSED]
+    assert [(each.at_s, each.number, each.count) for each in missed] == [(0.5, 9, 2)]
+    assert not over.view().lost
+
+
 def test_a_lost_gpu_takes_its_engine_and_is_never_free_again() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[GpuFault(0.5, CLUSTER[4])])
     assert run(over).count(What.SEQUENCE_FINISHED) == 16
