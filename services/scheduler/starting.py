@@ -40,8 +40,16 @@ def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) 
         times = f"the {role} failed to start {component.num_failed_starts} times in a row"
         return Wanted(failure=f"{times}, the last time: {component.last_failure}; see its logs")
     paused = pause(state, role, now_ms)
-    if is_needed and paused is not None:
-        return paused
+    found = _there(state, role, missing)
+    if isinstance(found, Wanted):
+        # Both at once: a pause that is over is forgotten where its start has to wait, and begins anew.
+        return paused + found if is_needed and paused is not None else found
+    return paused or _plan(state, role, placed, found, now_ms=now_ms)
+
+
+def _there(state: ClusterState, role: Role, missing: tuple[Replica, ...]) -> tuple[Replica, ...] | Wanted:
+    """What of it can be had now, or what that waits for."""
+    component = state.components[role]
     gpus = [gpu for each in missing for gpu in each]
     unknown = [gpu for gpu in gpus if gpu not in state.gpus]
     if unknown:
@@ -55,7 +63,7 @@ def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) 
     there = tuple(each for each in free if {node_of(gpu) for gpu in each} <= nodes)
     if state.lead_of(role) is None or not there or (len(there) < len(free) and not in_parts):
         return _waiting_for(state, role, free)
-    return paused or _plan(state, role, placed, there, now_ms=now_ms)
+    return there
 
 
 def _missing(state: ClusterState, role: Role, placed: Placed) -> tuple[Replica, ...]:

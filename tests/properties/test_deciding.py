@@ -54,6 +54,8 @@ other = st.tuples(
     st.sampled_from(["deliver", "repeat", "kill worker", "move lead", "lapse", "resize", "restart", "renew"]),
     st.integers(0, 5),
 )
+EVERY = st.integers(1, NUM_ITERATIONS)
+"""Iterations between two evaluations."""
 STEPS = st.lists(st.one_of(told, told, told, late, passing, passing, other), min_size=5, max_size=40)
 
 
@@ -112,26 +114,53 @@ def test_decisions_repeat_and_propose_what_can_be_done_over_many_histories(
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(FEW, max_examples=4)
-@given(steps=histories_of_jobs(), keeps_state=st.booleans())
+@given(steps=histories_of_jobs(), keeps_state=st.booleans(), every=EVERY)
 def test_whatever_happens_a_job_finishes_under_every_policy(
-    name: str, steps: list[tuple[str, int]], keeps_state: bool
+    name: str, steps: list[tuple[str, int]], keeps_state: bool, every: int
 ) -> None:
-    check_job(name, steps, keeps_state=keeps_state)
+    check_job(name, steps, keeps_state=keeps_state, every=every)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", POLICIES)
 @settings(FEW, max_examples=200)
-@given(steps=histories_of_jobs(), keeps_state=st.booleans())
+@given(steps=histories_of_jobs(), keeps_state=st.booleans(), every=EVERY)
 def test_a_job_finishes_under_every_policy_over_many_histories(
-    name: str, steps: list[tuple[str, int]], keeps_state: bool
+    name: str, steps: list[tuple[str, int]], keeps_state: bool, every: int
 ) -> None:
-    check_job(name, steps, keeps_state=keeps_state)
+    check_job(name, steps, keeps_state=keeps_state, every=every)
 
 
-def check_job(name: str, steps: list[tuple[str, int]], *, keeps_state: bool) -> None:
+@pytest.mark.parametrize("name", POLICIES)
+@settings(FEW, max_examples=4)
+@given(steps=histories_of_jobs(), keeps_state=st.booleans(), every=EVERY)
+def test_a_job_whose_dead_stay_dead_finishes_or_fails_with_a_reason_under_every_policy(
+    name: str, steps: list[tuple[str, int]], keeps_state: bool, every: int
+) -> None:
+    check_end(name, steps, keeps_state=keeps_state, every=every)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", POLICIES)
+@settings(FEW, max_examples=200)
+@given(steps=histories_of_jobs(), keeps_state=st.booleans(), every=EVERY)
+def test_a_job_whose_dead_stay_dead_ends_under_every_policy_over_many_histories(
+    name: str, steps: list[tuple[str, int]], keeps_state: bool, every: int
+) -> None:
+    check_end(name, steps, keeps_state=keeps_state, every=every)
+
+
+def check_end(name: str, steps: list[tuple[str, int]], *, keeps_state: bool, every: int) -> None:
+    """It does not stand still; `finished` says so where it does."""
+    policy = POLICIES[name]
+    drive = finished(steps, keeps_state=keeps_state, policy=policy, evaluate_every=every, has_supervisor=False)
+    assert drive.state.phase in (Phase.FINISHED, Phase.FAILED)
+    assert drive.state.message
+
+
+def check_job(name: str, steps: list[tuple[str, int]], *, keeps_state: bool, every: int) -> None:
     """No sample lost, no GPU kept."""
-    drive = finished(steps, keeps_state=keeps_state, policy=POLICIES[name])
+    drive = finished(steps, keeps_state=keeps_state, policy=POLICIES[name], evaluate_every=every)
     assert drive.state.phase is Phase.FINISHED, drive.state.message
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
     assert not any(record.owner for record in drive.cluster.gpus.values())

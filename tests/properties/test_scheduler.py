@@ -171,15 +171,23 @@ def works(cluster: FakeCluster, grant: Grant) -> bool:
     return gate.is_held and gate.highest == grant.token
 
 
-def finished(steps: list[tuple[str, int]], *, keeps_state: bool = True, policy: Policy | None = None) -> Drive:
-    """To the end of the job, by the static policy unless another is given."""
+def finished(
+    steps: list[tuple[str, int]],
+    *,
+    keeps_state: bool = True,
+    policy: Policy | None = None,
+    evaluate_every: int = NUM_ITERATIONS,
+    has_supervisor: bool = True,
+) -> Drive:
+    """To the end of the job, by the static policy unless another is given. A job that stands still, with no event to
+    come and no timer set, fails here."""
     job = spec(
         num_iterations=NUM_ITERATIONS,
         max_actor_restarts=3 * MAX_BLOWS,
         standby=SLOTS[2:],
-        evaluate_every=NUM_ITERATIONS,
+        evaluate_every=evaluate_every,
     )
-    drive = booted(FakeCluster(job, keeps_state=keeps_state))
+    drive = booted(FakeCluster(job, keeps_state=keeps_state, has_supervisor=has_supervisor))
     drive.policy = policy or drive.policy
     for what, number in steps:
         happen(drive, what, number)

@@ -134,6 +134,19 @@ def test_a_component_that_never_comes_fails_the_job_with_what_was_waited_for() -
     assert "waited 3 s for actor@n1 to join" in state.message
 
 
+@pytest.mark.parametrize("num_steps", range(0, 30, 3))
+def test_an_instance_that_never_comes_back_fails_the_job_whether_a_start_failed_before_or_not(num_steps: int) -> None:
+    """The pause after a failed start is forgotten when it is over, and the wait must not be forgotten in the next."""
+    drive = booted(FakeCluster(spec(), has_supervisor=False))
+    for _ in range(num_steps):
+        drive.step()
+    drive.cluster.kill_instance(instance_id(Role.ACTOR, NODES[0]), tells=True)
+
+    state = drive.run()
+
+    assert (state.phase, state.message) == (Phase.FAILED, "waited 3 s for actor@n0 to join")
+
+
 def test_samples_that_are_lost_fail_the_job_with_the_numbers() -> None:
     drive = booted(FakeCluster(spec(), num_lost=2))
 
