@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from services.scheduler.homes import at_home, done_without, without
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.situation import Situation, as_configured, engine_size, replica_size, with_dp
 from services.scheduler.remembered import Assignment, Remembered
-from services.scheduler.seeing import job_at_home, situation_of
+from services.scheduler.seeing import situation_of
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
@@ -43,17 +44,21 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
     if state.spec is None:
         return Proposed(Proposal({}, "no config yet, so no placement"), state.remembered)
     if why := _not_asked(state):
-        return _as_it_is(state, job_at_home(state, state.spec), why)
+        return _as_it_is(state, at_home(state, state.spec), why)
     situation = situation_of(state, now_ms)
     if situation is None:
-        return _as_it_is(state, job_at_home(state, state.spec), "nothing was told of the iteration yet")
-    return chosen(policy, situation)
+        return _as_it_is(state, at_home(state, state.spec), "nothing was told of the iteration yet")
+    return chosen(policy, situation, done_without(state))
 
 
-def chosen(policy: Policy, situation: Situation) -> Proposed:
+def chosen(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozenset()) -> Proposed:
+    """`gone`: GPUs that the job goes on without."""
     choice = policy.choose(situation)
     wanted, trains, reason = choice.assignment, choice.trains, choice.reason
     remembered = choice.remembered
+    if (left := without(wanted, situation.spec, gone)) != wanted:
+        wanted, remembered = left, replace(remembered, assignment=left)
+        reason = f"{reason}, but for {', '.join(sorted(gone))}"
     if forgotten := _forgotten(situation, wanted):
         wanted, trains = as_configured(situation.spec), trains or situation.is_inferred
         # Else the policy would want its own back as soon as the first GPU is on its way, and take turns with this.
@@ -132,7 +137,7 @@ def _as_it_is(state: ClusterState, spec: JobSpec, why: str) -> Proposed:
         if state.components[Role.ACTOR].is_up:
             placement = {**spec.placement, Role.ACTOR: state.asked}
     elif (assignment := _assigned(state)) is not None:
-        assigned = placement_of(spec, assignment)
+        assigned = placement_of(spec, without(assignment, spec, done_without(state)))
         if not _has_mute(state, assigned):
             placement, trains = assigned, held.trains
     sizes = ", ".join(f"{role} {len(placed.gpus) if (placed := placement[role]) else 0}" for role in Role)

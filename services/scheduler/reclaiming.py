@@ -6,6 +6,7 @@ Invariant: a GPU is free only when its holder, or its gate, has said that nobody
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
+from services.scheduler.homes import done_without, gate_key
 from services.scheduler.state import ClusterState
 from services.scheduler.wanted import Wanted, header, waiting
 from tidegate.ownership import GpuState
@@ -24,7 +25,9 @@ def reclaimed(state: ClusterState, role: Role, now_ms: int) -> Wanted:
             wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
         elif grant not in state.released:
             wanted += _asked_gate(state, role, grant)
-            if grant in state.held and not _is_leaving(state, role, grant):
+            # Its worker was asked to end for as long as the job could not do without it.
+            is_asked = grant.gpu not in done_without(state) and not _is_leaving(state, role, grant)
+            if grant in state.held and is_asked:
                 wanted += _cleared(state, role, grant, now_ms)
         elif record.state is GpuState.LOST and record.transition is None:
             reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
@@ -57,11 +60,12 @@ def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Want
 
 def _asked_gate(state: ClusterState, role: Role, grant: Grant) -> Wanted:
     node, component = node_of(grant.gpu), state.components[role]
-    is_needed = not component.is_up or (role is Role.ACTOR and component.lacks_ranks)
+    is_gone = grant.gpu in done_without(state)
+    is_needed = not is_gone and (not component.is_up or (role is Role.ACTOR and component.lacks_ranks))
     endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
-    note = f"{grant.gpu} waits for its gate"
+    note = f"{grant.gpu} waits for its gate" + (", and the job goes on without it" if is_gone else "")
     if endpoints:
-        key = CommandId(f"{state.job}/{grant.gpu}/{grant.token}/gate")
+        key = CommandId(gate_key(state, state.gpus[grant.gpu]))
         return Wanted((cmd.AskGate(key, node, grant, endpoints, is_needed),), (note,))
     if is_needed:
         return waiting(state, role, f"gate-{node}", what=f"an instance on {node}, whose gate must tell of lost GPUs")

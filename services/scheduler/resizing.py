@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from services.scheduler import commands as cmd
 from services.scheduler.components import Target
+from services.scheduler.homes import done_without
 from services.scheduler.resizes import is_free, members_after
 from services.scheduler.starting import pause, ranked, scale_up
 from services.scheduler.state import ClusterState, Phase
@@ -67,7 +68,8 @@ def _may_resize(state: ClusterState, placed: Placed) -> bool:
     """A person's wish and a lost rank wait until the job runs; what is in the way of its start does not."""
     component = state.components[Role.ACTOR]
     is_in_the_way = state.phase is Phase.STARTING and placed != state.asked and not component.lacks_ranks
-    is_told = state.lead_of(Role.ACTOR) is not None and not state.suspects(Role.ACTOR)
+    lost = {grant.gpu for grant in state.suspects(Role.ACTOR)} - done_without(state)
+    is_told = state.lead_of(Role.ACTOR) is not None and not lost
     return is_told and (state.phase is Phase.RUNNING or is_in_the_way)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.scheduler.homes import at_home
 from services.scheduler.observed import AWAY, ENDED, QUEUED, Engine, Generation, Inferring, Ints, TrainerRate, Training
 from services.scheduler.policy.situation import Inference, Situation, Trainer, as_engines, engine_size
 from services.scheduler.state import ClusterState
@@ -32,7 +33,7 @@ def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
     iteration, seen = state.iteration, state.seen
     if state.spec is None or iteration is None:
         return None
-    spec = job_at_home(state, state.spec)
+    spec = at_home(state, state.spec)
     if seen.generation is None or seen.inferring is None or seen.training is None:
         return None
     whereabouts = _whereabouts(state)
@@ -46,7 +47,7 @@ def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
         num_minibatches_done=min(num_done, spec.num_minibatches),
         num_taken=num_taken,
         is_at_boundary=seen.training.is_at_boundary or is_trained or trainer is None,
-        measured=_measured(state, spec),
+        measured=_measured(state, state.spec),
     )
     idle = () if trainer else whereabouts.held[Role.ACTOR]
     if not generation.engines:
@@ -71,12 +72,6 @@ def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
         lengths=state.learned.lengths or spec.lengths,
         remembered=state.remembered,
     )
-
-
-def job_at_home(state: ClusterState, spec: JobSpec) -> JobSpec:
-    """The job with every component placed where it starts: the actor where a person moved it."""
-    moved = state.home(Role.ACTOR) or spec.placement[Role.ACTOR]
-    return replace(spec, placement={**spec.placement, Role.ACTOR: moved})
 
 
 @dataclass(frozen=True, slots=True)

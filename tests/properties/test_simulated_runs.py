@@ -11,10 +11,12 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
+from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.policy.tide import TidePolicy
 from simulator.happenings import What
 from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
+from simulator.scheduled import JobFailed
 from tests.unit.simulator.test_run import check_whole
 from tests.unit.simulator.waiting import Waiting
 
@@ -45,11 +47,14 @@ late_faults = st.builds(
     st.floats(0, 20),
 )
 
+gone_for_good = st.builds(lambda at_s, gpu: {"at_s": at_s, "kind": "gpu", "gpu": gpu}, when, st.integers(0, 11))
+Faults = st.SearchStrategy[dict[str, Any]]
+
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
+def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults) -> Scenario:
     """Twelve GPUs, which come back when they are lost."""
-    faults: list[dict[str, Any]] = draw(st.lists(st.one_of(gpu_faults, engine_faults, late_faults), max_size=3))
+    faults: list[dict[str, Any]] = draw(st.lists(st.one_of(losses, engine_faults, late_faults), max_size=3))
     order, streams = draw(st.sampled_from(["arrival", "fixed"])), draw(st.booleans())
     return parse_scenario(
         {
@@ -84,3 +89,23 @@ def test_every_sample_is_trained_once_whatever_fails(
     scenario: Scenario, policy: Policy, seed: int, directly: bool
 ) -> None:
     check_whole(simulate(scenario, policy, seed=seed, directly=directly), scenario)
+
+
+@settings(max_examples=40, deadline=None)
+@given(scenarios(gone_for_good), st.sampled_from([*POLICIES, StaticPolicy()]), st.integers(0, 2**31))
+def test_without_gpus_that_never_come_back_an_iteration_ends_or_its_job_fails_with_a_reason(
+    scenario: Scenario, policy: Policy, seed: int
+) -> None:
+    """It never stalls: with nothing due and no event outstanding the world says so by another exception."""
+    reason = failure(scenario, policy, seed)
+    assert not reason or "without effect" in reason
+
+
+def failure(scenario: Scenario, policy: Policy, seed: int) -> str:
+    """In the scheduler's words; empty where the iteration ended, whole."""
+    try:
+        run = simulate(scenario, policy, seed=seed)
+    except JobFailed as failed:
+        return str(failed)
+    check_whole(run, scenario)
+    return ""

@@ -16,6 +16,7 @@ from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.situation import Choice, Situation, as_configured
+from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.policy.tide import TidePolicy
 from services.scheduler.remembered import Assignment
 from services.scheduler.values import JobSpec, Placed
@@ -171,16 +172,31 @@ def test_a_fault_loses_no_sample_and_trains_none_twice(
     check_whole(simulate(scenario, POLICIES[name], seed=3, directly=directly), scenario)
 
 
+@pytest.mark.parametrize("directly", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("gpu", [0, 2, 6])
-def test_directly_an_iteration_goes_on_without_a_gpu_that_never_comes_back(name: str, gpu: int) -> None:
-    scenario = small(faults=[{"at_s": 5, "kind": "gpu", "gpu": gpu}])
-    check_whole(simulate(scenario, POLICIES[name], seed=3, directly=True), scenario)
+@pytest.mark.parametrize(("gpu", "at_s"), [(0, 5), (0, 14), (2, 5), (6, 14)])
+def test_an_iteration_goes_on_without_a_gpu_that_never_comes_back(
+    name: str, gpu: int, at_s: float, directly: bool
+) -> None:
+    scenario = small(faults=[{"at_s": at_s, "kind": "gpu", "gpu": gpu}])
+    check_whole(simulate(scenario, POLICIES[name], seed=3, directly=directly), scenario)
 
 
-def test_a_job_that_cannot_go_on_without_a_gpu_fails_in_its_schedulers_words() -> None:
-    with pytest.raises(JobFailed, match="the gate of n0/6, which a worker still holds, was asked 16 times"):
-        simulate(small(faults=[{"at_s": 5, "kind": "gpu", "gpu": 6}]), POLICIES["rlinf"], seed=3)
+def test_a_component_gets_other_gpus_a_minute_after_it_lost_each_of_its_only_ones() -> None:
+    """The second died while nobody had it, so that a start finds it dead."""
+    faults: list[dict[str, object]] = [{"at_s": 14, "kind": "gpu", "gpu": gpu} for gpu in (6, 7)]
+    run = simulate(small(faults=faults), POLICIES["rlinf"], seed=3)
+    check_whole(run, small(faults=faults))
+    lost = {GpuId("n0/6"), GpuId("n0/7")}
+    resized = next(each for each in run.history if each.what is What.INFERENCE_RESIZED and each.gpus and each.at_s > 14)
+    assert 14 + 2 * 60 < resized.at_s < 14 + 2 * 70
+    assert not lost & set(resized.gpus)
+
+
+@pytest.mark.parametrize("gpu", [0, 6])
+def test_a_job_whose_policy_moves_nothing_fails_without_a_gpu_in_its_schedulers_words(gpu: int) -> None:
+    with pytest.raises(JobFailed, match=f"the gate of n0/{gpu}, which a worker still holds, was asked 16 times"):
+        simulate(small(faults=[{"at_s": 5, "kind": "gpu", "gpu": gpu}]), StaticPolicy(), seed=3)
 
 
 def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
