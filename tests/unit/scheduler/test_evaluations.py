@@ -129,7 +129,7 @@ def test_an_evaluation_gets_engines_once_the_actor_has_reported_whatever_picture
     drive = job(every=1, num_iterations=1)
     drive.policy = policy
     drive.run_until(lambda state: state.iteration is not None and Role.ROLLOUT in state.iteration.reports)
-    drive.run_until(lambda _: drive.cluster.leads[Role.ACTOR].has_reported)
+    drive.run_until(lambda _: (lead := drive.cluster.leads[Role.ACTOR]) is not None and lead.has_reported)
     drive.cluster.show(Role.ACTOR, eighths=4)
 
     state = drive.run()
