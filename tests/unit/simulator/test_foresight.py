@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +10,27 @@ import pytest
 
 from services.scheduler.policy.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.forecast import Forecast
+from services.scheduler.policy.foresight import num_to_come
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
-from services.scheduler.policy.plans import best_of, earliest_start_s, family, legal, neighbours, not_before, search
+from services.scheduler.policy.plans import (
+    Found,
+    best_of,
+    earliest_start_s,
+    family,
+    legal,
+    neighbours,
+    not_before,
+    search,
+)
 from services.scheduler.policy.prompt_order import queue_in, short_between_long
 from services.scheduler.policy.situation import Situation, as_configured
 from services.scheduler.policy.tide import TidePolicy
-from services.scheduler.remembered import Remembered
-from simulator.given import Given, Schedule
+from services.scheduler.remembered import Assignment, Remembered
 from simulator.iterating import Simulated
 from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
+from tidegate.types import GpuId
 
 PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
 SYNC_S = PUBLISHED.costs.sync.sync_s
@@ -29,6 +39,33 @@ PLANS = {
     "later": (80.0, (12, 28, 44, 52), (4, 6, 6, 6)),
     "late, with a larger one": (100.0, (20, 24, 40, 52), (6, 8, 8, 6)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A planner that answers from a plan that was made before."""
+
+    start_s: float
+    trainer: tuple[int, ...]
+    inference: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def first(self, situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> tuple[int, ...]:
+        return self.order
+
+    def plan(
+        self,
+        situation: Situation,
+        memory: Remembered,
+        there: tuple[GpuId, ...],
+        *,
+        is_move: bool,
+        order: tuple[int, ...] = (),
+    ) -> Found:
+        first = len(self.trainer) - num_to_come(situation)
+        start_s = max(0.0, self.start_s - situation.now_ms / 1000)
+        plans = Plans(np.array([start_s]), np.array([self.trainer[first:]]), np.array([self.inference[first:]]))
+        return Found(plans, 0.0, 0.0)
 
 
 def opened(scenario: Scenario, seed: int) -> tuple[Situation, Simulated]:
@@ -56,9 +93,7 @@ def test_the_end_is_forecast_within_five_percent_from_the_start(told: str) -> No
     order = short_between_long(situation, 0.25)
     plan = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
     (found,), _ = forecast(situation, simulated, order).ends_s(plan)
-    want = simulate(
-        PUBLISHED, TidePolicy(planner=Given(Schedule(start_s, trainer, inference, order))), seed=1, directly=True
-    )
+    want = simulate(PUBLISHED, TidePolicy(planner=Given(start_s, trainer, inference, order)), seed=1, directly=True)
     assert found == pytest.approx(want.iteration_s - SYNC_S, rel=0.05)
 
 
