@@ -9,7 +9,8 @@ Published (DynaRL, K tokens/s read off its figures, about 2 %; its trainer's and
 - a trainer's published move is that of twice the copies it starts from, to a layout that is new: what its plan's bytes
   do not take of it is setup and communicators, in the 7B's proportion;
 - the trainer has the 7B's TP 4, the 1.5B, which has two key/value heads, TP 2.
-128 GPUs are then a prediction. `VARIED` are the ranges in which the assumptions are tried one at a time.
+128 GPUs are then a prediction. `VARIED` are the ranges in which the assumptions are tried one at a time, and `WRONG`
+what the policies are told wrongly, one thing at a time, of an iteration that stays as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from simulator.costs import Costs
+from simulator.misled import Misled, Wrong
 from simulator.model import ModelSection
 from simulator.policies import NAMES, policies_of
 from simulator.resharding import change_of, moved_bytes
@@ -83,14 +85,35 @@ VARIED: Sequence[tuple[str, tuple[float, float]]] = (
     ("lengths.hint_sigma", (0.1, 0.6)),
     ("costs.engine.kv_capacity_tokens", (1_200_000, 2_800_000)),
 )
+WRONG = (
+    ("the trainer's rates told 20 % high", Wrong(trainer=1.2)),
+    ("the trainer's rates told 20 % low", Wrong(trainer=0.8)),
+    ("decoding told 20 % fast", Wrong(decode=1.2)),
+    ("decoding told 20 % slow", Wrong(decode=0.8)),
+    ("the median length told 20 % high", Wrong(median=1.2)),
+    ("the median length told 20 % low", Wrong(median=0.8)),
+    ("the lengths' spreads told 30 % high", Wrong(sigma=1.3)),
+    ("the lengths' spreads told 30 % low", Wrong(sigma=0.7)),
+)
 
 
-def policies(scenario: Scenario) -> dict[str, Policy]:
-    """The scheduler's own by their names, with the scenario's rules, and dynarl with its request priority."""
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """One assumption changed, or one thing told wrongly."""
+
+    told: str
+    overrides: tuple[str, ...] = ()
+    wrong: Wrong | None = None
+
+
+def policies(scenario: Scenario, wrong: Wrong | None = None) -> dict[str, Policy]:
+    """The scheduler's own by their names, with the scenario's rules, and dynarl with its request priority; told wrongly
+    where something is."""
     section = scenario.scheduler
     priority = section.dynarl.model_copy(update={"request_priority": True})
     of_priority = section.model_copy(update={"policy": "dynarl", "dynarl": priority})
-    return policies_of(NAMES, scenario) | {"dynarl_priority": policy_of(of_priority)}
+    own = policies_of(NAMES, scenario) | {"dynarl_priority": policy_of(of_priority)}
+    return {name: Misled(policy, wrong) for name, policy in own.items()} if wrong else own
 
 
 def scenario_of(model: Model, num_gpus: int, overrides: Sequence[str] = ()) -> Scenario:
@@ -123,11 +146,12 @@ def speed_of(model: Model) -> float:
     return own.verl / reference.verl
 
 
-def variations() -> Iterator[tuple[str, ...]]:
-    """Overrides, one assumption at a time; the first leaves all as it is."""
-    yield ()
+def variations() -> Iterator[Variation]:
+    """One assumption at a time; the first leaves all as it is."""
+    yield Variation("as it is")
     for key, values in VARIED:
-        yield from ((f"{key}={value}",) for value in values)
+        yield from (Variation(f"{key}={value}", overrides=(f"{key}={value}",)) for value in values)
+    yield from (Variation(told, wrong=wrong) for told, wrong in WRONG)
 
 
 def _speeds(speed: float) -> Iterator[str]:

@@ -1,0 +1,58 @@
+"""A policy that is told wrong rates or a wrong law of lengths: what a choice is worth when what it stands on is off.
+
+Only what the policy sees is changed, in each situation; what the iteration takes is as the scenario says.
+Invariant: told nothing wrong, it chooses as the policy does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from services.scheduler.policy import Policy
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.values import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Each as a factor of what is true: the trainer's rates, inference's, the rate of decoding, the median length and
+    both spreads of its logarithm. What was measured of this iteration's own sequences stays true."""
+
+    trainer: float = 1.0
+    inference: float = 1.0
+    decode: float = 1.0
+    median: float = 1.0
+    sigma: float = 1.0
+
+    def told(self, situation: Situation) -> Situation:
+        training = situation.trainer.training
+        rates = tuple(
+            replace(each, rate_tokens_per_s=each.rate_tokens_per_s * self.trainer) for each in training.measured
+        )
+        inference, law = situation.inference, situation.lengths
+        per_gpu = inference.rate_tokens_per_s_per_gpu * self.inference
+        return replace(
+            situation,
+            trainer=replace(situation.trainer, training=replace(training, measured=rates)),
+            inference=replace(inference, rate_tokens_per_s_per_gpu=per_gpu),
+            costs=replace(situation.costs, decode=situation.costs.decode.slowed(1 / self.decode)),
+            lengths=replace(
+                law,
+                log_mean=law.log_mean + math.log(self.median),
+                sigma_prompt=law.sigma_prompt * self.sigma,
+                sigma_group=law.sigma_group * self.sigma,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Misled:
+    policy: Policy
+    wrong: Wrong
+
+    def check(self, spec: JobSpec) -> None:
+        self.policy.check(spec)
+
+    def choose(self, situation: Situation) -> Choice:
+        return self.policy.choose(self.wrong.told(situation))
