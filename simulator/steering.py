@@ -61,6 +61,7 @@ class _Steering:
     def __init__(self, simulated: Simulated, schedule: Schedule) -> None:
         self._schedule, self._spec = schedule, simulated.spec
         self._cluster = simulated.scenario.cluster.gpus()
+        self._place_of = {gpu: place for place, gpu in enumerate(self._cluster)}
         self._engine = engine_size(self._spec)
         self._home = self._spec.placement[Role.ACTOR].layout
         self._unit = replica_size(self._home)
@@ -74,7 +75,7 @@ class _Steering:
         opening = Split(0, schedule.trainer[0], schedule.inference[0]) if self._is_begun else Split(0, 0, 0)
         self._split = self._fitting(opening)
         self._trains = True
-        self._assignment = self._dealt(Assignment((), None, ()), {})
+        self._assignment = self._dealt(Assignment((), None, ()))
         self._world = simulated.world(self._assignment)
         self._carrying = Carrying(self._world, self._assignment, simulated.workload.group_size)
 
@@ -109,8 +110,7 @@ class _Steering:
             return
         fewer = split.num_engines < self._split.num_engines and not self._is_over
         self._split, self._trains = split, trains
-        cached = {engine.gpus: engine.kv_tokens for engine in self._world.rollout.engines.values()}
-        self._assignment = self._dealt(self._assignment, cached)
+        self._assignment = self._dealt(self._assignment)
         if fewer and self._schedule.soonest_back:
             self._world.order_queue(self._order_back())
         self._carrying.accept(Choice(self._assignment, trains, Remembered(), ""))
@@ -158,12 +158,12 @@ class _Steering:
         engines = (num - trainer - inference) // self._engine
         return Split(engines, trainer, num - trainer - engines * self._engine)
 
-    def _dealt(self, before: Assignment, cached: dict[tuple[GpuId, ...], int]) -> Assignment:
-        """Who has a GPU keeps it; engines with the fewest cached tokens go."""
+    def _dealt(self, before: Assignment) -> Assignment:
+        """Who has a GPU keeps it; the cluster's first engines go, which are beside the trainer. To choose them by their
+        cache ended no sooner, and has every reshard of a search planned anew."""
         split = self._split
-        by_cache = sorted(before.engines, key=lambda gpus: -cached.get(gpus, 0))
-        kept = set(by_cache[: split.num_engines])
-        engines = [gpus for gpus in before.engines if gpus in kept]
+        in_place = sorted(before.engines, key=lambda gpus: self._place_of[gpus[0]])
+        engines = in_place[max(0, len(in_place) - split.num_engines) :]
         trainer = list(before.trainer.gpus[: split.num_trainer_gpus]) if before.trainer else []
         taken = {*trainer, *(gpu for gpus in engines for gpu in gpus)}
         stays = [gpu for gpu in before.inference if gpu not in taken][: split.num_inference_gpus]

@@ -169,7 +169,7 @@ def test_an_engine_that_does_not_run_cannot_die_and_that_is_told() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[EngineFault(0.5, 9)])
     missed = [each for each in over.happenings() if each.what is What.FAULT_MISSED]
     assert [(each.at_s, each.number, each.count) for each in missed] == [(0.5, 9, 2)]
-    assert not over.view().lost
+    assert not over.gpus.held_by(Holder.LOST)
 
 
 def test_a_lost_gpu_takes_its_engine_and_is_never_free_again() -> None:
