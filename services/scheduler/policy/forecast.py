@@ -214,7 +214,7 @@ class Forecast:
             at.ended_s > at.t[:, None], shift[:, None] + _row_values(times, end_u / load.step), at.ended_s
         )
         order = np.argsort(ended_s, axis=1, kind="stable")
-        inferred_s = self._inferred(at, segment, np.take_along_axis(ended_s, order, axis=1), order)
+        inferred_s = self._inferred(at, segment, _in_order(ended_s, order), order)
         end = self._trained(at, segment, inferred_s, order)
         if segment.is_cut:
             end = np.minimum(end, np.maximum(shift + times[:, -1], at.t))
@@ -315,12 +315,20 @@ class Forecast:
         return inferred_s[rows, columns], left.lots.tokens[order[rows, columns]]
 
 
+def _in_order(rows: Floats, order: Ints) -> Floats:
+    """Each row by its own order."""
+    ordered: Floats = rows.ravel().take(order + rows.shape[1] * np.arange(len(rows))[:, None])
+    return ordered
+
+
 def _row_values(rows: Floats, places: Floats) -> Floats:
     """Of each row, the values at its own places, in intervals of the grid; beyond its end the last."""
-    inside = np.clip(places, 0.0, rows.shape[1] - 1)
-    low = np.minimum(inside.astype(np.int64), rows.shape[1] - 2)
-    first = np.take_along_axis(rows, low, axis=1)
-    values: Floats = first + (inside - low) * (np.take_along_axis(rows, low + 1, axis=1) - first)
+    width = rows.shape[1]
+    inside = np.minimum(np.maximum(places, 0.0), width - 1)
+    low = np.minimum(inside.astype(np.int64), width - 2)
+    at, flat = low + width * np.arange(len(rows))[:, None], rows.ravel()
+    first = flat.take(at)
+    values: Floats = first + (inside - low) * (flat.take(at + 1) - first)
     return values
 
 

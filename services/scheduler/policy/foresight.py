@@ -97,7 +97,7 @@ class Foresight:
         begin = coarse if known is None else Plans.of(replace(known, waits=False), coarse)
         found = search(forecast, begin, rounds=self.rules.rounds)
         found = self._or_stay(forecast, found) if is_move else found
-        can_wait = situation.num_unfinished and (memory.is_begun or num_left > 1)
+        can_wait = situation.num_unfinished and memory.is_begun and num_left == 1
         return self._or_wait(forecast, found) if can_wait else found
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:
@@ -112,8 +112,8 @@ class Foresight:
         return stays if stays.score_s <= found.score_s + self._least_s(float(cluster.switch_s[now, then])) else found
 
     def _or_wait(self, forecast: Forecast, found: Found) -> Found:
-        """The last minibatch after the rollout, on all GPUs, where that pays for giving the trainer's up and back.
-        Where it is the next, its start is when the rollout is over."""
+        """The last minibatch, which is next, after the rollout and on all GPUs, where that pays for giving up the
+        trainer's."""
         waits = best_of(forecast, replace(found.plan, waits=True))
         if waits.score_s > found.score_s * WORTH_SEARCHING:
             return found
@@ -123,8 +123,6 @@ class Foresight:
         least_s = self._least_s(forecast.costs.release_s + float(cluster.switch_s[0, back]))
         if not waits.end_s < found.end_s - least_s:
             return found
-        if waits.plan.trainer.shape[1] > 1:
-            return waits
         num_engines = (cluster.num_gpus - int(waits.plan.inference[0, 0])) // cluster.engine_size
         start_s = np.array([forecast.over_s(num_engines)])
         return replace(waits, plan=replace(waits.plan, start_s=start_s))

@@ -84,7 +84,8 @@ def not_before(plans: Plans, earliest_s: float) -> Plans:
 
 
 def family(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
-    """The coarse one; a plan whose trainer is begun has one start. `span_s`: what the rollout still takes."""
+    """The coarse one; with a trainer that is begun they have one start, and to move nothing any more is one of them.
+    `span_s`: what the rollout still takes."""
     starts = (0.0,) if cluster.is_open or cluster.num_trainer_gpus else FAMILY_STARTS
     rows = [(span_s * start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
     start_s = np.array([row[0] for row in rows])
@@ -92,7 +93,12 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
     along = np.linspace(0.0, 1.0, num_minibatches)[None, :] if num_minibatches > 1 else np.ones((1, 1))
     shares = first ** (1 - along) * last**along
     inference = np.full(shares.shape, max(1, round(FAMILY_INFERENCE * cluster.num_gpus)))
-    return legal(Plans(start_s, np.round(shares * cluster.num_gpus).astype(np.int64), inference), cluster)
+    plans = Plans(start_s, np.round(shares * cluster.num_gpus).astype(np.int64), inference)
+    if cluster.num_trainer_gpus:
+        stays = np.full((1, num_minibatches), cluster.num_trainer_gpus)
+        infers = np.full((1, num_minibatches), cluster.num_inference_gpus)
+        plans = Plans.of(Plans(np.zeros(1), stays, infers), plans)
+    return legal(plans, cluster)
 
 
 def neighbours(plan: Plans, cluster: Cluster, span_s: float) -> Plans:
