@@ -4,8 +4,8 @@
 scheduler of a simulated iteration decides while nearly as many run as ever do, spread over them evenly; a policy that
 keeps GPUs from the rollout then runs fewer. Timed is all of `decide(state, now_ms)`: the situation is made, the policy
 chooses, what its choice needs becomes commands. The figures are `tide`'s; the cases have every policy's, and apart from
-them those decisions of the whole iteration that move GPUs, which are few and take longest. DynaRL publishes under 200 ms
-for its planning.
+them those decisions of the whole iteration that move GPUs, which are few and take longest. DynaRL publishes under
+200 ms for its planning.
 """
 
 from __future__ import annotations
