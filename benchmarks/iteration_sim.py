@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any
 
@@ -107,7 +108,7 @@ def costs_of_simulating(scenario: Scenario) -> dict[str, float]:
     return {"sim_s": took_s, **json.loads(said.stdout)}
 
 
-def beside_published(model: Model, num_gpus: int) -> Iterator[dict[str, Any]]:
+def beside_published(model: Model, num_gpus: int) -> list[dict[str, Any]]:
     """Our ratios, with the lowest and the highest when the assumptions are varied, and the published ones; then our
     ratios under each variation."""
     found = list(_varied(model, num_gpus))
@@ -121,7 +122,7 @@ def beside_published(model: Model, num_gpus: int) -> Iterator[dict[str, Any]]:
         low, high = min(row[key] for _, row in found), max(row[key] for _, row in found)
         ours |= {key: base_row[key], f"{key}_low": low, f"{key}_high": high}
     case = f"{model.name} on {num_gpus} GPUs"
-    yield {
+    whole = {
         "case": case,
         "static_ktokens_per_s": tokens / base_row["static_s"] / 1000,
         **ours,
@@ -131,8 +132,11 @@ def beside_published(model: Model, num_gpus: int) -> Iterator[dict[str, Any]]:
         "published_rlhfuse_vs_base": published.rlhfuse / base,
         "published_dynarl_vs_base": published.dynarl / base,
     }
-    for told, row in others:
-        yield {"case": f"{case}, {told}", **{key: value for key, value in row.items() if "_vs_" in key}}
+    by_variation = [
+        {"case": f"{case}, {told}", **{key: value for key, value in row.items() if "_vs_" in key}}
+        for told, row in others
+    ]
+    return [whole, *by_variation]
 
 
 def _varied(model: Model, num_gpus: int) -> Iterator[tuple[str, dict[str, float]]]:
@@ -148,20 +152,24 @@ def main() -> int:
     options = arguments("Policies on the published iteration, simulated.")
     scenario = load_scenario(SCENARIO)
     seeds = SEEDS[:1] if options.quick else SEEDS
-    seconds = {seed: compared(scenario, seed) for seed in seeds}
+    models = () if options.quick else [(model, num_gpus) for model in MODELS for num_gpus in (64, 128)]
     cases: list[dict[str, Any]] = []
-    for seed, row in seconds.items():
-        found = clairvoyant(scenario, seed, is_quick=options.quick)
+    with ProcessPoolExecutor() as pool:
+        searched = {seed: pool.submit(clairvoyant, scenario, seed, is_quick=options.quick) for seed in seeds}
+        seconds = {seed: pool.submit(compared, scenario, seed) for seed in seeds}
+        beside = [pool.submit(beside_published, *each) for each in models]
+    rows = {seed: each.result() for seed, each in seconds.items()}
+    for seed, row in rows.items():
+        found = searched[seed].result()
         row["clairvoyant"] = found.seconds
         where = {"clairvoyant_from": found.origin, "clairvoyant_found_by_evaluation": found.nth}
         cases.append({"case": f"seed {seed}", **_with_unit(row), **where})
     figures = figures_of(
-        [ratios(row) | {"tide_over_clairvoyant": row["tide"] / row["clairvoyant"]} for row in seconds.values()]
+        [ratios(row) | {"tide_over_clairvoyant": row["tide"] / row["clairvoyant"]} for row in rows.values()]
     )
-    figures["static_s"] = median(row["static"] for row in seconds.values())
+    figures["static_s"] = median(row["static"] for row in rows.values())
     figures |= distances(figures, figures["static_s"]) | costs_of_simulating(scenario)
-    if not options.quick:
-        cases += [row for model in MODELS for num_gpus in (64, 128) for row in beside_published(model, num_gpus)]
+    cases += [row for each in beside for row in each.result()]
     report = Report(
         name="iteration_sim",
         figures=figures,
