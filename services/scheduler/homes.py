@@ -5,6 +5,9 @@ itself, the components are at home on the others: each keeps its whole copies, o
 or inference can spare. The actor spares none: it lets go of GPUs after an update, which may wait for that very
 component. Once the gate says that nobody holds it, the GPU is as any other again.
 
+Two cases fail the job as they would under a fixed split: a node of which no instance lives, because nobody there can
+ask its gate and that is told as a wait of its own; and a GPU lost before the policy first chose.
+
 Invariants: nothing is done without where a component could not get a copy, nor under a policy that leaves everything
 where the config has it, nor while the job ends; no home has such a GPU, and none is in two homes.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from services.scheduler.expectations import MAX_GATE_ASKS
 from services.scheduler.issued import Kind
 from services.scheduler.losses import OVER
 from services.scheduler.policy.situation import as_configured, replica_size, with_dp
@@ -23,9 +27,9 @@ from services.scheduler.values import JobSpec, Placed
 from tidegate.ownership import GpuRecord, GpuState
 from tidegate.types import GpuId, Role
 
-NUM_ASKS = 8
+NUM_ASKS = MAX_GATE_ASKS // 2
 """Of a gate, with the doubling pause between them a minute. Fewer, and a worker that takes its time to end costs its
-component a start on other GPUs, and another one when the GPU is back; `expectations.MAX_GATE_ASKS` is twice as many."""
+component a start on other GPUs, and another one when the GPU is back; after twice as many the job fails."""
 
 DONORS = (Role.ROLLOUT, Role.INFERENCE)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from services.scheduler.policy.cluster import can_train, fitting, gpus_there, unit_size
-from services.scheduler.policy.foresight import Foresight, TideRules, num_to_come, planned
+from services.scheduler.policy.foresight import FAR_S, Foresight, TideRules, num_to_come, planned
 from services.scheduler.policy.plans import Found
 from services.scheduler.policy.prompt_order import order_back
 from services.scheduler.policy.seating import seated
@@ -123,7 +123,7 @@ class TidePolicy:
     def _is_fresh(self, situation: Situation, memory: Remembered) -> bool:
         """Whether the plan would hardly change by being made again."""
         plan = memory.plan
-        if plan is None:
+        if plan is None or plan.ends_at_ms - plan.made_at_ms >= 1000 * FAR_S:
             return False
         return situation.now_ms - plan.made_at_ms <= self.rules.fresh_share * (plan.ends_at_ms - plan.made_at_ms)
 
