@@ -38,7 +38,7 @@ class RowCounts:
 
 
 class Decoder:
-    """A model's computation; weights and cache are handed in."""
+    """A model's computation; weights and a cache, made by `new_cache`, are handed in."""
 
     def __init__(self, config: ModelConfig, row_counts: RowCounts) -> None:
         self._config = config
@@ -46,6 +46,10 @@ class Decoder:
         positions_S = torch.arange(config.max_seq_len).float()
         angles_SD = torch.outer(positions_S, inverse_frequencies(config)).repeat(1, 2)
         self._cos_SD, self._sin_SD = angles_SD.cos(), angles_SD.sin()
+
+    def new_cache(self, num_slots: int) -> KvCache:
+        """A cache with a slot for every row that a decode of one of `num_slots` computes."""
+        return KvCache(self._config, num_slots=self.row_counts.at_least(num_slots))
 
     @torch.inference_mode()
     def prefill(self, weights: DecoderWeights, cache: KvCache, segments: Sequence[Segment]) -> torch.Tensor:

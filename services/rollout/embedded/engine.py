@@ -53,10 +53,9 @@ class EmbeddedEngine:
             )
         self._config = config
         self._decoder = Decoder(config, row_counts)
-        self._num_cache_slots = row_counts.at_least(max_running_requests)
         self._batch = Batch(num_slots=max_running_requests)
         self._clock = clock
-        self._cache: KvCache | None = KvCache(config, num_slots=self._num_cache_slots)
+        self._cache: KvCache | None = self._decoder.new_cache(max_running_requests)
         self._weights: DecoderWeights | None = None
         self._paused = False
 
@@ -114,7 +113,7 @@ class EmbeddedEngine:
 
     def wake(self) -> None:
         if self._cache is None:
-            self._cache = KvCache(self._config, num_slots=self._num_cache_slots)
+            self._cache = self._decoder.new_cache(self._batch.num_slots)
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._cache is None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from services.rollout.embedded.attention import BLOCK_TOKENS, KvCache
+from services.rollout.embedded.attention import BLOCK_TOKENS
 from services.rollout.embedded.decoder import Decoder, RowCounts
 from services.rollout.embedded.rows import Segment
 from services.rollout.embedded.weights import DecoderWeights, load_weights
@@ -58,7 +58,7 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, keys and values of the sequence in slot 1, the neighbour's segment ahead of it."""
     decoder = Decoder(config, RowCounts((num_rows,)))
-    cache = KvCache(config, num_slots=2)
+    cache = decoder.new_cache(num_slots=2)
     segments = [Segment(slot=0, start=0, tokens=neighbour)] if neighbour else []
     segments.append(Segment(slot=1, start=0, tokens=tuple(tokens)))
     logits = decoder.prefill(weights, cache, segments)

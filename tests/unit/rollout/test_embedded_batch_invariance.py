@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.embedded.attention import KvCache
-from services.rollout.embedded.decoder import Decoder
+from services.rollout.embedded.decoder import Decoder, RowCounts
 from services.rollout.embedded.engine import EmbeddedEngine
-from services.rollout.embedded.probe import probe_row_counts
+from services.rollout.embedded.probe import REFERENCE_ROWS, probe_row_counts
 from services.rollout.embedded.rows import Segment
 from services.rollout.embedded.weights import load_weights
 from services.rollout.engine import (
@@ -79,7 +78,7 @@ def test_prefill_and_decode_of_any_split_give_the_same_logits_and_cache(shape: s
     tokens = tuple((11 * position) % config.vocab_size for position in range(140))
 
     def outcome(split: int, *, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cache = KvCache(config, num_slots=4)
+        cache = decoder.new_cache(num_slots=4)
         logits = decoder.prefill(weights, cache, [Segment(slot=slot, start=0, tokens=tokens[:split])])
         for position in range(split, len(tokens)):
             logits = decoder.decode(
@@ -92,6 +91,17 @@ def test_prefill_and_decode_of_any_split_give_the_same_logits_and_cache(shape: s
         logits, cache = outcome(split, slot=slot)
         assert torch.equal(logits, want_logits), f"logits after a prefill of {split}"
         assert torch.equal(cache, want_cache), f"cache after a prefill of {split}"
+
+
+def test_a_machine_that_computes_only_many_rows_alike_decodes_with_few_slots() -> None:
+    config = SHAPES["wide"]
+    decoder = Decoder(config, RowCounts((REFERENCE_ROWS,)))
+    weights = load_weights(config, version=1, tensors=random_weights(config))
+    cache = decoder.new_cache(num_slots=1)
+    want = decoder.prefill(weights, cache, [Segment(slot=0, start=0, tokens=(3, 1, 4))])
+    cache.clear(0)
+    decoder.prefill(weights, cache, [Segment(slot=0, start=0, tokens=(3, 1))])
+    assert torch.equal(decoder.decode(weights, cache, [Segment(slot=0, start=2, tokens=(4,))]), want)
 
 
 def test_a_prefill_longer_than_the_largest_row_count_is_cut_without_a_trace() -> None:
