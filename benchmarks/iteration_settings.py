@@ -23,8 +23,8 @@ from services.scheduler.policy.static import StaticPolicy
 from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
 
-SEEDS = range(20, 25)
-QUICK_SEEDS = range(20, 21)
+SEEDS = range(30, 35)
+QUICK_SEEDS = range(30, 31)
 GOALS = {"tide_vs_best_other": ">= 1.03", "tide_vs_best_other_worst": ">= 0.98"}
 
 

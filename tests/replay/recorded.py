@@ -18,6 +18,7 @@ from services.scheduler.decide import Decision
 from services.scheduler.plain import from_plain, to_plain
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.foresight import TideRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.policy.tide import TidePolicy
@@ -36,16 +37,21 @@ LIVED = ("deaths", "moves")
 FAULTS: dict[str, dict[str, object]] = {
     "rlinf": {"at_s": 6, "kind": "gpu", "gpu": 6, "back_after_s": 1},
     "dynarl": {"at_s": 6, "kind": "engine", "engine": 1},
-    "tide": {"at_s": 14, "kind": "gpu", "gpu": 0, "back_after_s": 2},
+    "tide": {"at_s": 60, "kind": "gpu", "gpu": 0, "back_after_s": 2},
 }
-"""Of simulated iterations, under the policy of the same name: an inference's GPU, an engine, a trainer's GPU."""
+"""Of simulated iterations, under the policy of the same name: an inference's GPU, an engine, a GPU on its way to
+the trainer."""
+
+PROMPTS = {"tide": 16}
+"""With fewer it would not lend the trainer's GPUs."""
 
 POLICIES: dict[str, Policy] = {
     "deaths": StaticPolicy(),
     "moves": DynaRLPolicy(DynaRLRules()),
     "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
-    "tide": TidePolicy(),
+    # It moves for any gain: so short an iteration pays no other move.
+    "tide": TidePolicy(TideRules(least_gain_s=0.0, least_payback=0.0)),
 }
 HISTORIES = {name: Path(__file__).parent / f"{name}.jsonl" for name in POLICIES}
 BODIES: dict[str, type] = {body.__name__: body for body in get_args(ev.Body)}
@@ -75,7 +81,7 @@ def _simulated(name: str) -> Seen:
     scenario = parse_scenario(
         {
             "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
-            "algorithm": {"prompts_per_iteration": 8, "group_size": 2, "n_minibatches": 2},
+            "algorithm": {"prompts_per_iteration": PROMPTS.get(name, 8), "group_size": 2, "n_minibatches": 2},
             "lengths": {"median_tokens": 800, "max_tokens": 4000},
             "costs": {"engine": {"max_running": 4, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}},
             "faults": [FAULTS[name]],

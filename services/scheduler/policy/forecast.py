@@ -109,17 +109,16 @@ class Forecast:
 
     def ends_s(self, plans: Plans) -> tuple[Floats, Floats]:
         """By plan: seconds from now until the last minibatch has been updated, inf where it never is; and until all
-        others have been."""
+        others have been. A plan may have none to come but the open one."""
         at, trainer, nth = self._begun(plans)
-        last = plans.trainer.shape[1] - 1
-        for column in range(last):
+        last, others_s = plans.trainer.shape[1] - 1, np.zeros(plans.count)
+        for column in range(last + 1):
+            if column == last:
+                others_s = at.t
+                if plans.waits and (last or self.cluster.num_trainer_gpus):
+                    at, trainer = self._through(at, self._waiting(plans)), np.zeros(plans.count)
             segment, trainer = self._segment(plans, column, trainer, at, nth + column)
             at = self._through(at, segment)
-        others_s = at.t
-        if plans.waits and (last or self.cluster.num_trainer_gpus):
-            at, trainer = self._through(at, self._waiting(plans)), np.zeros(plans.count)
-        segment, trainer = self._segment(plans, last, trainer, at, nth + last)
-        at = self._through(at, segment)
         ends: Floats = np.where(at.t >= NEVER_S, np.inf, at.t * np.where(at.is_bad, DOUBT, 1.0))
         return ends, np.minimum(others_s, ends)
 

@@ -5,8 +5,8 @@ the plan that is remembered, so that it gets better while it waits for its start
 takes `rounds` rounds, from the family's plans too.
 
 Invariants: a plan is left for one that moves the trainer now only where that lowers its score by more than
-`least_gain_s`, and by more than `least_payback` times what the move itself takes; the last minibatch waits for the
-rollout only where that ends the iteration by as much sooner.
+`least_gain_s`, and by more than `least_payback` times what the move itself takes; the trainer's GPUs are lent to the
+rollout, at the opening or before the last minibatch, only where that ends the iteration by as much sooner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.policy.cluster import Plans, cluster_of
+from services.scheduler.policy.cluster import Cluster, Plans, cluster_of
 from services.scheduler.policy.forecast import Forecast
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
@@ -84,11 +84,7 @@ class Foresight:
         """`is_move`: it is carried out at once. `order`: of prompts, if not the queue's own."""
         assert memory.assignment is not None, "an iteration opens with an assignment"
         cluster = cluster_of(situation, memory.assignment, there, trained_on=memory.trained_on)
-        final = final_lengths(situation.generation, situation.lengths)
-        waiting = queue_in(situation, order) if order else None
-        num_slots = max(1, cluster.num_engines) * cluster.max_running
-        left = outlook(situation, final, num_slots=num_slots, waiting=waiting)
-        forecast = Forecast(left, cluster, situation.costs, self.rules.max_overfull)
+        forecast = self._forecast(situation, cluster, order)
         num_left = num_to_come(situation)
         known = of_memory(situation, memory, num_left)
         if known is not None and not is_move:
@@ -99,6 +95,40 @@ class Foresight:
         found = self._or_stay(forecast, found) if is_move else found
         can_wait = situation.num_unfinished and memory.is_begun and num_left == 1
         return self._or_wait(forecast, found) if can_wait else found
+
+    def kept(
+        self,
+        situation: Situation,
+        home: Assignment,
+        there: tuple[GpuId, ...],
+        lent: Found,
+        *,
+        order: tuple[int, ...] = (),
+    ) -> Found | None:
+        """With the iteration opened at home, the trainer on its GPUs for its first minibatch: the plan of the others.
+        None where lending the rollout all of them, as `lent` does, gains what it takes to let go of them and load."""
+        if home.trainer is None:
+            return None
+        cluster = replace(
+            cluster_of(situation, home, there),
+            num_trainer_gpus=len(home.trainer.gpus),
+            is_open=True,
+            until_s=None,
+        )
+        forecast = self._forecast(situation, cluster, order)
+        later = Plans(np.zeros(1), lent.plan.trainer[:, 1:], lent.plan.inference[:, 1:])
+        coarse = family(cluster, later.trainer.shape[1], forecast.span_s)
+        found = search(forecast, Plans.of(later, coarse), rounds=self.rules.rounds)
+        first = int(cluster.units(lent.plan.trainer[0, :1].astype(np.float64))[0])
+        least_s = self._least_s(situation.costs.release_s + float(cluster.switch_s[0, first]))
+        return None if lent.score_s < found.score_s - least_s else found
+
+    def _forecast(self, situation: Situation, cluster: Cluster, order: tuple[int, ...]) -> Forecast:
+        final = final_lengths(situation.generation, situation.lengths)
+        waiting = queue_in(situation, order) if order else None
+        num_slots = max(1, cluster.num_engines) * cluster.max_running
+        left = outlook(situation, final, num_slots=num_slots, waiting=waiting)
+        return Forecast(left, cluster, situation.costs, self.rules.max_overfull)
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:
         """The same plan from the next minibatch on, with nothing moved now, where moving does not pay."""

@@ -90,7 +90,7 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
     rows = [(span_s * start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
     start_s = np.array([row[0] for row in rows])
     first, last = (np.array([row[at] for row in rows])[:, None] for at in (1, 2))
-    along = np.linspace(0.0, 1.0, num_minibatches)[None, :] if num_minibatches > 1 else np.ones((1, 1))
+    along = np.linspace(0.0, 1.0, num_minibatches)[None, :] if num_minibatches != 1 else np.ones((1, 1))
     shares = first ** (1 - along) * last**along
     inference = np.full(shares.shape, max(1, round(FAMILY_INFERENCE * cluster.num_gpus)))
     plans = Plans(start_s, np.round(shares * cluster.num_gpus).astype(np.int64), inference)

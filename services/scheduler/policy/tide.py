@@ -1,7 +1,8 @@
 """`tide`, Tidegate's own policy: forecast the iteration's end under many plans, carry out the next move of the best.
 
-Order of an iteration: it opens with every GPU in the rollout, and prompts in an order that feeds the trainer early and
-leaves no long tail (`prompt_order`). While the trainer has no GPUs, the plan (when it gets them, and how many GPUs
+Order of an iteration: it opens with every GPU in the rollout, or, where lending them would not pay for taking them
+back, with every component where it is placed; and with prompts in an order that feeds the trainer early and leaves no
+long tail (`prompt_order`). While the trainer has no GPUs, the plan (when it gets them, and how many GPUs
 train and infer during each minibatch) is improved whenever it has aged; when its start has come, the first minibatch's
 GPUs are moved. When a minibatch's last group has been taken its end is known: so far ahead of it that engines have let
 go of their GPUs by then, the plan is searched again, and the next minibatch's GPUs are moved. What the end of the
@@ -53,6 +54,16 @@ class Planner(Protocol):
         order: tuple[int, ...] = (),
     ) -> Found: ...
 
+    def kept(
+        self,
+        situation: Situation,
+        home: Assignment,
+        there: tuple[GpuId, ...],
+        lent: Found,
+        *,
+        order: tuple[int, ...] = (),
+    ) -> Found | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class TidePolicy:
@@ -89,7 +100,15 @@ class TidePolicy:
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, memory, there, is_as_planned=False)
         order = self._planner.first(situation, assignment, there)
-        memory = self._planned(situation, memory, there, is_move=False, order=order)
+        found = self._planner.plan(situation, memory, there, is_move=False, order=order)
+        home = as_configured(situation.spec)
+        kept = self._planner.kept(situation, home, there, found, order=order) if set(there) >= set(home.gpus) else None
+        if kept is not None:
+            plan = planned(situation, kept)
+            memory = replace(memory, assignment=home, is_begun=True, num_answered=1, plan=plan)
+            reason = f"lending the trainer's GPUs would not pay; the end in {kept.end_s:.0f} s"
+            return _chosen(situation, memory, reason, order=order)
+        memory = replace(memory, plan=planned(situation, found))
         reason = f"every GPU generates; {_told(situation, memory)}"
         ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
         return _chosen(situation, memory, reason, order=order, ask_in_s=ask_in_s)

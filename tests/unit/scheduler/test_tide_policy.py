@@ -20,12 +20,14 @@ RATES = (TrainerRate(SPEC.placement[Role.ACTOR].layout, 500.0),)
 POLICY = TidePolicy()
 
 
-def opening(spec: JobSpec = SPEC, *, measured: tuple[TrainerRate, ...] = RATES) -> Situation:
+def opening(
+    spec: JobSpec = SPEC, *, measured: tuple[TrainerRate, ...] = RATES, shortest_tokens: float = 4000.0
+) -> Situation:
     """Nothing is generated yet, and nothing remembered."""
     home = as_configured(spec)
     count = spec.num_prompts * spec.group_size
     told = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
-    told = replace(told, hints=tuple(float(50 + 3 * prompt) for prompt in range(spec.num_prompts)))
+    told = replace(told, hints=tuple(shortest_tokens + 3 * prompt for prompt in range(spec.num_prompts)))
     return seen(spec, home, told=told, measured=measured, remembered=Remembered())
 
 
@@ -65,6 +67,36 @@ def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts
     assert choice.group_order[:4] == (0, 31, 1, 30)
     assert sorted(choice.group_order) == list(range(32))
     assert choice.ask_at_ms is not None
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_everything_at_home(
+    minibatches: int,
+) -> None:
+    spec = replace(SPEC, num_minibatches=minibatches)
+    choice = POLICY.choose(opening(spec, shortest_tokens=20.0))
+    assert choice.assignment == as_configured(spec)
+    assert choice.trains
+    assert "would not pay" in choice.reason
+    open_one = seen(
+        spec,
+        choice.assignment,
+        num_unfinished=64,
+        measured=RATES,
+        remembered=choice.remembered,
+        num_taken=8,
+        is_at_boundary=False,
+    )
+    assert POLICY.choose(open_one).assignment == choice.assignment
+
+
+def test_a_home_that_lost_a_gpu_is_not_opened_at() -> None:
+    situation = opening(shortest_tokens=20.0)
+    lost = as_configured(SPEC).engines[0][0]
+    engines = tuple(engine for engine in situation.engines if lost not in engine.gpus)
+    choice = POLICY.choose(replace(situation, generation=replace(situation.generation, engines=engines)))
+    assert lost not in choice.assignment.gpus
+    assert choice.assignment.trainer is None
 
 
 def test_until_a_trainers_rate_is_known_every_gpu_generates() -> None:

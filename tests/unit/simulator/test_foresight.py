@@ -67,6 +67,17 @@ class Given:
         plans = Plans(np.array([start_s]), np.array([self.trainer[first:]]), np.array([self.inference[first:]]))
         return Found(plans, 0.0, 0.0)
 
+    def kept(
+        self,
+        situation: Situation,
+        home: Assignment,
+        there: tuple[GpuId, ...],
+        lent: Found,
+        *,
+        order: tuple[int, ...] = (),
+    ) -> None:
+        """Opens with every GPU in the rollout."""
+
 
 def opened(scenario: Scenario, seed: int) -> tuple[Situation, Simulated]:
     """As an iteration begins with all GPUs in the rollout."""

@@ -38,3 +38,14 @@ class Waiting:
         waits_now = is_move and memory.is_begun and num_to_come(situation) == 1
         start_s = np.array([FAR_S]) if waits_now else found.plan.start_s
         return replace(found, plan=replace(found.plan, waits=True, start_s=start_s))
+
+    def kept(
+        self,
+        situation: Situation,
+        home: Assignment,
+        there: tuple[GpuId, ...],
+        lent: Found,
+        *,
+        order: tuple[int, ...] = (),
+    ) -> None:
+        """Opens with every GPU in the rollout."""
