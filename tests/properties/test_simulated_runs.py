@@ -27,7 +27,7 @@ POLICIES: list[Policy] = [
     DynaRLPolicy(DynaRLRules()),
     DynaRLPolicy(DynaRLRules(request_priority=True)),
     TidePolicy(),
-    TidePolicy(planner=Waiting()),
+    Waiting(),
 ]
 
 when = st.floats(0, 40)

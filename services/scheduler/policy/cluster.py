@@ -22,13 +22,16 @@ from tidegate.types import GpuId, Role
 @dataclass(frozen=True, slots=True)
 class Plans:
     """By plan; the second axis are the minibatches to come. `start_s`: when the first moves are made, from now; it
-    counts only while the trainer is between two updates. `waits`, of all of them: before the last minibatch the trainer
-    gives its GPUs to the engines, until the rollout is over."""
+    counts only while the trainer is between two updates. `waits`, of all of them, where the last minibatch is all that
+    is to come: before it the trainer gives its GPUs to the engines, until the rollout is over."""
 
     start_s: Floats
     trainer: Ints
     inference: Ints
     waits: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.waits or self.trainer.shape[1] == 1, "only the last minibatch waits"
 
     @property
     def count(self) -> int:

@@ -115,7 +115,7 @@ class Forecast:
         for column in range(last + 1):
             if column == last:
                 others_s = at.t
-                if plans.waits and (last or self.cluster.num_trainer_gpus):
+                if plans.waits:
                     at, trainer = self._through(at, self._waiting(plans)), np.zeros(plans.count)
             segment, trainer = self._segment(plans, column, trainer, at, nth + column)
             at = self._through(at, segment)
@@ -178,8 +178,7 @@ class Forecast:
         trainer = np.where(is_over, fitting, np.minimum(trainer, fitting))
         spare = cluster.num_gpus - trainer - inference
         engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
-        is_first = column == 0 and not cluster.is_open
-        is_untold = is_first or (plans.waits and column == plans.trainer.shape[1] - 1)
+        is_untold = plans.waits or (column == 0 and not cluster.is_open)
         released_s = costs.release_s if is_untold else 0.0
         units = cluster.units(trainer)
         switch_s = cluster.switch_s[cluster.units(before), units]

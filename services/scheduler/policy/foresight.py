@@ -20,7 +20,7 @@ from services.scheduler.policy.forecast import Forecast
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.plans import Found, best_of, family, search
-from services.scheduler.policy.prompt_order import queue_in, short_between_long
+from services.scheduler.policy.prompt_order import queue_in
 from services.scheduler.policy.situation import Situation
 from services.scheduler.remembered import Assignment, PlannedStage, Remembered, TidePlan
 from tidegate.types import GpuId
@@ -66,12 +66,6 @@ class Foresight:
 
     rules: TideRules
 
-    def first(self, situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> tuple[int, ...]:
-        """The order of prompts that the iteration opens with; empty leaves it as it is."""
-        if not situation.generation.hints:
-            return ()
-        return short_between_long(situation, self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
-
     def plan(
         self,
         situation: Situation,
@@ -90,10 +84,11 @@ class Foresight:
         if known is not None and not is_move:
             return search(forecast, known, rounds=1)
         coarse = family(cluster, num_left, forecast.span_s)
-        begin = coarse if known is None else Plans.of(replace(known, waits=False), coarse)
+        begin = coarse if known is None else Plans.of(known, coarse)
         found = search(forecast, begin, rounds=self.rules.rounds)
         found = self._or_stay(forecast, found) if is_move else found
-        can_wait = situation.num_unfinished and memory.is_begun and num_left == 1
+        can_lend = memory.is_begun and cluster.num_trainer_gpus > 0
+        can_wait = situation.num_unfinished and can_lend and num_left == 1
         return self._or_wait(forecast, found) if can_wait else found
 
     def kept(
@@ -149,7 +144,7 @@ class Foresight:
             return found
         waits = search(forecast, waits.plan, rounds=self.rules.rounds)
         cluster = forecast.cluster
-        back = int(cluster.units(waits.plan.trainer[0, -1:].astype(np.float64))[0])
+        back = int(cluster.units(waits.plan.trainer[0].astype(np.float64))[0])
         least_s = self._least_s(forecast.costs.release_s + float(cluster.switch_s[0, back]))
         if not waits.end_s < found.end_s - least_s:
             return found
@@ -184,7 +179,7 @@ def planned(situation: Situation, found: Found) -> TidePlan:
 
 
 def of_memory(situation: Situation, memory: Remembered, num_left: int) -> Plans | None:
-    """The remembered plan's last stages; None where there are not as many."""
+    """The remembered plan's last stages, without a wait; None where there are not as many."""
     plan = memory.plan
     if plan is None or len(plan.stages) < num_left:
         return None
@@ -193,5 +188,4 @@ def of_memory(situation: Situation, memory: Remembered, num_left: int) -> Plans 
         np.array([max(0.0, (plan.starts_at_ms - situation.now_ms) / 1000)]),
         np.array([[stage.num_trainer_gpus for stage in stages]]),
         np.array([[stage.num_inference_gpus for stage in stages]]),
-        plan.waits,
     )

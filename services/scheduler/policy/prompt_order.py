@@ -6,7 +6,7 @@ which a few GPUs train while most still generate. What comes back from an engine
 its group will be complete, soonest first, as far as the next minibatch needs groups; the others longest first, as at
 the start.
 
-Invariants: every group is in an order once; without hints the start's order is the prompts' own.
+Invariants: every group is in an order once; without hints the start has none.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from services.scheduler.policy.situation import Situation
 
 
 def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
-    """`short_share` of the prompts, the shortest by their hints, `shorts_a_long` of them before each of the longest."""
+    """`short_share` of the prompts, the shortest by their hints, `shorts_a_long` of them before each of the longest.
+    Empty without hints: it stays as it is."""
     if not situation.generation.hints:
-        return tuple(range(situation.generation.num_groups))
+        return ()
     level, _ = prior(situation.generation, situation.lengths)
     longest = np.argsort(-level, kind="stable")
     num = round(short_share * longest.size)

@@ -22,12 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from services.scheduler.policy.cluster import can_train, fitting, gpus_there, unit_size
 from services.scheduler.policy.foresight import FAR_S, Foresight, TideRules, num_to_come, planned
-from services.scheduler.policy.plans import Found
-from services.scheduler.policy.prompt_order import order_back
+from services.scheduler.policy.prompt_order import order_back, short_between_long
 from services.scheduler.policy.seating import seated
 from services.scheduler.policy.situation import Choice, Situation, as_configured, engine_size
 from services.scheduler.policy.stages import Split
@@ -39,38 +37,9 @@ SOON_S = 0.5
 """A start that is nearer is now: a decision may come no sooner than that."""
 
 
-class Planner(Protocol):
-    """Whom the policy asks for its plan."""
-
-    def first(self, situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> tuple[int, ...]: ...
-
-    def plan(
-        self,
-        situation: Situation,
-        memory: Remembered,
-        there: tuple[GpuId, ...],
-        *,
-        is_move: bool,
-        order: tuple[int, ...] = (),
-    ) -> Found: ...
-
-    def kept(
-        self,
-        situation: Situation,
-        home: Assignment,
-        there: tuple[GpuId, ...],
-        lent: Found,
-        *,
-        order: tuple[int, ...] = (),
-    ) -> Found | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TidePolicy:
-    """`planner`: None is the rules' own foresight."""
-
     rules: TideRules = field(default_factory=TideRules)
-    planner: Planner | None = None
 
     def check(self, spec: JobSpec) -> None:
         """It can run any: what does not divide is split unevenly."""
@@ -86,10 +55,6 @@ class TidePolicy:
             return self._before_training(situation, memory, there, is_as_planned=memory is known)
         return self._during_training(situation, memory, there)
 
-    @property
-    def _planner(self) -> Planner:
-        return self.planner or Foresight(self.rules)
-
     def _opened(self, situation: Situation, before: Remembered, there: tuple[GpuId, ...]) -> Choice:
         lent = Split(len(there) // engine_size(situation.spec), 0, 0)
         at_home = Assignment(as_configured(situation.spec).engines, None, ())
@@ -99,10 +64,10 @@ class TidePolicy:
         )
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, memory, there, is_as_planned=False)
-        order = self._planner.first(situation, assignment, there)
-        found = self._planner.plan(situation, memory, there, is_move=False, order=order)
-        home = as_configured(situation.spec)
-        kept = self._planner.kept(situation, home, there, found, order=order) if set(there) >= set(home.gpus) else None
+        order = short_between_long(situation, self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
+        foresight, home = Foresight(self.rules), as_configured(situation.spec)
+        found = foresight.plan(situation, memory, there, is_move=False, order=order)
+        kept = foresight.kept(situation, home, there, found, order=order) if set(there) >= set(home.gpus) else None
         if kept is not None:
             plan = planned(situation, kept)
             memory = replace(memory, assignment=home, is_begun=True, num_answered=1, plan=plan)
@@ -128,15 +93,9 @@ class TidePolicy:
         return _chosen(situation, memory, _told(situation, memory), ask_in_s=max(starts_in_s, SOON_S))
 
     def _planned(
-        self,
-        situation: Situation,
-        memory: Remembered,
-        there: tuple[GpuId, ...],
-        *,
-        is_move: bool,
-        order: tuple[int, ...] = (),
+        self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], *, is_move: bool
     ) -> Remembered:
-        found = self._planner.plan(situation, memory, there, is_move=is_move, order=order)
+        found = Foresight(self.rules).plan(situation, memory, there, is_move=is_move)
         return replace(memory, plan=planned(situation, found))
 
     def _is_fresh(self, situation: Situation, memory: Remembered) -> bool:
@@ -161,7 +120,7 @@ class TidePolicy:
                 return _chosen(situation, memory, reason, ask_in_s=ahead_s)
         memory = self._planned(situation, memory, there, is_move=True)
         assert memory.plan is not None, "it was just made"
-        if memory.plan.waits and len(memory.plan.stages) == 1 and situation.num_unfinished:
+        if memory.plan.waits:
             return self._waiting(situation, memory, there)
         return self._moved(situation, memory, there, f"minibatch {coming} is next")
 

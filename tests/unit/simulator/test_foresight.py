@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +10,9 @@ import pytest
 
 from services.scheduler.policy.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.forecast import Forecast
-from services.scheduler.policy.foresight import num_to_come
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.plans import (
-    Found,
     best_of,
     earliest_start_s,
     family,
@@ -26,11 +24,10 @@ from services.scheduler.policy.plans import (
 from services.scheduler.policy.prompt_order import queue_in, short_between_long
 from services.scheduler.policy.situation import Situation, as_configured
 from services.scheduler.policy.tide import TidePolicy
-from services.scheduler.remembered import Assignment, Remembered
+from services.scheduler.remembered import Remembered
 from simulator.iterating import Simulated
-from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
-from tidegate.types import GpuId
+from simulator.steering import Schedule, steered
 
 PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
 SYNC_S = PUBLISHED.costs.sync.sync_s
@@ -39,44 +36,6 @@ PLANS = {
     "later": (80.0, (12, 28, 44, 52), (4, 6, 6, 6)),
     "late, with a larger one": (100.0, (20, 24, 40, 52), (6, 8, 8, 6)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A planner that answers from a plan that was made before."""
-
-    start_s: float
-    trainer: tuple[int, ...]
-    inference: tuple[int, ...]
-    order: tuple[int, ...]
-
-    def first(self, situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> tuple[int, ...]:
-        return self.order
-
-    def plan(
-        self,
-        situation: Situation,
-        memory: Remembered,
-        there: tuple[GpuId, ...],
-        *,
-        is_move: bool,
-        order: tuple[int, ...] = (),
-    ) -> Found:
-        first = len(self.trainer) - num_to_come(situation)
-        start_s = max(0.0, self.start_s - situation.now_ms / 1000)
-        plans = Plans(np.array([start_s]), np.array([self.trainer[first:]]), np.array([self.inference[first:]]))
-        return Found(plans, 0.0, 0.0)
-
-    def kept(
-        self,
-        situation: Situation,
-        home: Assignment,
-        there: tuple[GpuId, ...],
-        lent: Found,
-        *,
-        order: tuple[int, ...] = (),
-    ) -> None:
-        """Opens with every GPU in the rollout."""
 
 
 def opened(scenario: Scenario, seed: int) -> tuple[Situation, Simulated]:
@@ -104,17 +63,25 @@ def test_the_end_is_forecast_within_five_percent_from_the_start(told: str) -> No
     order = short_between_long(situation, 0.25)
     plan = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
     (found,), _ = forecast(situation, simulated, order).ends_s(plan)
-    want = simulate(PUBLISHED, TidePolicy(planner=Given(start_s, trainer, inference, order)), seed=1, directly=True)
-    assert found == pytest.approx(want.iteration_s - SYNC_S, rel=0.05)
+    size = situation.spec.group_size
+    members = tuple(prompt * size + member for prompt in order for member in range(size))
+    want = steered(simulated, Schedule(start_s, trainer, inference, members))
+    assert found == pytest.approx(want.now_s - SYNC_S, rel=0.05)
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_plans_are_forecast_as_if_each_were_alone(waits: bool) -> None:
     situation, simulated = opened(PUBLISHED, 2)
     seen = forecast(situation, simulated, short_between_long(situation, 0.25))
-    plans = replace(family(seen.cluster, 4, seen.span_s), waits=waits)
+    plans = replace(family(seen.cluster, 1 if waits else 4, seen.span_s), waits=waits)
     alone = [(end_s[0], others_s[0]) for end_s, others_s in map(seen.ends_s, map(plans.row, range(plans.count)))]
     assert pytest.approx(np.array(alone)) == np.array(seen.ends_s(plans)).T
+
+
+def of(**algorithm: int) -> Scenario:
+    """The published one, but for that."""
+    own = PUBLISHED.model_dump()
+    return Scenario.model_validate(own | {"algorithm": own["algorithm"] | algorithm})
 
 
 def small(**changes: object) -> Scenario:
@@ -143,9 +110,8 @@ def test_the_search_finds_what_all_plans_of_a_small_cluster_have() -> None:
 def test_every_neighbour_is_legal_and_another_plan() -> None:
     situation, simulated = opened(PUBLISHED, 0)
     cluster = forecast(situation, simulated, tuple(range(512))).cluster
-    plan = replace(family(cluster, 4, 500.0).row(5), waits=True)
+    plan = family(cluster, 4, 500.0).row(5)
     around = neighbours(plan, cluster, 500.0)
-    assert around.waits
     again = legal(around, cluster)
     assert np.array_equal(again.trainer, around.trainer)
     assert np.array_equal(again.inference, around.inference)
@@ -156,21 +122,21 @@ def test_every_neighbour_is_legal_and_another_plan() -> None:
 
 
 def test_a_wait_is_forecast_to_end_after_the_rollout_which_has_the_trainers_gpus_meanwhile() -> None:
-    situation, simulated = opened(PUBLISHED, 1)
+    situation, simulated = opened(of(n_minibatches=1), 1)
     seen = forecast(situation, simulated, short_between_long(situation, 0.25))
-    plan = Plans(np.array([80.0]), np.array([(12, 28, 44, 52)]), np.array([(4, 6, 6, 6)]))
-    (streams_s,), (others_s,) = seen.ends_s(plan)
-    (waits_s,), (before_s,) = seen.ends_s(replace(plan, waits=True))
-    assert before_s == others_s
-    assert waits_s > max(seen.span_s, streams_s)
+    begun = replace(seen, cluster=replace(seen.cluster, num_engines=22, num_trainer_gpus=16, num_inference_gpus=4))
+    plan = Plans(np.zeros(1), np.array([[16]]), np.array([[4]]))
+    (streams_s,), _ = begun.ends_s(plan)
+    (waits_s,), _ = begun.ends_s(replace(plan, waits=True))
+    nothing_lent = replace(begun, cluster=replace(begun.cluster, num_gpus=48))
+    (later_s,), _ = nothing_lent.ends_s(replace(plan, waits=True))
+    assert waits_s > max(begun.over_s(30), streams_s)
+    assert later_s > waits_s
 
 
 def test_of_plans_that_end_alike_the_one_with_more_slack_is_chosen() -> None:
     """Of 32 prompts on 64 GPUs the longest response sets the end, and any trainer keeps up with it."""
-    scenario = Scenario.model_validate(
-        PUBLISHED.model_dump() | {"algorithm": PUBLISHED.algorithm.model_dump() | {"prompts_per_iteration": 32}}
-    )
-    situation, simulated = opened(scenario, 0)
+    situation, simulated = opened(of(prompts_per_iteration=32), 0)
     seen = forecast(situation, simulated, ())
     early = earliest_start_s(seen)
     starts = np.array([0.7 * seen.span_s, early])

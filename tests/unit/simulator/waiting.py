@@ -1,51 +1,37 @@
-"""`tide`'s foresight, but that the last minibatch waits for the rollout whenever it can."""
+"""`tide` as it waits: before the last minibatch it is told of a trainer for which that is nothing, and of moves that
+take no time; before the others of a slow one, so that it has GPUs to lend.
+
+Only what the policy sees is changed: passes and moves take what the scenario says.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
+from services.scheduler.policy.foresight import TideRules, num_to_come
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.policy.tide import TidePolicy
+from services.scheduler.values import JobSpec
 
-from services.scheduler.policy.foresight import Foresight, TideRules, num_to_come
-from services.scheduler.policy.plans import Found
-from services.scheduler.policy.situation import Situation
-from services.scheduler.remembered import Assignment, Remembered
-from tidegate.types import GpuId
-
-FAR_S = 1e4
-"""Beyond any iteration: the rollout's end has to end the wait."""
+SLOW, FAST = 0.1, 1000.0
+"""Times the trainer's measured rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A planner."""
+    own: TidePolicy = field(default_factory=lambda: TidePolicy(TideRules(least_gain_s=0.0, least_payback=0.0)))
 
-    own: Foresight = field(default_factory=lambda: Foresight(TideRules()))
+    def check(self, spec: JobSpec) -> None:
+        self.own.check(spec)
 
-    def first(self, situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> tuple[int, ...]:
-        return self.own.first(situation, assignment, there)
-
-    def plan(
-        self,
-        situation: Situation,
-        memory: Remembered,
-        there: tuple[GpuId, ...],
-        *,
-        is_move: bool,
-        order: tuple[int, ...] = (),
-    ) -> Found:
-        found = self.own.plan(situation, memory, there, is_move=is_move, order=order)
-        waits_now = is_move and memory.is_begun and num_to_come(situation) == 1
-        start_s = np.array([FAR_S]) if waits_now else found.plan.start_s
-        return replace(found, plan=replace(found.plan, waits=True, start_s=start_s))
-
-    def kept(
-        self,
-        situation: Situation,
-        home: Assignment,
-        there: tuple[GpuId, ...],
-        lent: Found,
-        *,
-        order: tuple[int, ...] = (),
-    ) -> None:
-        """Opens with every GPU in the rollout."""
+    def choose(self, situation: Situation) -> Choice:
+        trainer, costs = situation.trainer, situation.costs
+        factor = SLOW
+        if num_to_come(situation) <= 1:
+            factor = FAST
+            costs = replace(costs, release_s=0.0, load_s=0.0, reshard_s=0.0, inference_start_s=0.0)
+        rates = tuple(
+            replace(each, rate_tokens_per_s=each.rate_tokens_per_s * factor) for each in trainer.training.measured
+        )
+        told = replace(trainer, training=replace(trainer.training, measured=rates))
+        return self.own.choose(replace(situation, costs=costs, trainer=told))
