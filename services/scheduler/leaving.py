@@ -81,10 +81,10 @@ def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int
         return Wanted(steps, (f"drains {len(steps)} GPUs of the {role}",))
     if not draining:
         return commit(transition, role, None)
-    component = state.components[role]
+    at_work = set(state.components[role].grants)
     free = [move for move in draining if Grant(move.gpu, move.token) in state.released]
     steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
-    working = tuple(grant for move in draining if (grant := Grant(move.gpu, move.token)) in component.grants)
+    working = tuple(grant for move in draining if (grant := Grant(move.gpu, move.token)) in at_work)
     wanted = Wanted(steps, (f"releases {len(free)} of the {role}'s {len(draining)} draining GPUs",))
     return wanted + _asked(state, role, transition, working, now_ms) if working else wanted
 

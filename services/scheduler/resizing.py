@@ -37,7 +37,8 @@ def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted |
     target = f"{placed.layout} on {', '.join(placed.gpus)}"
     if not _may_resize(state, placed):
         return Wanted((), (f"the actor goes to {target} once the job runs and nothing of it is lost",))
-    coming = [gpu for gpu in placed.gpus if gpu not in have]
+    kept = {*have}.intersection(placed.gpus)
+    coming = [gpu for gpu in placed.gpus if gpu not in kept]
     records = [state.gpus[gpu] for gpu in coming if gpu in state.gpus]
     busy = [described(record) for record in records if not is_free(record)]
     absent = sorted({node_of(gpu) for gpu in coming} - nodes_of(state, Role.ACTOR))
@@ -48,7 +49,7 @@ def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted |
     if is_own and (paused := pause(state, Role.ACTOR, now_ms)) is not None:
         return paused
     owner = state.owner(Role.ACTOR)
-    leaving = [grant for grant in component.grants if grant.gpu not in placed.gpus]
+    leaving = [grant for grant in component.grants if grant.gpu not in kept]
     moves = (
         *(Move(gpu=grant.gpu, source=owner, target=None, planned_token=grant.token) for grant in leaving),
         *(Move(gpu=gpu, source=None, target=owner, planned_token=state.gpus[gpu].token) for gpu in coming),

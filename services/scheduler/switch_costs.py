@@ -68,14 +68,18 @@ class TrainerSwitchCosts:
 def switch_seconds(costs: TrainerSwitchCosts, *, copy_size: int, most: int, known: tuple[int, ...] = ()) -> Floats:
     """[copies before, copies after] -> seconds, up to `most` copies; of no change 0. `known` are numbers of copies
     whose groups are there. Not to be written to: whoever asks the same gets the same array."""
-    copies = np.arange(most + 1, dtype=np.float64)
     seconds = np.full((most + 1, most + 1), costs.reshard_s)
     if (own := costs.reshard) is not None:
-        at_least_one = np.maximum(copies, 1.0)
-        moved = own.busiest_bytes(at_least_one[:, None], at_least_one[None, :], copy_size=copy_size)
-        is_new = ~np.isin(copies, known)
-        seconds = own.setup_s + own.communicators_s * is_new + moved / own.bytes_per_s
+        is_new = ~np.isin(np.arange(most + 1), known)
+        seconds = own.setup_s + own.communicators_s * is_new + _moving_s(own, copy_size=copy_size, most=most)
     seconds[0] = costs.load_s
     np.fill_diagonal(seconds, 0.0)
     seconds.setflags(write=False)
     return seconds
+
+
+@lru_cache(maxsize=16)
+def _moving_s(costs: ReshardCosts, *, copy_size: int, most: int) -> Floats:
+    """Of `switch_seconds`, what the bytes take: the same whatever groups are there, and nearly all of the work."""
+    copies = np.maximum(np.arange(most + 1, dtype=np.float64), 1.0)
+    return costs.busiest_bytes(copies[:, None], copies[None, :], copy_size=copy_size) / costs.bytes_per_s

@@ -39,7 +39,7 @@ from services.scheduler.policy.situation import (
 from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.values import JobSpec, Placed
-from tidegate.types import GpuId, Role, node_of
+from tidegate.types import GpuId, NodeId, Role, node_of
 
 MIN_CANDIDATES, MAX_CANDIDATES = 3, 10
 
@@ -250,8 +250,10 @@ def _everywhere(spec: JobSpec) -> tuple[EngineGpus, ...]:
     """Engines as configured, and on the other components' GPUs as many as fit on each node."""
     size = engine_size(spec)
     lent = (*spec.placement[Role.ACTOR].gpus, *spec.placement[Role.INFERENCE].gpus)
-    by_node = {node_of(gpu): tuple(each for each in lent if node_of(each) == node_of(gpu)) for gpu in lent}
-    more = (engine for gpus in by_node.values() for engine in as_engines(gpus, size))
+    by_node: dict[NodeId, list[GpuId]] = {}
+    for gpu in lent:
+        by_node.setdefault(node_of(gpu), []).append(gpu)
+    more = (engine for gpus in by_node.values() for engine in as_engines(tuple(gpus), size))
     return (*as_configured(spec).engines, *more)
 
 
