@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler.course import Iteration, Report, Summary
+from services.scheduler.course import Iteration, Summary
+from services.scheduler.events import IterationReported
 from services.scheduler.observed import Seen
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Fate, total
@@ -102,7 +103,7 @@ def _by_reason(fates: tuple[Fate, ...]) -> tuple[Fate, ...]:
     return tuple(total((fate for fate in fates if fate.reason == reason), reason=reason) for reason in reasons)
 
 
-def with_report(iteration: Iteration, role: Role, report: Report) -> Iteration:
+def with_report(iteration: Iteration, role: Role, report: IterationReported) -> Iteration:
     reports = {
         each: report if each is role else iteration.reports[each]
         for each in Role

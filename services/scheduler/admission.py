@@ -21,9 +21,7 @@ this many the missing one is given up as never published."""
 
 NOT_OF_LEAD = "not of the component's lead"
 
-_OF_ONE_INCARNATION = (
-    ev.Progress,
-    ev.Backlog,
+_OF_ITS_WORK = (
     ev.WeightsPublished,
     ev.WeightsLoaded,
     ev.IterationReported,
@@ -33,18 +31,8 @@ _OF_ONE_INCARNATION = (
     Inferring,
     Training,
 )
-_OF_THE_LEAD = (
-    ev.LayoutCommitted,
-    ev.ResizeFailed,
-    ev.WeightsPublished,
-    ev.WeightsLoaded,
-    ev.IterationReported,
-    ev.EvaluationReported,
-    ev.CheckpointSaved,
-    Generation,
-    Inferring,
-    Training,
-)
+_OF_ONE_INCARNATION = (ev.Progress, ev.Backlog, *_OF_ITS_WORK)
+_OF_THE_LEAD = (ev.LayoutCommitted, ev.ResizeFailed, *_OF_ITS_WORK)
 
 _OF_NO_GPU = (ev.WeightsPublished, ev.IterationReported, ev.EvaluationReported, ev.CheckpointSaved)
 """What a component did in an incarnation, under its lead, stays done when its GPUs have gone to another since."""

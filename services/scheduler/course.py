@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.scheduler.events import IterationReported
 from services.scheduler.values import Fate, IterationPlan, total
 from tidegate.types import Role
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A component's account of the open iteration."""
-
-    generated: Fate
-    trained: Fate
-    filtered: tuple[Fate, ...]
-    discarded: tuple[Fate, ...]
-    num_duplicates_dropped: int
-    metrics: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +28,7 @@ class Iteration:
 
     plan: IterationPlan
     opened: Mapping[Role, int] = field(default_factory=dict)
-    reports: Mapping[Role, Report] = field(default_factory=dict)
+    reports: Mapping[Role, IterationReported] = field(default_factory=dict)
     closed: tuple[Role, ...] = ()
     is_accounted: bool = False
     steering: Steering = field(default_factory=Steering)

@@ -75,7 +75,7 @@ def due(state: ClusterState, wanted: Sequence[cmd.Command], now_ms: int) -> Due:
             commands.append(_with_id(command, f"{key}/a0"))
         elif now_ms < known.due_ms:
             waiting.append(key)
-        elif _is_spent(state, command, known):
+        elif _is_spent(command, known):
             given_up.append(_given_up(known))
         else:
             commands.append(_with_id(command, _attempt_id(known)))
@@ -154,7 +154,7 @@ def _with_id(command: cmd.Command, attempt_id: str) -> cmd.Command:
     return replace(command, id=CommandId(attempt_id))
 
 
-def _is_spent(state: ClusterState, command: cmd.Command, known: Expectation) -> bool:
+def _is_spent(command: cmd.Command, known: Expectation) -> bool:
     match known.kind:
         case Kind.WAIT:
             return True

@@ -15,7 +15,7 @@ from services.scheduler import accounts, evaluations
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused
 from services.scheduler.components import Loaded, role_of_instance
-from services.scheduler.course import Iteration, Report
+from services.scheduler.course import Iteration
 from services.scheduler.learned import with_lengths
 from services.scheduler.losses import counted_anew, stop, with_component
 from services.scheduler.observed import Seen
@@ -71,15 +71,7 @@ def reported(state: ClusterState, event: ev.Event, body: ev.IterationReported) -
         return Refused("of an iteration that is not open")
     if iteration.is_accounted and role in accounts.ACCOUNTANTS:
         return Refused("of an iteration whose accounts are in")
-    report = Report(
-        generated=body.generated,
-        trained=body.trained,
-        filtered=body.filtered,
-        discarded=body.discarded,
-        num_duplicates_dropped=body.num_duplicates_dropped,
-        metrics=body.metrics,
-    )
-    iteration = accounts.with_report(iteration, role, report)
+    iteration = accounts.with_report(iteration, role, body)
     state = replace(state, iteration=iteration)
     if accounts.is_reported(iteration) and (fault := accounts.fault(accounts.summarize(state, iteration))) is not None:
         return stop(state, Phase.FAILED, fault)

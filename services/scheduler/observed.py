@@ -101,12 +101,6 @@ class Generation:
         by_group: Ints = self.is_unfinished.reshape(-1, self.group_size).sum(axis=1)
         return by_group
 
-    @cached_property
-    def tokens_by_group(self) -> Ints:
-        """Generated so far."""
-        by_group: Ints = self.length_of.reshape(-1, self.group_size).sum(axis=1)
-        return by_group
-
 
 @dataclass(frozen=True, slots=True)
 class Inferring:

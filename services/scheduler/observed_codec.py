@@ -1,7 +1,7 @@
-"""Between the wire's pictures of an iteration and their values, both ways.
+"""The values of the wire's pictures of an iteration.
 
-Invariants: `x_of(x_message(value)) == value`; a picture that the value refuses is refused with a WireError that names
-the message, what is wrong of it and the numbers, and never reaches `evolve`.
+Invariant: a picture that the value refuses is refused with a WireError that names the message, what is wrong of it and
+the numbers, and never reaches `evolve`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.scheduler.observed import Engine, Generation, Inferring, TrainerRate, Training
-from tidegate.codec import WireError, decode_layout, encode_layout, require
+from tidegate.codec import WireError, decode_layout, require
 from tidegate.types import GpuId
 from tidegate.v1 import events_pb2
 
@@ -28,35 +28,9 @@ def generation_of(message: events_pb2.Generation) -> Generation:
         )
 
 
-def generation_message(told: Generation) -> events_pb2.Generation:
-    return events_pb2.Generation(
-        engines=[
-            events_pb2.Engine(
-                gpus=each.gpus,
-                num_running=each.num_running,
-                num_waiting=each.num_waiting,
-                num_kv_tokens=each.num_kv_tokens,
-                kv_capacity_tokens=each.kv_capacity_tokens,
-                max_running=each.max_running,
-                rate_tokens_per_s=each.rate_tokens_per_s,
-            )
-            for each in told.engines
-        ],
-        group_size=told.group_size,
-        lengths=told.lengths,
-        places=told.places,
-        queue=told.queue,
-        hints=told.hints,
-    )
-
-
 def inferring_of(message: events_pb2.Inferring) -> Inferring:
     with _refused("Inferring"):
         return Inferring(ready=tuple(message.ready), is_busy=message.is_busy)
-
-
-def inferring_message(told: Inferring) -> events_pb2.Inferring:
-    return events_pb2.Inferring(ready=told.ready, is_busy=told.is_busy)
 
 
 def training_of(message: events_pb2.Training) -> Training:
@@ -72,19 +46,6 @@ def training_of(message: events_pb2.Training) -> Training:
                 TrainerRate(decode_layout(each.layout), each.rate_tokens_per_s) for each in message.measured
             ),
         )
-
-
-def training_message(told: Training) -> events_pb2.Training:
-    return events_pb2.Training(
-        num_minibatches_done=told.num_minibatches_done,
-        num_taken=told.num_taken,
-        is_at_boundary=told.is_at_boundary,
-        closes_at_ms=told.closes_at_ms,
-        measured=[
-            events_pb2.TrainerRate(layout=encode_layout(each.layout), rate_tokens_per_s=each.rate_tokens_per_s)
-            for each in told.measured
-        ],
-    )
 
 
 def _engine_of(message: events_pb2.Engine) -> Engine:

@@ -20,9 +20,8 @@ from services.scheduler.observed import (
     TrainerRate,
     Training,
 )
-from services.scheduler.observed_codec import generation_message, inferring_message, training_message
 from tests.unit.scheduler.situations import gpus
-from tidegate.codec import WireError, decode_event
+from tidegate.codec import WireError, decode_event, encode_layout
 from tidegate.events import EventBody, EventSource
 from tidegate.types import JobId, Layout, Role
 from tidegate.v1 import events_pb2, types_pb2
@@ -35,13 +34,32 @@ WHOLE = Generation(
     queue=(3,),
     hints=(12.5, 0.0, 80_000.25),
 )
+WHOLE_MESSAGE = events_pb2.Generation(
+    engines=[
+        events_pb2.Engine(
+            gpus=gpus(0, 2),
+            num_running=1,
+            num_waiting=1,
+            num_kv_tokens=300,
+            kv_capacity_tokens=1000,
+            max_running=8,
+            rate_tokens_per_s=50.5,
+        ),
+        events_pb2.Engine(gpus=gpus(2, 4), kv_capacity_tokens=1000, max_running=8),
+    ],
+    group_size=2,
+    lengths=[10, 20, 30, 0, 2**20, 60],
+    places=[0, 0, AWAY, QUEUED, CUT, ENDED],
+    queue=[3],
+    hints=[12.5, 0.0, 80_000.25],
+)
 PICTURES: dict[str, tuple[EventBody, ev.Body]] = {
-    "a rollout at work": (generation_message(WHOLE), WHOLE),
+    "a rollout at work": (WHOLE_MESSAGE, WHOLE),
     "a rollout without engines": (
         events_pb2.Generation(group_size=1, lengths=[0], places=[QUEUED], queue=[0]),
         Generation((), 1, (0,), (QUEUED,), (0,)),
     ),
-    "an inference at work": (inferring_message(Inferring((4, 0, 2), is_busy=True)), Inferring((4, 0, 2), True)),
+    "an inference at work": (events_pb2.Inferring(ready=[4, 0, 2], is_busy=True), Inferring((4, 0, 2), True)),
     "an inference with nothing done": (events_pb2.Inferring(), Inferring()),
     "an actor between two updates": (
         events_pb2.Training(is_at_boundary=True),
@@ -49,7 +67,12 @@ PICTURES: dict[str, tuple[EventBody, ev.Body]] = {
     ),
     "an actor that closes at the epoch": (events_pb2.Training(closes_at_ms=0), Training(0, 0, False, 0)),
     "an actor that has measured": (
-        training_message(Training(2, 8, False, 1_700_000, (TrainerRate(Layout(tp=2, dp=3), 1e5),))),
+        events_pb2.Training(
+            num_minibatches_done=2,
+            num_taken=8,
+            closes_at_ms=1_700_000,
+            measured=[events_pb2.TrainerRate(layout=encode_layout(Layout(tp=2, dp=3)), rate_tokens_per_s=1e5)],
+        ),
         Training(2, 8, False, 1_700_000, (TrainerRate(Layout(tp=2, dp=3), 1e5),)),
     ),
 }
@@ -68,7 +91,8 @@ def test_a_pictures_message_is_its_value(case: str) -> None:
 
 
 def generation(**fields: Any) -> events_pb2.Generation:
-    message = generation_message(WHOLE)
+    message = events_pb2.Generation()
+    message.CopyFrom(WHOLE_MESSAGE)
     for name, value in fields.items():
         message.ClearField(name)  # type: ignore[arg-type]  # the cases name their fields
         getattr(message, name).extend(value)

@@ -10,7 +10,8 @@ import pytest
 
 from services.scheduler.components import Component
 from services.scheduler.costs import LengthLaw
-from services.scheduler.course import Iteration, Report
+from services.scheduler.course import Iteration
+from services.scheduler.events import IterationReported
 from services.scheduler.learned import Learned
 from services.scheduler.observed import (
     AWAY,
@@ -181,7 +182,7 @@ def test_a_trainer_that_is_ahead_of_what_inference_told_took_what_is_known() -> 
 
 def test_an_actor_that_has_reported_has_trained_all_that_it_will_whatever_its_picture_says() -> None:
     assert STATE.iteration is not None
-    report = Report(Fate(), Fate(), (), (), 0, ())
+    report = IterationReported(Fate(), Fate(), (), (), 0, ())
     training = Training(num_minibatches_done=1, num_taken=1, is_at_boundary=False)
     reported = replace(STATE, iteration=replace(STATE.iteration, reports={Role.ACTOR: report}))
     seen = see(replace(reported, seen=replace(SEEN, training=training))).trainer.training
