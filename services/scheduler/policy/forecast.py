@@ -29,6 +29,7 @@ from services.scheduler.costs import Costs
 from services.scheduler.observed import Floats, Ints
 from services.scheduler.policy.cluster import Cluster, Plans
 from services.scheduler.policy.outlook import Outlook
+from services.scheduler.policy.rows import in_order, places_of, values_at
 
 NEVER_S = 1e7
 """Far beyond any iteration: what waits for a component without GPUs."""
@@ -105,7 +106,7 @@ class Forecast:
         engines = np.array([float(max(1, num_engines))])
         speed = engines * self.cluster.max_running / self.left.load.num_slots
         times = self._times(engines, np.ones(1), speed)
-        return float(_row_values(times, np.array([[u / self.left.load.step]]))[0, 0])
+        return float(values_at(times, np.array([[u / self.left.load.step]]))[0, 0])
 
     def ends_s(self, plans: Plans) -> tuple[Floats, Floats]:
         """By plan: seconds from now until the last minibatch has been updated, inf where it never is; and until all
@@ -206,17 +207,15 @@ class Forecast:
         steps = start_steps + at.steps
         in_queue = np.minimum(steps, queued_steps[:, None])
         end_u = at.u[:, None] + speed[:, None] * in_queue + (steps - in_queue)
-        begun = _row_values(times, at.u[:, None] / load.step)[:, 0]
+        begun = values_at(times, at.u[:, None] / load.step)[:, 0]
         shift = at.t + stall_s - begun
-        ended_s = np.where(
-            at.ended_s > at.t[:, None], shift[:, None] + _row_values(times, end_u / load.step), at.ended_s
-        )
+        ended_s = np.where(at.ended_s > at.t[:, None], shift[:, None] + values_at(times, end_u / load.step), at.ended_s)
         order = np.argsort(ended_s, axis=1, kind="stable")
-        inferred_s = self._inferred(at, segment, _in_order(ended_s, order), order)
+        inferred_s = self._inferred(at, segment, in_order(ended_s, order), order)
         end = self._trained(at, segment, inferred_s, order)
         if segment.is_cut:
             end = np.minimum(end, np.maximum(shift + times[:, -1], at.t))
-        u = np.maximum(_row_places(times, end - shift) * load.step, at.u)
+        u = np.maximum(places_of(times, end - shift) * load.step, at.u)
         queued = np.minimum(u, load.queue_until) - at.u
         past = np.maximum(queued, 0.0) / speed + (u - at.u - np.maximum(queued, 0.0))
         has_started = at.has_started | (start_steps <= past[:, None])
@@ -311,29 +310,3 @@ class Forecast:
         columns = np.nonzero(left.lots.minibatch[order] == nth)[1].reshape(len(order), -1)
         rows = np.arange(len(order))[:, None]
         return inferred_s[rows, columns], left.lots.tokens[order[rows, columns]]
-
-
-def _in_order(rows: Floats, order: Ints) -> Floats:
-    """Each row by its own order."""
-    ordered: Floats = rows.ravel().take(order + rows.shape[1] * np.arange(len(rows))[:, None])
-    return ordered
-
-
-def _row_values(rows: Floats, places: Floats) -> Floats:
-    """Of each row, the values at its own places, in intervals of the grid; beyond its end the last."""
-    width = rows.shape[1]
-    inside = np.minimum(np.maximum(places, 0.0), width - 1)
-    low = np.minimum(inside.astype(np.int64), width - 2)
-    at, flat = low + width * np.arange(len(rows))[:, None], rows.ravel()
-    first = flat.take(at)
-    values: Floats = first + (inside - low) * (flat.take(at + 1) - first)
-    return values
-
-
-def _row_places(rows: Floats, values: Floats) -> Floats:
-    """The inverse, for one value a row, which only grows."""
-    low = np.clip((rows <= values[:, None]).sum(axis=1) - 1, 0, rows.shape[1] - 2)
-    at = np.arange(len(rows))
-    first, second = rows[at, low], rows[at, low + 1]
-    places: Floats = low + np.clip((values - first) / np.maximum(second - first, 1e-12), 0.0, 1.0)
-    return places
