@@ -24,7 +24,8 @@ from services.scheduler.state import ClusterState, Phase
 from tests.properties.test_scheduler import NUM_ITERATIONS, SLOTS, finished, happen
 from tests.properties.test_scheduler import histories as histories_of_jobs
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, spec
 from tests.unit.scheduler.test_losses import is_iterating
 from tidegate.config_scheduler import SchedulerSection
 from tidegate.types import Role

@@ -22,7 +22,8 @@ from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec, Placed
 from tests.properties.test_scheduler import SLOTS, blow, happen, ordinary
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, gpu, spec
 from tests.unit.scheduler.test_moving import Proposed
 from tidegate.ownership import GpuState
 from tidegate.types import Layout, Role

@@ -20,7 +20,8 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Placed, total
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
 from tidegate.ownership import Outcome
 from tidegate.types import GpuId, Grant, Layout, Role, instance_id
 

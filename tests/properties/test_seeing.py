@@ -30,7 +30,7 @@ from services.scheduler.policy.situation import Situation, engine_size
 from services.scheduler.seeing import situation_of
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec
-from tests.unit.scheduler.fake_cluster import JOB, gpu
+from tests.unit.scheduler.fake_parts import JOB, gpu
 from tests.unit.scheduler.situations import job
 from tidegate.ownership import GpuRecord, GpuState, Move, Owner, Part, Transition
 from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token, TransitionId

@@ -27,7 +27,8 @@ from simulator.iterating import Simulated
 from simulator.scenario import parse_scenario
 from simulator.scheduled import Scheduled
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import gpu, spec
 from tidegate.ownership import GpuRecord, Transition
 from tidegate.types import InstanceId, Layout, Role
 

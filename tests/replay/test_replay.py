@@ -15,7 +15,7 @@ from services.scheduler.observed import Generation
 from services.scheduler.state import ClusterState, Phase
 from simulator.voice import JOB as SIMULATED
 from tests.replay.recorded import FAULTS, HISTORIES, LIVED, POLICIES, read, recorded, told
-from tests.unit.scheduler.fake_cluster import JOB
+from tests.unit.scheduler.fake_parts import JOB
 from tidegate.types import Role
 
 ANEW = "if that is meant, record the histories anew (python -m tests.replay) and look at what changed"

@@ -15,7 +15,8 @@ from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.seeing import situation_of
 from services.scheduler.state import TERMINAL, ClusterState
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB
 
 MAX_STEPS = 4000
 

@@ -12,7 +12,7 @@ from services.scheduler.policy.situation import (
 )
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.values import JobSpec, Placed
-from tests.unit.scheduler.fake_cluster import gpu
+from tests.unit.scheduler.fake_parts import gpu
 from tidegate.types import GpuId, Layout, Role
 
 COSTS = Costs(

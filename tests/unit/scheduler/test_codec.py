@@ -18,7 +18,8 @@ from services.scheduler.state import ClusterState
 from services.scheduler.switch_costs import ReshardCosts
 from services.scheduler.values import Fate, Placed
 from tests.unit.scheduler.drive import booted
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, gpu, spec
 from tidegate.codec import WireError
 from tidegate.config import JobConfig, parse_config
 from tidegate.events import EventSource

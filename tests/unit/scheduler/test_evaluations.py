@@ -14,7 +14,8 @@ from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.tide import TidePolicy
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import NODES, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import NODES, spec
 from tidegate.types import Role, instance_id
 
 

@@ -11,7 +11,8 @@ from services.scheduler.evolve import evolve
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Fate, Snapshot
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
 from tidegate.types import Grant, InstanceId, Layout, Role, Token, instance_id
 
 ACTOR = instance_id(Role.ACTOR, NODES[0])

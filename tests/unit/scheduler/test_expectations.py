@@ -19,7 +19,8 @@ from services.scheduler.expectations import (
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, spec
 from tidegate.types import Role
 
 

@@ -13,7 +13,7 @@ from services.scheduler.policy.situation import as_configured, as_engines
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec, Placed
-from tests.unit.scheduler.fake_cluster import JOB
+from tests.unit.scheduler.fake_parts import JOB
 from tests.unit.scheduler.situations import gpus, job
 from tidegate.ownership import GpuRecord, GpuState, Owner
 from tidegate.types import GpuId, Grant, Layout, Role, Token

@@ -14,7 +14,8 @@ from services.scheduler.observed import Inferring, Seen
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Fate
 from tests.unit.scheduler.drive import booted
-from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import gpu, spec
 from tidegate.ownership import GpuState, Move, Part, Transition
 from tidegate.types import Grant, Layout, Role, Token, TransitionId
 

@@ -15,7 +15,8 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import total
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, NODES, FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
 from tidegate.ownership import GpuRecord, GpuState, Outcome
 from tidegate.types import Grant, NodeId, Role, Token, instance_id
 

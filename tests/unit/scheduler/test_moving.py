@@ -14,7 +14,8 @@ from services.scheduler.policy import Proposal
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec, Placed
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import NODES, FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import NODES, gpu, spec
 from tidegate.ownership import GpuState, Outcome
 from tidegate.types import GpuId, Grant, Layout, NodeId, Role, Token, instance_id
 

@@ -8,7 +8,8 @@ from services.scheduler.expectations import next_due_ms
 from services.scheduler.pacing import is_structural, next_decision_ms
 from services.scheduler.state import ClusterState
 from tests.unit.scheduler.drive import booted
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, spec
 
 EVERY_MS = 5000
 

@@ -13,7 +13,8 @@ from services.scheduler.observed import ENDED, Generation, Inferring, Seen, Trai
 from services.scheduler.state import ClusterState
 from tests.unit.scheduler import fake_pictures
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import gpu, spec
 from tidegate.types import InstanceId, Role, instance_id, node_of
 
 GPUS = (gpu("n0", 1), gpu("n1", 1), gpu("n1", 3))

@@ -23,7 +23,7 @@ from services.scheduler.proposing import chosen, placement_of, proposal_of
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import JobSpec, Placed
-from tests.unit.scheduler.fake_cluster import gpu, spec
+from tests.unit.scheduler.fake_parts import gpu, spec
 from tests.unit.scheduler.situations import generation, gpus, job, seen
 from tests.unit.scheduler.test_losses import iterating
 from tidegate.types import Layout, Role

@@ -9,7 +9,8 @@ from services.scheduler.invariants import check
 from services.scheduler.recovering import recovered
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import JOB, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, spec
 from tidegate.ownership import GpuRecord, GpuState
 from tidegate.types import Role
 

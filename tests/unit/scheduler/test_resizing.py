@@ -13,7 +13,8 @@ from services.scheduler.resizes import fault, target
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Placed
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import gpu, spec
 from tidegate.ownership import GpuState, Outcome
 from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, NodeId, Role, instance_id
 

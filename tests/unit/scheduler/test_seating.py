@@ -10,7 +10,7 @@ from services.scheduler.policy.situation import as_configured, as_engines
 from services.scheduler.policy.stages import Split
 from services.scheduler.remembered import Assignment
 from services.scheduler.values import Placed
-from tests.unit.scheduler.fake_cluster import gpu
+from tests.unit.scheduler.fake_parts import gpu
 from tests.unit.scheduler.situations import generation, job, seen
 from tidegate.types import GpuId, Layout, Role, node_of
 

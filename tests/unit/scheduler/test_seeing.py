@@ -28,7 +28,7 @@ from services.scheduler.policy.situation import Situation
 from services.scheduler.seeing import situation_of
 from services.scheduler.state import ClusterState, Phase
 from services.scheduler.values import Fate, JobSpec, Placed
-from tests.unit.scheduler.fake_cluster import JOB
+from tests.unit.scheduler.fake_parts import JOB
 from tests.unit.scheduler.situations import gpus, job
 from tidegate.ownership import GpuRecord, GpuState, Move, Owner, Part, Transition
 from tidegate.types import GpuId, Grant, Layout, Role, Token, TransitionId, gpu_index

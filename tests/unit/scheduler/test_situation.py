@@ -14,7 +14,7 @@ from services.scheduler.policy.situation import Situation, Trainer, as_configure
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Placed
-from tests.unit.scheduler.fake_cluster import JOB
+from tests.unit.scheduler.fake_parts import JOB
 from tests.unit.scheduler.situations import gpus, job, seen
 from tidegate.types import Layout
 

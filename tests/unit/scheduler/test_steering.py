@@ -11,7 +11,8 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.proposing import proposal_of
 from services.scheduler.state import ClusterState, Phase
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import NODES, FakeCluster, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import NODES, spec
 from tidegate.types import Role, instance_id
 
 

@@ -17,7 +17,8 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.values import Placed
 from simulator.replaying import Recorded, replayed, section_of
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.fake_cluster import FakeCluster, gpu, spec
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import gpu, spec
 from tidegate.types import InstanceId, Layout, Role
 
 LEAD_COMMANDS = tuple(get_args(cmd.LeadCommand))

@@ -1,0 +1,153 @@
+"""How leads of a fake cluster change their GPUs: a resize of the actor, which the store's commit decides, engines that
+leave, and an actor that is suspended and comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from tests.unit.scheduler.fake_members import FakeMembers
+from tests.unit.scheduler.fake_parts import FakeGate, FakeLead, FakeResize
+from tidegate import transitions
+from tidegate.ownership import GpuBusy, IllegalStep, StaleToken, Transition, VersionConflict
+from tidegate.types import Role, TransitionId, instance_id, node_of
+
+
+@dataclass
+class FakeChanges(FakeMembers):
+    """The next `num_failing_resizes` cannot be prepared; with `keeps_state` an actor's ranks can read what a dead one
+    held. `records` are the store's of transitions."""
+
+    num_failing_resizes: int = 0
+    keeps_state: bool = True
+    records: dict[str, Transition] = field(default_factory=dict)
+
+    def _change(self, role: Role, lead: FakeLead) -> bool:
+        """A step of what it is asked to change; False when it is asked nothing."""
+        if not self.instances[lead.instance].is_alive:
+            return False
+        if lead.suspension is not None:
+            self._suspend(lead, lead.suspension)
+            return True
+        if lead.resize is not None and role is Role.ACTOR:
+            self._go_on_resizing(lead, lead.resize)
+            return True
+        if lead.resize is not None:
+            self._go_on_shrinking(role, lead, lead.resize)
+            return True
+        return False
+
+    def _take_resize(self, command: cmd.ScaleUp | cmd.ScaleDown | cmd.Migrate, lead: FakeLead) -> None:
+        leaving = command.leaving if isinstance(command, cmd.Migrate) else ()
+        coming = command.coming if isinstance(command, cmd.Migrate) else ()
+        if isinstance(command, cmd.ScaleUp):
+            coming = command.grants
+        elif isinstance(command, cmd.ScaleDown):
+            leaving = command.grants
+        assert command.layout is not None, "a component changes to a layout"
+        transition = TransitionId(command.header.transition_id)
+        lead.resize = FakeResize(transition, coming, leaving, command.members, command.layout)
+
+    def _go_on_resizing(self, lead: FakeLead, resize: FakeResize) -> None:
+        """The commit in the store, which decides, or the switch after it."""
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": resize.transition}
+        if not resize.is_committed:
+            found = self._fault_in_preparing(lead, resize)
+            if found is None:
+                resize.is_committed = True
+                return
+            fault, is_of_death = found
+            lead.resize = None
+            left = tuple(grant for grant in lead.members if self._is_at_work(grant))
+            self._let_go(resize.coming)
+            if left and (is_of_death or left == lead.members):
+                self.say(lead.instance, ev.ResizeFailed(fault), grants=left, **said)
+            else:
+                failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, fault, fatal=False)
+                self.say(lead.instance, failed, incarnation=lead.incarnation)
+            return
+        lead.resize = None
+        if not any(self._is_at_work(grant) for grant in resize.members):
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "all members died as they switched", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            return
+        lead.members = resize.members
+        self.say(lead.instance, ev.LayoutCommitted(resize.layout, resize.members, 0), grants=resize.members, **said)
+        if resize.leaving:
+            self._let_go(resize.leaving)
+            self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+
+    def _fault_in_preparing(self, lead: FakeLead, resize: FakeResize) -> tuple[str, bool] | None:
+        """And whether somebody has died."""
+        if self._fails_to_prepare():
+            return "it could not be prepared", False
+        stay = [grant for grant in resize.members if grant not in resize.coming]
+        if not all(self._is_at_work(grant) for grant in (*stay, *resize.leaving)):
+            return "a member is dead", True
+        for grant in resize.coming:
+            gate, name = self.gates[grant.gpu], instance_id(Role.ACTOR, node_of(grant.gpu))
+            if not self.instances[name].is_alive or gate.is_held or gate.highest >= grant.token:
+                return f"{grant.gpu} does not come", True
+            self.gates[grant.gpu] = FakeGate(grant.token, is_held=True)
+        if not self.keeps_state and not {*stay, *resize.leaving} >= set(lead.members):
+            return "what a dead rank held is gone", False
+        try:
+            self._keep(transitions.commit(self.records[resize.transition], self.gpus, Role.ACTOR, resize.layout))
+        except (GpuBusy, IllegalStep, StaleToken, VersionConflict) as refused:
+            return str(refused), False
+        return None
+
+    def _keep(self, change: transitions.Change) -> None:
+        self.records[change.transition.id] = change.transition
+        self.gpus.update({record.gpu: record for record in change.gpus})
+
+    def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: FakeResize) -> None:
+        """The rollout's engines finish elsewhere what they had, an inference makes a smaller world."""
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": resize.transition}
+        lead.resize = None
+        is_broken = role is Role.INFERENCE and not all(map(self._is_at_work, (*resize.members, *resize.leaving)))
+        if self._fails_to_prepare() or is_broken:
+            self.say(lead.instance, ev.ResizeFailed("it could not be prepared"), **said)
+            return
+        lead.members = resize.members
+        self._let_go(resize.leaving)
+        self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+        self.say(lead.instance, ev.LayoutCommitted(resize.layout, resize.members, 0), grants=resize.members, **said)
+
+    def _fails_to_prepare(self) -> bool:
+        fails = self.num_failing_resizes > 0
+        self.num_failing_resizes -= fails
+        return fails
+
+    def _suspend(self, lead: FakeLead, command: cmd.Suspend) -> None:
+        lead.suspension = None
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": command.header.transition_id}
+        left = tuple(grant for grant in lead.members if self._is_at_work(grant))
+        is_whole = self.keeps_state or left == lead.members
+        if not is_whole or not left:
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "what a dead rank held is gone", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+        elif self._fails_to_prepare() or set(left) != set(command.grants):
+            self.say(lead.instance, ev.ResizeFailed("a member is dead, or it could not be prepared"), **said)
+        else:
+            lead.kept_on = frozenset(node_of(grant.gpu) for grant in lead.members)
+            lead.members = ()
+            self._let_go(command.grants)
+            self.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
+
+    def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
+        assert lead.kept_on is not None, "an actor is resumed that was not suspended"
+        if not lead.kept_on:
+            # A death that is not told yet took the state along.
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "the state that was kept is gone", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            return
+        if not self._pass_gates(command, lead):
+            return
+        lead.kept_on = None
+        lead.members = command.grants
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": command.header.transition_id}
+        self.say(lead.instance, ev.GpusAcquired(command.grants), grants=command.grants, **said)
+        self.say(lead.instance, ev.LayoutCommitted(command.layout, command.grants, 0), grants=command.grants, **said)

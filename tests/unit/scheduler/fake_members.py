@@ -1,0 +1,221 @@
+"""Who lives in a fake cluster: instances with boots and leases, leads with epochs, workers that pass gates and die.
+
+What they say waits in `outbox`, for a test to deliver in the order it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.scheduler import commands as cmd
+from services.scheduler import events as ev
+from services.scheduler.values import JobSpec
+from tests.unit.scheduler.fake_parts import JOB, NODES, FakeGate, FakeInstance, FakeLead, role_of
+from tidegate.ownership import GpuRecord, GpuState
+from tidegate.types import GpuId, Grant, InstanceId, NodeId, Role, Token, instance_id, node_of
+
+
+@dataclass
+class FakeMembers:
+    """Without a supervisor what is dead stays dead."""
+
+    job_spec: JobSpec
+    has_supervisor: bool = True
+    gpus: dict[GpuId, GpuRecord] = field(default_factory=dict)
+    gates: dict[GpuId, FakeGate] = field(default_factory=dict)
+    instances: dict[InstanceId, FakeInstance] = field(default_factory=dict)
+    leads: dict[Role, FakeLead | None] = field(default_factory=dict)
+    epochs: dict[Role, int] = field(default_factory=dict)
+    outbox: list[ev.Event] = field(default_factory=list)
+    log: list[cmd.Command] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for each in self.job_spec.gpus:
+            self.gpus[each] = GpuRecord(each, GpuState.FREE, None, Token(0, 0))
+            self.gates[each] = FakeGate()
+        self.leads = dict.fromkeys(Role)
+        self.epochs = dict.fromkeys(Role, 0)
+
+    def boot(self) -> None:
+        """Every instance joins, the first of each role leads, and the job is submitted."""
+        for role in Role:
+            for node in NODES:
+                self.start(instance_id(role, node))
+        self.say_as("launcher", ev.JobSubmitted(self.job_spec, "{}", resume=False))
+
+    def say_as(self, source: str, body: ev.Body, *, grants: tuple[Grant, ...] = ()) -> None:
+        """From what is no component: scheduler, launcher, control."""
+        sequence = sum(event.source == source for event in self.outbox) + len(self.effects) + len(self.log) + 1
+        self.outbox.append(ev.Event(job=JOB, source=source, boot=1, sequence=sequence, body=body, grants=grants))
+
+    def say(
+        self,
+        name: InstanceId,
+        body: ev.Body,
+        *,
+        incarnation: int = 0,
+        iteration: int = 0,
+        transition_id: str = "",
+        grants: tuple[Grant, ...] = (),
+    ) -> None:
+        instance = self.instances[name]
+        instance.sequence += 1
+        self.outbox.append(
+            ev.Event(
+                job=JOB,
+                source=name,
+                boot=instance.boot,
+                sequence=instance.sequence,
+                body=body,
+                incarnation=incarnation,
+                iteration=iteration,
+                transition_id=transition_id,
+                grants=grants,
+                role=role_of(name),
+            )
+        )
+
+    # Life and death
+
+    def start(self, name: InstanceId) -> None:
+        """A new start of the instance; it leads when nobody does."""
+        known = self.instances.get(name)
+        self.instances[name] = FakeInstance(boot=known.boot + 1 if known else 1)
+        self.say(name, ev.InstanceJoined(name, f"at-{name}", self.instances[name].boot))
+        if self.leads[role_of(name)] is None:
+            self.elect(name)
+
+    def elect(self, name: InstanceId) -> None:
+        role = role_of(name)
+        self.epochs[role] += 1
+        self.leads[role] = FakeLead(name, self.epochs[role])
+        self.say(name, ev.LeadElected(name, f"at-{name}", self.epochs[role]))
+
+    def kill_worker(self, slot: GpuId) -> None:
+        """Its service sees it at once. Nothing happens where nothing runs."""
+        record, gate = self.gpus[slot], self.gates[slot]
+        if record.owner is None or not gate.is_held:
+            return
+        gate.is_held = False
+        name = instance_id(record.owner.role, node_of(slot))
+        grants = (Grant(slot, gate.highest),)
+        self.say(name, ev.Failed(ev.FailedWhat.WORKER, grants, -9, f"worker of {slot} was killed", fatal=False))
+
+    def kill_instance(self, name: InstanceId, *, tells: bool) -> None:
+        """Its workers die with it. `tells`: its lease is seen to expire before it starts again."""
+        instance, role = self.instances[name], role_of(name)
+        if not instance.is_alive:
+            return
+        instance.is_alive = False
+        node = NodeId(name.partition("@")[2])
+        for slot, record in self.gpus.items():
+            is_its = record.owner.role is role if record.owner else slot in self.job_spec.slots(role)
+            if is_its and node_of(slot) == node:
+                self.gates[slot].is_held = False
+        lead = self.leads[role]
+        if lead is not None and lead.kept_on and node in lead.kept_on:
+            lead.kept_on = frozenset()
+        if tells:
+            self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
+        self._replace_lead(name)
+
+    def lapse(self, name: InstanceId) -> None:
+        """It lives and works, but does not renew its lease: another leads if one can."""
+        instance = self.instances[name]
+        if instance.is_alive and instance.has_lease:
+            instance.has_lease = False
+            self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
+            self._replace_lead(name)
+
+    def renew(self) -> bool:
+        """Who lives and was counted as lost joins again, in the same start; False when nobody was.
+
+        The scheduler clears an expired lease once its loss is told, so that the return comes after it.
+        """
+        told = {event.body.instance for event in self.outbox if isinstance(event.body, ev.InstanceLost)}
+        lapsed = {each for each, it in self.instances.items() if it.is_alive and not it.has_lease} - told
+        for name in sorted(lapsed):
+            self.instances[name].has_lease = True
+            self.say(name, ev.InstanceJoined(name, f"at-{name}", self.instances[name].boot))
+            if self.leads[role_of(name)] is None:
+                self.elect(name)
+        return bool(lapsed)
+
+    def move_lead(self, role: Role) -> None:
+        """To another instance, with nobody dead."""
+        lead = self.leads[role]
+        if lead is not None:
+            self._replace_lead(lead.instance)
+
+    def _replace_lead(self, name: InstanceId) -> None:
+        role = role_of(name)
+        lead = self.leads[role]
+        if lead is None or lead.instance != name:
+            return
+        self.leads[role] = None
+        heirs = sorted(
+            each
+            for each, it in self.instances.items()
+            if role_of(each) is role and it.is_alive and it.has_lease and each != name
+        )
+        if heirs:
+            self.elect(heirs[0])
+        elif self.instances[name].is_alive and self.instances[name].has_lease:
+            self.elect(name)
+
+    def fail_iteration(self, role: Role) -> None:
+        """What an iteration at work, or an evaluation, does when it meets what it did not expect."""
+        lead = self.leads[role]
+        if lead is not None and lead.evaluated is not None:
+            lead.broken_off, lead.evaluated = lead.evaluated, None
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            return
+        plan = lead.plan if lead is not None and not lead.has_reported else None
+        if lead is not None and plan is not None:
+            lead.plan, lead.broken_off = None, plan
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
+            self.say(lead.instance, failed, incarnation=lead.incarnation, iteration=plan.iteration)
+
+    def fail_late(self, name: InstanceId, *, fatal: bool) -> None:
+        """What it led once failed, and its word of it comes only now."""
+        lead = self.leads[role_of(name)]
+        was_before = 1 if lead is not None and lead.instance == name else 0
+        incarnation = (lead.incarnation if lead is not None else 0) - was_before
+        if self.instances[name].is_alive and incarnation >= 0:
+            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a late word", fatal=fatal)
+            self.say(name, failed, incarnation=incarnation)
+
+    def restart_dead(self) -> bool:
+        """What a process supervisor does; False when everything lives."""
+        if not self.has_supervisor:
+            return False
+        dead = sorted(name for name, instance in self.instances.items() if not instance.is_alive)
+        for name in dead:
+            self.start(name)
+        return bool(dead)
+
+    # Gates
+
+    def _is_at_work(self, grant: Grant) -> bool:
+        gate = self.gates[grant.gpu]
+        return gate.is_held and gate.highest == grant.token
+
+    def _let_go(self, grants: Sequence[Grant]) -> None:
+        for grant in grants:
+            if self.gates[grant.gpu].highest == grant.token:
+                self.gates[grant.gpu].is_held = False
+
+    def _pass_gates(self, command: cmd.ScaleUp | cmd.Resume, lead: FakeLead) -> bool:
+        """False, and told, where an instance is dead or a GPU is held by another."""
+        header = command.header
+        for grant in command.grants:
+            gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
+            if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
+                failed = ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", fatal=False)
+                self.say(lead.instance, failed, incarnation=header.incarnation)
+                return False
+            gate.highest, gate.is_held = grant.token, True
+        return True

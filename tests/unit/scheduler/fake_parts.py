@@ -1,0 +1,145 @@
+"""What a fake cluster is made of, and the job that runs on it: its placement, its instances, gates and leads, and the
+accounts of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.scheduler import commands as cmd
+from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed
+from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId, gpu_id
+
+JOB = JobId("tide")
+NODES = (NodeId("n0"), NodeId("n1"))
+
+
+def gpu(node: str, index: int) -> GpuId:
+    return gpu_id(NodeId(node), index)
+
+
+def spec(
+    *,
+    num_iterations: int = 2,
+    uses_reference: bool = True,
+    max_actor_restarts: int = 3,
+    deadline_ms: int = 1000,
+    standby: tuple[GpuId, ...] = (),
+    max_extra_prompts: int = 0,
+    evaluate_every: int | None = None,
+) -> JobSpec:
+    return JobSpec(
+        placement={
+            Role.ACTOR: Placed((gpu("n0", 0), gpu("n1", 0)), Layout(dp=2)),
+            Role.ROLLOUT: Placed((gpu("n0", 1), gpu("n1", 1), gpu("n1", 3)), Layout(dp=3)),
+            Role.INFERENCE: Placed((gpu("n0", 2), gpu("n1", 2)), Layout(tp=2)),
+        },
+        num_iterations=num_iterations,
+        num_prompts=4,
+        group_size=2,
+        num_minibatches=2,
+        seed=7,
+        uses_reference=uses_reference,
+        max_actor_restarts=max_actor_restarts,
+        command_deadline_ms=deadline_ms,
+        standby=standby,
+        max_extra_prompts=max_extra_prompts,
+        evaluate_every=evaluate_every,
+    )
+
+
+def role_of(name: InstanceId) -> Role:
+    return Role(name.partition("@")[0])
+
+
+def num_prompts(plan: IterationPlan) -> int:
+    """That an iteration takes: the later the more, while there are extra ones."""
+    return plan.num_prompts + min(plan.iteration, plan.max_extra_prompts)
+
+
+def samples(plan: IterationPlan, incarnation: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Hashes of the ids that are trained, filtered and discarded."""
+    count = num_prompts(plan) * plan.group_size
+    ids = [hash_of(incarnation, plan.iteration, index) for index in range(count)]
+    return tuple(ids[: count - 3]), tuple(ids[count - 3 : count - 1]), tuple(ids[count - 1 :])
+
+
+def hash_of(*numbers: int) -> int:
+    value = 1469598103934665603
+    for number in numbers:
+        value = (value ^ (number + 1)) * 1099511628211 % 2**64
+    return value
+
+
+def fate(ids: Sequence[int], *, reason: str = "") -> Fate:
+    return Fate(reason=reason, num_samples=len(ids), ids_digest=sum(ids) % 2**64)
+
+
+@dataclass
+class FakeInstance:
+    boot: int = 1
+    is_alive: bool = True
+    has_lease: bool = True
+    sequence: int = 0
+
+
+@dataclass
+class FakeGate:
+    highest: Token = field(default_factory=lambda: Token(0, 0))
+    is_held: bool = False
+
+
+@dataclass
+class FakeResize:
+    """A component's change while it works: taken, of an actor then committed in the store, then switched to."""
+
+    transition: TransitionId
+    coming: tuple[Grant, ...]
+    leaving: tuple[Grant, ...]
+    members: tuple[Grant, ...]
+    layout: Layout
+    is_committed: bool = False
+
+
+@dataclass
+class FakeLead:
+    """One lead's memory: gone with it. `members` are the grants that its component has.
+
+    As `tidegate.runtime.lead` has it: a newer incarnation ends the iteration; one that failed is taken up again when
+    weights were loaded, or when it is opened anew. An actor's lead closes one once all its ranks are there.
+    """
+
+    instance: InstanceId
+    epoch: int
+    members: tuple[Grant, ...] = ()
+    plan: IterationPlan | None = None
+    broken_off: IterationPlan | cmd.Evaluate | None = None
+    evaluated: cmd.Evaluate | None = None
+    """Under way."""
+    incarnation: int = 0
+    has_reported: bool = False
+    resize: FakeResize | None = None
+    suspension: cmd.Suspend | None = None
+    """To come between two updates."""
+    kept_on: frozenset[NodeId] | None = None
+    """Whose memory holds the state of a suspended actor; nobody's once one of them is gone."""
+    versions: dict[Grant, int] = field(default_factory=dict)
+    """That its members loaded."""
+    closing: IterationPlan | None = None
+    """An iteration that is to be saved and published."""
+    is_held: bool = False
+    group_order: tuple[int, ...] = ()
+
+    def meet(self, incarnation: int) -> None:
+        if incarnation > self.incarnation:
+            self.incarnation, self.plan, self.broken_off, self.resize = incarnation, None, None, None
+            self.closing = self.evaluated = self.suspension = None
+            self.kept_on = None
+
+    def open(self, plan: IterationPlan) -> None:
+        if plan is not self.broken_off:
+            self.is_held, self.group_order = False, ()
+        self.plan, self.broken_off, self.evaluated, self.has_reported = plan, None, None, False
+
+    def evaluate(self, command: cmd.Evaluate) -> None:
+        self.evaluated, self.broken_off = command, None
