@@ -89,7 +89,7 @@ def main() -> int:
     cases: list[dict[str, Any]] = []
     for name, policy in policies(scenario).items():
         watch = Watch()
-        Scheduled(Simulated(scenario, SEED), policy, watch).run(name)
+        Scheduled(Simulated(scenario, SEED), policy, watch=watch).run(name)
         count = QUICK_MOMENTS if options.quick else MOMENTS
         cases.append({"case": name, "num_running": watch.num_running, **timed(policy, watch.spread(count))})
         cases.append({"case": f"{name}, moves", **timed(policy, watch.moves)})

@@ -16,11 +16,10 @@ from services.scheduler.values import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Each as a factor of what is true: the trainer's rates, inference's, the rate of decoding, the median length and
-    both spreads of its logarithm. What was measured of this iteration's own sequences stays true."""
+    """Each as a factor of what is true: the trainer's rates, the rate of decoding, the median length and both spreads
+    of its logarithm. What was measured of this iteration's own sequences stays true."""
 
     trainer: float = 1.0
-    inference: float = 1.0
     decode: float = 1.0
     median: float = 1.0
     sigma: float = 1.0
@@ -30,12 +29,10 @@ class Wrong:
         rates = tuple(
             replace(each, rate_tokens_per_s=each.rate_tokens_per_s * self.trainer) for each in training.measured
         )
-        inference, law = situation.inference, situation.lengths
-        per_gpu = inference.rate_tokens_per_s_per_gpu * self.inference
+        law = situation.lengths
         return replace(
             situation,
             trainer=replace(situation.trainer, training=replace(training, measured=rates)),
-            inference=replace(inference, rate_tokens_per_s_per_gpu=per_gpu),
             costs=replace(situation.costs, decode=situation.costs.decode.slowed(1 / self.decode)),
             lengths=replace(
                 law,

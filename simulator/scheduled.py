@@ -35,8 +35,8 @@ class JobFailed(Unfinished):
     """The scheduler gave the job up, or went back to a checkpoint, which one iteration does not show."""
 
 
-def _forgotten(_: object) -> None:
-    """Nobody keeps it."""
+def _forgotten(*_: object) -> None:
+    """Nobody looks, nobody keeps it."""
 
 
 class Scheduled:
@@ -47,11 +47,11 @@ class Scheduled:
         self,
         simulated: Simulated,
         policy: Policy,
-        watch: Callable[[ClusterState, int], object] | None = None,
-        record: Callable[[tuple[ev.Event | None, int, Decision | None]], object] | None = None,
+        *,
+        watch: Callable[[ClusterState, int], object] = _forgotten,
+        record: Callable[[tuple[ev.Event | None, int, Decision | None]], object] = _forgotten,
     ) -> None:
-        self._watch = watch
-        self._record = record or _forgotten
+        self._watch, self._record = watch, record
         self._simulated = simulated
         self._policy = Watched(policy)
         self._cluster = Cluster(simulated)
@@ -84,8 +84,7 @@ class Scheduled:
     def _settle(self, now_ms: int) -> None:
         for _ in range(MAX_TURNS):
             self._fold(now_ms)
-            if self._watch is not None:
-                self._watch(self._state, now_ms)
+            self._watch(self._state, now_ms)
             decision = decide(self._state, now_ms, policy=self._policy)
             self._record((None, now_ms, decision))
             self._take(after_decision(self._state, decision, now_ms))

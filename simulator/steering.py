@@ -20,6 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from services.scheduler.policy.foresight import TideRules
 from services.scheduler.policy.situation import Choice, as_engines, engine_size, replica_size, with_dp
 from services.scheduler.policy.stages import Split
 from services.scheduler.remembered import Assignment, Remembered
@@ -30,8 +31,8 @@ from simulator.iterating import PROGRESS, Simulated
 from simulator.world import World
 from tidegate.types import GpuId, Role
 
-LEAD_S = 0.3
-"""By how much more than a release's own time engines are told ahead of a minibatch's end, as `tide` does."""
+LEAD_S = TideRules().lead_s
+"""Engines are told ahead of a minibatch's end as `tide` tells them."""
 STAGES_WAKE, START_WAKE = 1, 2
 
 

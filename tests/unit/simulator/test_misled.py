@@ -46,13 +46,12 @@ def test_each_factor_is_of_what_is_true() -> None:
     simulated = Simulated(SMALL, 1)
     world = simulated.world(as_configured(simulated.spec))
     true = simulated.seeing.situation(world, Remembered())
-    told = Wrong(trainer=1.2, inference=0.5, decode=0.8, median=2.0, sigma=1.5).told(true)
+    told = Wrong(trainer=1.2, decode=0.8, median=2.0, sigma=1.5).told(true)
     (rate, *_), (want, *_) = told.trainer.training.measured, true.trainer.training.measured
     assert rate.rate_tokens_per_s == pytest.approx(1.2 * want.rate_tokens_per_s)
-    assert told.inference.rate_tokens_per_s_per_gpu == 0.5 * true.inference.rate_tokens_per_s_per_gpu
     assert told.costs.decode.floor_s == pytest.approx(true.costs.decode.floor_s / 0.8)
     assert told.lengths.log_mean == pytest.approx(true.lengths.log_mean + 0.6931, abs=1e-4)
     assert told.lengths.sigma_group == 1.5 * true.lengths.sigma_group
-    assert dataclasses.replace(told, trainer=true.trainer, inference=true.inference, costs=true.costs) == (
+    assert dataclasses.replace(told, trainer=true.trainer, costs=true.costs) == (
         dataclasses.replace(true, lengths=told.lengths)
     )
