@@ -26,7 +26,7 @@ from simulator.scenario_checks import gpus_of, scenario_faults
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.config import ConfigError, LayoutSection
-from tidegate.config_base import Count, FileName, GpuList, NonNegativeFloat, NumGpus, Positive, Section, fields_of
+from tidegate.config_base import Count, FileName, GpuList, Nodes, NonNegativeFloat, Positive, Section, fields_of
 from tidegate.config_faults import described
 from tidegate.config_layers import (
     NOTHING,
@@ -57,7 +57,7 @@ class PlacementSection(Section):
 
 
 class ClusterSection(Section):
-    nodes: Annotated[dict[str, NumGpus], Field(min_length=1)]
+    nodes: Annotated[Nodes, Field(min_length=1)]
     placement: PlacementSection
 
     def gpus(self) -> tuple[GpuId, ...]:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from tidegate.config_base import ConfigPath, Count, GpuList, NonNegativeFloat, NumGpus, Positive, PositiveFloat
+from tidegate.config_base import ConfigPath, Count, GpuList, Nodes, NonNegativeFloat, Positive, PositiveFloat
 from tidegate.config_base import Section as _Section
 from tidegate.config_checks import (
     algorithm_faults,
@@ -66,7 +66,7 @@ class PlacementSection(_Section):
 class ClusterSection(_Section):
     """Nodes, in order, with their number of GPU slots; on `cpu` a slot is a process."""
 
-    nodes: dict[str, NumGpus]
+    nodes: Nodes
     device: Literal["cpu", "cuda"] = "cpu"
     component_placement: PlacementSection
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 KeyPath = tuple[str | int, ...]
@@ -31,12 +31,23 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _one_cluster(nodes: dict[str, int]) -> dict[str, int]:
+    if (num_gpus := sum(nodes.values())) > MAX_GPUS:
+        raise ValueError(
+            f"cluster.nodes has {num_gpus:,} GPUs on {len(nodes):,} nodes, and a cluster at most {MAX_GPUS:,}: "
+            "name fewer nodes, or fewer GPUs of each"
+        )
+    return nodes
+
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 MAX_GPUS = 65_536
 """Of a cluster: many times the largest that a decision was measured on, and few enough to be listed at once."""
 NumGpus = Annotated[int, Field(ge=1, le=MAX_GPUS)]
 """Of a node."""
+Nodes = Annotated[dict[str, NumGpus], AfterValidator(_one_cluster)]
+"""GPUs by node, as `cluster.nodes` has them in configs and scenarios."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -1,11 +1,12 @@
 """GPUs as configs and scenarios write them, counted over the nodes from 0: `0-3,6`.
 
-Invariant: a list is never longer than a cluster may be, whatever range a person writes; what is wrong with one is one
-line, however many GPUs it is about.
+Invariant: a list is never longer than a cluster may be, whatever ranges a person writes; what is wrong with one is one
+short line, however many GPUs it is about.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 
 from tidegate.config_base import MAX_GPUS
@@ -13,14 +14,19 @@ from tidegate.config_base import MAX_GPUS
 
 def gpu_indices(text: str) -> list[int]:
     """`0-3,6` -> [0, 1, 2, 3, 6]. ValueError on anything else."""
-    indices: list[int] = []
+    indices, told = list[int](), _shortened(text)
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not _is_index(first) or (dash and not _is_index(last)):
-            raise ValueError(f"{text!r} is not a list of GPUs like '0-3' or '0,2,5', each below {MAX_GPUS:,}")
+            raise ValueError(f"{told} is not a list of GPUs like '0-3' or '0,2,5', each below {MAX_GPUS:,}")
         low, high = int(first), int(last) if dash else int(first)
         if high < low:
-            raise ValueError(f"{text!r} holds the range {low}-{high}, which runs backwards")
+            raise ValueError(f"{told} holds the range {low}-{high}, which runs backwards")
+        if len(indices) + high + 1 - low > MAX_GPUS:
+            raise ValueError(
+                f"{told} names more GPUs than the {MAX_GPUS:,} that a cluster may have: the ranges up to {low}-{high} "
+                f"are {len(indices) + high + 1 - low:,} together; name each GPU once"
+            )
         indices.extend(range(low, high + 1))
     return indices
 
@@ -56,6 +62,12 @@ def list_fault(key: str, indices: Sequence[int], *, own: str, num_gpus: int, hol
 
 def _named(indices: Collection[int]) -> str:
     return f"GPU{'s' if len({*indices}) > 1 else ''} {gpu_list(indices)}"
+
+
+def _shortened(text: str) -> str:
+    short = reprlib.Repr()
+    short.maxstring = 80
+    return short.repr(text)
 
 
 def _is_index(word: str) -> bool:

@@ -179,6 +179,10 @@ WRONG = {
         _with("cluster.nodes", {"n0": 4_000_000_000}),
         r"cluster.nodes.n0=4000000000: Input should be less than or equal to 65536",
     ),
+    "nodes of more GPUs than any cluster has": (
+        _with("cluster.nodes", {"n0": 65_536, "n1": 1}),
+        r"^cluster.nodes has 65,537 GPUs on 2 nodes, and a cluster at most 65,536: name fewer nodes, or fewer GPUs of",
+    ),
     "a GPU that the actor may get is of no other component": (
         _with("actor.standby", "1,4"),
         r"standby names GPU 1, which actor has already, GPU 4, which inference has already: list each GPU once",

@@ -18,6 +18,18 @@ def test_what_is_no_list_is_refused_before_it_is_made(text: str) -> None:
         gpu_indices(text)
 
 
+def test_ranges_that_are_more_than_a_cluster_together_are_refused_before_they_are_listed() -> None:
+    """Ten thousand whole clusters would be 655 million numbers."""
+    for text, last in ((",".join(["0-65535"] * 10_000), "0-65535"), ("0-65535, 7", "7-7")):
+        with pytest.raises(
+            ValueError, match=rf"the ranges up to {last} are [\d,]+ together; name each GPU once$"
+        ) as told:
+            gpu_indices(text)
+        assert "names more GPUs than the 65,536 that a cluster may have" in str(told.value)
+        assert len(str(told.value)) < 250
+    assert len(gpu_indices("0-32767,32768-65535")) == 65_536
+
+
 def test_a_list_is_written_as_it_is_read() -> None:
     assert gpu_list([6, 1, 0, 2, 2]) == "0-2,6"
     assert gpu_list(gpu_indices("0-3,6,8-9")) == "0-3,6,8-9"

@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+from tidegate.config_base import MAX_GPUS
 from tidegate.gpu_lists import gpu_indices
 from tidegate.rlinf.micro_batches import micro_batches
 from tidegate.rlinf.rules import SAME_AS
@@ -97,6 +98,9 @@ def _indices(config: Translation, key: str, where: Any) -> list[int] | None:
         count = _num_gpus(config)
         if count is None and not key.endswith(".reward"):
             config.refuse(key, f"{key}=all: how many GPUs that is, is not said; give cluster.nodes, such as {{n0: 8}}")
+        if count is not None and count > MAX_GPUS:
+            config.refuse(key, f"{key}=all: {count:,} GPUs are more than the {MAX_GPUS:,} that a cluster may have")
+            return None
         return list(range(count)) if count else None
     try:
         return gpu_indices(str(where))
@@ -116,8 +120,9 @@ def _nodes(config: Translation, placement: dict[str, list[int]]) -> None:
     count, each = config.take("cluster.num_nodes"), config.take("cluster.num_gpus_per_node")
     if count is MISSING or config.now("cluster.nodes") is not MISSING:
         return
-    if not (isinstance(count, int) and count > 0):
-        config.refuse("cluster.num_nodes", f"cluster.num_nodes={count!r} must be a number of 1 or more")
+    if not (isinstance(count, int) and 0 < count <= MAX_GPUS):
+        told = f"cluster.num_nodes={count!r} must be a number from 1 to {MAX_GPUS:,}, for each node has a GPU at least"
+        config.refuse("cluster.num_nodes", told)
         return
     if each is MISSING:
         named = 1 + max((index for indices in placement.values() for index in indices), default=-1)

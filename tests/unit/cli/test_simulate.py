@@ -139,6 +139,14 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["cluster.nodes={n0: 4000000000}"],
         "cluster.nodes.n0=4000000000: Input should be less than or equal to 65536",
     ),
+    "ranges of more GPUs than any cluster has": (
+        ["cluster.placement.inference=0-65535,0-65535"],
+        "cluster.placement.inference: '0-65535,0-65535' names more GPUs than the 65,536 that a cluster may have",
+    ),
+    "nodes of more GPUs than any cluster has": (
+        ["cluster.nodes={n0: 65536, n1: 1}"],
+        "cluster.nodes has 65,537 GPUs on 2 nodes, and a cluster at most 65,536: name fewer nodes, or fewer GPUs of",
+    ),
     "a duration that is no number": (
         ["costs.switch.release_s=.nan"],
         "costs.switch.release_s=nan: Input should be a finite number",

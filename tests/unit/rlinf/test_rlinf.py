@@ -162,6 +162,14 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], Any]] = {
         "names GPU 8, which actor has already",
     ),
     "all of an unknown number": (("{actor: all, rollout: 8, inference: 9}",), "actor=all: how many GPUs that is"),
+    "all of more GPUs than any cluster has": (
+        ("{actor: all, rollout: 8, inference: 9}", "cluster.num_nodes=1000000000", "cluster.num_gpus_per_node=8"),
+        "actor=all: 8,000,000,000 GPUs are more than the 65,536 that a cluster may have",
+    ),
+    "more nodes than any cluster has GPUs": (
+        ("{actor: 0, rollout: 1, inference: 2}", "cluster.num_nodes=1000000000", "cluster.num_gpus_per_node=8"),
+        "num_nodes=1000000000 must be a number from 1 to 65,536",
+    ),
     "a group of nodes": (("{actor: {node_group: a800, placement: 0-1}}",), "groups of nodes are not known; list GPUs"),
     "processes on a GPU": (("{actor: '0-1:0-3', rollout: 2, inference: 3}",), "a GPU has one process; .* such as 0-1"),
     "a component that there is not": (("{env: 0-1}",), "there is no component 'env'; leave it out"),
