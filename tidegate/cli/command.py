@@ -18,6 +18,7 @@ from pathlib import Path
 from tidegate.cli import queries, simulating
 from tidegate.cli.jobs import UnknownJob
 from tidegate.cli.rows import Form
+from tidegate.cli.usage import BadUsage, Parser, seed
 from tidegate.config import ConfigError
 from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
@@ -31,13 +32,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def execute(arguments: Sequence[str] | None = None) -> int:
     """`arguments` are this process's when None."""
-    given = _parsed(_parser(), arguments)
     try:
-        code = _run(given)
+        code = _run(_parsed(_parser(), arguments))
         # Here, where it is told if nobody reads it, or the disk is full: at exit it would be a traceback.
         sys.stdout.flush()
         return code
-    except (ConfigError, UnknownJob) as error:
+    except (BadUsage, ConfigError, UnknownJob) as error:
         return _say(error, code=BAD_USAGE)
     except (NotRunning, PeerRefused, PeerUnavailable, ValueError) as error:
         return _say(error, code=FAILED)
@@ -52,11 +52,13 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return _say(f"{error}: not all was written; make room, and do it again", code=FAILED)
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """BadUsage."""
     given, rest = parser.parse_known_args(arguments)
     taken = given.config if "config" in given else None
     if rest and (taken is None or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        command = f"{parser.prog} {given.command}"
+        raise BadUsage(f"{command} takes no {' '.join(rest)}; `{command} --help` says what may be given")
     if taken is not None:
         # argparse takes only the first stretch of them: `run a.yaml --resume seed=1` goes on after the flag.
         taken += rest
@@ -106,8 +108,8 @@ def _say(error: Exception | str, *, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tidegate", description="Runs RL post-training jobs.")
+def _parser() -> Parser:
+    parser = Parser(prog="tidegate", description="Runs RL post-training jobs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, told: str, *, output_dir: str | None = "jobs") -> argparse.ArgumentParser:
@@ -168,7 +170,7 @@ def _layout(text: str) -> Layout:
 
 
 def _add_running(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:
-    demo.add_argument("--seed", type=int, default=None, help="repeats exactly (default: 0)")
+    demo.add_argument("--seed", type=seed, default=None, help="repeats exactly (default: 0)")
     run.add_argument(
         "config",
         nargs="+",

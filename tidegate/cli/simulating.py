@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from tidegate.cli.jobs import job_folder
+from tidegate.cli.usage import Parser, seed
 from tidegate.config import ConfigError
 from tidegate.launcher.event_file import BadRecord, read_record
 from tidegate.v1 import control_pb2
@@ -52,7 +53,7 @@ def _recorded(path: Path) -> tuple[control_pb2.ListEventsResponse, ...]:
     return rows
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     simulate = commands.add_parser("simulate", help=_SIMULATE, description=_SIMULATE)
     simulate.add_argument(
         "config",
@@ -77,7 +78,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="several policies; ratios are to the one named first",
     )
     simulate.add_argument(
-        "--seed", type=int, default=None, metavar="S", help="of the lengths (default: the scenario's)"
+        "--seed", type=seed, default=None, metavar="S", help="of the lengths (default: the scenario's)"
     )
     simulate.add_argument(
         "--assumptions", action="store_true", help="all that is assumed, with values and sources, below the table"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +119,43 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
     assert "give one of them" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["get", "cakes"], ["deadletter", "drop", "small", "x"]])
-def test_usage_that_is_wrong_ends_with_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        ([], "the following arguments are required: COMMAND; `tidegate --help` says what may be given"),
+        (["simulat"], "COMMAND: 'simulat' is none of demo, run, .*; the nearest is 'simulate'; `tidegate --help` says"),
+        (["get", "cakes"], "what: 'cakes' is none of jobs, evaluations, gpus, deadletters; `tidegate get --help` says"),
+        (["deadletter", "drop", "small", "x"], "ID: invalid int value: 'x'; `tidegate deadletter --help` says"),
+        (["get", "jobs", "-o", "yaml"], "-o: 'yaml' is none of table, json; `tidegate get --help` says what may be"),
+        (["plan", "a.yaml", "-o", "svg"], "-o: 'svg' is none of table, json; `tidegate plan --help` says what may be"),
+        (["plan"], "the following arguments are required: CONFIG | key=value; `tidegate plan --help` says"),
+        (["calibrate", "a", "-o", "yml"], "-o: 'yml' is none of yaml, table, json; the nearest is 'yaml'; `tidegate"),
+        (["demo", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295; `tidegate demo --help` says"),
+        (["describe", "small", "seed=1"], "tidegate describe takes no seed=1; `tidegate describe --help` says what"),
+        (["run", "a.yaml", "--fast"], "tidegate run takes no --fast; `tidegate run --help` says what may be given"),
+        (["logs", "a", "--follow", "--attempt", "1"], "--attempt: not allowed with argument --follow; `tidegate logs"),
+    ],
+)
+def test_usage_that_is_wrong_is_one_line_with_its_remedy_and_ends_with_2(
+    arguments: list[str], want: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert re.match(rf"tidegate: {re.escape(want).replace(re.escape('.*'), '.*')}", said.err)
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_help_is_on_stdout_and_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["simulate", "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: tidegate simulate ")
 
 
 @pytest.mark.parametrize("layout", ["tp", "tp=two", "xp=2", "tp=0", "vpp=2"])
 def test_a_layout_that_is_none_is_told_with_the_axes_there_are(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["scale", "small", "--layout", layout])
-    assert left.value.code == 2
+    assert main(["scale", "small", "--layout", layout]) == 2
     assert f"'{layout}' is no layout such as tp=2,dp=2, of tp, pp, dp, cp, ep, vpp" in capsys.readouterr().err
 
 
@@ -194,12 +220,6 @@ def test_an_empty_folder_says_so_and_is_an_empty_list(tmp_path: Path, capsys: py
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["get", "jobs", "--output-dir", str(tmp_path / "nosuch")]) == 2
     assert f"there is no folder {tmp_path / 'nosuch'}" in capsys.readouterr().err
-
-
-def test_a_form_that_is_unknown_is_told_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["get", "jobs", "-o", "yaml"])
-    assert "invalid choice: 'yaml' (choose from 'table', 'json')" in capsys.readouterr().err
 
 
 def test_a_followed_job_that_is_over_is_told_with_its_end(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

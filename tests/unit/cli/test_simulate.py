@@ -177,7 +177,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a GPU that the cluster lacks": (["cluster.placement.inference=6-8"], "names GPU 8, the cluster has 8 (0-7)"),
     "a component without GPUs": (["cluster.placement.inference=''"], "cluster.placement.inference has no GPUs"),
     "a lengths file with a bad line": (["lengths={law: trace, file: TRACE}"], "lengths.txt:2: '4x' is no response"),
-    "a seed that is none": (["--seed", "-1"], "--seed -1 is not from 0 to 4294967295"),
+    "a seed below 0": (["--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295; `tidegate simulate"),
+    "a seed that is no number": (["--seed", "x"], "--seed: 'x' is no whole number from 0 to 4294967295"),
+    "a seed of thousands of digits": (["--seed", "9" * 5000], "is no whole number from 0 to 4294967295"),
+    "a form that there is not": (["-o", "svg"], "-o: 'svg' is none of table, json, html, perfetto"),
+    "an option that there is not": (["--fast"], "tidegate simulate takes no --fast; `tidegate simulate --help` says"),
+    "a policy and several": (["--policy", "tide", "--compare", "static,tide"], "not allowed with argument --policy"),
     "two scenarios": (["other.yaml"], "2 scenarios (SCENARIO, other.yaml): name one YAML file"),
 }
 
@@ -208,13 +213,6 @@ def test_an_iteration_that_does_not_end_is_told_by_its_policy_with_exit_code_1(
     said = capsys.readouterr()
     assert said.err.startswith("tidegate: the iteration does not end under static: after ")
     assert said.out == ""
-
-
-@pytest.mark.parametrize("arguments", [["--policy", "tide", "--compare", "static,tide"], ["-o", "svg"], ["--fast"]])
-def test_usage_that_is_wrong_ends_with_2(arguments: list[str], scenario: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", scenario, *arguments])
-    assert ended.value.code == 2
 
 
 def test_overrides_alone_are_no_scenario(capsys: pytest.CaptureFixture[str]) -> None:
