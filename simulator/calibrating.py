@@ -1,8 +1,11 @@
 """A recorded run -> a scenario of its job whose costs are fitted to it, each with what it was fitted to.
 
-Order: the decode step (an engine's steps of each iteration are counted by simulating it with steps of one second), the
-inference's rate, the trainer's line, then the sync: all that an iteration took beyond what the others explain, messages
-and checkpoints among it. Lines are Theil and Sen's (medians of slopes), medians bear the odd stall of a busy machine.
+Order: the job's own figures, its model among them; the decode step (an engine's steps of each iteration are counted by
+simulating it with steps of one second), the inference's rate, the trainer's line, then the sync: all that an iteration
+took beyond what the others explain, messages and checkpoints among it. Lines are Theil and Sen's (medians of slopes),
+medians bear the odd stall of a busy machine.
+A run in which nothing moved has no reshard in it, so no time of a reshard is in the sync or another fitted value: its
+bytes follow from the model, and the seconds beside them keep their defaults.
 Invariants: what one run in one placement cannot tell keeps its default and source; every fitted value is one that the
 scenario takes; the same run gives the same scenario.
 """
@@ -20,6 +23,7 @@ import numpy as np
 
 from simulator.happenings import What
 from simulator.lengths import Lengths
+from simulator.model import ModelSection
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
@@ -34,7 +38,8 @@ _NO_TIME = 1e9
 
 _HEAD = (
     "# Fitted to what this job did. M: measured. What is not here keeps the simulator's default: one placement tells",
-    "# nothing of moves (costs.switch) and of other numbers of GPUs (costs.trainer.exponent).",
+    "# nothing of moves (costs.switch) and of other numbers of GPUs (costs.trainer.exponent). What a reshard moves is",
+    "# planned for the model; with no model named, each takes costs.switch.reshard_s.",
 )
 
 
@@ -47,9 +52,9 @@ class Fitted:
     source: str
 
 
-def calibrated(run: RecordedRun) -> tuple[Fitted, ...]:
-    """In the order of a scenario's fields."""
-    settled = [*_of_job(run), *_law(run), *_room(run)]
+def calibrated(run: RecordedRun, model: ModelSection | None = None) -> tuple[Fitted, ...]:
+    """In the order of a scenario's fields. `model`: the job's, None where it is not known."""
+    settled = [*_of_job(run), *_of_model(model), *_law(run), *_room(run)]
     fitted = [*_engine(run, scenario_of(settled)), *_inference(run), *_trainer(run)]
     sync = _sync(run, scenario_of([*settled, *fitted]))
     return (*settled, *fitted, sync)
@@ -109,6 +114,11 @@ def _of_job(run: RecordedRun) -> Iterator[Fitted]:
     yield Fitted("algorithm.streams", False, "a minibatch starts when all of its groups are there")
     kept = "mean of the samples that the run kept" if run.prompt_tokens else "not known: the run kept no samples"
     yield Fitted("algorithm.prompt_tokens", run.prompt_tokens, kept)
+
+
+def _of_model(model: ModelSection | None) -> Iterator[Fitted]:
+    for key, value in (model.model_dump(mode="json") if model else {}).items():
+        yield Fitted(f"model.{key}", value, "")
 
 
 def _law(run: RecordedRun) -> Iterator[Fitted]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from services.scheduler.policy import Policy
 from simulator import calibrating, foretold, phase_errors, retold
 from simulator.happenings import What
-from simulator.planning import Calibrated, predictions
+from simulator.model import ModelSection
+from simulator.planning import assumed, learned, predictions
 from simulator.policies import asked_policies, policies_of
 from simulator.run import Run
 from simulator.run import simulate as simulated
@@ -31,13 +32,16 @@ from simulator.showing import (
 from simulator.summary import Summary, summaries
 from simulator.world import Unfinished
 from tidegate.cli.rows import Row, table
-from tidegate.config import ConfigError
+from tidegate.config import ConfigError, JobConfig
 from tidegate.config_files import load_sources, sources_of
 from tidegate.config_layers import is_override
+from tidegate.model_config import ModelConfig
 from tidegate.recorded import NotRecorded, joined, recorded
 from tidegate.timeline_page.page import rendered
 
 DEFAULT_POLICY = "tide"
+ModelOf = Callable[[JobConfig], tuple[ModelConfig, int]]
+"""A job's model and its padded vocabulary; ConfigError where they cannot be told."""
 
 
 def simulate(given: argparse.Namespace) -> int:
@@ -61,24 +65,25 @@ def plan(given: argparse.Namespace) -> int:
         if not is_override(word) and is_scenario(Path(word)):
             raise ConfigError(f"{word} is a scenario and no job's config: simulate it by `tidegate simulate {word}`")
     sourced = load_sources(sources_of(given.config))
-    calibrated = None
     if given.calibrated is not None:
-        scenario = load_scenario(Path(given.calibrated))
-        calibrated = Calibrated(scenario.costs, scenario.lengths)
-    found = predictions(sourced.config, calibrated)
+        known = learned(load_scenario(Path(given.calibrated)))
+    else:
+        model, unknown = _model(sourced.config, given.model_of)
+        known = assumed(sourced.config, model, unknown=unknown)
+    found = predictions(sourced.config, known)
     if found[0].run is None:
         raise ConfigError(f"the iteration cannot be foreseen: {found[0].refused}")
     if given.form == "json":
-        print(json.dumps(foretold.as_json(sourced.config, sourced.given, found, calibrated)))
+        print(json.dumps(foretold.as_json(sourced.config, sourced.given, found, known)))
         return 0
     print(table(foretold.rows(found), foretold.ROW_COLUMNS))
     print("", *foretold.advice(found), "", sep="\n")
     if slower := foretold.slower_rows(found):
         print("Policies that are slower than static as configured, and by what; seconds of a GPU on average:")
-        print(table(slower, foretold.SLOWER_COLUMNS), foretold.moves_told(calibrated), "", sep="\n")
-    assumed = list(foretold.assumptions(sourced.config, sourced.given, calibrated))
-    print(_assumptions_table(assumed))
-    if any(row["source"] == foretold.DEFAULT for row in assumed):
+        print(table(slower, foretold.SLOWER_COLUMNS), foretold.moves_told(known), "", sep="\n")
+    rows = list(foretold.assumptions(sourced.config, sourced.given, known))
+    print(_assumptions_table(rows))
+    if any(row["source"] == foretold.DEFAULT for row in rows):
         print(foretold.DEFAULT_TOLD)
     return 0
 
@@ -89,7 +94,8 @@ def calibrate(given: argparse.Namespace) -> int:
         run = joined([recorded(folder) for folder in given.folders])
     except NotRecorded as error:
         raise ConfigError(str(error)) from error
-    fitted, phases = calibrating.calibrated(run), phase_errors.of_run(run)
+    model, unknown = _model(run.config, given.model_of)
+    fitted, phases = calibrating.calibrated(run, model), phase_errors.of_run(run)
     rows = [asdict(each) for each in fitted]
     match given.form:
         case "json":
@@ -98,9 +104,19 @@ def calibrate(given: argparse.Namespace) -> int:
             print(table([row | {"value": plain(row["value"])} for row in rows], tuple(rows[0])), "", sep="\n")
             print(table([phase.row() for phase in phases], phase_errors.COLUMNS), phase_errors.TOLD, sep="\n")
         case _:
-            notes = ["Simulated so:", *(f"  {phase.told()}" for phase in phases), phase_errors.TOLD]
+            none = [f"No model is named, and each reshard takes costs.switch.reshard_s: {unknown}"] if unknown else []
+            notes = [*none, "Simulated so:", *(f"  {phase.told()}" for phase in phases), phase_errors.TOLD]
             print(calibrating.scenario_text(fitted, notes), end="")
     return 0
+
+
+def _model(config: JobConfig, load: ModelOf) -> tuple[ModelSection | None, str]:
+    """None, and why, where the checkpoint or the tokenizer is not here to tell it, or it has experts."""
+    try:
+        model, padded_vocab = load(config)
+        return ModelSection.of(model, padded_vocab=padded_vocab, precision=config.actor.precision), ""
+    except ValueError as error:
+        return None, "; ".join(str(error).splitlines())
 
 
 def _ran(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run:

@@ -9,17 +9,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from simulator.gpus import Doing
-from simulator.planning import AS_CONFIGURED, PROMPT_SHARE, Calibrated, Prediction, scenario_of
+from simulator.planning import AS_CONFIGURED, COST_KEYS, LENGTH_KEYS, PROMPT_SHARE, Known, Prediction, scenario_of
 from simulator.run import Run
 from tidegate.config import JobConfig
-from tidegate.config_base import fields_of
-from tidegate.config_layers import Layer, dotted
+from tidegate.config_layers import Layer
 from tidegate.types import Role
 
 SLOWER_COLUMNS = ("policy", "placement", "seconds", "moves", "working_s", "switching_s", "idle_s")
 ROW_COLUMNS = ("placement", "actor", "rollout", "inference", "policy", "seconds", "against_static")
 DEFAULT = "default"
-MOVES_ASSUMED = "assumptions.costs.release_s, acquire_s, reshard_s, load_s and inference_start_s"
+SIMULATORS = "the simulator's default"
+"""Of what no key of a config says; a calibrated scenario may."""
+_MOVES = {True: "reshard_setup_s, communicators_s", False: "reshard_s"}
+"""What a reshard is priced by, beside its bytes: by whether it has a plan."""
 DEFAULT_TOLD = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
 _LEAST_GAIN = 0.005
 """Of the time: below it another start or policy is taken for no better; one iteration's lengths decide as much."""
@@ -27,9 +29,7 @@ _LEAST_LOSS = 0.05
 """Of the time: from it on a policy that is slower than staying as configured is told what makes it so."""
 
 
-def as_json(
-    config: JobConfig, given: Layer, found: Sequence[Prediction], calibrated: Calibrated | None
-) -> dict[str, Any]:
+def as_json(config: JobConfig, given: Layer, found: Sequence[Prediction], known: Known) -> dict[str, Any]:
     return {
         "job": config.job,
         "seed": config.seed,
@@ -37,7 +37,7 @@ def as_json(
         "predictions": [_full_row(each, found[0]) for each in found],
         "best": _full_row(best(found), found[0]),
         "best_static": _full_row(best(_under(found, "static")), found[0]),
-        "assumptions": list(assumptions(config, given, calibrated)),
+        "assumptions": list(assumptions(config, given, known)),
     }
 
 
@@ -73,8 +73,9 @@ def slower_rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
     return [_spent(each, each.run) for each in (found[0], *slower) if each.run] if slower else []
 
 
-def moves_told(calibrated: Calibrated | None) -> str:
-    own = "costs.switch, which no calibration fits" if calibrated else f"assumed ({MOVES_ASSUMED})"
+def moves_told(known: Known) -> str:
+    assumed = f"release_s, acquire_s, {_MOVES[known.model is not None]}, load_s and inference_start_s"
+    own = "costs.switch, which no calibration fits" if known.is_calibrated else f"assumed (assumptions.costs.{assumed})"
     return f"What moves take is {own}: on a short iteration it is more than they gain."
 
 
@@ -94,30 +95,39 @@ def best(found: Sequence[Prediction]) -> Prediction:
     return next(each for each in found if each.iteration_s * (1 - _LEAST_GAIN) <= shortest_s)
 
 
-def assumptions(config: JobConfig, given: Layer, calibrated: Calibrated | None) -> Iterator[dict[str, Any]]:
-    """Each with its value and where that is from."""
-    if calibrated is not None:
-        for own in scenario_of(config, calibrated).assumptions():
-            if own.key.startswith(("costs.", "lengths.")):
-                yield {"key": own.key, "value": own.value, "source": "the calibrated scenario"}
-    else:
-        for path, _ in fields_of(type(config)):
-            if path[0] == "assumptions":
-                yield {"key": dotted(path), "value": _at(config, path), "source": _source(path, given)}
+def assumptions(config: JobConfig, given: Layer, known: Known) -> Iterator[dict[str, Any]]:
+    """Those that the predictions stand on, and no others, each with its value and where that is from."""
+    scenario = scenario_of(config, known)
+    for own in scenario.assumptions():
+        if own.key.startswith(("costs.", "lengths.")) and own.key not in _said_by_config(known):
+            key, source = _named(own.key, given, known)
+            yield {"key": key, "value": own.value, "source": source}
+    size = known.model.num_parameters if known.model else None
+    yield {"key": "model.num_parameters", "value": size, "source": known.model_told}
     told = f"{PROMPT_SHARE:.2f} of what algorithm.max_new_tokens leaves of model.max_seq_len"
-    yield {"key": "prompt_tokens", "value": scenario_of(config, calibrated).algorithm.prompt_tokens, "source": told}
+    yield {"key": "prompt_tokens", "value": scenario.algorithm.prompt_tokens, "source": told}
 
 
-def _source(path: tuple[str, ...], given: Layer) -> str:
-    origin = given.origins.get(path)
-    return origin.told if origin else DEFAULT
+def _said_by_config(known: Known) -> frozenset[str]:
+    """Keys of a scenario that the job's config settles."""
+    own = (
+        ()
+        if known.is_calibrated
+        else ("costs.engine.gpus_per_engine", "costs.engine.max_running", "lengths.min_tokens")
+    )
+    return frozenset({"lengths.max_tokens", *own})
 
 
-def _at(config: JobConfig, path: tuple[str, ...]) -> Any:
-    value: Any = config
-    for part in path:
-        value = getattr(value, part)
-    return value
+def _named(key: str, given: Layer, known: Known) -> tuple[str, str]:
+    """A scenario's key, as whoever plans would give it, and where it was given."""
+    if known.is_calibrated:
+        return key, "the calibrated scenario"
+    section, *path = key.split(".")
+    own = LENGTH_KEYS.get(path[-1]) if section == "lengths" else COST_KEYS.get((path[0], path[-1]))
+    if own is None:
+        return key, SIMULATORS
+    origin = given.origins.get(("assumptions", section, own))
+    return f"assumptions.{section}.{own}", origin.told if origin else DEFAULT
 
 
 def _placed(each: Prediction) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """The model that a simulated trainer holds, so that its reshards are planned: a dense GPT of Megatron's, with Adam.
 
-The defaults are Qwen2.5-7B, the model of the published 64-GPU timeline.
+The defaults are Qwen2.5-7B, the model of the published 64-GPU timeline; a job's own is made of its `ModelConfig`.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from math import prod
 from typing import Annotated
 
@@ -15,16 +14,10 @@ from tidegate.elastic.gpt import GptShape, gpt_parameters
 from tidegate.elastic.layout import LayoutRefused, even_chunks
 from tidegate.elastic.optimizers import ADAM, StateKind, StateTensor
 from tidegate.elastic.parameters import shard_of
-from tidegate.types import Layout
+from tidegate.model_config import ModelConfig
+from tidegate.types import Layout, Precision
 
 _PUBLISHED = Source("P: config.json of Qwen2.5-7B")
-
-
-class Precision(StrEnum):
-    """Of weights; Adam's moments are in fp32, and so are the main parameters that bf16 has besides."""
-
-    BF16 = "bf16"
-    FP32 = "fp32"
 
 
 class ModelSection(Section):
@@ -44,6 +37,14 @@ class ModelSection(Section):
     precision: Annotated[
         Precision, Source("A: Megatron's usual; 2 bytes of weights a parameter, 12 of the optimizer's")
     ] = Precision.BF16
+
+    @classmethod
+    def of(cls, model: ModelConfig, *, padded_vocab: int, precision: Precision) -> ModelSection:
+        """ValueError for a model of experts."""
+        if model.num_experts is not None:
+            raise ValueError(f"reshards of a model of {model.num_experts} experts are not planned here")
+        own = {name: getattr(model, name) for name in cls.model_fields.keys() - {"padded_vocab_size", "precision"}}
+        return cls(padded_vocab_size=padded_vocab, precision=precision, **own)
 
     def shape(self) -> GptShape:
         itemsize = 2 if self.precision is Precision.BF16 else 4

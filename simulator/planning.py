@@ -1,8 +1,9 @@
 """A job's config -> its iteration as the simulator foresees it, under each policy and from several placements.
 
 What a config does not say is assumed, each a named key of it: `assumptions.costs` and `assumptions.lengths`, or those
-of a scenario that was calibrated on a run. A config has no tokens of prompts: they are taken for `PROMPT_SHARE` of what
-`max_new_tokens` leaves of the model's longest sequence.
+of a scenario that was calibrated on a run. Reshards are planned for the job's model, as in any simulation, unless the
+config gives the seconds of each itself (`reshard_s`, and no `weight_bytes`). A config has no tokens of prompts: they
+are taken for `PROMPT_SHARE` of what `max_new_tokens` leaves of the model's longest sequence.
 Order: the placement of the config first, then other splits of the same GPUs, none twice; only those with which the job
 itself could start. Invariant: nothing is started, and nothing but the files that were named is read.
 """
@@ -18,6 +19,7 @@ from services.scheduler.policy.registry import policy_of
 from simulator.costs import Costs
 from simulator.iterating import Simulated
 from simulator.lengths import LengthSection
+from simulator.model import ModelSection
 from simulator.policies import NAMES
 from simulator.run import Run, simulate
 from simulator.scenario import Scenario, parse_scenario
@@ -30,6 +32,35 @@ from tidegate.types import Role
 PROMPT_SHARE = 200 / 1024
 """Of the published job: 200 tokens assumed where 1,024 are allowed."""
 AS_CONFIGURED = "as configured"
+COST_KEYS = {
+    ("engine", "step_floor_s"): "decode_floor_s",
+    ("engine", "step_base_s"): "decode_base_s",
+    ("engine", "step_per_sequence_s"): "decode_per_sequence_s",
+    ("engine", "step_per_kv_token_s"): "decode_per_kv_token_s",
+    ("engine", "prefill_tokens_per_s"): "prefill_tokens_per_s",
+    ("trainer", "fixed_s"): "update_s",
+    ("trainer", "rate_tokens_per_s"): "trainer_tokens_per_s",
+    ("trainer", "rate_gpus"): "trainer_gpus",
+    ("trainer", "exponent"): "trainer_exponent",
+    ("inference", "rate_tokens_per_s"): "inference_tokens_per_s",
+    ("switch", "release_s"): "release_s",
+    ("switch", "acquire_s"): "acquire_s",
+    ("switch", "resubmit_s"): "resubmit_s",
+    ("switch", "reshard_s"): "reshard_s",
+    ("switch", "reshard_setup_s"): "reshard_setup_s",
+    ("switch", "communicators_s"): "communicators_s",
+    ("switch", "reshard_bytes_per_s"): "reshard_bytes_per_s",
+    ("switch", "trainer_warm_s"): "load_s",
+    ("switch", "inference_warm_s"): "inference_start_s",
+}
+"""Section and field of the simulator's costs: the key of a config's `assumptions.costs` that gives it."""
+LENGTH_KEYS = {
+    "median_tokens": "median_tokens",
+    "sigma_prompt": "sigma_prompt",
+    "sigma_group": "sigma_group",
+    "hint_sigma": "sigma_hint",
+}
+"""Likewise, of `assumptions.lengths`."""
 _ACTOR_SHARES = {"an eighth trains": 1 / 8, "a quarter trains": 1 / 4, "half trains": 1 / 2, "most trains": 3 / 4}
 """Of all GPUs, by the name of the placement; inference gets `_INFERENCE_SHARE`, the rollout what is left."""
 _INFERENCE_SHARE = 1 / 8
@@ -63,17 +94,37 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
-    """What a run taught, in place of the config's assumptions."""
+class Known:
+    """What an iteration is foreseen with. `model`: what reshards move; None: each takes `costs.switch.reshard_s`.
+    `model_told`: where the model is from, or why there is none."""
 
     costs: Costs
     lengths: LengthSection
+    model: ModelSection | None
+    model_told: str
+    is_calibrated: bool
 
 
-def predictions(config: JobConfig, calibrated: Calibrated | None = None) -> tuple[Prediction, ...]:
+def assumed(config: JobConfig, model: ModelSection | None, *, unknown: str = "") -> Known:
+    """By the config's assumptions; `unknown` says why there is no model."""
+    told = config.assumptions.costs
+    if "reshard_s" in told.model_fields_set and not told.weight_bytes:
+        model, unknown = None, "assumptions.costs.reshard_s is given"
+    model_told = f"the config's, in {model.precision}" if model else f"each reshard takes reshard_s: {unknown}"
+    return Known(_costs(config), _lengths(config), model, model_told, is_calibrated=False)
+
+
+def learned(scenario: Scenario) -> Known:
+    """What a run taught, in place of the config's assumptions."""
+    model, none = scenario.model, "each reshard takes reshard_s: the calibrated scenario names no model"
+    model_told = f"the calibrated scenario, in {model.precision}" if model else none
+    return Known(scenario.costs, scenario.lengths, model, model_told, is_calibrated=True)
+
+
+def predictions(config: JobConfig, known: Known) -> tuple[Prediction, ...]:
     """By placement, then by policy; the first is `static` as configured."""
     return tuple(
-        _predicted(start, name, scenario_of(start.config, calibrated)) for start in starts(config) for name in NAMES
+        _predicted(start, name, scenario_of(start.config, known)) for start in starts(config) for name in NAMES
     )
 
 
@@ -87,9 +138,8 @@ def starts(config: JobConfig) -> Iterator[Start]:
             yield Start(name, other)
 
 
-def scenario_of(config: JobConfig, calibrated: Calibrated | None = None) -> Scenario:
+def scenario_of(config: JobConfig, known: Known) -> Scenario:
     """Of one iteration of the job."""
-    known = calibrated or Calibrated(_costs(config), _lengths(config))
     placement, own = config.cluster.component_placement, config.algorithm
     return parse_scenario(
         {
@@ -97,6 +147,7 @@ def scenario_of(config: JobConfig, calibrated: Calibrated | None = None) -> Scen
             "seed": config.seed,
             "cluster": {"nodes": config.cluster.nodes, "placement": placement.model_dump()},
             "actor_layout": config.actor.layout.model_dump(),
+            "model": known.model.model_dump() if known.model else None,
             "algorithm": {
                 "prompts_per_iteration": own.prompts_per_iteration,
                 "group_size": own.group_size,
@@ -127,47 +178,19 @@ def _named(name: str, config: JobConfig) -> Policy:
 
 def _costs(config: JobConfig) -> Costs:
     """As the scheduler's policies assume them; what only a simulation needs has the simulator's default."""
-    told = config.assumptions.costs
-    return Costs.model_validate(
-        {
-            "engine": {
-                "gpus_per_engine": 1,
-                "max_running": config.rollout.max_running_requests,
-                "step_floor_s": told.decode_floor_s,
-                "step_base_s": told.decode_base_s,
-                "step_per_sequence_s": told.decode_per_sequence_s,
-                "step_per_kv_token_s": told.decode_per_kv_token_s,
-                "prefill_tokens_per_s": told.prefill_tokens_per_s,
-            },
-            "trainer": {
-                "fixed_s": told.update_s,
-                "rate_tokens_per_s": told.trainer_tokens_per_s,
-                "rate_gpus": told.trainer_gpus,
-                "exponent": told.trainer_exponent,
-            },
-            "inference": {"rate_tokens_per_s": told.inference_tokens_per_s},
-            "switch": {
-                "release_s": told.release_s,
-                "acquire_s": told.acquire_s,
-                "resubmit_s": told.resubmit_s,
-                "reshard_s": told.reshard_s,
-                "trainer_warm_s": told.load_s,
-                "inference_warm_s": told.inference_start_s,
-            },
-        }
-    )
+    raw: dict[str, dict[str, Any]] = {
+        "engine": {"gpus_per_engine": 1, "max_running": config.rollout.max_running_requests}
+    }
+    for (section, name), own in COST_KEYS.items():
+        raw.setdefault(section, {})[name] = getattr(config.assumptions.costs, own)
+    return Costs.model_validate(raw)
 
 
 def _lengths(config: JobConfig) -> LengthSection:
     told, longest = config.assumptions.lengths, config.algorithm.max_new_tokens
-    return LengthSection(
-        median_tokens=told.median_tokens or MEDIAN_SHARE * longest,
-        sigma_prompt=told.sigma_prompt,
-        sigma_group=told.sigma_group,
-        hint_sigma=told.sigma_hint,
-        min_tokens=1,
-        max_tokens=longest,
-    )
+    raw: dict[str, Any] = {name: getattr(told, own) for name, own in LENGTH_KEYS.items()}
+    median_tokens = told.median_tokens or MEDIAN_SHARE * longest
+    return LengthSection.model_validate(raw | {"median_tokens": median_tokens, "min_tokens": 1, "max_tokens": longest})
 
 
 def _split(config: JobConfig) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from simulator.assumptions import Assumption, Source, assumptions_of
+from simulator.assumptions import Assumption, Source, used_assumptions
 from simulator.costs import Costs
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault
 from simulator.happenings import What
@@ -114,8 +114,8 @@ class Scenario(Section):
         return self
 
     def assumptions(self) -> Iterator[Assumption]:
-        """By the keys that override them."""
-        return assumptions_of(self)
+        """That it uses, by the keys that override them."""
+        return used_assumptions(self)
 
     def placement(self) -> Placement:
         gpus = self.cluster.gpus()

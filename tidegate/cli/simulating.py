@@ -14,8 +14,9 @@ from typing import cast
 
 from tidegate.cli.jobs import job_folder
 from tidegate.cli.usage import Parser, seed
-from tidegate.config import ConfigError
+from tidegate.config import ConfigError, JobConfig
 from tidegate.launcher.event_file import BadRecord, read_record
+from tidegate.model_config import ModelConfig
 from tidegate.v1 import control_pb2
 
 COMMANDS = ("simulate", "plan", "calibrate")
@@ -35,8 +36,18 @@ def answer(given: argparse.Namespace) -> int:
         if twice := sorted({job for job in given.jobs if given.jobs.count(job) > 1}):
             raise ConfigError(f"{', '.join(twice)} is named twice: name each run once, or it counts for several")
         given.folders = [job_folder(Path(given.output_dir), job).root for job in given.jobs]
+    given.model_of = _model_of
     found = cast("Callable[[argparse.Namespace], int]", getattr(import_module(_ANSWERS), name))
     return found(given)
+
+
+def _model_of(config: JobConfig) -> tuple[ModelConfig, int]:
+    """The job's model and its padded vocabulary. ConfigError."""
+    # Imported here: it opens tokenizers, which takes most of a second to import.
+    from tidegate.job import load_job
+
+    job = load_job(config)
+    return job.model, job.padded_vocab
 
 
 def _recorded(path: Path) -> tuple[control_pb2.ListEventsResponse, ...]:

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from simulator.model import ModelSection
+from simulator.scenario import load_scenario
 from tests.unit.test_recorded import run_directory
 from tidegate.cli.__main__ import main
+from tidegate.config import JobConfig
+from tidegate.job import load_job
+from tidegate.types import Precision
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -24,6 +29,24 @@ def test_what_is_printed_is_simulated_as_it_is(tmp_path: Path, capsys: pytest.Ca
     head, static, *_ = printed(capsys, "simulate", str(path), "--policy", "static").splitlines()
     assert head.split()[:2] == ["POLICY", "SECONDS"]
     assert static.split()[:2] == ["static", "2"], "the median of the run's 1.5 and 2.5 s"
+
+
+def test_the_jobs_model_is_in_the_scenario_and_why_where_it_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_directory(tmp_path)
+    given = ("calibrate", folder.name, "--output-dir", str(tmp_path))
+    (path := tmp_path / "fitted.yaml").write_text(printed(capsys, *given))
+    job = load_job(JobConfig.from_json((folder / "config.json").read_text()))
+    found = load_scenario(path).model
+    assert found == ModelSection.of(job.model, padded_vocab=job.padded_vocab, precision=Precision.FP32)
+    config = json.loads((folder / "config.json").read_text())
+    config["model"] = {"path": str(tmp_path / "gone"), "max_seq_len": config["model"]["max_seq_len"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    path.write_text(text := printed(capsys, *given))
+    assert load_scenario(path).model is None
+    (line,) = (line for line in text.splitlines() if str(tmp_path / "gone") in line)
+    assert line.startswith("# No model is named, and each reshard takes costs.switch.reshard_s: ")
 
 
 @pytest.mark.parametrize("form", ["table", "json"])

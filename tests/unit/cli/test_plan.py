@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from simulator.planning import AS_CONFIGURED, scenario_of, starts
+from simulator.model import ModelSection
+from simulator.planning import AS_CONFIGURED, COST_KEYS, LENGTH_KEYS, assumed, learned, scenario_of, starts
 from simulator.policies import NAMES
+from simulator.scenario import parse_scenario
 from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.cli.__main__ import main
 from tidegate.config import JobConfig, parse_config
@@ -55,7 +57,8 @@ def test_a_placement_with_which_the_job_could_not_start_is_left_out(tmp_path: Pa
 
 def test_the_scenario_has_the_jobs_work_and_what_its_config_assumes(tmp_path: Path) -> None:
     assumptions = {"costs": {"update_s": 0.5, "trainer_exponent": 0.9}, "lengths": {"median_tokens": 12}}
-    scenario = scenario_of(small_config(tmp_path, assumptions=assumptions))
+    config = small_config(tmp_path, assumptions=assumptions)
+    scenario = scenario_of(config, assumed(config, ModelSection()))
     assert (scenario.costs.trainer.fixed_s, scenario.costs.trainer.exponent) == (0.5, 0.9)
     assert (scenario.lengths.median_tokens, scenario.lengths.max_tokens) == (12, 60)
     assert (scenario.algorithm.prompts_per_iteration, scenario.algorithm.group_size) == (2, 2)
@@ -87,8 +90,79 @@ def test_each_assumption_tells_where_it_was_given(tmp_path: Path, capsys: pytest
     told = planned(tmp_path, capsys, "assumptions.costs.update_s=0.5")
     lines = {line.split()[0]: line.split() for line in told.splitlines() if line.startswith("assumptions.")}
     assert lines["assumptions.costs.update_s"][1:] == ["0.5", "override", "assumptions.costs.update_s"]
-    assert lines["assumptions.costs.reshard_s"][1:] == ["1.25", "default"]
+    assert lines["assumptions.costs.communicators_s"][1:] == ["0.37", "default"]
     assert "`tidegate calibrate` fits them to a run of the job" in told
+
+
+def told_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, dict[str, Any]]:
+    return {row["key"]: row for row in json.loads(planned(tmp_path, capsys, "-o", "json", *more))["assumptions"]}
+
+
+def test_reshards_are_priced_by_what_the_jobs_model_moves_and_what_else_would_is_not_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the published rate a model of two layers moves in no time, at a byte a second in none that ends soon."""
+    slow = "assumptions.costs.reshard_bytes_per_s=1000"
+    fast, slowed = (json.loads(planned(tmp_path, capsys, "-o", "json", *more)) for more in ((), (slow,)))
+    (quick_s, slow_s) = (
+        {row["policy"]: row["iteration_s"] for row in told["predictions"][:4]} for told in (fast, slowed)
+    )
+    assert slow_s["static"] == quick_s["static"], "nothing moves"
+    assert slow_s["dynarl"] > quick_s["dynarl"] + 1
+    rows = {row["key"]: row for row in fast["assumptions"]}
+    assert not {f"assumptions.costs.{name}" for name in ("reshard_s", "weight_bytes", "optimizer_bytes")} & rows.keys()
+    assert "assumptions.costs.reshard_bytes_per_s" in rows
+    size = rows["model.num_parameters"]
+    assert size["source"] == "the config's, in fp32"
+    assert 2 * 4 * 16 * 16 < size["value"] < 20_000, "the layers' weights, norms and a vocabulary of the task's words"
+
+
+def test_seconds_of_a_reshard_that_the_config_gives_stand_for_what_it_moves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = told_assumptions(tmp_path, capsys, "assumptions.costs.reshard_s=9")
+    assert rows["assumptions.costs.reshard_s"]["value"] == 9
+    assert "assumptions.costs.reshard_bytes_per_s" not in rows
+    assert rows["model.num_parameters"] == {
+        "key": "model.num_parameters",
+        "value": None,
+        "source": "each reshard takes reshard_s: assumptions.costs.reshard_s is given",
+    }
+
+
+def test_a_model_that_is_not_here_is_told_and_each_reshard_takes_the_assumed_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = eight(tmp_path, model={"path": str(tmp_path / "nowhere"), "max_seq_len": 80})
+    path = small_file(tmp_path, **{key: raw[key] for key in ("cluster", "algorithm", "actor", "model")})
+    assert main(["plan", str(path), "-o", "json"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["assumptions"]}
+    assert rows["assumptions.costs.reshard_s"]["value"] == 1.25
+    told = rows["model.num_parameters"]
+    assert told["value"] is None
+    assert told["source"].startswith("each reshard takes reshard_s: ")
+    assert str(tmp_path / "nowhere") in told["source"]
+
+
+def test_every_assumption_of_a_config_is_one_of_its_scenarios(tmp_path: Path) -> None:
+    """But the two sizes that policies price reshards with, which the model says here."""
+    config = small_config(tmp_path)
+    own = {"costs": COST_KEYS.values(), "lengths": LENGTH_KEYS.values()}
+    for section, keys in own.items():
+        known = set(type(getattr(config.assumptions, section)).model_fields) - {"weight_bytes", "optimizer_bytes"}
+        assert sorted(keys) == sorted(known)
+
+
+def test_a_calibrated_scenarios_model_is_what_reshards_move(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    raw = {
+        "cluster": {"nodes": {"n0": 2}, "placement": {"rollout": "0-1"}},
+        "model": {"num_layers": 4},
+        "lengths": {"min_tokens": 1},
+        "costs": {"engine": {"gpus_per_engine": 1}},
+    }
+    for given, want in ((raw, ModelSection(num_layers=4)), (raw | {"model": None}, None)):
+        assert scenario_of(config, learned(parse_scenario(given))).model == want
 
 
 def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumptions(

@@ -14,13 +14,14 @@ from simulator.calibrating import calibrated, scenario_text
 from simulator.costs import Costs, EngineCosts, InferenceCosts, SyncCosts, TrainerCosts
 from simulator.happenings import What
 from simulator.lengths import LengthSection, draw_lengths
+from simulator.model import ModelSection
 from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tests.component_bench import job_config
 from tidegate.recorded import Minibatch, RecordedIteration, RecordedRun
-from tidegate.types import Layout, MinibatchOrder, Role
+from tidegate.types import Layout, MinibatchOrder, Precision, Role
 
 PROMPT_TOKENS = 5
 TRUTH = Costs(
@@ -113,6 +114,17 @@ def test_a_scenario_file_says_what_each_value_was_fitted_to(tmp_path: Path) -> N
     at = next(number for number, line in enumerate(lines) if line.startswith("    fixed_s:"))
     assert lines[at - 1].startswith("    # M: 32 minibatches, median 0.")
     assert scenario.costs.switch == Scenario.model_validate(small(scenario)).costs.switch, "no move was recorded"
+
+
+def test_the_jobs_model_is_the_scenarios_so_that_a_reshard_costs_what_it_moves(tmp_path: Path) -> None:
+    """And changes nothing of what is fitted: nothing moved in the run."""
+    run = recorded_run(tmp_path)
+    model = ModelSection(num_layers=2, hidden_size=16, tied_embeddings=True, precision=Precision.FP32)
+    (path := tmp_path / "fitted.yaml").write_text(scenario_text(calibrated(run, model)))
+    scenario = load_scenario(path)
+    assert scenario.model == model
+    assert [each for each in calibrated(run, model) if not each.key.startswith("model.")] == list(calibrated(run))
+    assert load_scenario(path, ["model=null"]).model is None
 
 
 def small(scenario: Scenario) -> dict[str, object]:

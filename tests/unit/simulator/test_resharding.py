@@ -10,11 +10,11 @@ import pytest
 from services.scheduler.switch_costs import ReshardCosts
 from simulator.faults import GpuFault
 from simulator.happenings import What
-from simulator.model import ModelSection, Precision
+from simulator.model import ModelSection
 from simulator.resharding import change_of, moved_bytes
 from simulator.world import World
 from tests.unit.simulator.small import CLUSTER, COSTS, workload, world
-from tidegate.types import GpuId, Layout, NodeId, gpu_id
+from tidegate.types import GpuId, Layout, NodeId, Precision, gpu_id
 
 GPUS = tuple(gpu_id(NodeId(f"n{index // 8}"), index % 8) for index in range(128))
 QWEN25_7B = ModelSection()

@@ -96,6 +96,32 @@ def test_what_a_named_model_moves_is_among_the_assumptions_and_only_then(tmp_pat
     assert all(each.source for each in named.values())
 
 
+def test_only_what_a_scenario_uses_is_among_its_assumptions(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    (tmp_path / "lengths.txt").write_text("1 2\n" * 4)
+    switch, lengths = "costs.switch", "lengths"
+    planned = {f"{switch}.reshard_setup_s", f"{switch}.communicators_s", f"{switch}.reshard_bytes_per_s"}
+    deaths = {f"{switch}.trainer_cold_s", f"{switch}.engine_cold_s", f"{switch}.detect_s"}
+    tail, drawn = (
+        {f"{lengths}.tail_share", f"{lengths}.tail_index"},
+        {f"{lengths}.median_tokens", f"{lengths}.min_tokens"},
+    )
+    cases: dict[str, tuple[str, set[str], set[str]]] = {
+        "one figure a reshard": ("seed=0", {f"{switch}.reshard_s"}, planned),
+        "a model": ("model.num_layers=2", planned, {f"{switch}.reshard_s"}),
+        "nothing dies": ("seed=0", drawn, deaths | tail | {"costs.engine.turn_prefill_share"}),
+        "an engine dies": ("faults=[{at_s: 1, kind: engine, engine: 0}]", deaths, tail),
+        "a tail": ("lengths.law=long_tailed", tail | drawn, set()),
+        "a trace": (f"lengths={{law: trace, file: {tmp_path}/lengths.txt}}", {"lengths.hint_sigma"}, tail | drawn),
+        "turns": ("lengths.mean_turns=2", {"costs.engine.turn_prefill_share"}, set()),
+        "weights": ("costs.sync.weight_bytes=9", {"costs.sync.bytes_per_s"}, set()),
+    }
+    for told, (override, used, unused) in cases.items():
+        found = {each.key for each in load_scenario(path, [override]).assumptions()}
+        assert used <= found, told
+        assert not unused & found, told
+
+
 def test_a_file_that_is_not_yaml_is_told_in_one_line_with_the_place(tmp_path: Path) -> None:
     path = written(tmp_path, "name: x\n  seed: 3\n")
     with pytest.raises(ScenarioError, match=rf"{path} is not YAML: line 2, column 7: [^\n]*; mend it there$"):
