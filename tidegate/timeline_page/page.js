@@ -80,23 +80,48 @@
   }
 
   function drawRows(pen, layout) {
-    const { rows, height, left, right } = layout;
+    const { rows, height } = layout;
     const gap = height >= 8 ? 1 : 0, fills = states.map(color);
+    const ratio = window.devicePixelRatio || 1, edge = (y) => Math.round(y * ratio) / ratio;
     rows.forEach((row, at) => {
-      const top = TOP + at * height;
-      for (const [from, to, counts] of row.stretches) {
-        const x0 = Math.max(left, layout.x(from)), x1 = Math.min(right, layout.x(to));
-        if (x1 <= left || x0 >= right) continue;
-        let y = top;
-        counts.forEach((count, state) => {
-          if (!count) return;
-          const part = ((height - gap) * count) / row.size;
-          pen.fillStyle = fills[state];
-          pen.fillRect(x0, y, x1 - x0, part);
-          y += part;
-        });
-      }
+      const top = edge(TOP + at * height);
+      drawRow(pen, layout, row, fills, top, edge(TOP + (at + 1) * height - gap) - top);
     });
+  }
+
+  // By whole device pixels: the columns of a stretch at once, and of a column with several stretches their mean over its
+  // time. Edges between pixels would let the ground shine through, in stripes where thousands of stretches meet.
+  function drawRow(pen, layout, row, fills, top, tall) {
+    const ratio = window.devicePixelRatio || 1, origin = Math.round(layout.left * ratio);
+    const most = Math.floor(layout.right * ratio) - origin, shared = new Map();
+    const column = (ms) => Math.max(0, Math.min(most, layout.x(ms) * ratio - origin));
+    const stack = (from, to, counts) => {
+      const bottom = top + (tall * counts.reduce((sum, count) => sum + count, 0)) / row.size;
+      let y = top;
+      counts.forEach((count, state) => {
+        if (!count) return;
+        // Down to the bottom, where the next state covers it: so no ground shines through between two of them either.
+        pen.fillStyle = fills[state];
+        pen.fillRect((origin + from) / ratio, y, (to - from) / ratio, bottom - y);
+        y += (tall * count) / row.size;
+      });
+    };
+    const add = (at, share, counts) => {
+      const mean = shared.get(at) || counts.map(() => 0);
+      shared.set(at, mean.map((sum, state) => sum + share * counts[state]));
+    };
+    for (const [from, to, counts] of row.stretches) {
+      const x0 = column(from), x1 = column(to), first = Math.ceil(x0), last = Math.floor(x1);
+      if (x1 <= x0) continue;
+      if (first > last) {
+        add(last, x1 - x0, counts);
+        continue;
+      }
+      if (last > first) stack(first, last, counts);
+      if (first > x0) add(first - 1, first - x0, counts);
+      if (x1 > last) add(last, x1 - last, counts);
+    }
+    shared.forEach((mean, at) => stack(at, at + 1, mean));
   }
 
   function drawNodes(pen, layout) {
