@@ -15,7 +15,7 @@ from services.scheduler.policy import Policy
 from simulator import calibrating, foretold, phase_errors, retold
 from simulator.happenings import What
 from simulator.model import ModelSection
-from simulator.planning import assumed, learned, predictions
+from simulator.planning import Known, Prediction, assumed, in_words_of_config, learned, predictions
 from simulator.policies import asked_policies, policies_of
 from simulator.run import Run
 from simulator.run import simulate as simulated
@@ -33,8 +33,9 @@ from simulator.summary import Summary, summaries
 from simulator.world import Unfinished
 from tidegate.cli.rows import Row, table
 from tidegate.config import ConfigError, JobConfig
-from tidegate.config_files import load_sources, sources_of
+from tidegate.config_files import SourcedConfig, load_sources, sources_of
 from tidegate.config_layers import is_override
+from tidegate.config_origins import with_origins
 from tidegate.model_config import ModelConfig
 from tidegate.recorded import NotRecorded, joined, recorded
 from tidegate.timeline_page.page import rendered
@@ -65,12 +66,7 @@ def plan(given: argparse.Namespace) -> int:
         if not is_override(word) and is_scenario(Path(word)):
             raise ConfigError(f"{word} is a scenario and no job's config: simulate it by `tidegate simulate {word}`")
     sourced = load_sources(sources_of(given.config))
-    if given.calibrated is not None:
-        known = learned(load_scenario(Path(given.calibrated)))
-    else:
-        model, unknown = _model(sourced.config, given.model_of)
-        known = assumed(sourced.config, model, unknown=unknown)
-    found = predictions(sourced.config, known)
+    known, found = _foreseen(sourced, given)
     if found[0].run is None:
         raise ConfigError(f"the iteration cannot be foreseen: {found[0].refused}")
     if given.form == "json":
@@ -86,6 +82,24 @@ def plan(given: argparse.Namespace) -> int:
     if any(row["source"] == foretold.DEFAULT for row in rows):
         print(foretold.DEFAULT_TOLD)
     return 0
+
+
+def _foreseen(sourced: SourcedConfig, given: argparse.Namespace) -> tuple[Known, tuple[Prediction, ...]]:
+    """ConfigError by the keys of the config, or of the calibrated scenario."""
+    config = sourced.config
+    if given.calibrated is not None:
+        known = learned(load_scenario(Path(given.calibrated)))
+        try:
+            return known, predictions(config, known)
+        except ScenarioError as error:
+            told = "; ".join(str(error).splitlines())
+            raise ConfigError(f"{given.calibrated} does not fit job {config.job}: {told}") from error
+    model, unknown = _model(config, given.model_of)
+    try:
+        known = assumed(config, model, unknown=unknown)
+        return known, predictions(config, known)
+    except ScenarioError as error:
+        raise ConfigError(with_origins(in_words_of_config(str(error)), sourced.given)) from error
 
 
 def calibrate(given: argparse.Namespace) -> int:

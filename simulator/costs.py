@@ -22,13 +22,16 @@ from tidegate.types import Layout
 
 _LayoutName = Annotated[str, Field(pattern=r"^(single|(tp|pp|dp|cp|ep|vpp)\d+(-(pp|dp|cp|ep|vpp)\d+)*)$")]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Efficiency = Annotated[float, Field(ge=1e-3, le=1e3)]
+_Slots = Annotated[int, Field(ge=1, le=1_000_000)]
+"""As many as an iteration may have responses."""
 
 
 class EngineCosts(Section):
     """One engine of `gpus_per_engine` GPUs."""
 
     gpus_per_engine: Annotated[Positive, Source("P: TP 2 of the published 7B configuration")] = 2
-    max_running: Annotated[Positive, Source("P: max_running_requests of the published 7B configuration")] = 128
+    max_running: Annotated[_Slots, Source("P: max_running_requests of the published 7B configuration")] = 128
     step_floor_s: Annotated[NonNegativeFloat, Source("F: the published rollout of 505 s; a host-bound step")] = 14.1e-3
     step_base_s: Annotated[PositiveFloat, Source("A: 7.6 GB of weights a GPU at 2.5 TB/s, and the all-reduce")] = 4.0e-3
     step_per_sequence_s: Annotated[NonNegativeFloat, Source("A: the linear layers' arithmetic a token")] = 1.5e-5
@@ -97,7 +100,7 @@ class TrainerCosts(Section):
         float, Field(gt=0, le=1), Source("A: sublinear, as the published 735 s and 675 s ask; 1 is linear")
     ] = 0.4
     layout_efficiency: Annotated[
-        dict[_LayoutName, PositiveFloat], Source("A: by layout such as tp4-dp16; what is not named has 1")
+        dict[_LayoutName, _Efficiency], Source("A: by layout such as tp4-dp16; what is not named has 1")
     ] = Field(default_factory=dict)
 
     def tokens_s(self, num_tokens: float, layout: Layout) -> float:

@@ -55,7 +55,7 @@ class LengthSection(Section):
     ] = 27_648
     file: ConfigPath = ""
     """Of `trace`: one line a prompt, one word a response, `+` between its turns: `812+90 1033 77`."""
-    mean_turns: Annotated[float, Field(ge=1)] = 1.0
+    mean_turns: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Each response has 1 + Poisson(mean_turns - 1) turns; a trace says its own."""
     observation_tokens: Count = 0
     """That the environment adds after each turn but the last."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 from math import prod
 from typing import Annotated
 
+from pydantic import Field, model_validator
+
 from simulator.assumptions import Source
-from tidegate.config_base import Positive, Section
+from tidegate.config_base import Section
 from tidegate.elastic.gpt import GptShape, gpt_parameters
 from tidegate.elastic.layout import LayoutRefused, even_chunks
 from tidegate.elastic.optimizers import ADAM, StateKind, StateTensor
@@ -17,26 +19,38 @@ from tidegate.elastic.parameters import shard_of
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout, Precision
 
+_Layers = Annotated[int, Field(ge=1, le=1000)]
+"""Each is planned; the deepest models have some hundred."""
+_Size = Annotated[int, Field(ge=1, le=10_000_000)]
 _PUBLISHED = Source("P: config.json of Qwen2.5-7B")
 
 
 class ModelSection(Section):
     """As `GptShape` has it."""
 
-    num_layers: Annotated[Positive, _PUBLISHED] = 28
-    hidden_size: Annotated[Positive, _PUBLISHED] = 3584
-    ffn_hidden_size: Annotated[Positive, _PUBLISHED] = 18944
-    num_heads: Annotated[Positive, _PUBLISHED] = 28
-    num_kv_heads: Annotated[Positive, _PUBLISHED] = 4
-    head_dim: Annotated[Positive, Source("P: likewise, hidden_size / num_attention_heads")] = 128
-    vocab_size: Annotated[Positive, _PUBLISHED] = 152_064
-    padded_vocab_size: Annotated[Positive, Source("P: the vocabulary divides by 128 times any tp up to 4")] = 152_064
+    num_layers: Annotated[_Layers, _PUBLISHED] = 28
+    hidden_size: Annotated[_Size, _PUBLISHED] = 3584
+    ffn_hidden_size: Annotated[_Size, _PUBLISHED] = 18944
+    num_heads: Annotated[_Size, _PUBLISHED] = 28
+    num_kv_heads: Annotated[_Size, _PUBLISHED] = 4
+    head_dim: Annotated[_Size, Source("P: likewise, hidden_size / num_attention_heads")] = 128
+    vocab_size: Annotated[_Size, _PUBLISHED] = 152_064
+    padded_vocab_size: Annotated[_Size, Source("P: the vocabulary divides by 128 times any tp up to 4")] = 152_064
     tied_embeddings: Annotated[bool, _PUBLISHED] = False
     qkv_bias: Annotated[bool, Source("P: Qwen2's attention")] = True
     qk_norm: Annotated[bool, Source("P: Qwen2's attention has none")] = False
     precision: Annotated[
         Precision, Source("A: Megatron's usual; 2 bytes of weights a parameter, 12 of the optimizer's")
     ] = Precision.BF16
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelSection:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} does not divide by model.num_kv_heads={self.num_kv_heads}: each of "
+                "these serves as many heads"
+            )
+        return self
 
     @classmethod
     def of(cls, model: ModelConfig, *, padded_vocab: int, precision: Precision) -> ModelSection:

@@ -10,9 +10,12 @@ itself could start. Invariant: nothing is started, and nothing but the files tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
@@ -22,10 +25,11 @@ from simulator.lengths import LengthSection
 from simulator.model import ModelSection
 from simulator.policies import NAMES
 from simulator.run import Run, simulate
-from simulator.scenario import Scenario, parse_scenario
+from simulator.scenario import Scenario, ScenarioError, parse_scenario
 from simulator.world import Unfinished
 from tidegate.config import ConfigError, JobConfig, parse_config
 from tidegate.config_costs import MEDIAN_SHARE
+from tidegate.config_faults import described
 from tidegate.gpu_lists import gpu_list
 from tidegate.types import Role
 
@@ -61,6 +65,15 @@ LENGTH_KEYS = {
     "hint_sigma": "sigma_hint",
 }
 """Likewise, of `assumptions.lengths`."""
+_CONFIGS_KEY = {
+    **{f"costs.{section}.{name}": f"assumptions.costs.{own}" for (section, name), own in COST_KEYS.items()},
+    **{f"lengths.{name}": f"assumptions.lengths.{own}" for name, own in LENGTH_KEYS.items()},
+    "lengths.max_tokens": "algorithm.max_new_tokens",
+    "costs.engine.max_running": "rollout.max_running_requests",
+    "actor_layout.tp": "actor.layout.tp",
+}
+"""By the key of a scenario that is made of it."""
+_SCENARIOS_KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, _CONFIGS_KEY))})(?!\w)")
 _ACTOR_SHARES = {"an eighth trains": 1 / 8, "a quarter trains": 1 / 4, "half trains": 1 / 2, "most trains": 3 / 4}
 """Of all GPUs, by the name of the placement; inference gets `_INFERENCE_SHARE`, the rollout what is left."""
 _INFERENCE_SHARE = 1 / 8
@@ -106,7 +119,8 @@ class Known:
 
 
 def assumed(config: JobConfig, model: ModelSection | None, *, unknown: str = "") -> Known:
-    """By the config's assumptions; `unknown` says why there is no model."""
+    """By the config's assumptions; `unknown` says why there is no model. ScenarioError for what takes no time that a
+    simulation could pass."""
     told = config.assumptions.costs
     if "reshard_s" in told.model_fields_set and not told.weight_bytes:
         model, unknown = None, "assumptions.costs.reshard_s is given"
@@ -138,8 +152,13 @@ def starts(config: JobConfig) -> Iterator[Start]:
             yield Start(name, other)
 
 
+def in_words_of_config(faults: str) -> str:
+    """What is wrong with a scenario that was made of a config, by the config's keys."""
+    return _SCENARIOS_KEY.sub(lambda found: _CONFIGS_KEY[found[0]], faults)
+
+
 def scenario_of(config: JobConfig, known: Known) -> Scenario:
-    """Of one iteration of the job."""
+    """Of one iteration of the job. ScenarioError."""
     placement, own = config.cluster.component_placement, config.algorithm
     return parse_scenario(
         {
@@ -183,7 +202,11 @@ def _costs(config: JobConfig) -> Costs:
     }
     for (section, name), own in COST_KEYS.items():
         raw.setdefault(section, {})[name] = getattr(config.assumptions.costs, own)
-    return Costs.model_validate(raw)
+    try:
+        return Costs.model_validate(raw)
+    except ValidationError as error:
+        told = [f"costs.{described(Costs, fault)}" for fault in error.errors()]
+        raise ScenarioError("\n".join(told)) from error
 
 
 def _lengths(config: JobConfig) -> LengthSection:

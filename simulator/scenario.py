@@ -57,7 +57,7 @@ class PlacementSection(Section):
 
 
 class ClusterSection(Section):
-    nodes: Annotated[Nodes, Field(min_length=1)]
+    nodes: Nodes
     placement: PlacementSection
 
     def gpus(self) -> tuple[GpuId, ...]:
@@ -226,6 +226,9 @@ def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
         raise ScenarioError(
             f"lengths.file {path} is no text: {error.reason}; name a file of one line a prompt"
         ) from error
+    except ValueError as error:
+        # Of a name that no file can have: one with a NUL.
+        raise ScenarioError(f"lengths.file {path!r}: {error}; name a file of one line a prompt") from error
     try:
         turns = parse_trace(text, told=path, group_size=own.group_size, max_tokens=scenario.lengths.max_tokens)
     except BadTrace as error:

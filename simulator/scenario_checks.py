@@ -24,6 +24,8 @@ MAX_TOKENS = 10_000_000
 """Of a sequence: ten times the longest context there is."""
 MAX_SECONDS = 1_000_000
 """Of a cost: eleven days."""
+MAX_WHOLE = 10**15
+"""Of anything that is counted, bytes among them: a petabyte."""
 MIN_RATE = 1e-3
 MAX_SIGMA = 10
 """Of a logarithm: one response in three is off by more than 22,000 times. The exponential of hundreds is infinite."""
@@ -32,13 +34,21 @@ _FIELDS_OF_FAULT = {"gpu": {"gpu", "back_after_s"}, "engine": {"engine"}, "late"
 
 
 def scenario_faults(scenario: Scenario) -> list[str]:
-    return [
+    return [*_whole_number_faults(scenario)] or [
         *_placement_faults(scenario),
         *_model_faults(scenario),
         *_workload_faults(scenario),
         *_range_faults(scenario),
         *_fault_faults(scenario),
     ]
+
+
+def _whole_number_faults(scenario: Scenario) -> Iterator[str]:
+    """First of all: what is reckoned with them would be no number either."""
+    for path, _ in fields_of(type(scenario)):
+        value = None if ITEM in path else _at(scenario, path)
+        if isinstance(value, int) and value > MAX_WHOLE:
+            yield f"{dotted(path)} is above {MAX_WHOLE:,}, which nothing is counted to: lower it"
 
 
 def gpus_of(scenario: Scenario, role: Role) -> list[int]:
@@ -139,5 +149,8 @@ def _fault_faults(scenario: Scenario) -> Iterator[str]:
             yield f"faults.{at}.{others[0]} is nothing of kind={fault.kind}: leave it out"
         if getattr(fault, needed) is None:
             yield f"faults.{at}.kind={fault.kind} needs faults.{at}.{needed}: say which"
-        elif fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:
+        for name in ("at_s", "back_after_s", "late_s"):
+            if (getattr(fault, name) or 0.0) > MAX_SECONDS:
+                yield f"faults.{at}.{name}={getattr(fault, name):g} is above {MAX_SECONDS:,} seconds: it would never be"
+        if fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:
             yield f"faults.{at}.gpu={fault.gpu} leaves the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"

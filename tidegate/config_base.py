@@ -32,6 +32,11 @@ def _number_as_text(value: Any) -> Any:
 
 
 def _one_cluster(nodes: dict[str, int]) -> dict[str, int]:
+    if not nodes:
+        raise ValueError("cluster.nodes has no node: name one with its GPUs, such as {n0: 8}")
+    for name in nodes:
+        if not name or "/" in name:
+            raise ValueError(f"cluster.nodes names a node {name!r}: give it a name without '/', such as n0")
     if (num_gpus := sum(nodes.values())) > MAX_GPUS:
         raise ValueError(
             f"cluster.nodes has {num_gpus:,} GPUs on {len(nodes):,} nodes, and a cluster at most {MAX_GPUS:,}: "

@@ -84,6 +84,11 @@ def recorded(folder: Path) -> RecordedRun:
         raise NotRecorded(
             f"{folder}: a record there lacks {error}; calibrate by the release that ran the job"
         ) from error
+    except TypeError as error:
+        # Of a value of another kind, such as a list where there was an object.
+        raise NotRecorded(
+            f"{folder}: a record there is none of this release's: {error}; calibrate by the release that ran the job"
+        ) from error
     except ParseError as error:
         raise NotRecorded(f"{folder}/events.jsonl: {error}; calibrate by the release that ran the job") from error
 
@@ -130,19 +135,24 @@ def joined(runs: Sequence[RecordedRun]) -> RecordedRun:
 def _config(path: Path) -> JobConfig:
     try:
         return JobConfig.from_json(path.read_text())
-    except ConfigError as error:
-        raise NotRecorded(f"{path}: {error}; calibrate by the release that ran the job") from error
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise NotRecorded(
+            f"{path}: {'; '.join(str(error).splitlines())}; calibrate by the release that ran the job"
+        ) from error
 
 
 def _json_lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
     """A value a line, or one of the `whole` file. NotRecorded names the file and line that is none."""
     data = path.read_bytes()
     for number, line in enumerate([data] if whole else data.splitlines(), start=1):
+        where = path if whole else f"{path}:{number}"
         try:
-            yield json.loads(line)
+            row = json.loads(line)
         except ValueError as error:
-            where = path if whole else f"{path}:{number}"
             raise NotRecorded(f"{where} is no JSON: {error}; it was cut off or changed: run the job anew") from error
+        if not isinstance(row, dict):
+            raise NotRecorded(f"{where} is no JSON object; it was changed: run the job anew")
+        yield row
 
 
 def _last_pictures(path: Path) -> dict[int, events_pb2.Generation]:
@@ -179,6 +189,12 @@ def _check(
         raise NotRecorded(
             f"{folder} is of {len(incarnations)} incarnations, whose iterations were done again: run the job anew, "
             "with --force"
+        )
+    trained = {int(update["update"].split(".")[1]) for update in updates}
+    if without := sorted(set(range(algorithm.iterations)) - trained):
+        raise NotRecorded(
+            f"{folder}/journal.jsonl has no optimizer step of iteration {without[0]}, and of {len(without)} of "
+            f"{algorithm.iterations}: run the job anew"
         )
     size = algorithm.prompts_per_iteration * algorithm.group_size
     whole = [number for number, picture in pictures.items() if len(picture.lengths) == size]

@@ -114,6 +114,15 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
         r"inc001-it000000.jsonl:2 is no JSON: 'utf-8' codec can't decode byte 0xff",
     ),
     "a journal without a step": ("journal.jsonl", "", "journal.jsonl has no optimizer step: run the job anew"),
+    "a journal without a step of an iteration": (
+        "journal.jsonl",
+        update(1, 0, 0),
+        "journal.jsonl has no optimizer step of iteration 1, and of 1 of 2: run the job anew",
+    ),
+    "a journal of lists": ("journal.jsonl", "[1]\n", "journal.jsonl:1 is no JSON object; it was changed: run the job"),
+    "a result of nothing": ("result.json", "null", "result.json is no JSON object; it was changed: run the job anew"),
+    "values of another kind": ("result.json", '{"end": "finished", "seconds": []}', "none of this release's: list ind"),
+    "a config that is no text": ("config.json", b"\xff\xfe", "config.json: 'utf-8' codec can't decode byte 0xff"),
     "a config of another release": (
         "config.json",
         '{"jub": "x"}',

@@ -57,8 +57,8 @@ def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespa
     given, rest = parser.parse_known_args(arguments)
     taken = given.config if "config" in given else None
     if rest and (taken is None or any(word.startswith("-") for word in rest)):
-        command = f"{parser.prog} {given.command}"
-        raise BadUsage(f"{command} takes no {' '.join(rest)}; `{command} --help` says what may be given")
+        help_ = f"`{parser.prog} {given.command} --help` says what may be given"
+        raise BadUsage(f"{given.command} takes no {' '.join(rest)}; {help_}")
     if taken is not None:
         # argparse takes only the first stretch of them: `run a.yaml --resume seed=1` goes on after the flag.
         taken += rest

@@ -131,8 +131,8 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
         (["plan"], "the following arguments are required: CONFIG | key=value; `tidegate plan --help` says"),
         (["calibrate", "a", "-o", "yml"], "-o: 'yml' is none of yaml, table, json; the nearest is 'yaml'; `tidegate"),
         (["demo", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295; `tidegate demo --help` says"),
-        (["describe", "small", "seed=1"], "tidegate describe takes no seed=1; `tidegate describe --help` says what"),
-        (["run", "a.yaml", "--fast"], "tidegate run takes no --fast; `tidegate run --help` says what may be given"),
+        (["describe", "small", "seed=1"], "describe takes no seed=1; `tidegate describe --help` says what"),
+        (["run", "a.yaml", "--fast"], "run takes no --fast; `tidegate run --help` says what may be given"),
         (["logs", "a", "--follow", "--attempt", "1"], "--attempt: not allowed with argument --follow; `tidegate logs"),
     ],
 )

@@ -186,7 +186,25 @@ def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumpti
 def test_a_config_that_is_wrong_is_told_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, scenario = str(small_file(tmp_path)), str(tmp_path / "scenario.yaml")
     Path(scenario).write_text("cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\nlenths: {}\n")
+    (fits_not := tmp_path / "other.yaml").write_text("cluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\n")
     for words, want in (
+        ([path, "--calibrated", str(fits_not)], f"{fits_not} does not fit job small: cluster.placement.rollout has 1"),
+        (
+            [path, "assumptions.costs.decode_base_s=0"],
+            "assumptions.costs.decode_base_s=0.0: Input should be greater than 0 [override assumptions.costs.decode_ba",
+        ),
+        (
+            [path, "assumptions.costs.update_s=1e300"],
+            "assumptions.costs.update_s=1e+300 is above 1,000,000 seconds: nothing would end [override assumptions.cos",
+        ),
+        (
+            [path, "assumptions.costs.inference_tokens_per_s=1e-9"],
+            "assumptions.costs.inference_tokens_per_s=1e-09 is below 0.001 a second: nothing would end [override",
+        ),
+        (
+            [path, "cluster.nodes={}"],
+            "cluster.nodes has no node: name one with its GPUs, such as {n0: 8} [override cluster.nodes]",
+        ),
         ([path, "assumptions.costs.updates_s=1"], "the nearest known key is 'update_s'"),
         ([path, "assumptions.costs.update_s=-1"], "assumptions.costs.update_s=-1: Input should be greater"),
         (["seed=1"], "no config to override; name a YAML file before key=value"),

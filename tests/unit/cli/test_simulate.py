@@ -152,6 +152,37 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "costs.switch.release_s=nan: Input should be a finite number",
     ),
     "a duration without end": (["lengths.environment_s=.inf"], "lengths.environment_s=inf: Input should be a finite"),
+    "a node without a name": (["cluster.nodes={'': 8}"], "cluster.nodes names a node '': give it a name without '/'"),
+    "more turns than anybody has": (["lengths.mean_turns=.inf"], "lengths.mean_turns=inf: Input should be less than"),
+    "an efficiency with which nothing would end": (
+        ["costs.trainer.layout_efficiency={dp2: 1.0e-300}"],
+        "costs.trainer.layout_efficiency.dp2=1e-300: Input should be greater than or equal to 0.001",
+    ),
+    "more slots than responses": (
+        ["costs.engine.max_running=1000000000"],
+        "costs.engine.max_running=1000000000: Input should be less than or equal to 1000000",
+    ),
+    "a count that no number of a machine holds": (
+        ["algorithm.prompt_tokens=" + "9" * 400],
+        "algorithm.prompt_tokens is above 1,000,000,000,000,000, which nothing is counted to: lower it",
+    ),
+    "bytes that no number of a machine holds": (
+        ["costs.sync.weight_bytes=" + "9" * 400],
+        "costs.sync.weight_bytes is above 1,000,000,000,000,000, which nothing is counted to: lower it",
+    ),
+    "a model of more layers than can be planned": (
+        ["model.num_layers=1000000"],
+        "model.num_layers=1000000: Input should be less than or equal to 1000",
+    ),
+    "heads that do not divide": (["model.num_heads=3"], "model.num_heads=3 does not divide by model.num_kv_heads=4"),
+    "a fault that never is": (
+        ["faults=[{at_s: 1e300, kind: gpu, gpu: 0}]"],
+        "faults.0.at_s=1e+300 is above 1,000,000 seconds: it would never be",
+    ),
+    "a lengths file of a name that none has": (
+        ['lengths={law: trace, file: "a\\0b"}'],
+        "a\\x00b': embedded null byte; name a file of one line a prompt",
+    ),
     "an empty policy": (["--policy", ""], "no policy is called '' (known: static, "),
     "a policy left out of a list": (["--compare", "static,"], "no policy is called '' (known: static, "),
     "a lengths file that is not there": (
@@ -181,7 +212,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a seed that is no number": (["--seed", "x"], "--seed: 'x' is no whole number from 0 to 4294967295"),
     "a seed of thousands of digits": (["--seed", "9" * 5000], "is no whole number from 0 to 4294967295"),
     "a form that there is not": (["-o", "svg"], "-o: 'svg' is none of table, json, html, perfetto"),
-    "an option that there is not": (["--fast"], "tidegate simulate takes no --fast; `tidegate simulate --help` says"),
+    "an option that there is not": (["--fast"], "simulate takes no --fast; `tidegate simulate --help` says"),
     "a policy and several": (["--policy", "tide", "--compare", "static,tide"], "not allowed with argument --policy"),
     "two scenarios": (["other.yaml"], "2 scenarios (SCENARIO, other.yaml): name one YAML file"),
 }
