@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from services.scheduler.policy.situation import Choice, replica_size, with_dp
+from services.scheduler.policy.situation import Choice, most_copies
 from services.scheduler.remembered import Assignment
 from services.scheduler.values import Placed
 from simulator.gpus import Holder
@@ -74,12 +74,7 @@ class Carrying:
         """Without what is lost."""
         if placed is None or not self._has_lost(placed.gpus):
             return placed
-        size = replica_size(placed.layout)
-        gpus = tuple(gpu for gpu in placed.gpus if not self._has_lost((gpu,)))
-        for copies in range(len(gpus) // size, 0, -1):
-            if layout := with_dp(placed.layout, copies):
-                return Placed(gpus[: copies * size], layout)
-        return None
+        return most_copies(placed.layout, tuple(gpu for gpu in placed.gpus if not self._has_lost((gpu,))))
 
     def _release(self, names: set[int]) -> None:
         if names:

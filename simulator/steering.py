@@ -14,15 +14,15 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from services.scheduler.policy.foresight import TideRules
-from services.scheduler.policy.situation import Choice, as_engines, engine_size, replica_size, with_dp
+from services.scheduler.policy.situation import Choice, as_engines, engine_size, most_copies, replica_size
 from services.scheduler.policy.stages import Split
+from services.scheduler.policy.units import but_for
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.values import Placed
 from simulator.carrying import Carrying
@@ -168,19 +168,16 @@ class _Steering:
         trainer = list(before.trainer.gpus[: split.num_trainer_gpus]) if before.trainer else []
         taken = {*trainer, *(gpu for gpus in engines for gpu in gpus)}
         stays = [gpu for gpu in before.inference if gpu not in taken][: split.num_inference_gpus]
-        pool = _without(self._cluster, {*taken, *stays})
+        pool = but_for(self._cluster, {*taken, *stays})
         more = pool[: split.num_trainer_gpus - len(trainer)]
         pool = pool[len(more) :]
         new = as_engines(tuple(pool), self._engine)[: split.num_engines - len(engines)]
-        pool = _without(pool, {gpu for gpus in new for gpu in gpus})
+        pool = but_for(pool, {gpu for gpus in new for gpu in gpus})
         inference = (*stays, *pool[: split.num_inference_gpus - len(stays)])
         return Assignment((*engines, *new), self._placed((*trainer, *more)), inference)
 
     def _placed(self, gpus: tuple[GpuId, ...]) -> Placed | None:
-        for copies in range(len(gpus) // self._unit, 0, -1):
-            if layout := with_dp(self._home, copies):
-                return Placed(gpus[: copies * self._unit], layout)
-        return None
+        return most_copies(self._home, gpus)
 
     def _order_back(self) -> list[int]:
         """Groups that have begun: those that the next minibatch needs, soonest first, then the others, longest first;
@@ -199,7 +196,3 @@ class _Steering:
         seen = set(first)
         order = self._schedule.order or range(len(self._lengths))
         return [*first, *(number for number in order if number not in seen)]
-
-
-def _without(gpus: Iterable[GpuId], gone: set[GpuId]) -> list[GpuId]:
-    return [gpu for gpu in gpus if gpu not in gone]

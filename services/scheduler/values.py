@@ -94,6 +94,8 @@ class JobSpec:
     evaluate_every: int | None = None
     """Iterations between evaluations; None: there are none."""
     minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
+    num_logical_shards: int | None = None
+    """Which every dp of a reproducible actor divides; None: any dp will do."""
     costs: Costs = ASSUMED_COSTS
     rates: Rates = ASSUMED_RATES
     lengths: LengthLaw = ASSUMED_LENGTHS

@@ -17,6 +17,7 @@ from services.scheduler.policy.situation import (
     engine_size,
     placed_gpus,
     replica_size,
+    with_dp,
 )
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.values import JobSpec
@@ -109,8 +110,9 @@ class World:
 @st.composite
 def specs(draw: st.DrawFn) -> JobSpec:
     rollout_tp, actor_tp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))
-    return job(
-        actor=actor_tp * draw(st.integers(1, 3)),
+    actor_dp = draw(st.integers(1, 3))
+    spec = job(
+        actor=actor_tp * actor_dp,
         rollout=rollout_tp * draw(st.integers(1, 5)),
         inference=draw(st.integers(1, 3)),
         actor_tp=actor_tp,
@@ -119,6 +121,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         group_size=4,
         minibatches=draw(st.sampled_from([1, 2, 3])),
     )
+    return replace(spec, num_logical_shards=draw(st.sampled_from([None, 4])) if actor_dp != 3 else None)
 
 
 STEPS = st.lists(
@@ -143,6 +146,7 @@ def check_assignment(world: World, assignment: Assignment) -> None:
     if assignment.trainer is not None:
         actor = spec.placement[Role.ACTOR].layout
         assert replace(assignment.trainer.layout, dp=actor.dp) == actor
+        assert (spec.num_logical_shards or 0) % assignment.trainer.layout.dp == 0
         assert assignment.trainer.layout.dp <= spec.num_prompts // spec.num_minibatches * spec.group_size
 
 
@@ -165,12 +169,23 @@ def test_dynarl_keeps_its_bounds_and_strands_no_gpu_that_work_could_use(
 
 def check_nothing_stranded(world: World) -> None:
     spec, situation = world.spec, world.seen()
-    units = [replica_size(spec.placement[Role.ACTOR].layout)] if world.at.trainer is not None else []
+    units = [growth] if (growth := least_growth(world)) else []
     if situation.num_unfinished:
         units.append(engine_size(spec))
     if not situation.is_inferred and world.at.trainer is not None:
         units.append(replica_size(spec.placement[Role.INFERENCE].layout))
     assert not units or len(situation.free) < min(units), world.at
+
+
+def least_growth(world: World) -> int | None:
+    """GPUs with which the trainer could have more copies; None where it has none, or no layout has more."""
+    trainer, most = world.at.trainer, len(placed_gpus(world.spec))
+    if trainer is None:
+        return None
+    own = trainer.layout
+    more = (dp for dp in range(own.dp + 1, most + 1) if with_dp(own, dp, num_shards=world.spec.num_logical_shards))
+    dp = next(more, None)
+    return None if dp is None else (dp - own.dp) * replica_size(own)
 
 
 @QUICK

@@ -152,7 +152,9 @@ def _unit_rates(situation: Situation, num_gpus: int) -> Floats:
     layout = spec.placement[Role.ACTOR].layout
     sequences = max(minibatch_sizes(situation.generation.num_groups, spec.num_minibatches)) * spec.group_size
     dp = np.arange(num_gpus // unit + 1)
-    dp = np.where((dp <= sequences) & (dp * layout.cp % layout.ep == 0), dp, 0)
+    # As `with_dp` has it, of many numbers of copies.
+    divides = (spec.num_logical_shards or 0) % np.maximum(dp, 1) == 0
+    dp = np.where((dp <= sequences) & (dp * layout.cp % layout.ep == 0) & divides, dp, 0)
     dp = np.maximum.accumulate(dp)
     slowest_share = -(-sequences // np.maximum(dp, 1)) * dp / sequences
     rates: Floats = _curve(situation.trainer.training.measured, np.maximum(dp, 1) * unit)

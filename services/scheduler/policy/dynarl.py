@@ -32,6 +32,7 @@ from services.scheduler.policy.situation import (
     as_configured,
     as_engines,
     engine_size,
+    largest_dp,
     placed_gpus,
     replica_size,
     with_dp,
@@ -203,7 +204,7 @@ def _largest_trainer(spec: JobSpec, num_gpus: int) -> int:
     layout = spec.placement[Role.ACTOR].layout
     size = replica_size(layout)
     most = min(num_gpus // size, spec.num_samples_per_minibatch)
-    return next((dp * size for dp in range(most, 0, -1) if with_dp(layout, dp)), 0)
+    return largest_dp(layout, most, num_shards=spec.num_logical_shards) * size
 
 
 def _present(situation: Situation) -> Split:
@@ -234,7 +235,7 @@ def _assigned(situation: Situation, split: Split) -> Assignment:
     pool.sort(key=lambda gpu: gpu not in homes[Role.ACTOR])
     gpus = (*trainer, *pool[: split.num_trainer_gpus - len(trainer)])
     layout = spec.placement[Role.ACTOR].layout
-    grown = with_dp(layout, len(gpus) // replica_size(layout))
+    grown = with_dp(layout, len(gpus) // replica_size(layout), num_shards=spec.num_logical_shards)
     return Assignment(engines, Placed(gpus, grown) if grown else None, inference)
 
 

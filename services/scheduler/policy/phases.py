@@ -17,9 +17,8 @@ from services.scheduler.policy.situation import (
     as_configured,
     as_engines,
     engine_size,
+    most_copies,
     placed_gpus,
-    replica_size,
-    with_dp,
 )
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.values import JobSpec, Placed
@@ -64,10 +63,5 @@ class PhasesPolicy:
 
 def _largest(spec: JobSpec, role: Role, *, most: int | None = None) -> Placed | None:
     """As many whole copies of the component as all GPUs make, and at most so many."""
-    gpus, home = placed_gpus(spec), spec.placement[role].layout
-    size = replica_size(home)
-    num_copies = len(gpus) // size
-    for copies in range(num_copies if most is None else min(num_copies, most), 0, -1):
-        if layout := with_dp(home, copies):
-            return Placed(gpus[: copies * size], layout)
-    return None
+    num_shards = spec.num_logical_shards if role is Role.ACTOR else None
+    return most_copies(spec.placement[role].layout, placed_gpus(spec), most=most, num_shards=num_shards)

@@ -193,7 +193,10 @@ def valid_dp(spec: JobSpec) -> tuple[int, ...]:
     """RLinf's legal numbers of data-parallel copies: those that divide the prompts of a minibatch, up to all GPUs."""
     layout = spec.placement[Role.ACTOR].layout
     most = len(placed_gpus(spec)) // replica_size(layout)
-    return tuple(dp for dp in range(1, most + 1) if _prompts_per_minibatch(spec) % dp == 0 and with_dp(layout, dp))
+    num_prompts, num_shards = _prompts_per_minibatch(spec), spec.num_logical_shards
+    return tuple(
+        dp for dp in range(1, most + 1) if num_prompts % dp == 0 and with_dp(layout, dp, num_shards=num_shards)
+    )
 
 
 def _prompts_per_minibatch(spec: JobSpec) -> int:

@@ -160,9 +160,28 @@ def replica_size(layout: Layout) -> int:
     return layout.num_ranks // layout.dp
 
 
-def with_dp(layout: Layout, dp: int) -> Layout | None:
-    """The layout with so many data-parallel copies; None where its experts do not divide over them."""
-    return replace(layout, dp=dp) if dp >= 1 and dp * layout.cp % layout.ep == 0 else None
+def with_dp(layout: Layout, dp: int, *, num_shards: int | None = None) -> Layout | None:
+    """The layout with so many data-parallel copies; None where its experts do not divide over them, or they do not
+    divide `num_shards`, the logical shards of a reproducible actor."""
+    if dp < 1 or dp * layout.cp % layout.ep or (num_shards is not None and num_shards % dp):
+        return None
+    return replace(layout, dp=dp)
+
+
+def most_copies(
+    layout: Layout, gpus: tuple[GpuId, ...], *, most: int | None = None, num_shards: int | None = None
+) -> Placed | None:
+    """As many whole copies as these GPUs make, in their order, and at most so many; the other GPUs would have no rank.
+    None where there is no layout for any number of them."""
+    size = replica_size(layout)
+    num_copies = len(gpus) // size
+    dp = largest_dp(layout, num_copies if most is None else min(num_copies, most), num_shards=num_shards)
+    return Placed(gpus[: dp * size], replace(layout, dp=dp)) if dp else None
+
+
+def largest_dp(layout: Layout, most: int, *, num_shards: int | None = None) -> int:
+    """The most data-parallel copies, at most so many, that there is a layout for; 0 for none."""
+    return next((dp for dp in range(most, 0, -1) if with_dp(layout, dp, num_shards=num_shards)), 0)
 
 
 def as_engines(gpus: tuple[GpuId, ...], size: int) -> tuple[EngineGpus, ...]:

@@ -289,3 +289,6 @@ def test_the_static_policy_proposes_the_configured_placement_whatever_happened(s
         assert (proposed.remembered, proposed.ask_at_ms) == (state.remembered, None)
     assert len(submitted) > 10
     assert job_spec(config()).placement[Role.INFERENCE].gpus == (gpu("n0", 3),)
+    assert job_spec(config()).num_logical_shards is None
+    reproducible = {**CONFIG, "actor": {**CONFIG.get("actor", {}), "num_logical_shards": 8}}
+    assert job_spec(parse_config(reproducible)).num_logical_shards == 8

@@ -95,6 +95,16 @@ def test_what_makes_no_copy_is_inferences() -> None:
     assert sorted(found.gpus) == sorted(NODES[:14])
 
 
+def test_what_the_trainer_has_no_layout_for_is_the_others() -> None:
+    situation = sit(across_nodes())
+    reproducible = replace(situation, spec=replace(SPEC, num_logical_shards=2))
+    found = seated(reproducible, Split(1, 12, 2), across_nodes(), NODES)
+    assert found.trainer is not None
+    assert found.trainer.layout == Layout(tp=4, dp=2)
+    assert len(found.engines) == 3
+    assert sorted(found.gpus) == sorted(NODES)
+
+
 def test_inference_has_whole_copies_of_its_layout() -> None:
     situation = sit(across_nodes(), num_unfinished=0)
     placed = Placed(SPEC.placement[Role.INFERENCE].gpus, Layout(tp=2, dp=2))

@@ -10,7 +10,16 @@ import pytest
 
 from services.scheduler.codec import decode_state, encode_state
 from services.scheduler.observed import Engine, Inferring, Training
-from services.scheduler.policy.situation import Situation, Trainer, as_configured, as_engines, with_dp
+from services.scheduler.policy.situation import (
+    Situation,
+    Trainer,
+    as_configured,
+    as_engines,
+    largest_dp,
+    most_copies,
+    replica_size,
+    with_dp,
+)
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
 from services.scheduler.state import ClusterState
 from services.scheduler.values import Placed
@@ -147,3 +156,31 @@ def test_what_does_not_fill_an_engine_is_left_out() -> None:
 def test_copies_that_the_experts_do_not_divide_over_make_no_layout() -> None:
     assert with_dp(Layout(dp=2, ep=2), 3) is None
     assert with_dp(Layout(dp=2, ep=2), 4) == Layout(dp=4, ep=2)
+
+
+def test_copies_that_do_not_divide_the_logical_shards_make_no_layout() -> None:
+    assert with_dp(Layout(dp=2), 3, num_shards=4) is None
+    assert with_dp(Layout(dp=2), 8, num_shards=4) is None
+    assert with_dp(Layout(dp=2), 4, num_shards=4) == Layout(dp=4)
+
+
+MOST: dict[str, tuple[Layout, int, int | None, int | None, int]] = {
+    "what makes no whole copy is left out": (Layout(tp=2), 7, None, None, 3),
+    "no more than asked for": (Layout(tp=2), 7, 2, None, 2),
+    "as far as the experts divide over them": (Layout(dp=2, ep=2), 5, None, None, 4),
+    "as far as they divide the logical shards": (Layout(), 7, None, 4, 4),
+    "none without a whole copy": (Layout(tp=4), 3, None, None, 0),
+    "none where there is no layout": (Layout(dp=2, ep=2), 1, None, None, 0),
+}
+"""A layout, GPUs, the most copies, logical shards; copies."""
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_most_copies_that_gpus_make(name: str) -> None:
+    layout, num_gpus, most, num_shards, want = MOST[name]
+    assert largest_dp(layout, num_gpus // replica_size(layout) if most is None else most, num_shards=num_shards) == want
+    placed = most_copies(layout, gpus(0, num_gpus), most=most, num_shards=num_shards)
+    if not want:
+        assert placed is None
+    else:
+        assert placed == Placed(gpus(0, want * replica_size(layout)), replace(layout, dp=want))

@@ -251,6 +251,18 @@ def test_a_trainer_of_any_number_of_copies_can_be_chosen() -> None:
     assert len(choice.assignment.trainer.gpus) == 48
 
 
+def test_a_reproducible_trainer_has_copies_that_divide_its_logical_shards() -> None:
+    """48 GPUs, copies of 4: of 12 copies 8 divide 8 shards."""
+    spec = job(actor=8, rollout=36, inference=4, actor_tp=4, rollout_tp=2, prompts=128, group_size=2, minibatches=1)
+    rates = (TrainerRate(Layout(tp=4, dp=2), 500.0),)
+    spec = replace(spec, num_logical_shards=8)
+    opened = POLICY.choose(opening(spec, measured=rates))
+    done = seen(spec, opened.assignment, measured=rates, remembered=opened.remembered, now_ms=1000)
+    trainer = POLICY.choose(done).assignment.trainer
+    assert trainer is not None
+    assert trainer.layout == Layout(tp=4, dp=8)
+
+
 def test_the_same_situation_gives_the_same_choice() -> None:
     situation = opening()
     assert POLICY.choose(situation) == POLICY.choose(situation)
