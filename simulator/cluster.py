@@ -26,7 +26,7 @@ from simulator.store import REFUSED, Store
 from simulator.voice import Voice
 from simulator.world import World
 from tidegate.ownership import Outcome
-from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token, TransitionId, instance_id, node_of
+from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token, TransitionId, instance_id, node_of
 
 DIGEST_STEP = 0x9E3779B97F4A7C15
 """Odd, so that a sample's number times it, modulo 2^64, is its own."""
@@ -49,6 +49,7 @@ class Cluster:
             Role.INFERENCE: InferenceMoves(),
         }
         self._leads = {role: Lead(role, instance_id(role, self._nodes[0]), moves[role]) for role in Role}
+        self._boots = dict.fromkeys(self._nodes, 1)
         self._highest: dict[GpuId, Token] = {}
         self._holds = False
         self._order: tuple[int, ...] = ()
@@ -57,8 +58,7 @@ class Cluster:
         """Every node's services join, the first of each role leads, and the job is submitted."""
         for role, lead in self._leads.items():
             for node in self._nodes:
-                name = instance_id(role, node)
-                self.voice.say(name, ev.InstanceJoined(name, _endpoint(name), 1), role=role)
+                self._join(role, node)
             self._say(lead, ev.LeadElected(lead.instance, _endpoint(lead.instance), 1))
         self.voice.say("launcher", ev.JobSubmitted(self.spec, "{}", resume=False))
 
@@ -83,7 +83,14 @@ class Cluster:
         """What the components say of it."""
         world, what = self.world, happening.what
         assert world is not None, "nothing happens before the iteration begins"
-        if what is What.GPU_LOST:
+        if what is What.NODE_LOST:
+            self._node_lost(node_of(happening.gpus[0]))
+        elif what is What.NODE_BACK:
+            node = node_of(happening.gpus[0])
+            self._boots[node] += 1
+            for role in Role:
+                self._join(role, node)
+        elif what is What.GPU_LOST:
             self._lost(world, happening.gpus[0])
         elif what is What.ENGINE_LEFT:
             self._engine_left(happening)
@@ -247,7 +254,16 @@ class Cluster:
         )
         self.voice.say("scheduler", ev.GateReported(command.node, gates), grants=(command.grant,))
 
-    # What dies
+    # What dies, and comes back
+
+    def _join(self, role: Role, node: NodeId) -> None:
+        name, boot = instance_id(role, node), self._boots[node]
+        self.voice.say(name, ev.InstanceJoined(name, _endpoint(name), boot), role=role, boot=boot)
+
+    def _node_lost(self, node: NodeId) -> None:
+        """Told at once, and before what its GPUs' leads say; of a real one the leases have to expire."""
+        for role in Role:
+            self.voice.say("scheduler", ev.InstanceLost(instance_id(role, node), self._boots[node]))
 
     def _lost(self, world: World, gpu: GpuId) -> None:
         """An engine that was there says so itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.happenings import What
-from tidegate.types import GpuId
+from tidegate.types import GpuId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,15 @@ class GpuFault:
 
     at_s: float
     gpu: GpuId
+    back_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFault:
+    """All GPUs of the node are lost, and every service there with them. `back_after_s`: as of a GPU."""
+
+    at_s: float
+    node: NodeId
     back_after_s: float | None = None
 
 
@@ -36,4 +45,4 @@ class LateFault:
     late_s: float
 
 
-Fault = GpuFault | EngineFault | LateFault
+Fault = GpuFault | NodeFault | EngineFault | LateFault

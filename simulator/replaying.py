@@ -89,7 +89,9 @@ class _Replay:
     def tell(self, recorded: Recorded, *, term: int) -> None:
         self._store.term = term
         while (due_ms := next_due_ms(self._state)) is not None and due_ms < recorded.at_ms:
-            if self._state.phase in TERMINAL or not self._decide(due_ms):
+            if self._state.phase in TERMINAL:
+                break
+            if not self._decide(due_ms) and next_due_ms(self._state) == due_ms:
                 break
         if isinstance(recorded.event.body, ev.LayoutCommitted):
             self._commit(recorded.event, recorded.event.body)

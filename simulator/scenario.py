@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from simulator.assumptions import Assumption, Source, used_assumptions
 from simulator.costs import Costs
-from simulator.faults import EngineFault, Fault, GpuFault, LateFault
+from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.happenings import What
 from simulator.lengths import BadTrace, LengthLaw, Lengths, LengthSection, draw_lengths, lengths_of_trace, parse_trace
 from simulator.model import ModelSection
@@ -77,13 +77,15 @@ class AlgorithmSection(Section):
 
 
 class FaultSection(Section):
-    """`gpu` loses one, `engine` loses an engine's process, `late` holds the first such happening back."""
+    """`gpu` loses one, `node` all of a node's and its services, `engine` loses an engine's process, `late` holds the
+    first such happening back."""
 
     at_s: NonNegativeFloat
-    kind: Literal["gpu", "engine", "late"]
+    kind: Literal["gpu", "node", "engine", "late"]
     gpu: Count | None = None
+    node: str | None = None
     back_after_s: NonNegativeFloat | None = None
-    """Of `gpu`: until it can be had again; None: not in this iteration."""
+    """Of `gpu` and `node`: until it can be had again; None: not in this iteration."""
     engine: Count | None = None
     what: What | None = None
     late_s: NonNegativeFloat = 0.0
@@ -244,6 +246,8 @@ def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
 def _scheduled(fault: FaultSection, gpus: tuple[GpuId, ...]) -> Fault:
     if fault.gpu is not None and fault.kind == "gpu":
         return GpuFault(fault.at_s, gpus[fault.gpu], fault.back_after_s)
+    if fault.node is not None and fault.kind == "node":
+        return NodeFault(fault.at_s, NodeId(fault.node), fault.back_after_s)
     if fault.engine is not None and fault.kind == "engine":
         return EngineFault(fault.at_s, fault.engine)
     assert fault.what is not None, "a fault's fields were checked with its scenario"

@@ -29,7 +29,12 @@ MAX_WHOLE = 10**15
 MIN_RATE = 1e-3
 MAX_SIGMA = 10
 """Of a logarithm: one response in three is off by more than 22,000 times. The exponential of hundreds is infinite."""
-_FIELDS_OF_FAULT = {"gpu": {"gpu", "back_after_s"}, "engine": {"engine"}, "late": {"what", "late_s"}}
+_FIELDS_OF_FAULT = {
+    "gpu": {"gpu", "back_after_s"},
+    "node": {"node", "back_after_s"},
+    "engine": {"engine"},
+    "late": {"what", "late_s"},
+}
 """By kind, beside `at_s`."""
 
 
@@ -154,3 +159,13 @@ def _fault_faults(scenario: Scenario) -> Iterator[str]:
                 yield f"faults.{at}.{name}={getattr(fault, name):g} is above {MAX_SECONDS:,} seconds: it would never be"
         if fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:
             yield f"faults.{at}.gpu={fault.gpu} leaves the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"
+        elif fault.kind == "node":
+            yield from _node_faults(scenario, f"faults.{at}.node={fault.node}", fault.node)
+
+
+def _node_faults(scenario: Scenario, key: str, node: str | None) -> Iterator[str]:
+    nodes = sorted(scenario.cluster.nodes)
+    if node not in nodes:
+        yield f"{key} is no node of the cluster, which has {', '.join(nodes)}"
+    elif node == nodes[0]:
+        yield f"{key} has the components' leads, whose election is not simulated: lose a node after it in the alphabet"

@@ -1,4 +1,4 @@
-"""How a simulated job's services speak: events, each with its source's next sequence number."""
+"""How a simulated job's services speak: events, each with the next sequence number of its source's start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Voice:
         self.outbox: deque[ev.Event] = deque()
         self.incarnation = 0
         self.iteration = 0
-        self._sequences: dict[str, int] = {}
+        self._sequences: dict[tuple[str, int], int] = {}
 
     def say(
         self,
@@ -27,13 +27,15 @@ class Voice:
         role: Role | None = None,
         transition: str = "",
         grants: tuple[Grant, ...] = (),
+        boot: int = 1,
     ) -> None:
-        sequence = self._sequences.get(source, 0) + 1
-        self._sequences[source] = sequence
+        """`boot`: which start of the source it is that speaks."""
+        sequence = self._sequences.get((source, boot), 0) + 1
+        self._sequences[source, boot] = sequence
         event = ev.Event(
             job=JOB,
             source=source,
-            boot=1,
+            boot=boot,
             sequence=sequence,
             body=body,
             incarnation=self.incarnation,

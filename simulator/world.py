@@ -26,7 +26,7 @@ from functools import partial
 
 from simulator.clock import Clock
 from simulator.costs import Costs
-from simulator.faults import EngineFault, Fault, GpuFault, LateFault
+from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.gpus import Gpus, Holder, MoveRefused
 from simulator.happenings import Happening, Shared, What
 from simulator.inference import Inference
@@ -34,7 +34,7 @@ from simulator.model import ModelSection
 from simulator.rollout import Rollout
 from simulator.training import Resize, Trainer
 from simulator.workload import Workload
-from tidegate.types import GpuId, Layout
+from tidegate.types import GpuId, Layout, node_of
 
 
 class Unfinished(RuntimeError):
@@ -75,6 +75,8 @@ class World:
         self.gpus = Gpus(placement.cluster)
         self._untold: deque[Happening] = deque()
         self._late: list[LateFault] = []
+        self._down: set[GpuId] = set()
+        """Of nodes that are lost."""
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
         self.trainer = Trainer(workload, costs, shared, model)
@@ -220,6 +222,8 @@ class World:
                 self._lose(gpu)
                 if fault.back_after_s is not None:
                     self._clock.schedule(self.now_s + fault.back_after_s, partial(self._come_back, gpu))
+            case NodeFault(node=node):
+                self._lose_node(tuple(gpu for gpu in self.gpus.cluster if node_of(gpu) == node), fault.back_after_s)
             case EngineFault(engine=name):
                 if name in self.rollout.engines:
                     self._free_after_death(self.rollout.kill(name))
@@ -241,8 +245,22 @@ class World:
         self.inference.lose(gpu)
         self.trainer.drop_waiting(gpu)
 
+    def _lose_node(self, gpus: tuple[GpuId, ...], back_after_s: float | None) -> None:
+        self._down.update(gpus)
+        self._shared.tell(What.NODE_LOST, gpus=gpus)
+        for gpu in gpus:
+            self._lose(gpu)
+        if back_after_s is not None:
+            self._clock.schedule(self.now_s + back_after_s, partial(self._node_comes_back, gpus))
+
+    def _node_comes_back(self, gpus: tuple[GpuId, ...]) -> None:
+        self._down.difference_update(gpus)
+        self._shared.tell(What.NODE_BACK, gpus=gpus)
+        for gpu in gpus:
+            self._come_back(gpu)
+
     def _come_back(self, gpu: GpuId) -> None:
-        if self.gpus.holder(gpu) is Holder.LOST:
+        if self.gpus.holder(gpu) is Holder.LOST and gpu not in self._down:
             self.gpus.move([gpu], Holder.LOST, Holder.FREE, self.now_s)
             self._shared.tell(What.GPUS_FREED, gpus=(gpu,))
             self._freed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.values import Placed
-from tidegate.types import Grant, InstanceId, Layout, NodeId, Role, TransitionId
+from tidegate.types import Grant, InstanceId, Layout, NodeId, Role, Token, TransitionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,15 @@ class Component:
     @property
     def lacks_ranks(self) -> bool:
         return self.layout is not None and len(self.grants) < self.layout.num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Of a GPU that cannot be had, under the token that it has in the store; `since_ms` by the store's clock."""
+
+    token: Token
+    since_ms: int
+    is_long: bool = False
 
 
 @dataclass(frozen=True, slots=True)

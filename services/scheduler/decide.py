@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.scheduler import commands as cmd
+from services.scheduler.absences import noted
 from services.scheduler.expectations import due, issued
 from services.scheduler.iterating import wanted_iteration
 from services.scheduler.moving import wanted_moves
@@ -40,15 +41,17 @@ class Decision:
 
 
 def decide(state: ClusterState, now_ms: int, *, policy: Policy) -> Decision:
+    state = noted(state, now_ms)
     proposed = proposal_of(state, policy, now_ms)
     decision = decided(state, proposed.proposal, now_ms)
     return replace(decision, remembered=proposed.remembered, ask_at_ms=proposed.ask_at_ms)
 
 
 def after_decision(state: ClusterState, decision: Decision, now_ms: int) -> ClusterState:
-    """The state that says what was decided; structural changes are none but the job's own end."""
+    """The state that says what was decided, and what GPUs it found absent; structural changes are none but the job's
+    own end."""
     after = issued(state, decision.commands, decision.waiting, now_ms)
-    return replace(after, remembered=decision.remembered, ask_at_ms=decision.ask_at_ms)
+    return noted(replace(after, remembered=decision.remembered, ask_at_ms=decision.ask_at_ms), now_ms)
 
 
 def decided(state: ClusterState, proposal: Proposal, now_ms: int) -> Decision:

@@ -14,7 +14,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler import evaluations, iterations, lifecycle, membership, ownership_view, pictures, resizes
+from services.scheduler import (
+    absences,
+    evaluations,
+    iterations,
+    lifecycle,
+    membership,
+    ownership_view,
+    pictures,
+    resizes,
+)
 from services.scheduler import events as ev
 from services.scheduler.admission import Refused, admit, refusal
 from services.scheduler.components import role_of_instance
@@ -35,6 +44,7 @@ def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
     met = membership.meet(admitted, event)
     folded = refusal(met, event) or _fold(met, event)
     after = iterations.advance(_ignored(met, folded) if isinstance(folded, Refused) else folded)
+    after = absences.still(after, state)
     folds_figures = isinstance(event.body, _FIGURES) and met is admitted
     if not folds_figures and replace(after, ignored=admitted.ignored) != admitted:
         after = replace(after, version=state.version + 1)

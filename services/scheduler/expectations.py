@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from services.scheduler import absences
 from services.scheduler import commands as cmd
 from services.scheduler import events as ev
 from services.scheduler.course import Evaluating
@@ -114,7 +115,7 @@ def _noted(state: ClusterState, command: cmd.Command) -> ClusterState:
 
 def next_due_ms(state: ClusterState) -> int | None:
     """When `decide` may have something new to say without a new event; None when only an event can change it."""
-    dues = [each.due_ms for each in state.expectations.values()]
+    dues = [*(each.due_ms for each in state.expectations.values()), *absences.next_due_ms(state)]
     return min(dues if state.ask_at_ms is None else [*dues, state.ask_at_ms], default=None)
 
 

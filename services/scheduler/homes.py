@@ -1,130 +1,133 @@
-"""Which lost GPUs a job goes on without, and where its components are at home then. Pure.
+"""Which GPUs a job goes on without, and where its components are at home then. Pure.
 
-A GPU that is lost is asked for at its gate. Where that has not let go of it for a minute, and the policy places GPUs
-itself, the components are at home on the others: each keeps its whole copies, one that has none left gets what rollout
-or inference can spare. The actor spares none: it lets go of GPUs after an update, which may wait for that very
+A GPU that is lost is asked for at its gate. One that cannot be had for a minute (`absences`), because its gate has not
+let go of it or because no instance of its node lives, is gone: the components are at home on the others. Each keeps
+its whole copies, what is left of broken ones makes others, inside a node first, and one that has none left gets what
+rollout or inference can spare. The actor spares none: it lets go of GPUs after an update, which may wait for that very
 component. Once the gate says that nobody holds it, the GPU is as any other again.
 
-Two cases fail the job as they would under a fixed split: a node of which no instance lives, because nobody there can
-ask its gate and that is told as a wait of its own; and a GPU lost before the policy first chose.
+Before the policy's first choice in the job nothing is gone: whoever cannot do without a GPU that is lost then fails
+the job, as under a fixed split.
 
-Invariants: nothing is done without where a component could not get a copy, nor under a policy that leaves everything
-where the config has it, nor while the job ends; no home has such a GPU, and none is in two homes.
+Invariants: nothing is gone where a component could not get a copy, nor under a policy that leaves everything where the
+config has it, nor while the job ends; no home has such a GPU, and none is in two homes; every layout is one that its
+component can run (experts, logical shards), and one that the policy's `check` accepts where there is one: what RLinf
+would not have started with is better than a job that fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 
-from services.scheduler.expectations import MAX_GATE_ASKS
-from services.scheduler.issued import Kind
-from services.scheduler.losses import OVER
-from services.scheduler.policy.situation import as_configured, replica_size, with_dp
+from services.scheduler.policy import Policy
+from services.scheduler.policy.situation import as_configured, most_copies, replica_size, with_dp
+from services.scheduler.policy.units import but_for, in_units
 from services.scheduler.remembered import Assignment
 from services.scheduler.state import ClusterState
 from services.scheduler.values import JobSpec, Placed
-from tidegate.ownership import GpuRecord, GpuState
-from tidegate.types import GpuId, Role
-
-NUM_ASKS = MAX_GATE_ASKS // 2
-"""Of a gate, with the doubling pause between them a minute. Fewer, and a worker that takes its time to end costs its
-component a start on other GPUs, and another one when the GPU is back; after twice as many the job fails."""
+from tidegate.types import GpuId, Layout, Role
 
 DONORS = (Role.ROLLOUT, Role.INFERENCE)
 
 
-def gate_key(state: ClusterState, record: GpuRecord) -> str:
-    """Under which its gate is asked for a GPU."""
-    return f"{state.job}/{record.gpu}/{record.token}/gate"
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The job with every component placed where it starts, and the GPUs that it goes on without."""
+
+    spec: JobSpec
+    gone: frozenset[GpuId] = frozenset()
 
 
-def at_home(state: ClusterState, spec: JobSpec) -> JobSpec:
-    """The job with every component placed where it starts: the actor where a person moved it, and without the GPUs that
-    the job goes on without."""
-    gone = done_without(state)
-    placement = _moved(state, spec)
-    return replace(spec, placement=(_left(placement, gone) if gone else None) or placement)
+def home_of(state: ClusterState, spec: JobSpec, policy: Policy) -> Home:
+    """The actor where a person moved it."""
+    home = moved(state, spec)
+    gone = frozenset(gpu for gpu, absence in state.absent.items() if absence.is_long)
+    left = _left(home, gone, policy) if gone else None
+    return Home(home) if left is None or _waits_for_actor(state, left) else Home(left, gone)
 
 
-def done_without(state: ClusterState) -> frozenset[GpuId]:
-    if state.spec is None or state.phase in OVER or state.remembered.assignment is None:
-        return frozenset()
-    if not any(each.kind is Kind.GATE and each.num_issued >= NUM_ASKS for each in state.expectations.values()):
-        # Of a thousand GPUs none was lost for so long.
-        return frozenset()
-    gone = frozenset(
-        record.gpu
-        for role in Role
-        for record in state.records_of(role)
-        if record.state is GpuState.LOST and _is_asked_enough(state, record)
-    )
-    home = _left(_moved(state, state.spec), gone) if gone else None
-    return gone if home is not None and not _waits_for_actor(state, home) else frozenset()
+def moved(state: ClusterState, spec: JobSpec) -> JobSpec:
+    """The job with its actor where a person moved it, and the others where the config places them."""
+    return replace(spec, placement={**spec.placement, Role.ACTOR: state.home(Role.ACTOR) or spec.placement[Role.ACTOR]})
 
 
-def _waits_for_actor(state: ClusterState, home: Mapping[Role, Placed]) -> bool:
+def _waits_for_actor(state: ClusterState, home: JobSpec) -> bool:
     """Whether a component that went down is to start on what the actor has in this iteration."""
     held = {grant.gpu for grant in state.components[Role.ACTOR].grants}
     down = [role for role in DONORS if not (state.components[role].is_up or state.components[role].is_suspended)]
-    return any(not held.isdisjoint(home[role].gpus) for role in down)
+    return any(not held.isdisjoint(home.placement[role].gpus) for role in down)
 
 
-def without(assignment: Assignment, spec: JobSpec, gone: Iterable[GpuId]) -> Assignment:
+def without(assignment: Assignment, spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> Assignment:
     """Where a component would have nothing left of what it was assigned, everything is where `spec` places it."""
-    lost = set(gone)
-    if lost.isdisjoint(assignment.gpus):
+    if gone.isdisjoint(assignment.gpus):
         return assignment
-    engines = tuple(engine for engine in assignment.engines if lost.isdisjoint(engine))
-    inference = tuple(gpu for gpu in assignment.inference if gpu not in lost)
-    size = replica_size(spec.placement[Role.INFERENCE].layout)
-    inference = inference[: len(inference) // size * size]
-    trainer = _copies(assignment.trainer, lost) if assignment.trainer else None
+    engines = tuple(engine for engine in assignment.engines if gone.isdisjoint(engine))
+    had = most_copies(spec.placement[Role.INFERENCE].layout, assignment.inference)
+    inference = next(_copies(spec, Role.INFERENCE, had, gone), None) if had else None
+    trainers = tuple(_copies(spec, Role.ACTOR, assignment.trainer, gone)) if assignment.trainer else ()
+    at_work = {each: replace(spec, placement={**spec.placement, Role.ACTOR: each}) for each in trainers}
+    trainer = next((each for each in trainers if _accepts(policy, at_work[each])), next(iter(trainers), None))
     has_lost_all = (
         (assignment.engines and not engines)
-        or (assignment.inference and not inference)
+        or (assignment.inference and inference is None)
         or (assignment.trainer is not None and trainer is None)
     )
-    return as_configured(spec) if has_lost_all else Assignment(engines, trainer, inference)
+    return as_configured(spec) if has_lost_all else Assignment(engines, trainer, inference.gpus if inference else ())
 
 
-def _is_asked_enough(state: ClusterState, record: GpuRecord) -> bool:
-    known = state.expectations.get(gate_key(state, record))
-    return known is not None and known.num_issued >= NUM_ASKS
+def _accepts(policy: Policy, spec: JobSpec) -> bool:
+    try:
+        policy.check(spec)
+    except ValueError:
+        return False
+    return True
 
 
-def _moved(state: ClusterState, spec: JobSpec) -> dict[Role, Placed]:
-    moved = state.home(Role.ACTOR) or spec.placement[Role.ACTOR]
-    return {**spec.placement, Role.ACTOR: moved}
+def _left(spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> JobSpec | None:
+    """With as many copies of the actor as the policy accepts, or, where it accepts none, as there can be. None where a
+    component would have none: the actor has fewer for the policy's sake alone."""
+    most: JobSpec | None = None
+    for trainer in tuple(_copies(spec, Role.ACTOR, spec.placement[Role.ACTOR], gone)) or (None,):
+        placement = _shared(spec, gone, trainer)
+        if placement is None:
+            break
+        left = replace(spec, placement=placement)
+        if _accepts(policy, left):
+            return left
+        most = most or left
+    return most
 
 
-def _left(placement: Mapping[Role, Placed], gone: frozenset[GpuId]) -> dict[Role, Placed] | None:
-    """None where a component would have no copy."""
-    left = {role: _copies(placement[role], gone) for role in Role}
+def _shared(spec: JobSpec, gone: frozenset[GpuId], trainer: Placed | None) -> dict[Role, Placed] | None:
+    """`trainer`: None where the actor has no copy left. None where a component would have none."""
+    left = {role: next(_copies(spec, role, spec.placement[role], gone), None) for role in DONORS}
+    left[Role.ACTOR] = trainer
     for role in Role:
         if left[role] is not None:
             continue
-        layout = placement[role].layout
-        one = next((each for dp in range(1, layout.dp + 1) if (each := with_dp(layout, dp))), layout)
-        taken = _spared(placement, left, gone, one.num_ranks)
-        if taken is None:
+        home = spec.placement[role].layout
+        layout = next((each for dp in range(1, home.dp + 1) if (each := with_dp(home, dp))), home)
+        found = _spared(spec, left, gone, layout)
+        if found is None:
             return None
-        gpus, left = taken
-        left[role] = Placed(gpus, one)
-    return {role: placed for role, placed in left.items() if placed is not None}
+        gpus, left = found
+        left[role] = Placed(gpus, layout)
+    return {role: placed for role in Role if (placed := left[role]) is not None}
 
 
 def _spared(
-    placement: Mapping[Role, Placed], left: Mapping[Role, Placed | None], gone: frozenset[GpuId], num_gpus: int
+    spec: JobSpec, left: Mapping[Role, Placed | None], gone: frozenset[GpuId], layout: Layout
 ) -> tuple[tuple[GpuId, ...], dict[Role, Placed | None]] | None:
-    """So many GPUs that are in no copy, or of as few copies as need be of who has most, and what is left then; None
-    where that would take somebody's last copy."""
+    """GPUs for the layout that are in no copy, or of as few copies as need be of who has most, and what is left then;
+    None where that would take somebody's last copy."""
     others = dict(left)
     while True:
         held = {gpu for placed in others.values() if placed for gpu in placed.gpus}
-        spare = [gpu for role in Role for gpu in placement[role].gpus if gpu not in held and gpu not in gone]
-        if len(spare) >= num_gpus:
-            return tuple(spare[:num_gpus]), others
+        spare = [gpu for role in Role for gpu in but_for(spec.placement[role].gpus, {*held, *gone})]
+        if len(spare) >= layout.num_ranks:
+            return in_units(spare, replica_size(layout), layout.num_ranks), others
         donors = [(placed.layout.dp, role) for role in DONORS if (placed := others[role]) and placed.layout.dp > 1]
         smaller = {role: _fewer(others[role]) for _, role in sorted(donors, key=lambda each: -each[0])}
         role, placed = next(((role, placed) for role, placed in smaller.items() if placed), (None, None))
@@ -135,25 +138,18 @@ def _spared(
 
 def _fewer(placed: Placed | None) -> Placed | None:
     """With at least one copy less; None where there is no such layout."""
-    return _with_at_most(placed, placed.gpus, placed.layout.dp - 1) if placed else None
+    return most_copies(placed.layout, placed.gpus, most=placed.layout.dp - 1) if placed else None
 
 
-def _copies(placed: Placed, gone: Iterable[GpuId]) -> Placed | None:
-    """Its whole copies, in rank order; None where none is left. Who is in a broken one makes others whole."""
-    lost = set(gone)
-    if lost.isdisjoint(placed.gpus):
-        return placed
+def _copies(spec: JobSpec, role: Role, placed: Placed, gone: Set[GpuId]) -> Iterator[Placed]:
+    """Its whole copies in rank order, then those that the rest of the broken ones makes: as many as there is a layout
+    for, then ever fewer."""
     size = replica_size(placed.layout)
     copies = [placed.gpus[start : start + size] for start in range(0, len(placed.gpus), size)]
-    whole = [gpu for copy in copies if lost.isdisjoint(copy) for gpu in copy]
-    broken = [gpu for copy in copies if not lost.isdisjoint(copy) for gpu in copy if gpu not in lost]
-    gpus = (*whole, *broken)
-    return _with_at_most(placed, gpus, len(gpus) // size)
-
-
-def _with_at_most(placed: Placed, gpus: tuple[GpuId, ...], dp: int) -> Placed | None:
-    size = replica_size(placed.layout)
-    for copies in range(dp, 0, -1):
-        if layout := with_dp(placed.layout, copies):
-            return Placed(gpus[: copies * size], layout)
-    return None
+    whole = [gpu for copy in copies if gone.isdisjoint(copy) for gpu in copy]
+    broken = [gpu for copy in copies if not gone.isdisjoint(copy) for gpu in copy if gpu not in gone]
+    gpus = (*whole, *in_units(broken, size, len(broken)))
+    num_shards, most = spec.num_logical_shards if role is Role.ACTOR else None, len(gpus) // size
+    while (found := most_copies(placed.layout, gpus, most=most, num_shards=num_shards)) is not None:
+        yield found
+        most = found.layout.dp - 1

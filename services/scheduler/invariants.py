@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from services.scheduler.absences import lasts
 from services.scheduler.accounts import fault
 from services.scheduler.course import Summary
 from services.scheduler.state import TERMINAL, ClusterState, Phase
@@ -49,6 +50,7 @@ def check(previous: ClusterState, state: ClusterState) -> list[Violation]:
         _pictures_are_of_an_open_iteration(state),
         _versions_are_evaluated_once(state),
         _all_is_waited_for_with_a_deadline(state),
+        _absences_last(previous, state),
         _counters_only_grow(previous, state),
         _tokens_only_grow(previous, state),
         _phases_follow(previous, state),
@@ -153,6 +155,18 @@ def _all_is_waited_for_with_a_deadline(state: ClusterState) -> Iterator[Violatio
         if key != expectation.key or expectation.due_ms <= 0:
             detail = f"{key} is kept as {expectation.key}, due at {expectation.due_ms} ms"
             yield Violation("a command is waited for until a deadline", detail)
+
+
+def _absences_last(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    """What a job may go on without is what nobody can have, waited for without a break."""
+    name = "what is absent cannot be had"
+    for gpu, absence in state.absent.items():
+        if not lasts(state, gpu, absence):
+            known = state.gpus.get(gpu)
+            yield Violation(name, f"{gpu} counts as absent under {absence.token}; the store has {known or 'nothing'}")
+        before = previous.absent.get(gpu)
+        if before is not None and before.token == absence.token and absence.since_ms < before.since_ms:
+            yield Violation(name, f"{gpu} was absent since {before.since_ms} ms, and then since {absence.since_ms} ms")
 
 
 def _counters_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:

@@ -37,7 +37,7 @@ def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted
         transition = state.transition_of(role)
         if transition is not None:
             wanted += _continued(state, role, transition, now_ms)
-        wanted += reclaimed(state, role, now_ms)
+        wanted += reclaimed(state, role, now_ms, gone=proposal.gone)
     plans = [plan for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
     begun = False
     for plan in plans:
@@ -83,5 +83,5 @@ def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -
     if placed is None:
         return planned_release(state, role, None, now_ms)
     if role is Role.ACTOR:
-        return planned_resize(state, placed, now_ms)
+        return planned_resize(state, placed, now_ms, gone=proposal.gone)
     return planned_release(state, role, placed, now_ms) or planned_start(state, role, placed, now_ms)

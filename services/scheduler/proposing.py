@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from services.scheduler.homes import at_home, done_without, without
+from services.scheduler.homes import Home, home_of, without
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.situation import Situation, as_configured, engine_size, replica_size, with_dp
 from services.scheduler.remembered import Assignment, Remembered
@@ -43,12 +43,13 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
     """Nothing before the job was submitted."""
     if state.spec is None:
         return Proposed(Proposal({}, "no config yet, so no placement"), state.remembered)
+    home = home_of(state, state.spec, policy)
     if why := _not_asked(state):
-        return _as_it_is(state, at_home(state, state.spec), why)
-    situation = situation_of(state, now_ms)
+        return _as_it_is(state, policy, home, why)
+    situation = situation_of(state, now_ms, home=home.spec)
     if situation is None:
-        return _as_it_is(state, at_home(state, state.spec), "nothing was told of the iteration yet")
-    return chosen(policy, situation, done_without(state))
+        return _as_it_is(state, policy, home, "nothing was told of the iteration yet")
+    return chosen(policy, situation, home.gone)
 
 
 def chosen(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozenset()) -> Proposed:
@@ -56,7 +57,7 @@ def chosen(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozen
     choice = policy.choose(situation)
     wanted, trains, reason = choice.assignment, choice.trains, choice.reason
     remembered = choice.remembered
-    if (left := without(wanted, situation.spec, gone)) != wanted:
+    if (left := without(wanted, situation.spec, gone, policy)) != wanted:
         wanted, remembered = left, replace(remembered, assignment=left)
         reason = f"{reason}, but for {', '.join(sorted(gone))}"
     if forgotten := _forgotten(situation, wanted):
@@ -66,7 +67,7 @@ def chosen(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozen
         reason = f"{forgotten} and nobody has a GPU for them: everything where it is placed, against {reason}"
     trains = trains and _is_where_it_trains(situation, wanted)
     placement = placement_of(situation.spec, wanted)
-    proposal = Proposal(placement, reason, trains=trains, group_order=choice.group_order)
+    proposal = Proposal(placement, reason, trains=trains, group_order=choice.group_order, gone=gone)
     is_later = choice.ask_at_ms is not None and choice.ask_at_ms > situation.now_ms
     return Proposed(
         proposal,
@@ -130,18 +131,20 @@ def _not_asked(state: ClusterState) -> str:
     return ""
 
 
-def _as_it_is(state: ClusterState, spec: JobSpec, why: str) -> Proposed:
+def _as_it_is(state: ClusterState, policy: Policy, home: Home, why: str) -> Proposed:
+    spec = home.spec
     placement: Mapping[Role, Placed | None] = spec.placement
     held, trains = state.remembered, True
     if state.asked is not None:
         if state.components[Role.ACTOR].is_up:
             placement = {**spec.placement, Role.ACTOR: state.asked}
     elif (assignment := _assigned(state)) is not None:
-        assigned = placement_of(spec, without(assignment, spec, done_without(state)))
+        assigned = placement_of(spec, without(assignment, spec, home.gone, policy))
         if not _has_mute(state, assigned):
             placement, trains = assigned, held.trains
     sizes = ", ".join(f"{role} {len(placed.gpus) if (placed := placement[role]) else 0}" for role in Role)
-    return Proposed(Proposal(placement, f"{why}: GPUs as they are ({sizes})", trains=trains), held)
+    reason = f"{why}: GPUs as they are ({sizes})"
+    return Proposed(Proposal(placement, reason, trains=trains, gone=home.gone), held)
 
 
 def _assigned(state: ClusterState) -> Assignment | None:

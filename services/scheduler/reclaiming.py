@@ -6,16 +6,15 @@ Invariant: a GPU is free only when its holder, or its gate, has said that nobody
 from __future__ import annotations
 
 from services.scheduler import commands as cmd
-from services.scheduler.homes import done_without, gate_key
 from services.scheduler.state import ClusterState
 from services.scheduler.wanted import Wanted, header, waiting
 from tidegate.ownership import GpuState
-from tidegate.types import CommandId, Grant, Role, node_of
+from tidegate.types import CommandId, GpuId, Grant, Role, node_of
 
 
-def reclaimed(state: ClusterState, role: Role, now_ms: int) -> Wanted:
+def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[GpuId] = frozenset()) -> Wanted:
     """Suspects on their way back to the free pool. Within a transition that stops the component they need only be
-    released; else the store counts them as lost first."""
+    released; else the store counts them as lost first. `gone`: GPUs that the job goes on without."""
     wanted = Wanted()
     for grant in state.suspects(role):
         record = state.gpus[grant.gpu]
@@ -24,9 +23,9 @@ def reclaimed(state: ClusterState, role: Role, now_ms: int) -> Wanted:
             lost = cmd.MarkLost(CommandId(f"{key}/lost"), grant.gpu, grant.token)
             wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
         elif grant not in state.released:
-            wanted += _asked_gate(state, role, grant)
+            wanted += _asked_gate(state, role, grant, is_gone=grant.gpu in gone)
             # Its worker was asked to end for as long as the job could not do without it.
-            is_asked = grant.gpu not in done_without(state) and not _is_leaving(state, role, grant)
+            is_asked = grant.gpu not in gone and not _is_leaving(state, role, grant)
             if grant in state.held and is_asked:
                 wanted += _cleared(state, role, grant, now_ms)
         elif record.state is GpuState.LOST and record.transition is None:
@@ -58,15 +57,15 @@ def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Want
     return Wanted((down,), (f"clears {grant.gpu}, which a living worker of the {role} holds",))
 
 
-def _asked_gate(state: ClusterState, role: Role, grant: Grant) -> Wanted:
+def _asked_gate(state: ClusterState, role: Role, grant: Grant, *, is_gone: bool) -> Wanted:
     node, component = node_of(grant.gpu), state.components[role]
-    is_gone = grant.gpu in done_without(state)
     is_needed = not is_gone and (not component.is_up or (role is Role.ACTOR and component.lacks_ranks))
     endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
     note = f"{grant.gpu} waits for its gate" + (", and the job goes on without it" if is_gone else "")
     if endpoints:
-        key = CommandId(gate_key(state, state.gpus[grant.gpu]))
+        key = CommandId(f"{state.job}/{grant.gpu}/{grant.token}/gate")
         return Wanted((cmd.AskGate(key, node, grant, endpoints, is_needed),), (note,))
     if is_needed:
-        return waiting(state, role, f"gate-{node}", what=f"an instance on {node}, whose gate must tell of lost GPUs")
+        what = f"an instance on {node}, whose gate must tell of lost GPUs"
+        return waiting(state, role, f"gate-{node}", what=what, is_of_gpus=True)
     return Wanted((), (f"{note}, which no living instance on {node} can ask",))

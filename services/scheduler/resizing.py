@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from services.scheduler import commands as cmd
 from services.scheduler.components import Target
-from services.scheduler.homes import done_without
 from services.scheduler.resizes import is_free, members_after
 from services.scheduler.starting import pause, ranked, scale_up
 from services.scheduler.state import ClusterState, Phase
@@ -25,17 +24,20 @@ from services.scheduler.stepping import advance, change_deadline_ms, close, comm
 from services.scheduler.values import Placed
 from services.scheduler.wanted import Wanted, header
 from tidegate.ownership import Move, MoveState, Part, PartState, Transition
-from tidegate.types import Grant, Role, instance_id, node_of
+from tidegate.types import GpuId, Grant, Role, instance_id, node_of
 
 
-def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted | None:
-    """The next resize of an actor that is up; None when it is where it should be."""
+def planned_resize(
+    state: ClusterState, placed: Placed, now_ms: int, *, gone: frozenset[GpuId] = frozenset()
+) -> Wanted | None:
+    """The next resize of an actor that is up; None when it is where it should be. `gone`: GPUs that the job goes on
+    without."""
     component = state.components[Role.ACTOR]
     have = tuple(grant.gpu for grant in component.grants)
     if (have, component.layout) == (placed.gpus, placed.layout):
         return None
     target = f"{placed.layout} on {', '.join(placed.gpus)}"
-    if not _may_resize(state, placed):
+    if not _may_resize(state, placed, gone):
         return Wanted((), (f"the actor goes to {target} once the job runs and nothing of it is lost",))
     kept = {*have}.intersection(placed.gpus)
     coming = [gpu for gpu in placed.gpus if gpu not in kept]
@@ -65,11 +67,11 @@ def planned_resize(state: ClusterState, placed: Placed, now_ms: int) -> Wanted |
     )
 
 
-def _may_resize(state: ClusterState, placed: Placed) -> bool:
+def _may_resize(state: ClusterState, placed: Placed, gone: frozenset[GpuId]) -> bool:
     """A person's wish and a lost rank wait until the job runs; what is in the way of its start does not."""
     component = state.components[Role.ACTOR]
     is_in_the_way = state.phase is Phase.STARTING and placed != state.asked and not component.lacks_ranks
-    lost = {grant.gpu for grant in state.suspects(Role.ACTOR)} - done_without(state)
+    lost = {grant.gpu for grant in state.suspects(Role.ACTOR)} - gone
     is_told = state.lead_of(Role.ACTOR) is not None and not lost
     return is_told and (state.phase is Phase.RUNNING or is_in_the_way)
 

@@ -7,6 +7,7 @@ the record decides where a GPU is, and what was told is brought to agree with it
 - a group that inference handed on has ended, whatever an older picture of the rollout says of it;
 - an actor that has reported has trained all that it will, whatever its picture says: one that a new lead tells, or of
   an iteration that had too few groups for its minibatches, says less;
+- a free GPU of a node of which no instance lives is nowhere;
 - a trainer whose ranks are not all there has no GPUs and is between two updates; what GPUs it has work on nothing.
 
 Invariants: it never raises, whatever pictures and transitions the state holds; no GPU is in it twice.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.homes import at_home
+from services.scheduler.homes import moved
 from services.scheduler.observed import AWAY, ENDED, QUEUED, Engine, Generation, Inferring, Ints, TrainerRate, Training
 from services.scheduler.policy.situation import Inference, Situation, Trainer, as_engines, engine_size
 from services.scheduler.state import ClusterState
@@ -28,12 +29,13 @@ from tidegate.ownership import GpuState
 from tidegate.types import GpuId, Layout, Role
 
 
-def situation_of(state: ClusterState, now_ms: int) -> Situation | None:
-    """None while no iteration is open, or a component has not told of it yet."""
+def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = None) -> Situation | None:
+    """None while no iteration is open, or a component has not told of it yet. `home`: the job with its components where
+    they start; None: where the config, or for the actor a person, places them."""
     iteration, seen = state.iteration, state.seen
     if state.spec is None or iteration is None:
         return None
-    spec = at_home(state, state.spec)
+    spec = home or moved(state, state.spec)
     if seen.generation is None or seen.inferring is None or seen.training is None:
         return None
     whereabouts = _whereabouts(state)
@@ -85,7 +87,8 @@ class _Whereabouts:
 
 def _whereabouts(state: ClusterState) -> _Whereabouts:
     moving = frozenset(move.gpu for transition in state.transitions.values() for move in transition.moves)
-    free = [each.gpu for each in state.owned_by(None) if each.state is GpuState.FREE and each.gpu not in moving]
+    free = [each.gpu for each in state.owned_by(None) if each.state is GpuState.FREE]
+    free = [gpu for gpu in free if gpu not in moving and gpu not in state.absent]
     held = {role: _held(state, role, moving) for role in Role}
     return _Whereabouts(held=held, free=tuple(free), moving=moving)
 

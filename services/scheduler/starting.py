@@ -79,7 +79,7 @@ def _waiting_for(state: ClusterState, role: Role, free: tuple[Replica, ...]) -> 
     what = f"{instances} to join" if absent else f"a lead of the {role}"
     if state.components[role].is_up:
         return Wanted((), (f"{num_gpus(free)} GPUs of the {role} wait for {what}",))
-    return waiting(state, role, "instances" if absent else "lead", what=what)
+    return waiting(state, role, "instances" if absent else "lead", what=what, is_of_gpus=bool(absent))
 
 
 def _plan(state: ClusterState, role: Role, placed: Placed, there: tuple[Replica, ...], *, now_ms: int) -> Wanted:

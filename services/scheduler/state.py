@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from services.scheduler.components import Component, Instance, Lead, Loaded, Target, node_of_instance, role_of_instance
+from services.scheduler.components import (
+    Absence,
+    Component,
+    Instance,
+    Lead,
+    Loaded,
+    Target,
+    node_of_instance,
+    role_of_instance,
+)
 from services.scheduler.course import Checkpoint, Evaluating, Evaluation, Iteration, ProgressSeen, Summary
 from services.scheduler.issued import Expectation
 from services.scheduler.learned import Learned
@@ -82,6 +91,8 @@ class ClusterState:
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
     released: tuple[Grant, ...] = ()
     held: tuple[Grant, ...] = ()
+    absent: Mapping[GpuId, Absence] = field(default_factory=dict)
+    """GPUs that the policy places and nobody can have; see `absences`."""
     snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
     reference: Snapshot | None = None
     checkpoint: Checkpoint | None = None

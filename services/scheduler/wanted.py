@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler import commands as cmd
+from services.scheduler.absences import LONG_MS
 from services.scheduler.components import Lead
 from services.scheduler.expectations import MAX_ISSUES, command_deadline_ms
 from services.scheduler.state import ClusterState
@@ -47,8 +48,12 @@ def header(
     )
 
 
-def waiting(state: ClusterState, role: Role, subject: str, *, what: str) -> Wanted:
-    """Nothing can be asked: only others can bring it about. `subject` tells one wait of a role from another."""
+def waiting(state: ClusterState, role: Role, subject: str, *, what: str, is_of_gpus: bool = False) -> Wanted:
+    """Nothing can be asked: only others can bring it about. `subject` tells one wait of a role from another;
+    `is_of_gpus`: the job may go on without them first, where its policy places GPUs."""
     key = CommandId(f"{state.job}/{state.incarnation}/await/{role}/{subject}")
-    wait = cmd.Await(key, what, wait_ms=MAX_ISSUES * command_deadline_ms(state))
+    wait_ms = MAX_ISSUES * command_deadline_ms(state)
+    if is_of_gpus and state.remembered.assignment is not None:
+        wait_ms = max(wait_ms, 2 * LONG_MS)
+    wait = cmd.Await(key, what, wait_ms=wait_ms)
     return Wanted((wait,), (f"waits for {what}",))

@@ -6,29 +6,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.codec import decode_state, encode_state
+from services.scheduler.components import Absence
 from services.scheduler.decide import after_decision, decide
 from services.scheduler.evolve import evolve
+from services.scheduler.losses import OVER
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.proposing import Proposed, proposal_of
 from services.scheduler.remembered import Assignment
 from services.scheduler.state import ClusterState, Phase
+from services.scheduler.values import JobSpec
 from tests.properties.test_scheduler import NUM_ITERATIONS, SLOTS, finished, happen
 from tests.properties.test_scheduler import histories as histories_of_jobs
-from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.drive import MAX_STEPS, Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
-from tests.unit.scheduler.fake_parts import JOB, spec
+from tests.unit.scheduler.fake_parts import JOB, NODES, spec
+from tests.unit.scheduler.test_absences import on_either_node
 from tests.unit.scheduler.test_losses import is_iterating
 from tidegate.config_scheduler import SchedulerSection
-from tidegate.types import Role
+from tidegate.types import GpuId, Role, instance_id
 
 FEW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECTIONS: dict[str, dict[str, object]] = {
@@ -60,9 +65,9 @@ EVERY = st.integers(1, NUM_ITERATIONS)
 STEPS = st.lists(st.one_of(told, told, told, late, passing, passing, other), min_size=5, max_size=40)
 
 
-def histories(name: str, steps: list[tuple[str, int]]) -> Drive:
+def histories(name: str, steps: list[tuple[str, int]], *, job: JobSpec | None = None) -> Drive:
     """From the opening of a job's first iteration."""
-    drive = booted(FakeCluster(spec(max_actor_restarts=99, standby=SLOTS[2:])))
+    drive = booted(FakeCluster(job or spec(max_actor_restarts=99, standby=SLOTS[2:])))
     drive.policy = POLICIES[name]
     drive.run_until(is_iterating)
     for what, number in steps:
@@ -149,6 +154,64 @@ def test_a_job_whose_dead_stay_dead_ends_under_every_policy_over_many_histories(
     name: str, steps: list[tuple[str, int]], keeps_state: bool, every: int
 ) -> None:
     check_end(name, steps, keeps_state=keeps_state, every=every)
+
+
+without_resizes = st.one_of(
+    told,
+    told,
+    late,
+    passing,
+    st.tuples(st.sampled_from(["deliver", "repeat", "kill worker", "move lead", "lapse", "renew"]), st.integers(0, 5)),
+)
+PLACING = [name for name in POLICIES if name != "static"]
+
+
+@pytest.mark.parametrize("name", PLACING)
+@settings(FEW, max_examples=6)
+@given(steps=st.lists(without_resizes, max_size=30))
+def test_a_job_whose_node_is_lost_for_good_finishes_without_it(name: str, steps: list[tuple[str, int]]) -> None:
+    check_without_node(name, steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLACING)
+@settings(FEW, max_examples=100)
+@given(steps=st.lists(without_resizes, max_size=30))
+def test_jobs_whose_node_is_lost_for_good_finish_over_many_histories(name: str, steps: list[tuple[str, int]]) -> None:
+    check_without_node(name, steps)
+
+
+def check_without_node(name: str, steps: list[tuple[str, int]]) -> None:
+    """Each component can have a copy on the other. What is absent stays so, and its time with it, through every event
+    and every decision, until the job ends."""
+    drive = histories(name, steps, job=on_either_node())
+    drive.run_until(lambda state: state.remembered.assignment is not None)
+    drive.run_until(lambda _: not drive.cluster.outbox)
+    assume(drive.state.phase is Phase.RUNNING)
+    drive.cluster.has_supervisor = False
+    for role in Role:
+        drive.cluster.lapse(instance_id(role, NODES[1]))
+        drive.cluster.kill_instance(instance_id(role, NODES[1]), tells=False)
+    # Until all three are known to be dead, the others are asked for the gate.
+    drive.run_until(lambda _: not drive.cluster.outbox)
+    known: Mapping[GpuId, Absence] = {}
+    was_long = False
+    for _ in range(MAX_STEPS):
+        if drive.state.phase in OVER:
+            break
+        assert drive.step(), drive.last_reason
+        absent = {each: it for each, it in drive.state.absent.items() if each.startswith(NODES[1])}
+        was_long = was_long or any(it.is_long for it in absent.values())
+        if drive.state.phase not in OVER:
+            # A transition that was open when the node died may still hand a GPU out, or release it.
+            same = {each: it for each, it in known.items() if drive.state.gpus[each].token == it.token}
+            assert {each: absent[each].since_ms for each in same} == {each: it.since_ms for each, it in same.items()}
+            assert all(absent[each].is_long for each, it in same.items() if it.is_long)
+        known = absent
+    assert was_long
+    drive.run()
+    assert drive.state.outcome is Phase.FINISHED, drive.state.message
+    assert all(summary.num_lost == summary.num_duplicates == 0 for summary in drive.state.summaries)
 
 
 def check_end(name: str, steps: list[tuple[str, int]], *, keeps_state: bool, every: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import given, settings
@@ -51,14 +52,24 @@ gone_for_good = st.builds(lambda at_s, gpu: {"at_s": at_s, "kind": "gpu", "gpu":
 Faults = st.SearchStrategy[dict[str, Any]]
 
 
+nodes_gone = st.builds(
+    lambda at_s, node, back: {"at_s": at_s, "kind": "node", "node": node, **back},
+    when,
+    st.sampled_from(["n1", "n2"]),
+    st.one_of(st.just({}), st.builds(lambda back_s: {"back_after_s": back_s}, st.floats(0, 90))),
+)
+ONE_NODE = {"n0": 12}
+THREE_NODES = {"n0": 4, "n1": 4, "n2": 4}
+
+
 @st.composite
-def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults) -> Scenario:
+def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults, nodes: Mapping[str, int] = ONE_NODE) -> Scenario:
     """Twelve GPUs, which come back when they are lost."""
     faults: list[dict[str, Any]] = draw(st.lists(st.one_of(losses, engine_faults, late_faults), max_size=3))
     order, streams = draw(st.sampled_from(["arrival", "fixed"])), draw(st.booleans())
     return parse_scenario(
         {
-            "cluster": {"nodes": {"n0": 12}, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
+            "cluster": {"nodes": nodes, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
             "actor_layout": {"tp": 2, "dp": 2},
             "algorithm": {
                 "prompts_per_iteration": draw(st.sampled_from([8, 16, 24])),
@@ -99,6 +110,19 @@ def test_without_gpus_that_never_come_back_an_iteration_ends_or_its_job_fails_wi
     """It never stalls: with nothing due and no event outstanding the world says so by another exception."""
     reason = failure(scenario, policy, seed)
     assert not reason or "without effect" in reason
+
+
+@settings(max_examples=40, deadline=None)
+@given(scenarios(st.one_of(nodes_gone, gone_for_good), THREE_NODES), st.sampled_from(POLICIES), st.integers(0, 2**31))
+def test_without_nodes_an_iteration_ends_or_its_job_says_why_it_does_not(
+    scenario: Scenario, policy: Policy, seed: int
+) -> None:
+    """An actor that had GPUs there goes back to its checkpoint; of two nodes that are lost, or GPUs besides, one may
+    have had what nobody can spare."""
+    reason = failure(scenario, policy, seed)
+    assert (
+        not reason or "without effect" in reason or "did not renew its lease" in reason or "for an instance" in reason
+    )
 
 
 def failure(scenario: Scenario, policy: Policy, seed: int) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.values import JobSpec, Placed
-from tidegate.types import Role
+from tidegate.types import GpuId, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,15 @@ class Proposal:
 
     A role that `placement` leaves out stays as it is; one that is None there should have no GPUs. The rollout's GPUs
     are those of its engines, one engine after the other, in a layout whose dp is their number. `trains`: whether the
-    actor may begin its next minibatch; `group_order`: in which prompts go to engines, empty leaves it as it is.
+    actor may begin its next minibatch; `group_order`: in which prompts go to engines, empty leaves it as it is; `gone`:
+    the GPUs that the job goes on without.
     """
 
     placement: Mapping[Role, Placed | None]
     reason: str
     trains: bool = True
     group_order: tuple[int, ...] = ()
+    gone: frozenset[GpuId] = frozenset()
 
 
 class Policy(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.policy.units import but_for, by_node, in_units
-from tests.unit.scheduler.fake_cluster import gpu
+from tests.unit.scheduler.fake_parts import gpu
 from tidegate.types import NodeId
 
 ODD = tuple(gpu(node, index) for index in range(3) for node in ("n1", "n0"))

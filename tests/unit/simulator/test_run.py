@@ -193,6 +193,59 @@ def test_a_component_gets_other_gpus_a_minute_after_it_lost_each_of_its_only_one
     assert not lost & set(resized.gpus)
 
 
+THREE_NODES: dict[str, Any] = {
+    **SMALL,
+    "cluster": {
+        "nodes": {"n0": 4, "n1": 4, "n2": 4},
+        "placement": {"actor": "0-1", "rollout": "2-7", "inference": "8-11"},
+    },
+    "costs": {"engine": {"max_running": 8, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 12}},
+}
+"""Of n2 are all of inference's GPUs, of n1 two engines."""
+PLACING = [name for name in POLICIES if name != "tide that waits"]
+
+
+def without_node(node: str, at_s: float, **back: float) -> Scenario:
+    return parse_scenario({**THREE_NODES, "faults": [{"at_s": at_s, "kind": "node", "node": node, **back}]})
+
+
+@pytest.mark.parametrize("name", PLACING)
+@pytest.mark.parametrize(("node", "at_s"), [("n1", 2), ("n1", 14), ("n2", 5), ("n2", 14)])
+def test_an_iteration_goes_on_without_a_node_that_is_lost_for_good(name: str, node: str, at_s: float) -> None:
+    scenario = without_node(node, at_s)
+    run = simulate(scenario, POLICIES[name], seed=3)
+    check_whole(run, scenario)
+    resized = [each for each in run.history if each.what in (What.INFERENCE_RESIZED, What.TRAINER_RESIZED)]
+    assert all(not gpu.startswith(node) for each in resized if each.at_s > at_s for gpu in each.gpus)
+    assert run.iteration_s < simulate(parse_scenario(THREE_NODES), POLICIES[name], seed=3).iteration_s + 70, (
+        "a minute, and what the lost GPUs had done and would have"
+    )
+
+
+@pytest.mark.parametrize("name", PLACING)
+@pytest.mark.parametrize("back_after_s", [0, 3, 75])
+def test_a_node_that_comes_back_loses_no_sample_and_trains_none_twice(name: str, back_after_s: float) -> None:
+    scenario = without_node("n2", 14, back_after_s=back_after_s)
+    run = simulate(scenario, POLICIES[name], seed=3)
+    check_whole(run, scenario)
+    freed = [each for each in run.history if each.what is What.GPUS_FREED and set(each.gpus) & {GpuId("n2/0")}]
+    assert any(each.at_s == 14 + back_after_s for each in freed) == (run.iteration_s > 14 + back_after_s)
+
+
+def test_a_node_that_is_lost_with_gpus_of_the_actor_takes_the_job_back_to_its_checkpoint() -> None:
+    """Its ranks' state is gone with the node's memory."""
+    own = {**THREE_NODES["cluster"], "placement": {"actor": "4-5", "rollout": "0-3,6-7", "inference": "8-11"}}
+    scenario = parse_scenario({**THREE_NODES, "cluster": own, "faults": [{"at_s": 14, "kind": "node", "node": "n1"}]})
+    keeps = RLinfPolicy(RLinfRules(16, auto_scheduler=True))
+    with pytest.raises(JobFailed, match="actor@n1 did not renew its lease; restart 1 of"):
+        simulate(scenario, keeps, seed=3)
+
+
+def test_a_job_whose_policy_moves_nothing_fails_without_a_node_in_its_schedulers_words() -> None:
+    with pytest.raises(JobFailed, match=r"waited .* s for an instance on n2, whose gate must tell of lost GPUs"):
+        simulate(without_node("n2", 5), StaticPolicy(), seed=3)
+
+
 @pytest.mark.parametrize("gpu", [0, 6])
 def test_a_job_whose_policy_moves_nothing_fails_without_a_gpu_in_its_schedulers_words(gpu: int) -> None:
     with pytest.raises(JobFailed, match=f"the gate of n0/{gpu}, which a worker still holds, was asked 16 times"):

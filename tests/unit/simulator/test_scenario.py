@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from simulator.faults import EngineFault, GpuFault, LateFault
+from simulator.faults import EngineFault, GpuFault, LateFault, NodeFault
 from simulator.happenings import What
 from simulator.scenario import ScenarioError, load_scenario
-from tidegate.types import GpuId, Layout
+from tidegate.types import GpuId, Layout, NodeId
 
 GOOD = """\
 cluster:
@@ -41,9 +41,15 @@ def test_a_scenario_becomes_a_placement_and_a_workload(tmp_path: Path) -> None:
 def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
     text = GOOD + (
         "faults:\n- {at_s: 1, kind: gpu, gpu: 4}\n- {at_s: 2, kind: engine, engine: 0}\n"
+        "- {at_s: 2, kind: node, node: n1, back_after_s: 3}\n"
         "- {at_s: 3, kind: late, what: gpus_freed, late_s: 9}\n"
     )
-    want = (GpuFault(1, GpuId("n1/0")), EngineFault(2, 0), LateFault(3, What.GPUS_FREED, 9))
+    want = (
+        GpuFault(1, GpuId("n1/0")),
+        EngineFault(2, 0),
+        NodeFault(2, NodeId("n1"), 3),
+        LateFault(3, What.GPUS_FREED, 9),
+    )
     assert load_scenario(written(tmp_path, text)).scheduled_faults() == want
 
 
@@ -71,6 +77,9 @@ def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
         ("algorithm.n_minibatches=9", "algorithm.n_minibatches=9 is more than the groups of an iteration"),
         ("lengths.law=trace", "lengths.law=trace and lengths.file=''"),
         ("faults=[{at_s: 1, kind: gpu, gpu: 8}]", "faults.0.gpu=8 leaves the cluster, which has 8 GPUs"),
+        ("faults=[{at_s: 1, kind: node}]", "faults.0.kind=node needs faults.0.node"),
+        ("faults=[{at_s: 1, kind: node, node: n2}]", "faults.0.node=n2 is no node of the cluster, which has n0, n1"),
+        ("faults=[{at_s: 1, kind: node, node: n0}]", "faults.0.node=n0 has the components' leads"),
         ("faults=[{at_s: 1, kind: late}]", "faults.0.kind=late needs faults.0.what"),
         ("faults=[{at_s: -1, kind: engine, engine: 0}]", "faults.0.at_s=-1"),
     ],

@@ -1,0 +1,91 @@
+"""Since when GPUs of the job cannot be had: lost, or free on a node of which no instance lives. Pure.
+
+Events tell no time. So a decision writes down what it finds (`noted`), from the policy's first choice in the job on,
+and what an event ends is forgotten with it (`still`): a holder or a gate says that nobody holds the GPU, the store
+hands it out under another token, an instance joins on its node where none lived. That one can ask the gate, and who
+still holds the GPU is asked to end: the wait begins anew.
+
+Invariants: an absence is kept for as long as it lasts, whatever becomes of what was asked, for on a node of which no
+instance lives nobody can be asked; a job that ends waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from services.scheduler.components import Absence, node_of_instance
+from services.scheduler.losses import OVER
+from services.scheduler.state import ClusterState
+from tidegate.ownership import GpuRecord, GpuState
+from tidegate.types import GpuId, Grant, node_of
+
+LONG_MS = 60_000
+"""Three default leases, and eight questions to a gate. Shorter, and a worker that takes its time to end, or a service
+that starts again, costs its component a start on other GPUs, and another one when the GPU is back; longer, and a
+component that cannot do without it stands still for longer."""
+
+
+def noted(state: ClusterState, now_ms: int) -> ClusterState:
+    """The state that says what is absent, and which of it for long."""
+    found = {each.gpu: _absence(state.absent.get(each.gpu), each, now_ms) for each in _missing(state)}
+    return state if found == state.absent else replace(state, absent=dict(sorted(found.items())))
+
+
+def still(state: ClusterState, before: ClusterState) -> ClusterState:
+    """Without what is over since `before`."""
+    if not state.absent:
+        return state
+    nodes = {node_of(gpu) for gpu in state.absent}
+    heard_of = {node for node in nodes if state.living(node=node) and not before.living(node=node)}
+    found = {
+        gpu: absence
+        for gpu, absence in state.absent.items()
+        if lasts(state, gpu, absence) and node_of(gpu) not in heard_of
+    }
+    return state if len(found) == len(state.absent) else replace(state, absent=found)
+
+
+def lasts(state: ClusterState, gpu: GpuId, absence: Absence) -> bool:
+    """Whether it is there to be waited for, under the token that it was."""
+    record = state.gpus.get(gpu)
+    if record is None or record.token != absence.token or not _waits(state):
+        return False
+    if record.state is GpuState.FREE:
+        return not state.living(node=node_of(gpu))
+    return _is_lost(state, record)
+
+
+def next_due_ms(state: ClusterState) -> Iterable[int]:
+    """When each absence that is not long yet will be."""
+    return (absence.since_ms + LONG_MS for absence in state.absent.values() if not absence.is_long)
+
+
+def _absence(known: Absence | None, record: GpuRecord, now_ms: int) -> Absence:
+    since_ms = known.since_ms if known is not None and known.token == record.token else now_ms
+    return Absence(record.token, since_ms, is_long=now_ms - since_ms >= LONG_MS)
+
+
+def _waits(state: ClusterState) -> bool:
+    return state.spec is not None and state.phase not in OVER and state.remembered.assignment is not None
+
+
+def _missing(state: ClusterState) -> list[GpuRecord]:
+    if state.spec is None or not _waits(state):
+        return []
+    owned = GpuState.OWNED
+    # Of a thousand GPUs nearly all: the others alone are looked at.
+    others = [record for record in state.gpus.values() if record.state is not owned]
+    if not others:
+        return []
+    own, alive = set(state.spec.gpus), {node_of_instance(name) for name in state.living()}
+    is_ours = [record.gpu in own if record.owner is None else record.owner.job == state.job for record in others]
+    return [
+        record
+        for record, is_own in zip(others, is_ours, strict=True)
+        if is_own and (_is_lost(state, record) or (record.state is GpuState.FREE and node_of(record.gpu) not in alive))
+    ]
+
+
+def _is_lost(state: ClusterState, record: GpuRecord) -> bool:
+    return record.state is GpuState.LOST and Grant(record.gpu, record.token) not in state.released
