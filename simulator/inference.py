@@ -22,6 +22,8 @@ class Inference:
 
     def __init__(self, num_groups: int, costs: Costs, shared: Shared, group_done: Callable[[int, int], None]) -> None:
         self._left, self._costs, self._shared, self._group_done = num_groups, costs, shared, group_done
+        self.has_computed = False
+        """Of a GPU's rate is measured what it was told to be, with the first group that it computed."""
         self.gpus: tuple[GpuId, ...] = ()
         self.wanted: tuple[GpuId, ...] = ()
         self.backlog: deque[tuple[int, int]] = deque()
@@ -105,6 +107,7 @@ class Inference:
         assert self._current is not None, "a group's computation was cancelled and ended"
         _, (group, num_tokens) = self._current
         self._current = None
+        self.has_computed = True
         self._left -= 1
         self._shared.tell(What.GROUP_INFERRED, group, num_tokens)
         self._group_done(group, num_tokens)

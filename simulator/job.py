@@ -1,4 +1,5 @@
-"""The scenario's job as the scheduler knows one: its spec, and what earlier iterations would have measured.
+"""The scenario's job as the scheduler knows one: its spec, with what earlier iterations would have told of rates; and
+what of the iteration at hand is measured, as the components of a real job measure it.
 
 Invariant: nothing in it depends on the lengths that this iteration will have, except that a trace's own moments stand
 for those of earlier iterations.
@@ -7,6 +8,7 @@ for those of earlier iterations.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +24,7 @@ from simulator.costs import Costs, imbalance
 from simulator.lengths import LengthLaw as DrawnLaw
 from simulator.lengths import Lengths, LengthSection
 from simulator.scenario import Scenario, ScenarioError
-from tidegate.types import Layout, Role
+from tidegate.types import GpuId, Layout, Role
 
 COMMAND_DEADLINE_MS = 600_000
 
@@ -54,13 +56,9 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         standby=tuple(gpu for gpu in placement.cluster if gpu not in held),
         minibatch_order=own.minibatch_order,
         costs=measured_costs(scenario.costs, _reshard(scenario)),
-        rates=_rates(scenario.costs, layouts[Role.ACTOR]),
+        rates=Rates(_trainer_rates(scenario, layouts[Role.ACTOR], held), scenario.costs.inference.rate_tokens_per_s),
         lengths=population_law(scenario.lengths, lengths),
     )
-
-
-def _rates(costs: Costs, trainer: Layout) -> Rates:
-    return Rates(1.0 / costs.trainer.tokens_s(1.0, trainer), costs.inference.rate_tokens_per_s)
 
 
 def measured_costs(costs: Costs, reshard: ReshardCosts | None = None) -> MeasuredCosts:
@@ -99,20 +97,23 @@ def _reshard(scenario: Scenario) -> ReshardCosts | None:
     )
 
 
-def measured_rates(spec: JobSpec, costs: Costs) -> tuple[TrainerRate, ...]:
-    """At the configured layout, at the largest that all of the job's GPUs make, and at those that have an efficiency
-    of their own and the configured copy's size."""
-    home = spec.placement[Role.ACTOR].layout
-    most = min(len(spec.gpus) // replica_size(home), spec.num_prompts // spec.num_minibatches * spec.group_size)
-    named = [
-        copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in costs.trainer.layout_efficiency
-    ]
+def _trainer_rates(scenario: Scenario, home: Layout, gpus: Collection[GpuId]) -> tuple[tuple[int, float], ...]:
+    """In the configured layout, in the largest that all of the job's GPUs make, and in those that have an efficiency
+    of their own and the configured copy's size; of minibatches that divide over the copies."""
+    own, trainer = scenario.algorithm, scenario.costs.trainer
+    most = min(len(gpus) // replica_size(home), own.prompts_per_iteration // own.n_minibatches * own.group_size)
+    named = [copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in trainer.layout_efficiency]
     layouts = {layout for copies in (home.dp, most, *named) if (layout := with_dp(home, copies))}
-    sequences = math.ceil(spec.num_prompts / spec.num_minibatches) * spec.group_size
     return tuple(
-        TrainerRate(layout, 1.0 / costs.trainer.tokens_s(1.0, layout) / imbalance(sequences, layout.dp))
+        (layout.num_ranks, 1.0 / trainer.tokens_s(1.0, layout))
         for layout in sorted(layouts, key=lambda layout: layout.num_ranks)
     )
+
+
+def measured_rate(spec: JobSpec, costs: Costs, layout: Layout) -> TrainerRate:
+    """Of minibatches in the layout, at the pace of the copy with most of them."""
+    sequences = math.ceil(spec.num_prompts / spec.num_minibatches) * spec.group_size
+    return TrainerRate(layout, 1.0 / costs.trainer.tokens_s(1.0, layout) / imbalance(sequences, layout.dp))
 
 
 def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:

@@ -1,6 +1,7 @@
 """A policy that is told wrong rates or a wrong law of lengths: what a choice is worth when what it stands on is off.
 
-Only what the policy sees is changed, in each situation; what the iteration takes is as the scenario says.
+Only what the policy is told is changed, in each situation; what the iteration takes is as the scenario says, and so is
+what of it was measured: the trainer's rate in the layouts that it has trained in.
 Invariant: told nothing wrong, it chooses as the policy does.
 """
 
@@ -17,7 +18,7 @@ from services.scheduler.values import JobSpec
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """Each as a factor of what is true: the trainer's rates, the rate of decoding, the median length and both spreads
-    of its logarithm. What was measured of this iteration's own sequences stays true."""
+    of its logarithm."""
 
     trainer: float = 1.0
     decode: float = 1.0
@@ -25,14 +26,11 @@ class Wrong:
     sigma: float = 1.0
 
     def told(self, situation: Situation) -> Situation:
-        training = situation.trainer.training
-        rates = tuple(
-            replace(each, rate_tokens_per_s=each.rate_tokens_per_s * self.trainer) for each in training.measured
-        )
-        law = situation.lengths
+        spec, law = situation.spec, situation.lengths
+        trainer = tuple((size, rate * self.trainer) for size, rate in spec.rates.trainer)
         return replace(
             situation,
-            trainer=replace(situation.trainer, training=replace(training, measured=rates)),
+            spec=replace(spec, rates=replace(spec.rates, trainer=trainer)),
             costs=replace(situation.costs, decode=situation.costs.decode.slowed(1 / self.decode)),
             lengths=replace(
                 law,

@@ -1,7 +1,9 @@
 """A simulated iteration at one instant as a policy sees it.
 
-It shows what the components of a real job would tell, and what earlier iterations measured; no length of a response
-that has not ended. GPUs on their way, or promised to who cannot take them yet, are `moving`.
+It shows what the components of a real job would tell, what this iteration has measured so far among it, and what
+earlier ones would have told of the rest; no length of a response that has not ended. What is measured is exact: the
+trainer's rate in a layout once it has trained in it, what of a minibatch no GPU makes shorter with the first minibatch,
+and inference's rate with the first group. GPUs on their way, or promised to who cannot take them yet, are `moving`.
 Invariant: looking changes nothing but how far the engines were advanced.
 """
 
@@ -15,7 +17,7 @@ from services.scheduler.remembered import Remembered
 from services.scheduler.values import JobSpec, Placed
 from simulator.engines import Engine as SimulatedEngine
 from simulator.gpus import Holder
-from simulator.job import measured_rates
+from simulator.job import measured_rate
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
@@ -26,22 +28,20 @@ class Seeing:
     """Of one job's iterations: what stays the same in all its situations is made once."""
 
     def __init__(self, scenario: Scenario, spec: JobSpec, workload: Workload) -> None:
-        self._spec = spec
-        self._rates = measured_rates(spec, scenario.costs)
+        self._spec, self._costs = spec, scenario.costs
         self._hints = workload.lengths.hints
         self._max_tokens = scenario.lengths.max_tokens
 
     def situation(self, world: World, remembered: Remembered) -> Situation:
         world.rollout.advance()
+        told = inferring(world)
         return Situation(
             now_ms=to_ms(world.now_s),
             incarnation=0,
             iteration=0,
             spec=self._spec,
             generation=self.generation(world),
-            inference=Inference(
-                world.inference.gpus, self._spec.rates.inference_tokens_per_s_per_gpu, inferring(world)
-            ),
+            inference=Inference(world.inference.gpus, told.rate_tokens_per_s_per_gpu, told),
             trainer=Trainer(_placed(world), self.training(world)),
             free=tuple(gpu for gpu in world.gpus.held_by(Holder.FREE) if gpu not in world.promised()),
             moving=_moving(world),
@@ -66,12 +66,14 @@ class Seeing:
 
     def training(self, world: World) -> Training:
         trainer = world.trainer
+        rates = (measured_rate(self._spec, self._costs, layout) for layout in trainer.trained_in)
         return Training(
             num_minibatches_done=trainer.minibatch,
             num_taken=len(trainer.trained) + len(trainer.taken),
             is_at_boundary=trainer.is_at_boundary,
             closes_at_ms=None if trainer.closes_at_s is None else to_ms(trainer.closes_at_s),
-            measured=self._rates,
+            measured=tuple(sorted(rates, key=lambda each: (each.layout.num_ranks, str(each.layout)))),
+            update_s=self._costs.trainer.fixed_s if trainer.minibatch else None,
         )
 
 
@@ -83,7 +85,8 @@ def to_ms(at_s: float) -> int:
 def inferring(world: World) -> Inferring:
     trainer = world.trainer
     ready = (*trainer.trained, *(group for group, _ in trainer.taken), *(group for group, _ in trainer.ready))
-    return Inferring(ready, world.inference.is_busy)
+    rate = world.costs.inference.rate_tokens_per_s if world.inference.has_computed else None
+    return Inferring(ready, world.inference.is_busy, rate)
 
 
 def _engine(engine: SimulatedEngine) -> Engine:

@@ -48,6 +48,8 @@ class Trainer:
         """Of the minibatch that is open."""
         self.trained: list[int] = []
         """Groups in committed minibatches, in the order in which they were taken."""
+        self.trained_in: list[Layout] = []
+        """Layouts in which it has measured its rate: with the first group where it streams, else with a minibatch."""
         self.waiting_resize: Resize | None = None
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
@@ -222,6 +224,9 @@ class Trainer:
 
     def _trained(self, is_last: bool) -> None:
         self._busy = None
+        assert self.layout is not None, "a trainer with GPUs has a layout"
+        if (is_last or self._workload.streams) and self.layout not in self.trained_in:
+            self.trained_in.append(self.layout)
         if is_last:
             self._commit()
         else:

@@ -1,8 +1,8 @@
 """What a policy assumes of times and lengths until a job has measured them: the config's section `assumptions`.
 
 The defaults are of a 7B model on 64 GPUs of 80 GB: those that the simulator has (`simulator.costs`, where each names
-its source), so that both predict alike. What the job itself measures goes before them: the trainer's rate in a layout,
-the speed of decoding, and the lengths of its responses.
+its source), so that both predict alike. What the job itself measures goes before them: the trainer's rate in a layout
+and what of a minibatch no GPU makes shorter, inference's rate, the speed of decoding, and the lengths of its responses.
 """
 
 from __future__ import annotations

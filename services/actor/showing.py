@@ -37,6 +37,7 @@ class Showing:
             is_at_boundary=not self.is_updating,
             closes_at_ms=self.closes_at_ms,
             measured=self.rates.told(),
+            update_s=self.rates.update_s(),
         )
 
     @contextmanager

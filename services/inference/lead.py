@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+from services.inference.rates import ScoringRate
 from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_layout
 from tidegate.ports.bus import SampleConsumer, SampleDelivery, Stage
@@ -33,6 +34,7 @@ class InferenceLead(Lead):
         super().__init__(tools)
         self._version: int | None = None
         self._is_busy = False
+        self._rate = ScoringRate()
         self._whole = asyncio.Event()
         """All ranks of the world are up and hold a version."""
 
@@ -87,7 +89,11 @@ class InferenceLead(Lead):
         """In fixed order the actor takes groups in the prompts' order, in whichever they came."""
         is_fixed = self.job.config.algorithm.minibatch_order is MinibatchOrder.FIXED
         prompts = sorted(candidates.seen) if is_fixed else candidates.seen
-        return events_pb2.Inferring(ready=[prompt - plan.first_prompt for prompt in prompts], is_busy=self._is_busy)
+        return events_pb2.Inferring(
+            ready=[prompt - plan.first_prompt for prompt in prompts],
+            is_busy=self._is_busy,
+            rate_tokens_per_s_per_gpu=self._rate.tokens_per_s_per_gpu(),
+        )
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         if self._version is not None:
@@ -129,7 +135,7 @@ class InferenceLead(Lead):
         call = wire.WorkerCall(score=wire.Score(groups=groups))
         self._is_busy = True
         try:
-            replies = await self.crew.ask_all(dict.fromkeys(self.crew.members, call)) if groups else []
+            replies = await self._scored(call) if groups else []
         except WorkerGone as error:
             self._log.warning("rank lost", error=str(error))
             self._whole.clear()
@@ -148,6 +154,14 @@ class InferenceLead(Lead):
             await self.tools.samples.publish(Stage.SCORED, _with_log_probs(delivery.group, scored))
             await delivery.ack()
         return True
+
+    async def _scored(self, call: wire.WorkerCall) -> list[wire.WorkerReply]:
+        members, clock = self.crew.members, asyncio.get_running_loop()
+        started_s = clock.time()
+        replies = await self.crew.ask_all(dict.fromkeys(members, call))
+        num_tokens = sum(len(sample.response_tokens) for group in call.score.groups for sample in group.samples)
+        self._rate.note(num_tokens=num_tokens, num_gpus=len(members), seconds=clock.time() - started_s)
+        return replies
 
     async def _tell_where_it_is(self, consumer: SampleConsumer, candidates: Candidates) -> None:
         await self.tell_progress("score", len(candidates.seen), len(candidates.prompts))

@@ -47,7 +47,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         minibatch_order=algorithm.minibatch_order,
         num_logical_shards=config.actor.num_logical_shards,
         costs=costs_of(config.assumptions.costs, gpus_per_host=max(config.cluster.nodes.values())),
-        rates=rates_of(config.assumptions.costs, num_trainer_gpus=len(config.placement(Role.ACTOR))),
+        rates=rates_of(config.assumptions.costs, num_gpus=len(config.cluster.gpus())),
         lengths=lengths_of(config.assumptions.lengths, max_new_tokens=algorithm.max_new_tokens),
     )
 

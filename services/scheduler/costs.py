@@ -73,11 +73,15 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens a second: of the trainer where the config places it, while none was measured, and of a GPU of
-    inference."""
+    """Tokens a second until the job has measured its own: of the trainer by its GPUs, for some numbers of them, and of
+    a GPU of inference."""
 
-    trainer_tokens_per_s: float
+    trainer: tuple[tuple[int, float], ...]
     inference_tokens_per_s_per_gpu: float
+
+    def __post_init__(self) -> None:
+        if not self.trainer or any(size < 1 or not rate > 0 for size, rate in self.trainer):
+            raise ValueError(f"rates of the trainer by its GPUs: {self.trainer}; name one at least, all above 0")
 
 
 def costs_of(section: CostsSection, *, gpus_per_host: int) -> Costs:
@@ -113,8 +117,10 @@ def _reshard_of(section: CostsSection, gpus_per_host: int) -> ReshardCosts | Non
     )
 
 
-def rates_of(section: CostsSection, *, num_trainer_gpus: int) -> Rates:
-    return Rates(section.trainer_rate(num_trainer_gpus), section.inference_tokens_per_s)
+def rates_of(section: CostsSection, *, num_gpus: int) -> Rates:
+    """Of the trainer from one to all of the job's GPUs: between them the config's exponent holds."""
+    trainer = tuple((size, section.trainer_rate(size)) for size in sorted({1, num_gpus}))
+    return Rates(trainer, section.inference_tokens_per_s)
 
 
 def lengths_of(section: LengthsSection, *, max_new_tokens: int) -> LengthLaw:
@@ -128,5 +134,5 @@ def lengths_of(section: LengthsSection, *, max_new_tokens: int) -> LengthLaw:
 
 
 ASSUMED_COSTS = costs_of(CostsSection(), gpus_per_host=8)
-ASSUMED_RATES = rates_of(CostsSection(), num_trainer_gpus=64)
+ASSUMED_RATES = rates_of(CostsSection(), num_gpus=64)
 ASSUMED_LENGTHS = lengths_of(LengthsSection(), max_new_tokens=27_648)

@@ -1,5 +1,5 @@
-"""What a job has measured of itself, kept over its iterations: the trainer's rate in each layout it had, how fast it
-decodes, how long its responses are. Pure.
+"""What a job has measured of itself, kept over its iterations: the trainer's rate in each layout it had and what of a
+minibatch no GPU makes shorter, inference's rate, how fast it decodes, how long its responses are. Pure.
 
 Invariants:
 - what is newer weighs more, and nothing is kept of single sequences: it stays small however long the job runs;
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.costs import DecodeStep, LengthLaw
-from services.scheduler.observed import Engine, Floats, Generation, TrainerRate, Training
+from services.scheduler.costs import Costs, DecodeStep, LengthLaw
+from services.scheduler.observed import Engine, Floats, Generation, Inferring, TrainerRate, Training
 
 DECODE_WEIGHT = 0.1
 """Of a picture against those before: some ten of them, so that one in which engines filled or moved is outvoted."""
@@ -33,21 +33,35 @@ MIN_HINTED = 8
 @dataclass(frozen=True, slots=True)
 class Learned:
     """`log_decode`: the logarithm of how many times longer decode steps take than assumed, None before any was seen;
-    `lengths` None before an iteration was seen whole."""
+    `lengths` None before an iteration was seen whole; `update_s` and inference's rate of a GPU None before a minibatch,
+    or a group, was measured."""
 
     rates: tuple[TrainerRate, ...] = ()
     log_decode: float | None = None
     lengths: LengthLaw | None = None
+    update_s: float | None = None
+    inference_tokens_per_s: float | None = None
+
+    def costs(self, assumed: Costs) -> Costs:
+        """What was measured in place of what was assumed."""
+        update_s = assumed.update_s if self.update_s is None else self.update_s
+        return replace(assumed, decode=self.decode(assumed.decode), update_s=update_s)
 
     def decode(self, assumed: DecodeStep) -> DecodeStep:
         return assumed if self.log_decode is None else assumed.slowed(math.exp(self.log_decode))
 
 
 def with_training(learned: Learned, told: Training) -> Learned:
-    """The last word of each layout counts."""
+    """The last word of each layout counts; a new lead, which knows of no minibatch yet, unsays nothing."""
     rates = {each.layout: each for each in (*learned.rates, *told.measured)}
     in_order = sorted(rates.values(), key=lambda each: (each.layout.num_ranks, str(each.layout)))
-    return replace(learned, rates=tuple(in_order))
+    update_s = learned.update_s if told.update_s is None else told.update_s
+    return replace(learned, rates=tuple(in_order), update_s=update_s)
+
+
+def with_inferring(learned: Learned, told: Inferring) -> Learned:
+    rate = told.rate_tokens_per_s_per_gpu
+    return learned if rate is None else replace(learned, inference_tokens_per_s=rate)
 
 
 def with_decoding(learned: Learned, told: Generation, assumed: DecodeStep) -> Learned:

@@ -104,10 +104,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Inferring:
-    """Inference's word. `ready` are groups with log-probabilities, in the order in which the trainer gets them."""
+    """Inference's word. `ready` are groups with log-probabilities, in the order in which the trainer gets them;
+    `rate_tokens_per_s_per_gpu` is measured, None before anything was computed."""
 
     ready: tuple[int, ...] = ()
     is_busy: bool = False
+    rate_tokens_per_s_per_gpu: float | None = None
 
     def __post_init__(self) -> None:
         if self.ready and (min(self.ready) < 0 or len(set(self.ready)) < len(self.ready)):
@@ -115,11 +117,14 @@ class Inferring:
                 f"inference's picture: {len(self.ready)} groups are ready, {len(set(self.ready))} different ones from "
                 f"{min(self.ready)} on; each is handed on once, and they count from 0"
             )
+        if self.rate_tokens_per_s_per_gpu is not None and not 0 < self.rate_tokens_per_s_per_gpu < math.inf:
+            rate = f"{self.rate_tokens_per_s_per_gpu} tokens/s measured of a GPU"
+            raise ValueError(f"inference's picture: {rate}; a measured rate is finite and above 0")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRate:
-    """Measured over minibatches with this many GPUs, what no GPU makes shorter (`Costs.update_s`) left out."""
+    """Measured over minibatches in this layout, what no GPU makes shorter (`Training.update_s`) left out."""
 
     layout: Layout
     rate_tokens_per_s: float
@@ -128,13 +133,15 @@ class TrainerRate:
 @dataclass(frozen=True, slots=True)
 class Training:
     """The actor's word. `num_taken` of `Inferring.ready` belong to a minibatch, the open one included; `closes_at_ms`:
-    when the open one ends, once its last group has been taken."""
+    when the open one ends, once its last group has been taken; `update_s`: what of a minibatch no GPU makes shorter,
+    None before one was measured."""
 
     num_minibatches_done: int = 0
     num_taken: int = 0
     is_at_boundary: bool = True
     closes_at_ms: int | None = None
     measured: tuple[TrainerRate, ...] = ()
+    update_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_minibatches_done < 0 or self.num_taken < 0:
@@ -144,6 +151,8 @@ class Training:
             if not 0 < each.rate_tokens_per_s < math.inf:
                 rate = f"{each.rate_tokens_per_s} tokens/s measured in {each.layout}"
                 raise ValueError(f"the actor's picture: {rate}; a measured rate is finite and above 0")
+        if self.update_s is not None and not 0 <= self.update_s < math.inf:
+            raise ValueError(f"the actor's picture: update_s={self.update_s}; a measured time is finite and at least 0")
 
 
 Picture: TypeAlias = Generation | Inferring | Training

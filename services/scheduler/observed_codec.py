@@ -30,7 +30,13 @@ def generation_of(message: events_pb2.Generation) -> Generation:
 
 def inferring_of(message: events_pb2.Inferring) -> Inferring:
     with _refused("Inferring"):
-        return Inferring(ready=tuple(message.ready), is_busy=message.is_busy)
+        return Inferring(
+            ready=tuple(message.ready),
+            is_busy=message.is_busy,
+            rate_tokens_per_s_per_gpu=(
+                message.rate_tokens_per_s_per_gpu if message.HasField("rate_tokens_per_s_per_gpu") else None
+            ),
+        )
 
 
 def training_of(message: events_pb2.Training) -> Training:
@@ -45,6 +51,7 @@ def training_of(message: events_pb2.Training) -> Training:
             measured=tuple(
                 TrainerRate(decode_layout(each.layout), each.rate_tokens_per_s) for each in message.measured
             ),
+            update_s=message.update_s if message.HasField("update_s") else None,
         )
 
 

@@ -83,5 +83,7 @@ def _learned(state: ClusterState, picture: Picture) -> learned.Learned:
             return learned.with_decoding(state.learned, picture, state.spec.costs.decode)
         case Training():
             return learned.with_training(state.learned, picture)
+        case Inferring():
+            return learned.with_inferring(state.learned, picture)
         case _:
             return state.learned

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.scheduler.homes import moved
-from services.scheduler.observed import AWAY, ENDED, QUEUED, Engine, Generation, Inferring, Ints, TrainerRate, Training
+from services.scheduler.observed import AWAY, ENDED, QUEUED, Engine, Generation, Inferring, Ints, Training
 from services.scheduler.policy.situation import Inference, Situation, Trainer, as_engines, engine_size
 from services.scheduler.state import ClusterState
 from services.scheduler.values import JobSpec, Placed
@@ -49,7 +49,7 @@ def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = Non
         num_minibatches_done=min(num_done, spec.num_minibatches),
         num_taken=num_taken,
         is_at_boundary=seen.training.is_at_boundary or is_trained or trainer is None,
-        measured=_measured(state, state.spec),
+        measured=state.learned.rates,
     )
     idle = () if trainer else whereabouts.held[Role.ACTOR]
     if not generation.engines:
@@ -57,7 +57,7 @@ def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = Non
         idle += whereabouts.held[Role.ROLLOUT]
     inference = Inference(
         gpus=whereabouts.held[Role.INFERENCE],
-        rate_tokens_per_s_per_gpu=spec.rates.inference_tokens_per_s_per_gpu,
+        measured_tokens_per_s_per_gpu=state.learned.inference_tokens_per_s,
         inferring=Inferring(ready, seen.inferring.is_busy),
     )
     return Situation(
@@ -70,7 +70,7 @@ def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = Non
         trainer=Trainer(trainer, training),
         free=whereabouts.free,
         moving=tuple(sorted({*whereabouts.moving, *idle})),
-        costs=replace(spec.costs, decode=state.learned.decode(spec.costs.decode)),
+        costs=state.learned.costs(spec.costs),
         lengths=state.learned.lengths or spec.lengths,
         remembered=state.remembered,
     )
@@ -113,12 +113,6 @@ def _layouts(state: ClusterState) -> Sequence[Layout]:
     present, transition = state.components[Role.ACTOR].layout, state.resize()
     coming = transition.part(Role.ACTOR).new_layout if transition else None
     return tuple(layout for layout in (present, coming) if layout is not None)
-
-
-def _measured(state: ClusterState, spec: JobSpec) -> tuple[TrainerRate, ...]:
-    """In this iteration and in those before; else as assumed where the config places it."""
-    assumed = TrainerRate(spec.placement[Role.ACTOR].layout, spec.rates.trainer_tokens_per_s)
-    return state.learned.rates or (assumed,)
 
 
 def _handed_on(inferring: Inferring, training: Training, num_groups: int) -> tuple[tuple[int, ...], int]:

@@ -977,7 +977,10 @@ class Inferring(_message.Message):
 
     READY_FIELD_NUMBER: _builtins.int
     IS_BUSY_FIELD_NUMBER: _builtins.int
+    RATE_TOKENS_PER_S_PER_GPU_FIELD_NUMBER: _builtins.int
     is_busy: _builtins.bool
+    rate_tokens_per_s_per_gpu: _builtins.float
+    """Of a GPU, over the passes that its lead has seen; absent before the first."""
     @_builtins.property
     def ready(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Groups with log-probabilities, in the order in which the trainer gets them."""
@@ -987,12 +990,15 @@ class Inferring(_message.Message):
         *,
         ready: _abc.Iterable[_builtins.int] | None = ...,
         is_busy: _builtins.bool = ...,
+        rate_tokens_per_s_per_gpu: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rate_tokens_per_s_per_gpu", b"_rate_tokens_per_s_per_gpu", "rate_tokens_per_s_per_gpu", b"rate_tokens_per_s_per_gpu"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_busy", b"is_busy", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rate_tokens_per_s_per_gpu", b"_rate_tokens_per_s_per_gpu", "is_busy", b"is_busy", "rate_tokens_per_s_per_gpu", b"rate_tokens_per_s_per_gpu", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rate_tokens_per_s_per_gpu: _TypeAlias = _typing.Literal["rate_tokens_per_s_per_gpu"]  # noqa: Y015
+    _WhichOneofArgType__rate_tokens_per_s_per_gpu: _TypeAlias = _typing.Literal["_rate_tokens_per_s_per_gpu", b"_rate_tokens_per_s_per_gpu"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rate_tokens_per_s_per_gpu) -> _WhichOneofReturnType__rate_tokens_per_s_per_gpu | None: ...
 
 Global___Inferring: _TypeAlias = Inferring  # noqa: Y015
 
@@ -1007,12 +1013,15 @@ class Training(_message.Message):
     IS_AT_BOUNDARY_FIELD_NUMBER: _builtins.int
     CLOSES_AT_MS_FIELD_NUMBER: _builtins.int
     MEASURED_FIELD_NUMBER: _builtins.int
+    UPDATE_S_FIELD_NUMBER: _builtins.int
     num_minibatches_done: _builtins.int
     num_taken: _builtins.int
     """Of `Inferring.ready`, from its first: those in a minibatch, the open one included."""
     is_at_boundary: _builtins.bool
     closes_at_ms: _builtins.int
     """When the open minibatch ends, once its last group has been taken."""
+    update_s: _builtins.float
+    """What of a minibatch no GPU makes shorter, as its lead estimates it; absent before a minibatch was measured."""
     @_builtins.property
     def measured(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainerRate]: ...
     def __init__(
@@ -1023,14 +1032,20 @@ class Training(_message.Message):
         is_at_boundary: _builtins.bool = ...,
         closes_at_ms: _builtins.int | None = ...,
         measured: _abc.Iterable[Global___TrainerRate] | None = ...,
+        update_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "closes_at_ms", b"closes_at_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "_update_s", b"_update_s", "closes_at_ms", b"closes_at_ms", "update_s", b"update_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "closes_at_ms", b"closes_at_ms", "is_at_boundary", b"is_at_boundary", "measured", b"measured", "num_minibatches_done", b"num_minibatches_done", "num_taken", b"num_taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "_update_s", b"_update_s", "closes_at_ms", b"closes_at_ms", "is_at_boundary", b"is_at_boundary", "measured", b"measured", "num_minibatches_done", b"num_minibatches_done", "num_taken", b"num_taken", "update_s", b"update_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__closes_at_ms: _TypeAlias = _typing.Literal["closes_at_ms"]  # noqa: Y015
     _WhichOneofArgType__closes_at_ms: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms"]  # noqa: Y015
+    _WhichOneofReturnType__update_s: _TypeAlias = _typing.Literal["update_s"]  # noqa: Y015
+    _WhichOneofArgType__update_s: _TypeAlias = _typing.Literal["_update_s", b"_update_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__closes_at_ms) -> _WhichOneofReturnType__closes_at_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__update_s) -> _WhichOneofReturnType__update_s | None: ...
 
 Global___Training: _TypeAlias = Training  # noqa: Y015
 

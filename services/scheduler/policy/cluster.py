@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.observed import Floats, Ints, TrainerRate
-from services.scheduler.policy.outlook import minibatch_sizes
+from services.scheduler.observed import Floats, Ints
 from services.scheduler.policy.situation import Situation, engine_size, replica_size
-from services.scheduler.policy.stages import TRAINER_EXPONENT, Split
+from services.scheduler.policy.stages import Split
+from services.scheduler.policy.trainer_rates import trainer_curve
 from services.scheduler.remembered import Assignment
 from tidegate.types import GpuId, Role
 
@@ -92,7 +92,7 @@ def cluster_of(
         switch_s=situation.costs.trainer_switches_s(
             copy_size=unit_size(situation), most=len(there) // unit_size(situation), known=trained_on
         ),
-        inference_rate=situation.inference.rate_tokens_per_s_per_gpu,
+        inference_rate=situation.inference_tokens_per_s_per_gpu,
         max_running=min((engine.max_running for engine in engines), default=1),
         kv_capacity_tokens=min((engine.kv_capacity_tokens for engine in engines), default=1),
         num_engines=len(assignment.engines),
@@ -122,8 +122,8 @@ def copy_size(situation: Situation) -> int:
 
 
 def can_train(situation: Situation, num_gpus: int) -> bool:
-    """Whether a rate was measured, and a copy fits."""
-    return bool(situation.trainer.training.measured) and num_gpus >= unit_size(situation)
+    """Whether a copy fits."""
+    return num_gpus >= unit_size(situation)
 
 
 def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer: bool = False) -> Split:
@@ -148,26 +148,11 @@ def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer:
 
 
 def _unit_rates(situation: Situation, num_gpus: int) -> Floats:
-    spec, unit = situation.spec, unit_size(situation)
-    layout = spec.placement[Role.ACTOR].layout
-    sequences = max(minibatch_sizes(situation.generation.num_groups, spec.num_minibatches)) * spec.group_size
+    unit, curve = unit_size(situation), trainer_curve(situation)
+    layout = situation.spec.placement[Role.ACTOR].layout
     dp = np.arange(num_gpus // unit + 1)
     # As `with_dp` has it, of many numbers of copies.
-    divides = (spec.num_logical_shards or 0) % np.maximum(dp, 1) == 0
-    dp = np.where((dp <= sequences) & (dp * layout.cp % layout.ep == 0) & divides, dp, 0)
+    divides = (situation.spec.num_logical_shards or 0) % np.maximum(dp, 1) == 0
+    dp = np.where((dp <= curve.num_sequences) & (dp * layout.cp % layout.ep == 0) & divides, dp, 0)
     dp = np.maximum.accumulate(dp)
-    slowest_share = -(-sequences // np.maximum(dp, 1)) * dp / sequences
-    rates: Floats = _curve(situation.trainer.training.measured, np.maximum(dp, 1) * unit)
-    return np.where(dp > 0, rates / np.maximum(slowest_share, 1.0), 0.0)
-
-
-def _curve(measured: tuple[TrainerRate, ...], num_gpus: Ints) -> Floats:
-    """As `stages.trainer_rate`, of many numbers of GPUs: straight between what was measured, on logarithmic axes."""
-    if not measured:
-        return np.zeros(num_gpus.shape)
-    known = sorted({each.layout.num_ranks: each.rate_tokens_per_s for each in measured}.items())
-    sizes, rates = (np.log([pair[at] for pair in known]) for at in (0, 1))
-    size = np.log(num_gpus)
-    beyond = np.minimum(size - sizes[0], 0.0) + np.maximum(size - sizes[-1], 0.0)
-    curve: Floats = np.exp(np.interp(size, sizes, rates) + TRAINER_EXPONENT * beyond)
-    return curve
+    return np.where(dp > 0, curve.tokens_per_s(np.maximum(dp, 1), copy_size=unit), 0.0)

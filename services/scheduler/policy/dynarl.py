@@ -137,8 +137,6 @@ class DynaRLPolicy:
 
     def _best(self, situation: Situation) -> tuple[int | None, str]:
         """The engines to keep; None when keeping all is best. The earlier candidate, which moves less, wins a tie."""
-        if not situation.trainer.training.measured:
-            return None, "no minibatch was measured yet"
         left = outlook(situation, uses_hints=self.rules.request_priority)
         best: int | None = None
         stays_s = best_s = slowest_stage_s(situation, left, _present(situation))

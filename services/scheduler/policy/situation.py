@@ -36,10 +36,11 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Its backlog are the groups whose sequences have all ended and that it has not handed on."""
+    """Its backlog are the groups whose sequences have all ended and that it has not handed on.
+    `measured_tokens_per_s_per_gpu`: None while only what the spec's rates say is known."""
 
     gpus: tuple[GpuId, ...]
-    rate_tokens_per_s_per_gpu: float
+    measured_tokens_per_s_per_gpu: float | None
     inferring: Inferring
 
 
@@ -81,6 +82,12 @@ class Situation:
         return len(self.generation.lengths)
 
     @property
+    def inference_tokens_per_s_per_gpu(self) -> float:
+        """As measured, else as told."""
+        measured = self.inference.measured_tokens_per_s_per_gpu
+        return self.spec.rates.inference_tokens_per_s_per_gpu if measured is None else measured
+
+    @property
     def is_inferred(self) -> bool:
         """Whether inference has nothing left to do in this iteration."""
         return len(self.inference.inferring.ready) == self.generation.num_groups
@@ -103,7 +110,7 @@ def _placing(situation: Situation) -> tuple[str, ...]:
 
 def _rates(situation: Situation) -> tuple[str, ...]:
     rates = {
-        "inference's rate": situation.inference.rate_tokens_per_s_per_gpu,
+        "inference's rate": situation.inference_tokens_per_s_per_gpu,
         "sigma_prompt": situation.lengths.sigma_prompt,
         "sigma_group": situation.lengths.sigma_group,
         "sigma_hint": situation.lengths.sigma_hint,

@@ -8,7 +8,7 @@ Assumptions, as the predictor is not published:
   finished and unfinished lengths; one that is longer than all that finished gets `BEYOND` times its length; with hints
   it gets what its prompt's posterior says (`lengths_law`);
 - the rollout ends with its longest sequence, at the speed of a decode step over all that run now;
-- the trainer's rate between measured sizes is a power of its GPUs, beyond them one with `TRAINER_EXPONENT`.
+- the trainer's rate is the curve that all policies have (`trainer_rates`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.observed import Floats, Generation, TrainerRate
+from services.scheduler.observed import Floats, Generation
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.situation import Situation, replica_size
+from services.scheduler.policy.trainer_rates import TrainerCurve, trainer_curve
 from tidegate.types import Role
 
 BEYOND = 1.1
 """Without it the longest sequence would end at once, and the rollout would look done in its tail."""
-
-TRAINER_EXPONENT = 0.4
-"""Of the trainer's rate over its GPUs: what a calibration to RLinf's published timeline of 64 GPUs gives. With 1 the
-published dynamic timeline cannot be had: growing the trainer would pay much more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +41,15 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What is still to be done: tokens to be inferred and trained, minibatches not begun, what the longest sequence
-    still makes; and `switch_s`, seconds from one number of the trainer's copies to another, [before, after]."""
+    still makes; `switch_s`, seconds from one number of the trainer's copies to another, [before, after]; and the
+    trainer's rates."""
 
     longest_left_tokens: float
     to_infer_tokens: float
     to_train_tokens: float
     num_updates: int
     switch_s: Floats
+    trainer: TrainerCurve
 
 
 def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
@@ -69,6 +68,7 @@ def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
         to_train_tokens=float(np.delete(by_group, ready[: training.num_taken]).sum()),
         num_updates=situation.spec.num_minibatches - training.num_minibatches_done - (not training.is_at_boundary),
         switch_s=situation.costs.trainer_switches_s(copy_size=copy, most=len(situation.spec.gpus) // copy),
+        trainer=trainer_curve(situation),
     )
 
 
@@ -126,7 +126,7 @@ def _inference_s(situation: Situation, left: Outlook, split: Split) -> float:
         return 0.0
     if not split.num_inference_gpus:
         return math.inf
-    rate = split.num_inference_gpus * situation.inference.rate_tokens_per_s_per_gpu
+    rate = split.num_inference_gpus * situation.inference_tokens_per_s_per_gpu
     starts = split.num_inference_gpus > len(situation.inference.gpus)
     return left.to_infer_tokens / rate + (situation.costs.inference_start_s if starts else 0.0)
 
@@ -138,20 +138,9 @@ def _train_s(situation: Situation, left: Outlook, split: Split) -> float:
         return math.inf
     now = situation.trainer.num_gpus
     copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
-    switch_s = float(left.switch_s[now // copy, split.num_trainer_gpus // copy])
-    rate = trainer_rate(situation.trainer.training.measured, split.num_trainer_gpus)
+    copies = split.num_trainer_gpus // copy
+    switch_s = float(left.switch_s[now // copy, copies])
+    # A person may have moved it, within the iteration, to smaller copies.
+    rate = float(left.trainer.tokens_per_s(np.array([max(1, copies)]), copy_size=copy)[0])
     train_s = left.to_train_tokens / rate + left.num_updates * situation.costs.update_s
     return train_s + switch_s
-
-
-def trainer_rate(measured: tuple[TrainerRate, ...], num_gpus: int) -> float:
-    """Tokens a second with so many GPUs. Several measured at one size: the last counts. At least one is needed."""
-    known = sorted({each.layout.num_ranks: each.rate_tokens_per_s for each in measured}.items())
-    below = [each for each in known if each[0] <= num_gpus]
-    above = [each for each in known if each[0] > num_gpus]
-    if not (below and above):
-        size, rate = below[-1] if below else above[0]
-        return rate * math.pow(num_gpus / size, TRAINER_EXPONENT)
-    (small, slow), (large, fast) = below[-1], above[0]
-    exponent = math.log(fast / slow) / math.log(large / small)
-    return slow * math.pow(num_gpus / small, exponent)

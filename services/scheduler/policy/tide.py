@@ -82,7 +82,7 @@ class TidePolicy:
         self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], *, is_as_planned: bool
     ) -> Choice:
         if not can_train(situation, len(there)):
-            return _chosen(situation, memory, f"{len(there)} GPUs and no trainer's rate for so few")
+            return _chosen(situation, memory, f"{len(there)} GPUs, too few for a copy of the trainer")
         is_due = not situation.num_unfinished or _is_due(situation, memory)
         if is_due or not (is_as_planned and self._is_fresh(situation, memory)):
             memory = self._planned(situation, memory, there, is_move=is_due)

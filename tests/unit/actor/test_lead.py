@@ -123,6 +123,8 @@ async def test_pictures_tell_of_each_update_where_it_begins_and_where_it_ends(tm
     last = training_of(told[-1])
     assert (last.num_minibatches_done, last.num_taken, last.is_at_boundary) == (2, 4, True)
     assert [(each.layout, each.rate_tokens_per_s > 0) for each in last.measured] == [(Layout(dp=2), True)]
+    assert begun[0].update_s is None
+    assert last.update_s is not None
 
 
 async def test_samples_reach_every_rank_with_their_advantages_and_log_probabilities(tmp_path: Path) -> None:

@@ -175,7 +175,10 @@ async def test_pictures_tell_which_groups_the_actor_gets_in_its_order(
             await of.bench.changes.until(lambda prompt=prompt: prompt in of.watch.prompts("ack"))  # type: ignore[misc]
         await of.bench.told("iteration_reported")
         pictures = await of.bench.told("inferring", count=2)
-        assert inferring_of(pictures[-1].inferring) == Inferring(want, is_busy=False)
+        last = inferring_of(pictures[-1].inferring)
+        rate = last.rate_tokens_per_s_per_gpu
+        assert last == Inferring(want, is_busy=False, rate_tokens_per_s_per_gpu=rate)
+        assert rate is not None, "its calls were measured"
 
 
 async def test_a_group_is_acknowledged_only_after_its_scored_form_is_on_the_stream(tmp_path: Path) -> None:

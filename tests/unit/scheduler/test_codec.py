@@ -264,12 +264,15 @@ def test_what_a_config_assumes_of_times_and_lengths_is_in_the_jobs_spec() -> Non
     assert assumed.costs == ASSUMED_COSTS
     assert assumed.lengths.max_tokens == CONFIG["algorithm"]["max_new_tokens"]
     assert math.exp(assumed.lengths.log_mean) == pytest.approx(16 * 7050 / 27_648)
-    assert assumed.rates.trainer_tokens_per_s == pytest.approx(182_000 * (2 / 64) ** 0.4)
+    most = sum(CONFIG["cluster"]["nodes"].values())
+    assert [size for size, _ in assumed.rates.trainer] == [1, most]
+    rates = [rate for _, rate in assumed.rates.trainer]
+    assert rates == pytest.approx([182_000 * (1 / 64) ** 0.4, 182_000 * (most / 64) ** 0.4])
 
-    costs = {"decode_floor_s": 0.5, "update_s": 2.0, "trainer_tokens_per_s": 100.0, "trainer_gpus": 2}
+    costs = {"decode_floor_s": 0.5, "update_s": 2.0, "trainer_tokens_per_s": 100.0, "trainer_gpus": 1}
     assumptions = {"costs": costs, "lengths": {"median_tokens": 5.0, "sigma_hint": 0.7}}
     told = job_spec(parse_config({**CONFIG, "assumptions": assumptions}))
-    assert (told.costs.decode.floor_s, told.costs.update_s, told.rates.trainer_tokens_per_s) == (0.5, 2.0, 100.0)
+    assert (told.costs.decode.floor_s, told.costs.update_s, told.rates.trainer[0]) == (0.5, 2.0, (1, 100.0))
     assert (told.lengths.log_mean, told.lengths.sigma_hint) == (math.log(5.0), 0.7)
     assert told.costs.reshard is None
 

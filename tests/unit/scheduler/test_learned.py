@@ -14,10 +14,11 @@ from services.scheduler.learned import (
     MAX_FACTOR,
     Learned,
     with_decoding,
+    with_inferring,
     with_lengths,
     with_training,
 )
-from services.scheduler.observed import ENDED, Engine, Generation, TrainerRate, Training
+from services.scheduler.observed import ENDED, Engine, Generation, Inferring, TrainerRate, Training
 from simulator.costs import Costs
 from simulator.job import measured_costs
 from tests.unit.scheduler.situations import gpus
@@ -79,6 +80,18 @@ def test_the_trainers_rates_are_kept_by_layout_and_the_last_word_counts() -> Non
 
     assert [(each.layout.dp, each.rate_tokens_per_s) for each in learned.rates] == [(2, 100.0), (4, 160.0)]
     assert with_training(learned, Training()) == learned
+
+
+def test_what_no_gpu_makes_shorter_and_inferences_rate_are_as_last_told_and_a_new_lead_unsays_neither() -> None:
+    assert Learned().costs(ASSUMED_COSTS) == ASSUMED_COSTS
+    learned = with_inferring(with_training(Learned(), Training(update_s=0.5)), Inferring((), False, 900.0))
+    learned = with_inferring(with_training(learned, Training(update_s=0.25)), Inferring((), False, 800.0))
+
+    again = with_inferring(with_training(learned, Training()), Inferring())
+
+    assert again == learned
+    assert again.costs(ASSUMED_COSTS) == replace(ASSUMED_COSTS, update_s=0.25)
+    assert again.inference_tokens_per_s == 800.0
 
 
 def test_lengths_of_a_whole_iteration_give_the_law_that_they_were_drawn_from() -> None:

@@ -101,6 +101,16 @@ REFUSED_OF_OTHERS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Training(measured=(TrainerRate(Layout(dp=2), 0.0),)),
         "0.0 tokens/s measured in dp2; a measured rate is finite and above 0",
     ),
+    "an inference that computes nothing": (
+        lambda: Inferring(rate_tokens_per_s_per_gpu=0.0),
+        "0.0 tokens/s measured of a GPU; a measured rate is finite and above 0",
+    ),
+    "an inference of no number": (lambda: Inferring(rate_tokens_per_s_per_gpu=nan), "nan tokens/s measured of a GPU"),
+    "an update that takes less than nothing": (
+        lambda: Training(update_s=-0.1),
+        "update_s=-0.1; a measured time is finite and at least 0",
+    ),
+    "an update without an end": (lambda: Training(update_s=inf), "update_s=inf"),
     "a rate without an end": (lambda: Training(measured=(TrainerRate(Layout(dp=2), inf),)), "inf tokens/s"),
 }
 

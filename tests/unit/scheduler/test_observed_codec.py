@@ -60,6 +60,10 @@ PICTURES: dict[str, tuple[EventBody, ev.Body]] = {
         Generation((), 1, (0,), (QUEUED,), (0,)),
     ),
     "an inference at work": (events_pb2.Inferring(ready=[4, 0, 2], is_busy=True), Inferring((4, 0, 2), True)),
+    "an inference that has measured": (
+        events_pb2.Inferring(ready=[1], rate_tokens_per_s_per_gpu=25_000.5),
+        Inferring((1,), rate_tokens_per_s_per_gpu=25_000.5),
+    ),
     "an inference with nothing done": (events_pb2.Inferring(), Inferring()),
     "an actor between two updates": (
         events_pb2.Training(is_at_boundary=True),
@@ -72,8 +76,9 @@ PICTURES: dict[str, tuple[EventBody, ev.Body]] = {
             num_taken=8,
             closes_at_ms=1_700_000,
             measured=[events_pb2.TrainerRate(layout=encode_layout(Layout(tp=2, dp=3)), rate_tokens_per_s=1e5)],
+            update_s=0.0,
         ),
-        Training(2, 8, False, 1_700_000, (TrainerRate(Layout(tp=2, dp=3), 1e5),)),
+        Training(2, 8, False, 1_700_000, (TrainerRate(Layout(tp=2, dp=3), 1e5),), update_s=0.0),
     ),
 }
 
@@ -117,6 +122,14 @@ REFUSED: dict[str, tuple[Callable[[], EventBody], str]] = {
     "an engine without memory": (lambda: engine(kv_capacity_tokens=0), "an engine without room for a sequence"),
     "an engine that is no number fast": (lambda: engine(rate_tokens_per_s=float("nan")), "below 0 or no number"),
     "a group ready twice": (lambda: events_pb2.Inferring(ready=[1, 1]), "Inferring: inference's picture: 2 groups"),
+    "an inference without a rate": (
+        lambda: events_pb2.Inferring(rate_tokens_per_s_per_gpu=0.0),
+        "Inferring: inference's picture: 0.0 tokens/s measured of a GPU",
+    ),
+    "an update before it began": (
+        lambda: events_pb2.Training(update_s=-1.0),
+        "Training: the actor's picture: update_s",
+    ),
     "a rate of no layout": (
         lambda: events_pb2.Training(measured=[events_pb2.TrainerRate(rate_tokens_per_s=1.0)]),
         "TrainerRate.layout is missing",

@@ -239,7 +239,8 @@ def test_a_gpu_that_nobody_owns_is_free() -> None:
 
 def test_what_the_job_measured_goes_before_what_was_assumed() -> None:
     assumed = see(STATE)
-    assert [each.rate_tokens_per_s for each in assumed.trainer.training.measured] == [SPEC.rates.trainer_tokens_per_s]
+    assert assumed.trainer.training.measured == ()
+    assert assumed.inference_tokens_per_s_per_gpu == SPEC.rates.inference_tokens_per_s_per_gpu
     assert (assumed.costs, assumed.lengths) == (SPEC.costs, SPEC.lengths)
 
     rate, law = TrainerRate(Layout(tp=2, dp=2), 123.0), LengthLaw(3.0, 0.1, 0.1, 0.1)
@@ -249,6 +250,9 @@ def test_what_the_job_measured_goes_before_what_was_assumed() -> None:
     slower = see(replace(STATE, learned=Learned(log_decode=1.0)))
     assert slower.costs.decode.floor_s == pytest.approx(2.718 * SPEC.costs.decode.floor_s, rel=1e-3)
     assert replace(slower.costs, decode=SPEC.costs.decode) == SPEC.costs
+    others = see(replace(STATE, learned=Learned(update_s=0.75, inference_tokens_per_s=77.0)))
+    assert others.costs == replace(SPEC.costs, update_s=0.75)
+    assert others.inference_tokens_per_s_per_gpu == 77.0
 
 
 MAX_MS = 15.0

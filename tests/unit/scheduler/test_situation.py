@@ -97,7 +97,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "more taken than are ready": (lambda: trained(num_taken=6), "the trainer took 6 groups of 5 that are ready"),
     "an inference that infers nothing": (
-        lambda: changed(inference=replace(whole().inference, rate_tokens_per_s_per_gpu=0.0)),
+        lambda: changed(inference=replace(whole().inference, measured_tokens_per_s_per_gpu=0.0)),
         "inference's rate is 0.0, it must be above 0",
     ),
     "a cost below nothing": (

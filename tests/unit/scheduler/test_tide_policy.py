@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.scheduler.costs import Rates
 from services.scheduler.observed import TrainerRate, Training
 from services.scheduler.policy.foresight import TideRules
 from services.scheduler.policy.situation import Situation, as_configured
@@ -99,10 +100,22 @@ def test_a_home_that_lost_a_gpu_is_not_opened_at() -> None:
     assert choice.assignment.trainer is None
 
 
-def test_until_a_trainers_rate_is_known_every_gpu_generates() -> None:
-    choice = POLICY.choose(opening(measured=()))
-    assert choice.assignment.trainer is None
-    assert "no trainer's rate" in choice.reason
+def test_before_a_rate_was_measured_the_start_is_planned_with_the_one_that_was_told() -> None:
+    slow, fast = (
+        opening(replace(SPEC, rates=Rates(((4, rate),), inference_tokens_per_s_per_gpu=1e9)), measured=())
+        for rate in (50.0, 50_000.0)
+    )
+    late, early = (POLICY.choose(situation).remembered.plan for situation in (slow, fast))
+    assert late is not None
+    assert early is not None
+    assert late.ends_at_ms > early.ends_at_ms
+
+
+def test_without_gpus_for_a_copy_of_the_trainer_every_gpu_generates() -> None:
+    alone = replace(opening(), free=(), moving=(), inference=replace(opening().inference, gpus=()))
+    one_engine = replace(alone.generation, engines=())
+    lost = replace(alone, generation=one_engine, trainer=replace(alone.trainer, placed=None), free=SPEC.gpus[:1])
+    assert "too few for a copy of the trainer" in POLICY.choose(lost).reason
 
 
 def test_the_trainer_starts_when_its_plan_says() -> None:

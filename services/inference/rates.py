@@ -1,0 +1,33 @@
+"""How fast a GPU of inference computes log-probabilities, as its pictures tell it. Pure.
+
+Of response tokens, as lengths are forecast; with a reference policy a token takes two passes, and that is in the rate.
+Later calls count more, and the first, in which kernels are built, only until there is another.
+Invariant: the rate is finite and above 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KEPT = 0.9
+"""Of what was measured before, at each call: some ten of them, which are of a few groups each."""
+
+
+@dataclass(slots=True)
+class ScoringRate:
+    _num_calls: int = 0
+    _tokens: float = 0.0
+    _gpu_s: float = 0.0
+
+    def note(self, *, num_tokens: int, num_gpus: int, seconds: float) -> None:
+        """A call that all GPUs computed."""
+        if num_tokens <= 0 or num_gpus <= 0 or seconds <= 0:
+            return
+        kept = KEPT if self._num_calls > 1 else 0.0
+        self._num_calls += 1
+        self._tokens = kept * self._tokens + num_tokens
+        self._gpu_s = kept * self._gpu_s + num_gpus * seconds
+
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """None before a call was measured."""
+        return self._tokens / self._gpu_s if self._num_calls else None
