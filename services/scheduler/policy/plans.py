@@ -52,25 +52,28 @@ class Found:
 
 def best_of(forecast: Forecast, plans: Plans) -> Found:
     """Of those with the lowest score the first."""
-    ends_s, others_s = forecast.ends_s(plans)
-    scores_s = ends_s + SLACK_WEIGHT * np.maximum(others_s - SLACK_AFTER * ends_s, 0.0)
-    best = int(scores_s.argmin())
-    return Found(plans.row(best), float(ends_s[best]), float(scores_s[best]))
+    return _first_and_best(forecast, plans)[1]
 
 
 def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
     """From the best of one or more plans, as long as a round gains anything."""
     earliest_s = earliest_start_s(forecast)
-    found = best_of(forecast, not_before(begin, earliest_s))
+    begin = not_before(begin, earliest_s)
+    plan = begin if begin.count == 1 else best_of(forecast, begin).plan
     for _ in range(rounds):
-        around = not_before(neighbours(found.plan, forecast.cluster, forecast.span_s), earliest_s)
-        if not around.count:
-            break
-        better = best_of(forecast, around)
+        around = not_before(neighbours(plan, forecast.cluster, forecast.span_s), earliest_s)
+        found, better = _first_and_best(forecast, Plans.of(plan, around))
         if not better.score_s < found.score_s - LEAST_GAIN_S:
-            break
-        found = better
+            return found
+        found, plan = better, better.plan
     return found
+
+
+def _first_and_best(forecast: Forecast, plans: Plans) -> tuple[Found, Found]:
+    ends_s, others_s = forecast.ends_s(plans)
+    scores_s = ends_s + SLACK_WEIGHT * np.maximum(others_s - SLACK_AFTER * ends_s, 0.0)
+    first, best = (Found(plans.row(at), float(ends_s[at]), float(scores_s[at])) for at in (0, int(scores_s.argmin())))
+    return first, best
 
 
 def earliest_start_s(forecast: Forecast) -> float:
