@@ -39,9 +39,10 @@ FAULTS: dict[str, dict[str, object]] = {
     "rlinf": {"at_s": 6, "kind": "gpu", "gpu": 6, "back_after_s": 1},
     "dynarl": {"at_s": 6, "kind": "engine", "engine": 1},
     "tide": {"at_s": 60, "kind": "gpu", "gpu": 0, "back_after_s": 2},
+    "tide_at_home": {"at_s": 4, "kind": "gpu", "gpu": 0, "back_after_s": 2},
 }
 """Of simulated iterations, under the policy of the same name: an inference's GPU, an engine, a GPU on its way to
-the trainer."""
+the trainer, a trainer's GPU before the first minibatch."""
 
 PROMPTS = {"tide": 16}
 """With fewer it would not lend the trainer's GPUs."""
@@ -53,6 +54,7 @@ POLICIES: dict[str, Policy] = {
     "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
     # It moves for any gain: so short an iteration pays no other move.
     "tide": TidePolicy(TideRules(least_gain_s=0.0, least_payback=0.0)),
+    "tide_at_home": TidePolicy(),
 }
 HISTORIES = {name: Path(__file__).parent / f"{name}.jsonl" for name in POLICIES}
 BODIES: dict[str, type] = {body.__name__: body for body in get_args(ev.Body)}

@@ -101,7 +101,8 @@ class Foresight:
         order: tuple[int, ...] = (),
     ) -> Found | None:
         """With the iteration opened at home, the trainer on its GPUs for its first minibatch: the plan of the others.
-        None where lending the rollout all of them, as `lent` does, gains what it takes to let go of them and load."""
+        None where lending the rollout all of them, as `lent` does, has a score that is lower by what it takes to let go
+        of them and load."""
         if home.trainer is None:
             return None
         cluster = replace(

@@ -49,7 +49,8 @@ class TidePolicy:
         if not num_to_come(situation) and situation.trainer.training.is_at_boundary:
             return self._home(situation, memory, there)
         if not memory.is_of(situation.incarnation, situation.iteration):
-            return self._opened(situation, memory, there)
+            is_begun = situation.trainer.placed is not None and _coming(situation) > 0
+            return (self._taken_up if is_begun else self._opened)(situation, memory, there)
         known, memory = memory, _repaired(situation, memory, there)
         if not memory.is_begun:
             return self._before_training(situation, memory, there, is_as_planned=memory is known)
@@ -65,9 +66,9 @@ class TidePolicy:
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, memory, there, is_as_planned=False)
         order = short_between_long(situation, self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
-        foresight, home = Foresight(self.rules), as_configured(situation.spec)
+        foresight, home = Foresight(self.rules), _at_home(situation, there)
         found = foresight.plan(situation, memory, there, is_move=False, order=order)
-        kept = foresight.kept(situation, home, there, found, order=order) if set(there) >= set(home.gpus) else None
+        kept = foresight.kept(situation, home, there, found, order=order) if home else None
         if kept is not None:
             plan = planned(situation, kept)
             memory = replace(memory, assignment=home, is_begun=True, num_answered=1, plan=plan)
@@ -77,6 +78,26 @@ class TidePolicy:
         reason = f"every GPU generates; {_told(situation, memory)}"
         ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
         return _chosen(situation, memory, reason, order=order, ask_in_s=ask_in_s)
+
+    def _taken_up(self, situation: Situation, before: Remembered, there: tuple[GpuId, ...]) -> Choice:
+        """An iteration in which it was not asked before and the trainer has trained: it goes on from where all are."""
+        present = Assignment(
+            engines=tuple(engine.gpus for engine in situation.engines),
+            trainer=situation.trainer.placed,
+            inference=situation.inference.gpus,
+        )
+        is_open = not situation.trainer.training.is_at_boundary
+        split = Split(0, situation.trainer.num_gpus, len(present.inference))
+        split = fitting(situation, split, len(there), keeps_trainer=is_open)
+        memory = Remembered(
+            situation.incarnation,
+            situation.iteration,
+            assignment=seated(situation, split, present, there),
+            is_begun=True,
+            num_answered=_coming(situation),
+            trained_on=before.trained_on,
+        )
+        return self._during_training(situation, memory, there)
 
     def _before_training(
         self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], *, is_as_planned: bool
@@ -164,12 +185,26 @@ class TidePolicy:
     def _home(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
         home = as_configured(situation.spec)
         if not set(there).issuperset(home.gpus):
-            sizes = {role: len(situation.spec.placement[role].gpus) for role in Role}
-            home = seated(situation, Split(len(home.engines), sizes[Role.ACTOR], sizes[Role.INFERENCE]), home, there)
+            home = seated(situation, _split_of(situation), home, there)
         memory = replace(
             memory, incarnation=situation.incarnation, iteration=situation.iteration, assignment=home, plan=None
         )
         return _chosen(situation, memory, "all minibatches are done, everything where it is placed")
+
+
+def _at_home(situation: Situation, there: tuple[GpuId, ...]) -> Assignment | None:
+    """Everything where it is placed, and engines on what is placed nowhere. None where a GPU of that is not there, or
+    the trainer is elsewhere: it would have to be loaded."""
+    home = as_configured(situation.spec)
+    if not set(there).issuperset(home.gpus) or situation.trainer.placed != home.trainer:
+        return None
+    return seated(situation, _split_of(situation), home, there)
+
+
+def _split_of(situation: Situation) -> Split:
+    """As the config, or for the actor a person, has it."""
+    sizes = {role: len(situation.spec.placement[role].gpus) for role in Role}
+    return Split(sizes[Role.ROLLOUT] // engine_size(situation.spec), sizes[Role.ACTOR], sizes[Role.INFERENCE])
 
 
 def _with_trained_on(situation: Situation) -> Remembered:

@@ -14,11 +14,13 @@ from services.scheduler.policy.tide import TidePolicy
 from services.scheduler.remembered import Assignment, Remembered
 from services.scheduler.values import JobSpec
 from tests.unit.scheduler.situations import generation, job, seen
-from tidegate.types import Layout, Role
+from tidegate.types import Layout, NodeId, Role, gpu_id
 
 SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=4)
 RATES = (TrainerRate(SPEC.placement[Role.ACTOR].layout, 500.0),)
 POLICY = TidePolicy()
+SPARE = tuple(gpu_id(NodeId("n9"), index) for index in range(4))
+"""Placed nowhere."""
 
 
 def opening(
@@ -89,6 +91,46 @@ def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_ev
         is_at_boundary=False,
     )
     assert POLICY.choose(open_one).assignment == choice.assignment
+
+
+def test_what_is_placed_nowhere_generates_where_an_iteration_opens_at_home() -> None:
+    situation = replace(opening(shortest_tokens=20.0), free=SPARE)
+    choice = POLICY.choose(situation)
+    home = as_configured(SPEC)
+    assert (choice.assignment.trainer, choice.assignment.inference) == (home.trainer, home.inference)
+    assert set(SPARE) < {gpu for engine in choice.assignment.engines for gpu in engine}
+
+
+def test_a_trainer_that_is_elsewhere_is_not_kept_there() -> None:
+    situation = opening(shortest_tokens=20.0)
+    choice = POLICY.choose(replace(situation, trainer=replace(situation.trainer, placed=None)))
+    assert choice.assignment.trainer is None
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize("num_unfinished", [0, 8])
+def test_an_iteration_in_which_it_was_not_asked_before_goes_on_from_where_all_are(
+    minibatches: int, num_unfinished: int
+) -> None:
+    spec = replace(SPEC, num_minibatches=minibatches)
+    home = as_configured(spec)
+    for num_done in range(minibatches):
+        for is_at_boundary in (False, True) if num_done else (False,):
+            situation = seen(
+                spec,
+                home,
+                num_unfinished=num_unfinished,
+                measured=RATES,
+                remembered=Remembered(),
+                num_done=num_done,
+                num_taken=min(32 // minibatches * (num_done + (not is_at_boundary)), 32 - num_unfinished // 4),
+                is_at_boundary=is_at_boundary,
+            )
+            choice = POLICY.choose(situation)
+            assert choice.trains
+            assert choice.assignment.trainer is not None
+            if not is_at_boundary:
+                assert choice.assignment.trainer.gpus[:4] == SPEC.placement[Role.ACTOR].gpus
 
 
 def test_a_home_that_lost_a_gpu_is_not_opened_at() -> None:
