@@ -72,7 +72,7 @@ class Seeing:
             num_taken=len(trainer.trained) + len(trainer.taken),
             is_at_boundary=trainer.is_at_boundary,
             closes_at_ms=None if trainer.closes_at_s is None else to_ms(trainer.closes_at_s),
-            measured=tuple(sorted(rates, key=lambda each: (each.layout.num_ranks, str(each.layout)))),
+            measured=tuple(rates),
             update_s=self._costs.trainer.fixed_s if trainer.minibatch else None,
         )
 

@@ -65,7 +65,9 @@ class TrainingRates:
     def note(self, layout: Layout, *, num_tokens: int, seconds: float) -> None:
         """An update of so many response tokens took so long."""
         if num_tokens > 0 and seconds > 0:
-            self._measured.setdefault(layout, _Measured()).note(num_tokens, seconds)
+            known = self._measured.pop(layout, None) or _Measured()
+            known.note(num_tokens, seconds)
+            self._measured[layout] = known
 
     def update_s(self) -> float | None:
         """What of an update no GPU makes shorter; None before one was measured."""
@@ -79,6 +81,7 @@ class TrainingRates:
         return update_s + num_tokens / known.rate(update_s)
 
     def told(self) -> list[events_pb2.TrainerRate]:
+        """The layout that was trained in last is the last."""
         update_s = self.update_s()
         if update_s is None:
             return []

@@ -52,11 +52,12 @@ class Learned:
 
 
 def with_training(learned: Learned, told: Training) -> Learned:
-    """The last word of each layout counts; a new lead, which knows of no minibatch yet, unsays nothing."""
-    rates = {each.layout: each for each in (*learned.rates, *told.measured)}
-    in_order = sorted(rates.values(), key=lambda each: (each.layout.num_ranks, str(each.layout)))
+    """The last word of each layout counts, and the layout that was told of last is the last; a new lead, which knows of
+    no minibatch yet, unsays nothing."""
+    rates = {each.layout: each for each in told.measured}
+    before = (each for each in learned.rates if each.layout not in rates)
     update_s = learned.update_s if told.update_s is None else told.update_s
-    return replace(learned, rates=tuple(in_order), update_s=update_s)
+    return replace(learned, rates=(*before, *rates.values()), update_s=update_s)
 
 
 def with_inferring(learned: Learned, told: Inferring) -> Learned:

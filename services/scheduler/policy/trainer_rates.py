@@ -4,7 +4,9 @@ What is told, by the config or by whoever simulates, are a few numbers of GPUs w
 on logarithmic axes, beyond them a power of the GPUs with `TRAINER_EXPONENT`. What was measured, in this iteration or in
 earlier ones, says by how much that is off in the layouts that were trained in: between two of these the correction is a
 power of the GPUs, beyond them the nearest one's. So one minibatch puts all layouts right by the same factor, and every
-further layout bends the curve. The curve is of minibatches that divide over the data-parallel copies; one that does not
+further layout bends the curve. Only layouts of such copies count as the actor is at home in now, since a policy changes
+no more than their number; the others where none of these was measured, as in the first minibatch after an operator
+changed tp. The curve is of minibatches that divide over the data-parallel copies; one that does not
 runs at the pace of the copy with most of it, as it was measured where it was.
 
 Invariants: what is measured in a layout is what is predicted of it; measured as told changes nothing, to the bit; every
@@ -14,13 +16,14 @@ prediction of the trainer (`cluster`, and with it `forecast`, and `stages`) is t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from services.scheduler.observed import Floats, Ints, TrainerRate
 from services.scheduler.policy.outlook import minibatch_sizes
 from services.scheduler.policy.situation import Situation
+from tidegate.types import Layout, Role
 
 TRAINER_EXPONENT = 0.4
 """Of the trainer's rate over its GPUs: what a calibration to RLinf's published timeline of 64 GPUs gives. With 1 the
@@ -64,7 +67,8 @@ class TrainerCurve:
 
 def trainer_curve(situation: Situation) -> TrainerCurve:
     """Of several measured on as many GPUs the last counts."""
-    spec, measured = situation.spec, situation.trainer.training.measured
+    spec = situation.spec
+    measured = _of_copies_like(spec.placement[Role.ACTOR].layout, situation.trainer.training.measured)
     sequences = max(minibatch_sizes(situation.generation.num_groups, spec.num_minibatches)) * spec.group_size
     told = _line(spec.rates.trainer)
     if not measured:
@@ -72,6 +76,12 @@ def trainer_curve(situation: Situation) -> TrainerCurve:
     found = _line((each.layout.num_ranks, _if_even(each, sequences)) for each in measured)
     off = Line(found.sizes, np.round(found.values - _as_told(told, found.sizes), DIGITS))
     return TrainerCurve(sequences, told, off)
+
+
+def _of_copies_like(home: Layout, measured: tuple[TrainerRate, ...]) -> tuple[TrainerRate, ...]:
+    """All where there is none."""
+    copy = replace(home, dp=1)
+    return tuple(each for each in measured if replace(each.layout, dp=1) == copy) or measured
 
 
 def _if_even(measured: TrainerRate, num_sequences: int) -> float:

@@ -41,6 +41,14 @@ def test_each_layout_has_its_own_rate_and_later_updates_count_more() -> None:
     assert 75.0 < told(rates)[LARGE] < 100.0
 
 
+def test_the_layout_that_was_trained_in_last_is_told_last() -> None:
+    rates = TrainingRates(assumed_s=0.0)
+    for layout in (SMALL, LARGE, SMALL):
+        rates.note(layout, num_tokens=100, seconds=2.0)
+
+    assert [*told(rates)] == [LARGE, SMALL]
+
+
 def test_the_first_update_in_a_layout_counts_only_until_there_is_another() -> None:
     rates = TrainingRates(assumed_s=0.0)
     rates.note(SMALL, num_tokens=100, seconds=50.0)

@@ -78,8 +78,15 @@ def test_the_trainers_rates_are_kept_by_layout_and_the_last_word_counts() -> Non
     learned = with_training(learned, Training(measured=(small,)))
     learned = with_training(learned, Training(measured=(replace(large, rate_tokens_per_s=160.0),)))
 
-    assert [(each.layout.dp, each.rate_tokens_per_s) for each in learned.rates] == [(2, 100.0), (4, 160.0)]
+    assert {each.layout.dp: each.rate_tokens_per_s for each in learned.rates} == {2: 100.0, 4: 160.0}
     assert with_training(learned, Training()) == learned
+
+
+def test_the_layout_that_was_trained_in_last_is_the_last_of_the_rates() -> None:
+    one, two, three = (TrainerRate(Layout(tp=tp, dp=4 // tp), 100.0) for tp in (1, 2, 4))
+    learned = with_training(with_training(Learned(), Training(measured=(two, three))), Training(measured=(one,)))
+    assert learned.rates == (two, three, one)
+    assert with_training(learned, Training(measured=(three, two))).rates == (one, three, two)
 
 
 def test_what_no_gpu_makes_shorter_and_inferences_rate_are_as_last_told_and_a_new_lead_unsays_neither() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ SPEC = replace(job(actor=2, rollout=12, inference=2, prompts=64, group_size=24, 
 
 
 def measured(*rates: tuple[int, float], tp: int = 1) -> Situation:
+    """By the number of copies."""
     told = tuple(TrainerRate(Layout(tp=tp, dp=dp), rate) for dp, rate in rates)
     return seen(SPEC, as_configured(SPEC), measured=told)
 
@@ -56,9 +58,19 @@ def test_measured_as_told_changes_nothing_to_the_bit() -> None:
 
 
 def test_of_two_layouts_on_as_many_gpus_the_last_counts() -> None:
-    two = (TrainerRate(Layout(dp=4), 1.0), TrainerRate(Layout(tp=2, dp=2), 300.0))
-    situation = seen(SPEC, as_configured(SPEC), measured=two)
-    assert curve(situation, 4) == pytest.approx([300.0], rel=1e-5)
+    for first, last in permutations((Layout(pp=2, dp=2), Layout(tp=2, dp=2))):
+        two = (TrainerRate(first, 1.0), TrainerRate(last, 300.0))
+        situation = seen(SPEC, as_configured(SPEC), measured=two)
+        assert curve(situation, 4) == pytest.approx([300.0], rel=1e-5)
+
+
+def test_layouts_of_other_copies_than_the_actors_count_only_where_none_of_its_own_was_measured() -> None:
+    other, own = TrainerRate(Layout(tp=2, dp=2), 20.0), TrainerRate(Layout(dp=4), 240.0)
+    before = measured((1, 10.0), (2, 20.0), tp=2)
+    assert curve(before, 2, 4) == pytest.approx([10.0, 20.0], rel=1e-5)
+    for both in permutations((other, own, TrainerRate(Layout(tp=2, dp=4), 10.0))):
+        moved = seen(SPEC, as_configured(SPEC), measured=both)
+        assert curve(moved, 2, 4, 8) == curve(measured((4, 240.0)), 2, 4, 8), "neither at their sizes nor beyond"
 
 
 def test_an_uneven_split_is_measured_and_predicted_at_the_pace_of_its_fullest_copy() -> None:
