@@ -1,7 +1,8 @@
 """How fast a GPU of inference computes log-probabilities, as its pictures tell it. Pure.
 
 Of response tokens, as lengths are forecast; with a reference policy a token takes two passes, and that is in the rate.
-Later calls count more, and the first, in which kernels are built, only until there is another.
+Later calls count more; the first, in which kernels are built, counts for nothing, so that a new lead unsays nothing
+that the one before it told.
 Invariant: the rate is finite and above 0.
 """
 
@@ -23,11 +24,11 @@ class ScoringRate:
         """A call that all GPUs computed."""
         if num_tokens <= 0 or num_gpus <= 0 or seconds <= 0:
             return
-        kept = KEPT if self._num_calls > 1 else 0.0
         self._num_calls += 1
-        self._tokens = kept * self._tokens + num_tokens
-        self._gpu_s = kept * self._gpu_s + num_gpus * seconds
+        if self._num_calls > 1:
+            self._tokens = KEPT * self._tokens + num_tokens
+            self._gpu_s = KEPT * self._gpu_s + num_gpus * seconds
 
     def tokens_per_s_per_gpu(self) -> float | None:
-        """None before a call was measured."""
-        return self._tokens / self._gpu_s if self._num_calls else None
+        """None before the second call."""
+        return self._tokens / self._gpu_s if self._num_calls > 1 else None

@@ -52,12 +52,16 @@ class Learned:
 
 
 def with_training(learned: Learned, told: Training) -> Learned:
-    """The last word of each layout counts, and the layout that was told of last is the last; a new lead, which knows of
-    no minibatch yet, unsays nothing."""
+    """The last word of each layout counts, and the layout that was told of last is the last. A new lead, which does not
+    know yet what no GPU makes shorter, unsays nothing: its rates are beside what is assumed of that, and stand only
+    where none is known beside what was measured."""
     rates = {each.layout: each for each in told.measured}
-    before = (each for each in learned.rates if each.layout not in rates)
+    before = {each.layout: each for each in learned.rates}
+    if told.update_s is None and learned.update_s is not None:
+        rates = {layout: before.get(layout, each) for layout, each in rates.items()}
+    kept = (each for layout, each in before.items() if layout not in rates)
     update_s = learned.update_s if told.update_s is None else told.update_s
-    return replace(learned, rates=(*before, *rates.values()), update_s=update_s)
+    return replace(learned, rates=(*kept, *rates.values()), update_s=update_s)
 
 
 def with_inferring(learned: Learned, told: Inferring) -> Learned:

@@ -134,7 +134,7 @@ class TrainerRate:
 class Training:
     """The actor's word. `num_taken` of `Inferring.ready` belong to a minibatch, the open one included; `closes_at_ms`:
     when the open one ends, once its last group has been taken; `update_s`: what of a minibatch no GPU makes shorter,
-    None before one was measured; `measured`: the layout that was trained in last is the last."""
+    None while that is only assumed; `measured`: the layout that was trained in last is the last."""
 
     num_minibatches_done: int = 0
     num_taken: int = 0

@@ -980,7 +980,7 @@ class Inferring(_message.Message):
     RATE_TOKENS_PER_S_PER_GPU_FIELD_NUMBER: _builtins.int
     is_busy: _builtins.bool
     rate_tokens_per_s_per_gpu: _builtins.float
-    """Of a GPU, over the passes that its lead has seen; absent before the first."""
+    """Of a GPU, over the passes that its lead has seen, but for the first; absent before the second."""
     @_builtins.property
     def ready(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Groups with log-probabilities, in the order in which the trainer gets them."""
@@ -1021,7 +1021,7 @@ class Training(_message.Message):
     closes_at_ms: _builtins.int
     """When the open minibatch ends, once its last group has been taken."""
     update_s: _builtins.float
-    """What of a minibatch no GPU makes shorter, as its lead estimates it; absent before a minibatch was measured."""
+    """What of a minibatch no GPU makes shorter, as its lead estimates it; absent while that is only assumed."""
     @_builtins.property
     def measured(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainerRate]: ...
     def __init__(

@@ -74,8 +74,32 @@ def test_updates_that_are_nearly_alike_leave_it_as_assumed_however_they_scatter(
     for at, num_tokens in enumerate((1000, 1003, 998, 1001, 999, 1002)):
         rates.note(SMALL, num_tokens=num_tokens, seconds=13.0 + 0.3 * (-1) ** at)
 
-    assert rates.update_s() == pytest.approx(3.0, abs=0.5)
+    assert rates.update_s() is None, "the scheduler has the assumption"
     assert told(rates) == {SMALL: pytest.approx(100.0, rel=0.05)}
+
+
+def test_what_no_gpu_makes_shorter_is_told_only_once_it_was_measured_and_from_then_on() -> None:
+    rates = TrainingRates(assumed_s=8.0)
+    for _ in range(3):
+        rates.note(SMALL, num_tokens=1000, seconds=29.8)
+        assert rates.update_s() is None, "of one size, they leave it as assumed"
+        assert told(rates) == {SMALL: pytest.approx(1000 / 21.8)}
+    for num_tokens in (500, 1500, 800):
+        rates.note(SMALL, num_tokens=num_tokens, seconds=19.8 + num_tokens / 100)
+    assert rates.update_s() == pytest.approx(19.8, abs=1.0)
+    for _ in range(40):
+        rates.note(SMALL, num_tokens=1000, seconds=29.8)
+    assert rates.update_s() == pytest.approx(19.8, abs=1.0)
+    assert told(rates) == {SMALL: pytest.approx(100.0, rel=0.1)}
+
+
+def test_updates_of_one_size_that_are_shorter_than_assumed_of_the_fixed_part_say_so() -> None:
+    rates = TrainingRates(assumed_s=8.0)
+    for _ in range(3):
+        rates.note(SMALL, num_tokens=1000, seconds=0.5)
+
+    assert rates.update_s() == pytest.approx(0.25), "with 8 s and the rate an update would be foreseen to take 8.25 s"
+    assert told(rates) == {SMALL: pytest.approx(4000.0)}
 
 
 def test_seconds_that_fall_with_the_tokens_make_no_rate_without_bounds() -> None:

@@ -101,6 +101,20 @@ def test_what_no_gpu_makes_shorter_and_inferences_rate_are_as_last_told_and_a_ne
     assert again.inference_tokens_per_s == 800.0
 
 
+def test_a_new_lead_that_does_not_know_what_no_gpu_makes_shorter_unsays_no_rate_that_stands_beside_it() -> None:
+    known, other = TrainerRate(Layout(dp=4), 100.0), TrainerRate(Layout(dp=2), 60.0)
+    learned = with_training(Learned(), Training(measured=(known, other), update_s=19.8))
+    first = (replace(known, rate_tokens_per_s=70.0), TrainerRate(Layout(dp=8), 150.0))
+
+    again = with_training(learned, Training(measured=first))
+    assert again.rates == (other, known, first[1]), "in the order of training"
+    assert again.update_s == 19.8
+
+    later = with_training(again, Training(measured=first, update_s=20.1))
+    assert (later.rates, later.update_s) == ((other, *first), 20.1)
+    assert with_training(Learned(), Training(measured=first)).rates == first, "beside what is assumed"
+
+
 def test_lengths_of_a_whole_iteration_give_the_law_that_they_were_drawn_from() -> None:
     law = LengthLaw(log_mean=7.0, sigma_prompt=0.6, sigma_group=0.3, sigma_hint=0.2)
 
