@@ -24,8 +24,9 @@ from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 1
-"""Raised when a state of the old form would be read wrongly."""
+STATE_FORMAT = 2
+"""Raised with every change of what a state has: one of the old form would be read wrongly, or refused for a field
+that says nothing of what to do."""
 
 
 def job_spec(config: JobConfig) -> JobSpec:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.scheduler import events as ev
-from services.scheduler.codec import decode_state, encode_state, event_of, job_spec
+from services.scheduler.codec import STATE_FORMAT, decode_state, encode_state, event_of, job_spec
 from services.scheduler.costs import ASSUMED_COSTS
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.proposing import proposal_of
@@ -88,8 +88,12 @@ def test_every_state_of_a_job_reads_back_as_it_was_written(seen: list[ClusterSta
 
 
 NOT_A_STATE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "another format": (lambda document: document | {"format": 2}, "format 2"),
-    "no state": (lambda document: {"format": 1}, "format None"),
+    "another format": (lambda document: document | {"format": STATE_FORMAT + 1}, f"format {STATE_FORMAT + 1}"),
+    "of code that knew of no absences": (
+        lambda document: changed(document, "absent", drop=True) | {"format": 1},
+        f"format 1, this code reads {STATE_FORMAT}: use the code that wrote it",
+    ),
+    "no state": (lambda document: {"format": STATE_FORMAT}, "format None"),
     "a list": (lambda document: [1], "format None"),
     "a field is missing": (lambda document: changed(document, "spec", drop=True), "spec missing or unknown"),
     "a field too many": (lambda document: changed(document, "colour", 1), "colour missing or unknown"),
@@ -281,6 +285,15 @@ def test_what_a_config_assumes_of_times_and_lengths_is_in_the_jobs_spec() -> Non
     assert priced.costs.reshard == ReshardCosts(
         0.5, 0.1, 50.0, 200, 1200, gpus_per_host=max(CONFIG["cluster"]["nodes"].values())
     )
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e15])
+@pytest.mark.parametrize("num_gpus", [1, 65_536])
+def test_whatever_rate_a_config_may_tell_has_a_rate_on_every_number_of_gpus(rate: float, num_gpus: int) -> None:
+    told = {"trainer_tokens_per_s": rate, "inference_tokens_per_s": rate, "trainer_gpus": num_gpus}
+    costs = told | {"trainer_exponent": 1.0}
+    spec = job_spec(parse_config({**CONFIG, "assumptions": {"costs": costs}}))
+    assert [size for size, _ in spec.rates.trainer] == [1, 4]
 
 
 def test_the_static_policy_proposes_the_configured_placement_whatever_happened(seen: list[ClusterState]) -> None:
