@@ -12,9 +12,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat, Section
+from tidegate.config_base import Count, NonNegativeFloat, NumGpus, PositiveFloat, Section
 
 _Spread = Annotated[float, Field(gt=0, le=5)]
+_Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
+"""A second. The simulator's scenarios have the same least, below which nothing ends; what is told of other numbers of
+GPUs stays above 0, and below infinity."""
 MEDIAN_SHARE = 7050 / 27_648
 """Of the longest response that is allowed: the assumed lengths of the published 64-GPU timeline. A job whose responses
 are much shorter is taken for a longer one until its first iteration is over."""
@@ -34,13 +37,13 @@ class CostsSection(Section):
     acquire_s: NonNegativeFloat = 1.5
     resubmit_s: NonNegativeFloat = 1.0
     """For which a sequence that moves stands still."""
-    prefill_tokens_per_s: PositiveFloat = 40_000.0
+    prefill_tokens_per_s: _Rate = 40_000.0
     reshard_s: NonNegativeFloat = 1.25
     """Of every change of the trainer's layout, where `weight_bytes` is 0; else the next five say what each takes."""
     reshard_setup_s: NonNegativeFloat = 0.5
     communicators_s: NonNegativeFloat = 0.37
     """To build the groups of a layout that the trainer was not in yet."""
-    reshard_bytes_per_s: PositiveFloat = 25e9
+    reshard_bytes_per_s: _Rate = 25e9
     """That a rank sends or receives."""
     weight_bytes: Count = 0
     optimizer_bytes: Count = 0
@@ -48,11 +51,11 @@ class CostsSection(Section):
     load_s: NonNegativeFloat = 5.0
     """Of a trainer that had no GPUs."""
     inference_start_s: NonNegativeFloat = 2.0
-    trainer_tokens_per_s: PositiveFloat = 182_000.0
+    trainer_tokens_per_s: _Rate = 182_000.0
     """On `trainer_gpus`; on another number by the power of `trainer_exponent`."""
-    trainer_gpus: Positive = 64
+    trainer_gpus: NumGpus = 64
     trainer_exponent: Annotated[float, Field(gt=0, le=1)] = 0.4
-    inference_tokens_per_s: PositiveFloat = 26_000.0
+    inference_tokens_per_s: _Rate = 26_000.0
     """Of a GPU."""
 
     def trainer_rate(self, num_gpus: int) -> float:

@@ -6,6 +6,7 @@ are from); what it measures replaces the assumption (`learned`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from services.scheduler.observed import Floats
@@ -80,8 +81,12 @@ class Rates:
     inference_tokens_per_s_per_gpu: float
 
     def __post_init__(self) -> None:
-        if not self.trainer or any(size < 1 or not rate > 0 for size, rate in self.trainer):
-            raise ValueError(f"rates of the trainer by its GPUs: {self.trainer}; name one at least, all above 0")
+        if not self.trainer or any(size < 1 or not 0 < rate < math.inf for size, rate in self.trainer):
+            told = f"rates of the trainer by its GPUs: {self.trainer}"
+            raise ValueError(f"{told}; name one at least, all finite and above 0")
+        if not 0 < self.inference_tokens_per_s_per_gpu < math.inf:
+            told = f"a rate of inference of {self.inference_tokens_per_s_per_gpu} tokens/s a GPU"
+            raise ValueError(f"{told}; it is finite and above 0")
 
 
 def costs_of(section: CostsSection, *, gpus_per_host: int) -> Costs:

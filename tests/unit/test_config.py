@@ -187,6 +187,17 @@ WRONG = {
         _with("actor.standby", "1,4"),
         r"standby names GPU 1, which actor has already, GPU 4, which inference has already: list each GPU once",
     ),
+    **{
+        f"a rate of the trainer of {rate}": (
+            _with("assumptions", {"costs": {"trainer_tokens_per_s": rate}}),
+            r"^assumptions.costs.trainer_tokens_per_s=.*: Input should be " + want,
+        )
+        for rate, want in ((1e-323, "greater than or equal to 0.001"), (1e308, "less than or equal to 1000000000000000"))
+    },
+    "a rate of the trainer on more GPUs than any cluster has": (
+        _with("assumptions", {"costs": {"trainer_gpus": 10**400}}),
+        r"^assumptions.costs.trainer_gpus=.*: Input should be less than or equal to 65536",
+    ),
     "logical shards that are no power of two": (
         _with("actor.num_logical_shards", 6),
         "actor.num_logical_shards=6 must be a power of two that every dp of the actor divides",

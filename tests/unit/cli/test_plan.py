@@ -199,7 +199,7 @@ def test_a_config_that_is_wrong_is_told_with_exit_code_2(tmp_path: Path, capsys:
         ),
         (
             [path, "assumptions.costs.inference_tokens_per_s=1e-9"],
-            "assumptions.costs.inference_tokens_per_s=1e-09 is below 0.001 a second: nothing would end [override",
+            "assumptions.costs.inference_tokens_per_s='1e-9': Input should be greater than or equal to 0.001 [override",
         ),
         (
             [path, "cluster.nodes={}"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from math import inf
 
 import numpy as np
 import pytest
@@ -93,7 +94,10 @@ def test_every_policy_reckons_with_what_was_measured() -> None:
         assert train_s == pytest.approx(1000 / (100 * want), rel=1e-5), "dynarl"
 
 
-def test_rates_of_no_size_or_of_nothing_are_refused() -> None:
-    for wrong in ((), ((0, 1.0),), ((2, 0.0),)):
-        with pytest.raises(ValueError, match="name one at least, all above 0"):
+def test_rates_of_no_size_or_of_nothing_or_without_bounds_are_refused() -> None:
+    for wrong in ((), ((0, 1.0),), ((2, 0.0),), ((2, inf),)):
+        with pytest.raises(ValueError, match="name one at least, all finite and above 0"):
             Rates(trainer=wrong, inference_tokens_per_s_per_gpu=1.0)
+    for rate in (0.0, inf):
+        with pytest.raises(ValueError, match="tokens/s a GPU; it is finite and above 0"):
+            Rates(trainer=((1, 1.0),), inference_tokens_per_s_per_gpu=rate)
