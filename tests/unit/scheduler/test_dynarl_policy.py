@@ -20,13 +20,15 @@ from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules, split_of
 from services.scheduler.policy.situation import Choice, Situation, as_configured, as_engines
 from services.scheduler.policy.stages import Split, expected_length, outlook, slowest_stage_s
 from services.scheduler.remembered import Assignment, Remembered
-from services.scheduler.values import Placed
+from services.scheduler.values import JobSpec, Placed
 from tests.unit.scheduler.situations import gpus, job, seen
 from tidegate.types import Layout
 
 SPEC = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
 PAIRS = job(actor=2, rollout=4, inference=2, prompts=8, group_size=2, minibatches=2)
 """8 sequences a minibatch, so that the trainer may have all GPUs."""
+SIXES = job(actor=2, rollout=4, inference=2, prompts=12, minibatches=2)
+"""6 sequences a minibatch, which 3 copies divide."""
 HOME = as_configured(SPEC)
 EVERYWHERE = Assignment((*as_engines(gpus(2, 6), 1), *as_engines(gpus(0, 2), 1), *as_engines(gpus(6, 8), 1)), None, ())
 MEASURED = (TrainerRate(Layout(dp=2), 8.0), TrainerRate(Layout(dp=4), 16.0))
@@ -34,10 +36,10 @@ POLICY = DynaRLPolicy(DynaRLRules())
 LOW_SINCE = Remembered(iteration=0, assignment=EVERYWHERE, low_since_ms=1000)
 
 
-def early(*, remembered: Remembered = LOW_SINCE, **fields: Any) -> Situation:
+def early(*, spec: JobSpec = SPEC, remembered: Remembered = LOW_SINCE, **fields: Any) -> Situation:
     """Half of the sequences are done, the rollout has everything and is nearly empty for 4 s."""
     usual: dict[str, Any] = {"num_unfinished": 4, "measured": MEASURED, "kv_use": 0.1, "now_ms": 5000}
-    return seen(SPEC, EVERYWHERE, **usual | fields, remembered=remembered)
+    return seen(spec, EVERYWHERE, **usual | fields, remembered=remembered)
 
 
 def split(assignment: Assignment) -> tuple[int, int, int]:
@@ -73,9 +75,10 @@ DONORS = {
     "the survivors' slots just hold what runs": Donor(early(max_running=2), (2, 4, 2)),
     # 1 slot an engine: 4 engines are needed
     "the survivors' slots keep two more": Donor(early(max_running=1), (4, 2, 2)),
-    # 8 * 0.28 = 2.24 engines of KV, at most 0.8 used: 2.8 needed, so 3 at least. With 3 the trainer has dp 3, of whose
-    # copies one has 2 of a minibatch's 4 sequences, no fewer than with dp 2: so 4
-    "the survivors' KV keeps more": Donor(early(kv_use=0.28), (4, 2, 2)),
+    # 8 * 0.28 = 2.24 engines of KV, at most 0.8 used: 2.8 needed, so 3. The trainer's dp 3 divides a minibatch's 6
+    # sequences, and 3 GPUs train more than the 2 that keeping 4 engines would leave
+    "the survivors' KV keeps one more": Donor(early(spec=SIXES, kv_use=0.28), (3, 3, 2)),
+    "with less KV of the same job it does not": Donor(early(spec=SIXES), (2, 4, 2)),
     "one second too soon": Donor(early(now_ms=4999), STAYS),
     "KV use of 0.3 is not low": Donor(early(kv_use=0.3), STAYS),
     # 7 of 8 = 87.5 % are more than 80 %; the one full engine stays
