@@ -108,6 +108,8 @@ def _of_job(run: RecordedRun) -> Iterator[Fitted]:
         yield Fitted(f"cluster.placement.{role.value}", getattr(placement, role.value), "")
     for axis in ("tp", "pp", "dp"):
         yield Fitted(f"actor_layout.{axis}", getattr(layout, axis), "")
+    if config.actor.num_logical_shards is not None:
+        yield Fitted("actor_num_logical_shards", config.actor.num_logical_shards, "")
     for key in ("prompts_per_iteration", "group_size", "n_minibatches"):
         yield Fitted(f"algorithm.{key}", getattr(own, key), "")
     yield Fitted("algorithm.minibatch_order", own.minibatch_order.value, "")

@@ -71,6 +71,7 @@ _CONFIGS_KEY = {
     "lengths.max_tokens": "algorithm.max_new_tokens",
     "costs.engine.max_running": "rollout.max_running_requests",
     "actor_layout.tp": "actor.layout.tp",
+    "actor_num_logical_shards": "actor.num_logical_shards",
 }
 """By the key of a scenario that is made of it."""
 _SCENARIOS_KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, _CONFIGS_KEY))})(?!\w)")
@@ -166,6 +167,7 @@ def scenario_of(config: JobConfig, known: Known) -> Scenario:
             "seed": config.seed,
             "cluster": {"nodes": config.cluster.nodes, "placement": placement.model_dump()},
             "actor_layout": config.actor.layout.model_dump(),
+            "actor_num_logical_shards": config.actor.num_logical_shards,
             "model": known.model.model_dump() if known.model else None,
             "algorithm": {
                 "prompts_per_iteration": own.prompts_per_iteration,

@@ -99,6 +99,8 @@ class Scenario(Section):
     cluster: ClusterSection
     actor_layout: LayoutSection | None = None
     """Of the GPUs that the actor begins with; None: tp 1, pp 1 and dp as many as they are."""
+    actor_num_logical_shards: Positive | None = None
+    """Of a reproducible actor, by a job's `actor.num_logical_shards`; None: any dp will do."""
     model: ModelSection | None = None
     """What the trainer's reshards move; None: each takes `costs.switch.reshard_s`."""
     algorithm: AlgorithmSection = AlgorithmSection()

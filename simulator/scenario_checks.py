@@ -41,6 +41,7 @@ _FIELDS_OF_FAULT = {
 def scenario_faults(scenario: Scenario) -> list[str]:
     return [*_whole_number_faults(scenario)] or [
         *_placement_faults(scenario),
+        *_shards_faults(scenario),
         *_model_faults(scenario),
         *_workload_faults(scenario),
         *_range_faults(scenario),
@@ -93,6 +94,20 @@ def _size_faults(scenario: Scenario, role: Role, num_gpus: int) -> Iterator[str]
         own = scenario.actor_layout
         told = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
         yield f"{told} needs {wanted} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
+
+
+def _shards_faults(scenario: Scenario) -> Iterator[str]:
+    """As a job's config is checked."""
+    num_shards, section = scenario.actor_num_logical_shards, scenario.actor_layout
+    try:
+        dp = section.dp if section else max(1, len(gpus_of(scenario, Role.ACTOR)))
+    except ValueError:
+        return
+    if num_shards is not None and (num_shards.bit_count() != 1 or num_shards % dp):
+        yield (
+            f"actor_num_logical_shards={num_shards} must be a power of two that every dp of the actor divides, and its "
+            f"dp is {dp}: set it to one such as 8, and dp to a power of two up to it"
+        )
 
 
 def _model_faults(scenario: Scenario) -> Iterator[str]:

@@ -192,7 +192,10 @@ WRONG = {
             _with("assumptions", {"costs": {"trainer_tokens_per_s": rate}}),
             r"^assumptions.costs.trainer_tokens_per_s=.*: Input should be " + want,
         )
-        for rate, want in ((1e-323, "greater than or equal to 0.001"), (1e308, "less than or equal to 1000000000000000"))
+        for rate, want in (
+            (1e-323, "greater than or equal to 0.001"),
+            (1e308, "less than or equal to 1000000000000000"),
+        )
     },
     "a rate of the trainer on more GPUs than any cluster has": (
         _with("assumptions", {"costs": {"trainer_gpus": 10**400}}),

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.policy.registry import policy_of
+from simulator.iterating import Simulated
 from simulator.model import ModelSection
 from simulator.planning import AS_CONFIGURED, COST_KEYS, LENGTH_KEYS, assumed, learned, scenario_of, starts
 from simulator.policies import NAMES
+from simulator.run import simulate
 from simulator.scenario import parse_scenario
 from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.cli.__main__ import main
 from tidegate.config import JobConfig, parse_config
 
 EIGHT = {"nodes": {"n0": 8}, "component_placement": {"actor": "0-3", "rollout": "4-6", "inference": 7}}
+SIXTEEN = {"nodes": {"n0": 16}, "component_placement": {"actor": "0-1", "rollout": "2-13", "inference": "14-15"}}
 
 
 def eight(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -63,6 +67,23 @@ def test_the_scenario_has_the_jobs_work_and_what_its_config_assumes(tmp_path: Pa
     assert (scenario.lengths.median_tokens, scenario.lengths.max_tokens) == (12, 60)
     assert (scenario.algorithm.prompts_per_iteration, scenario.algorithm.group_size) == (2, 2)
     assert scenario.costs.engine.gpus_per_engine == 1
+
+
+def test_a_reproducible_job_is_foreseen_in_numbers_of_copies_that_divide_its_shards(tmp_path: Path) -> None:
+    """6 sequences are a minibatch, so that without shards dynarl grows the trainer to 6 copies."""
+    raw = small(tmp_path, cluster=SIXTEEN)
+    raw["algorithm"] |= {"prompts_per_iteration": 24, "group_size": 2, "n_minibatches": 8, "max_new_tokens": 50}
+    raw["actor"]["layout"], raw["inference"] = {"dp": 2}, {"layout": {"dp": 2}}
+    found: dict[int | None, set[int]] = {}
+    for num_shards in (None, 8):
+        raw["actor"]["num_logical_shards"] = num_shards
+        config = parse_config(raw)
+        scenario = scenario_of(config, assumed(config, ModelSection()))
+        assert Simulated(scenario, scenario.seed).spec.num_logical_shards == num_shards
+        run = simulate(scenario, policy_of(config.scheduler.model_copy(update={"policy": "dynarl"})), name="dynarl")
+        trainers = (each.assignment.trainer for each in run.decisions)
+        found[num_shards] = {trainer.layout.dp for trainer in trainers if trainer}
+    assert found == {None: {2, 6}, 8: {2, 4}}
 
 
 def test_every_policy_is_foreseen_from_every_placement_against_static_as_configured(

@@ -74,6 +74,11 @@ def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
         ("lengths.max_tokens=1000000000000", "lengths.max_tokens=1e+12 is above 10,000,000 tokens: lower it"),
         ("lengths.hint_sigma=11", "lengths.hint_sigma=11 is above 10"),
         ("actor_layout.tp=4", "actor_layout.tp=4, pp=1, dp=1 needs 4 GPUs and cluster.placement.actor has 2"),
+        (
+            "actor_num_logical_shards=6",
+            "actor_num_logical_shards=6 must be a power of two that every dp of the actor divides, and its dp is 2",
+        ),
+        ("actor_num_logical_shards=1", "actor_num_logical_shards=1 must be a power of two that every dp of the actor"),
         ("algorithm.n_minibatches=9", "algorithm.n_minibatches=9 is more than the groups of an iteration"),
         ("lengths.law=trace", "lengths.law=trace and lengths.file=''"),
         ("faults=[{at_s: 1, kind: gpu, gpu: 8}]", "faults.0.gpu=8 leaves the cluster, which has 8 GPUs"),
