@@ -39,6 +39,7 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "8 minibatches of 4 s fixed": ("algorithm.n_minibatches=8", "costs.trainer.fixed_s=4"),
     "2 minibatches": ("algorithm.n_minibatches=2",),
     "long-tailed lengths": ("lengths.law=long_tailed",),
+    "hints that tell little": ("lengths.hint_sigma=0.6",),
     "minibatches in a fixed order": ("algorithm.minibatch_order=fixed",),
     "minibatches that begin complete": ("algorithm.streams=false",),
     "3 turns a response": ("lengths.mean_turns=3", "lengths.environment_s=1", "lengths.observation_tokens=200"),

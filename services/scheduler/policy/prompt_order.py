@@ -6,7 +6,10 @@ which a few GPUs train while most still generate. What comes back from an engine
 its group will be complete, soonest first, as far as the next minibatch needs groups; the others longest first, as at
 the start.
 
-Invariants: every group is in an order once; without hints the start has none.
+Hints that are off by more than prompts differ put long prompts last that nobody takes for long: with a spread of 0.5
+and hints off by 0.6 such an order ended the published iteration 4 to 12 % later than none.
+
+Invariants: every group is in an order once; without hints, or with such, the start has none.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from services.scheduler.policy.situation import Situation
 
 def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
     """`short_share` of the prompts, the shortest by their hints, `shorts_a_long` of them before each of the longest.
-    Empty without hints: it stays as it is."""
-    if not situation.generation.hints:
+    Empty without hints that tell prompts apart: it stays as it is."""
+    law = situation.lengths
+    if not situation.generation.hints or law.sigma_hint > law.sigma_prompt:
         return ()
     level, _ = prior(situation.generation, situation.lengths)
     longest = np.argsort(-level, kind="stable")

@@ -72,6 +72,14 @@ def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts
     assert choice.ask_at_ms is not None
 
 
+def test_hints_that_are_off_by_more_than_prompts_differ_order_nothing() -> None:
+    situation = opening()
+    law = replace(situation.lengths, sigma_hint=1.1 * situation.lengths.sigma_prompt)
+    assert not POLICY.choose(replace(situation, lengths=law)).group_order
+    better = replace(law, sigma_hint=0.9 * law.sigma_prompt)
+    assert POLICY.choose(replace(situation, lengths=better)).group_order
+
+
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_everything_at_home(
     minibatches: int,
