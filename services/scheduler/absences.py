@@ -63,7 +63,9 @@ def next_due_ms(state: ClusterState) -> Iterable[int]:
 
 def _absence(known: Absence | None, record: GpuRecord, now_ms: int) -> Absence:
     since_ms = known.since_ms if known is not None and known.token == record.token else now_ms
-    return Absence(record.token, since_ms, is_long=now_ms - since_ms >= LONG_MS)
+    was_long = known is not None and known.token == record.token and known.is_long
+    # The store's clock may step back: what was gone without is not waited for again.
+    return Absence(record.token, since_ms, is_long=was_long or now_ms - since_ms >= LONG_MS)
 
 
 def _waits(state: ClusterState) -> bool:

@@ -74,6 +74,14 @@ def test_a_lost_gpu_and_a_free_one_where_nobody_lives_are_absent_since_they_were
     assert decode_state(encode_state(late)) == late
 
 
+def test_an_absence_that_is_long_stays_long_when_the_clock_steps_back() -> None:
+    late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
+    assert noted(late, 999 + LONG_MS) is late
+    handed_out = replace(late.gpus[LOST_GPU], token=Token(1, 6))
+    anew = noted(replace(late, gpus={**late.gpus, LOST_GPU: handed_out}), 2_000 + LONG_MS)
+    assert anew.absent[LOST_GPU] == Absence(Token(1, 6), 2_000 + LONG_MS)
+
+
 def test_a_decision_is_due_when_an_absence_is_long_and_then_no_more() -> None:
     first = noted(placed(), 1_000)
     assert next_due_ms(first) == 1_000 + LONG_MS
