@@ -2,8 +2,9 @@
 
 Events tell no time. So a decision writes down what it finds (`noted`), from the policy's first choice in the job on,
 and what an event ends is forgotten with it (`still`): a holder or a gate says that nobody holds the GPU, the store
-hands it out under another token, an instance joins on its node where none lived. That one can ask the gate, and who
-still holds the GPU is asked to end: the wait begins anew.
+hands it out under another token, an instance joins on the node of a free one. Where none lived it can ask the gate of a
+lost one, and who still holds that is asked to end: its wait begins anew, once under a token, for a node whose services
+start over and over again would keep the job waiting without end.
 
 Invariants: an absence is kept for as long as it lasts, whatever becomes of what was asked, for on a node of which no
 instance lives nobody can be asked; a job that ends waits for nothing.
@@ -39,11 +40,11 @@ def still(state: ClusterState, before: ClusterState) -> ClusterState:
     nodes = {node_of(gpu) for gpu in state.absent}
     heard_of = {node for node in nodes if state.living(node=node) and not before.living(node=node)}
     found = {
-        gpu: absence
+        gpu: Absence(absence.token, None, is_anew=True) if node_of(gpu) in heard_of and not absence.is_anew else absence
         for gpu, absence in state.absent.items()
-        if lasts(state, gpu, absence) and node_of(gpu) not in heard_of
+        if lasts(state, gpu, absence)
     }
-    return state if len(found) == len(state.absent) else replace(state, absent=found)
+    return state if found == state.absent else replace(state, absent=found)
 
 
 def lasts(state: ClusterState, gpu: GpuId, absence: Absence) -> bool:
@@ -58,14 +59,16 @@ def lasts(state: ClusterState, gpu: GpuId, absence: Absence) -> bool:
 
 def next_due_ms(state: ClusterState) -> Iterable[int]:
     """When each absence that is not long yet will be."""
-    return (absence.since_ms + LONG_MS for absence in state.absent.values() if not absence.is_long)
+    waits = (absence.since_ms for absence in state.absent.values() if not absence.is_long)
+    return (since_ms + LONG_MS for since_ms in waits if since_ms is not None)
 
 
 def _absence(known: Absence | None, record: GpuRecord, now_ms: int) -> Absence:
-    since_ms = known.since_ms if known is not None and known.token == record.token else now_ms
-    was_long = known is not None and known.token == record.token and known.is_long
+    if known is None or known.token != record.token:
+        known = Absence(record.token, now_ms)
+    since_ms = now_ms if known.since_ms is None else known.since_ms
     # The store's clock may step back: what was gone without is not waited for again.
-    return Absence(record.token, since_ms, is_long=was_long or now_ms - since_ms >= LONG_MS)
+    return replace(known, since_ms=since_ms, is_long=known.is_long or now_ms - since_ms >= LONG_MS)
 
 
 def _waits(state: ClusterState) -> bool:

@@ -71,11 +71,13 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Of a GPU that cannot be had, under the token that it has in the store; `since_ms` by the store's clock."""
+    """Of a GPU that cannot be had, under the token that it has in the store; `since_ms` by the store's clock, None: from
+    the next decision on. `is_anew`: an instance has joined on its node since it was first found so."""
 
     token: Token
-    since_ms: int
+    since_ms: int | None
     is_long: bool = False
+    is_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

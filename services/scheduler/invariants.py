@@ -164,9 +164,11 @@ def _absences_last(previous: ClusterState, state: ClusterState) -> Iterator[Viol
         if not lasts(state, gpu, absence):
             known = state.gpus.get(gpu)
             yield Violation(name, f"{gpu} counts as absent under {absence.token}; the store has {known or 'nothing'}")
-        before = previous.absent.get(gpu)
-        if before is not None and before.token == absence.token and absence.since_ms < before.since_ms:
-            yield Violation(name, f"{gpu} was absent since {before.since_ms} ms, and then since {absence.since_ms} ms")
+        before, since_ms = previous.absent.get(gpu), absence.since_ms
+        if before is None or before.token != absence.token or before.since_ms is None or since_ms is None:
+            continue
+        if since_ms < before.since_ms:
+            yield Violation(name, f"{gpu} was absent since {before.since_ms} ms, and then since {since_ms} ms")
 
 
 def _counters_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:

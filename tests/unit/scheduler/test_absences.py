@@ -98,9 +98,6 @@ CHANGES = {
     "the store hands it out": lambda state: replace(
         state, gpus={**state.gpus, LOST_GPU: replace(state.gpus[LOST_GPU], token=Token(1, 6))}
     ),
-    "an instance joins on its node": lambda state: replace(
-        state, instances={**state.instances, InstanceId("actor@n1"): Instance("at", 2, living=True)}
-    ),
     "the job ends": lambda state: replace(state, phase=Phase.STOPPING, outcome=Phase.CANCELLED),
 }
 
@@ -110,10 +107,29 @@ def test_an_absence_is_over_when(name: str) -> None:
     late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
     changed = CHANGES[name](late)
     assert LOST_GPU not in still(changed, late).absent
-    if name != "an instance joins on its node":
-        assert check(late, changed), "an absence that is over is not to be kept"
-    else:
-        assert noted(still(changed, late), 2_000 + LONG_MS).absent == {LOST_GPU: Absence(TOKEN, 2_000 + LONG_MS)}
+    assert check(late, changed), "an absence that is over is not to be kept"
+
+
+def with_n1(state: ClusterState, *, living: bool) -> ClusterState:
+    changed = {**state.instances, InstanceId("actor@n1"): Instance("at", 2, living=living)}
+    return still(replace(state, instances=changed), state)
+
+
+def test_when_an_instance_joins_on_its_node_the_wait_for_a_lost_gpu_begins_anew_once() -> None:
+    late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
+    joined = with_n1(late, living=True)
+    assert joined.absent == {LOST_GPU: Absence(TOKEN, None, is_anew=True)}
+    assert not check(late, joined)
+    assert next_due_ms(joined) is None
+    assert decode_state(encode_state(joined)) == joined
+    state, since_ms = noted(joined, 2_000 + LONG_MS), 2_000 + LONG_MS
+    assert state.absent == {LOST_GPU: Absence(TOKEN, since_ms, is_anew=True)}
+    for again_ms in range(since_ms, since_ms + LONG_MS, LONG_MS // 4):
+        state = noted(with_n1(with_n1(state, living=False), living=True), again_ms)
+        assert not state.absent[LOST_GPU].is_long
+    state = noted(state, since_ms + LONG_MS)
+    assert state.absent == {LOST_GPU: Absence(TOKEN, since_ms, is_long=True, is_anew=True)}
+    assert with_n1(with_n1(state, living=False), living=True).absent == state.absent
 
 
 def test_an_absence_that_began_earlier_than_it_was_known_to_is_told() -> None:
