@@ -11,6 +11,7 @@ from services.scheduler.codec import decode_state, encode_state
 from services.scheduler.components import Absence, Instance
 from services.scheduler.expectations import next_due_ms
 from services.scheduler.invariants import check
+from services.scheduler.issued import Expectation, Kind
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
@@ -89,8 +90,18 @@ def test_a_decision_is_due_when_an_absence_is_long_and_then_no_more() -> None:
 
 
 def test_what_was_asked_makes_no_difference_to_an_absence() -> None:
-    late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
-    assert noted(replace(late, expectations={}), 2_000 + LONG_MS).absent == late.absent
+    """Neither while an answer is waited for, nor when what was asked is given up or answered."""
+    key = f"{JOB}/{LOST_GPU}/{TOKEN}/gate"
+    what = f"the gate of {LOST_GPU}"
+    gate = Expectation(key, Kind.GATE, what, Role.ROLLOUT, 1, 16, 0, issued_ms=1_000, due_ms=1_000, refusal="")
+    want = {LOST_GPU: Absence(TOKEN, 1_000), FREE_GPU: Absence(TOKEN, 1_000)}
+    asked = noted(replace(placed(), expectations={key: gate}), 1_000)
+    assert asked.absent == want
+    answered = still(replace(asked, expectations={}), asked)
+    assert answered.absent == want
+    asked_again = still(replace(answered, expectations={key: replace(gate, num_issued=1)}), answered)
+    late = noted(asked_again, 1_000 + LONG_MS)
+    assert late.absent == {each: Absence(TOKEN, 1_000, is_long=True) for each in want}
 
 
 CHANGES = {
