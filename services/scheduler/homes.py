@@ -11,8 +11,8 @@ the job, as under a fixed split.
 
 Invariants: nothing is gone where a component could not get a copy, nor under a policy that leaves everything where the
 config has it, nor while the job ends; no home has such a GPU, and none is in two homes; every layout is one that its
-component can run (experts, logical shards), and one that the policy's `check` accepts where there is one: what RLinf
-would not have started with is better than a job that fails.
+component can run (experts, logical shards); that of an actor that lost a copy is one that the policy's `check` accepts
+where there is one: what RLinf would not have started with is better than a job that fails.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def without(assignment: Assignment, spec: JobSpec, gone: frozenset[GpuId], polic
     inference = next(_copies(spec, Role.INFERENCE, had, gone), None) if had else None
     trainers = tuple(_copies(spec, Role.ACTOR, assignment.trainer, gone)) if assignment.trainer else ()
     at_work = {each: replace(spec, placement={**spec.placement, Role.ACTOR: each}) for each in trainers}
-    trainer = next((each for each in trainers if _accepts(policy, at_work[each])), next(iter(trainers), None))
+    accepted = (each for each in trainers if each == assignment.trainer or _accepts(policy, at_work[each]))
+    trainer = next(accepted, next(iter(trainers), None))
     has_lost_all = (
         (assignment.engines and not engines)
         or (assignment.inference and inference is None)
@@ -86,15 +87,17 @@ def _accepts(policy: Policy, spec: JobSpec) -> bool:
 
 
 def _left(spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> JobSpec | None:
-    """With as many copies of the actor as the policy accepts, or, where it accepts none, as there can be. None where a
-    component would have none: the actor has fewer for the policy's sake alone."""
+    """With as many copies of the actor as the policy accepts, or, where it accepts none, as there can be; an actor that
+    lost none stays where it is, by a person's word too, which no policy is asked about. None where a component would
+    have none: the actor has fewer for the policy's sake alone."""
     most: JobSpec | None = None
-    for trainer in tuple(_copies(spec, Role.ACTOR, spec.placement[Role.ACTOR], gone)) or (None,):
+    had = spec.placement[Role.ACTOR]
+    for trainer in tuple(_copies(spec, Role.ACTOR, had, gone)) or (None,):
         placement = _shared(spec, gone, trainer)
         if placement is None:
             break
         left = replace(spec, placement=placement)
-        if _accepts(policy, left):
+        if trainer == had or _accepts(policy, left):
             return left
         most = most or left
     return most

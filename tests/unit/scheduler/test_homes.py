@@ -148,6 +148,20 @@ def test_a_home_is_one_that_the_policy_accepts_where_there_is_one() -> None:
     )
 
 
+def test_an_actor_that_lost_nothing_stays_where_a_person_moved_it() -> None:
+    """To three copies, of which RLinf would train one, two or four."""
+    spec = replace(job(actor=4, rollout=4, inference=2, prompts=8, minibatches=2), standby=gpus(10, 11))
+    asked = Placed(gpus(0, 3), Layout(dp=3))
+    rlinf = RLinfPolicy(RLinfRules(16, auto_scheduler=True))
+    for gone in (gpus(4, 5), gpus(3, 4), gpus(10, 11)):
+        at_home = home(replace(lost(spec, gone), moved=asked), rlinf).spec
+        assert at_home.placement[Role.ACTOR] == asked
+        assigned = replace(as_configured(spec), trainer=asked)
+        assert without(assigned, at_home, frozenset(gone), rlinf).trainer == asked
+    at_home = home(replace(lost(spec, gpus(2, 3)), moved=asked), rlinf).spec
+    assert at_home.placement[Role.ACTOR] == Placed(gpus(0, 2), Layout(dp=2))
+
+
 def test_what_is_left_of_an_assigned_trainer_is_a_layout_that_the_policy_accepts() -> None:
     spec = job(actor=2, rollout=4, inference=2, rollout_tp=2, prompts=8, minibatches=2)
     grown = Assignment((gpus(2, 4),), Placed((*gpus(0, 2), *gpus(4, 6)), Layout(dp=4)), gpus(6, 8))
