@@ -71,8 +71,8 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Of a GPU that cannot be had, under the token that it has in the store; `since_ms` by the store's clock, None: from
-    the next decision on. `is_anew`: an instance has joined on its node since it was first found so."""
+    """Of a GPU that cannot be had, under the token that it has in the store; `since_ms` by the store's clock, None:
+    from the next decision on. `is_anew`: an instance has joined on its node since it was first found so."""
 
     token: Token
     since_ms: int | None

@@ -1,10 +1,11 @@
 """Which GPUs a job goes on without, and where its components are at home then. Pure.
 
 A GPU that is lost is asked for at its gate. One that cannot be had for a minute (`absences`), because its gate has not
-let go of it or because no instance of its node lives, is gone: the components are at home on the others. Each keeps
-its whole copies, what is left of broken ones makes others, inside a node first, and one that has none left gets what
-rollout or inference can spare. The actor spares none: it lets go of GPUs after an update, which may wait for that very
-component. Once the gate says that nobody holds it, the GPU is as any other again.
+let go of it or because no instance of its node lives, is gone: the components are at home on the others. Each keeps its
+whole copies, what is left of broken ones makes others, inside a node first, and one that has none left gets what is
+free of its own slots (those that stand by are the actor's alone), or else what rollout or inference can spare. The
+actor spares none: it lets go of GPUs after an update, which may wait for that very component. Once the gate says that
+nobody holds it, the GPU is as any other again.
 
 Before the policy's first choice in the job nothing is gone: whoever cannot do without a GPU that is lost then fails
 the job, as under a fixed split.
@@ -48,8 +49,11 @@ def home_of(state: ClusterState, spec: JobSpec, policy: Policy) -> Home:
 
 
 def moved(state: ClusterState, spec: JobSpec) -> JobSpec:
-    """The job with its actor where a person moved it, and the others where the config places them."""
-    return replace(spec, placement={**spec.placement, Role.ACTOR: state.home(Role.ACTOR) or spec.placement[Role.ACTOR]})
+    """The job with its actor where a person moved it, its other slots standing by, and the others where the config
+    places them."""
+    actor = state.home(Role.ACTOR) or spec.placement[Role.ACTOR]
+    standby = tuple(but_for(spec.slots(Role.ACTOR), actor.gpus))
+    return replace(spec, placement={**spec.placement, Role.ACTOR: actor}, standby=standby)
 
 
 def _waits_for_actor(state: ClusterState, home: JobSpec) -> bool:
@@ -112,7 +116,7 @@ def _shared(spec: JobSpec, gone: frozenset[GpuId], trainer: Placed | None) -> di
             continue
         home = spec.placement[role].layout
         layout = next((each for dp in range(1, home.dp + 1) if (each := with_dp(home, dp))), home)
-        found = _spared(spec, left, gone, layout)
+        found = _spared(spec, role, left=left, gone=gone, layout=layout)
         if found is None:
             return None
         gpus, left = found
@@ -121,22 +125,24 @@ def _shared(spec: JobSpec, gone: frozenset[GpuId], trainer: Placed | None) -> di
 
 
 def _spared(
-    spec: JobSpec, left: Mapping[Role, Placed | None], gone: frozenset[GpuId], layout: Layout
+    spec: JobSpec, role: Role, *, left: Mapping[Role, Placed | None], gone: frozenset[GpuId], layout: Layout
 ) -> tuple[tuple[GpuId, ...], dict[Role, Placed | None]] | None:
-    """GPUs for the layout that are in no copy, or of as few copies as need be of who has most, and what is left then;
-    None where that would take somebody's last copy."""
+    """GPUs for the layout that are in no copy, of the role's own slots if they are enough, or of as few copies as need
+    be of who has most, and what is left then; None where that would take somebody's last copy."""
     others = dict(left)
     while True:
         held = {gpu for placed in others.values() if placed for gpu in placed.gpus}
-        spare = [gpu for role in Role for gpu in but_for(spec.placement[role].gpus, {*held, *gone})]
-        if len(spare) >= layout.num_ranks:
-            return in_units(spare, replica_size(layout), layout.num_ranks), others
-        donors = [(placed.layout.dp, role) for role in DONORS if (placed := others[role]) and placed.layout.dp > 1]
-        smaller = {role: _fewer(others[role]) for _, role in sorted(donors, key=lambda each: -each[0])}
-        role, placed = next(((role, placed) for role, placed in smaller.items() if placed), (None, None))
-        if role is None or placed is None:
+        own = but_for(spec.slots(role), {*held, *gone})
+        of_others = [gpu for each in Role if each is not role for gpu in spec.placement[each].gpus]
+        for spare in (own, own + but_for(of_others, {*held, *gone, *own})):
+            if len(spare) >= layout.num_ranks:
+                return in_units(spare, replica_size(layout), layout.num_ranks), others
+        donors = [(placed.layout.dp, each) for each in DONORS if (placed := others[each]) and placed.layout.dp > 1]
+        smaller = {each: _fewer(others[each]) for _, each in sorted(donors, key=lambda each: -each[0])}
+        donor, placed = next(((each, placed) for each, placed in smaller.items() if placed), (None, None))
+        if donor is None or placed is None:
             return None
-        others[role] = placed
+        others[donor] = placed
 
 
 def _fewer(placed: Placed | None) -> Placed | None:

@@ -181,6 +181,26 @@ def test_a_node_that_is_lost_for_good_is_gone_on_without(name: str) -> None:
     assert lineage == list(range(on_either_node().num_iterations))
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_actor_whose_only_node_is_lost_for_good_goes_on_where_it_stood_by(name: str) -> None:
+    placement = {
+        Role.ACTOR: Placed((gpu("n1", 0),), Layout()),
+        Role.ROLLOUT: Placed((gpu("n0", 1),), Layout()),
+        Role.INFERENCE: Placed((gpu("n0", 2),), Layout()),
+    }
+    job = replace(spec(max_actor_restarts=99, standby=(gpu("n0", 3),)), placement=placement)
+    drive = booted(FakeCluster(job, has_supervisor=False))
+    drive.policy = POLICIES[name]
+    drive.run_until(lambda state: is_iterating(state) and state.remembered.assignment is not None)
+    drive.run_until(lambda _: not drive.cluster.outbox)
+    for role in Role:
+        drive.cluster.kill_instance(instance_id(role, N1), tells=True)
+    opened = drive.run_until(lambda state: state.incarnation == 2 and is_iterating(state))
+    assert {each.gpu for each in opened.components[Role.ACTOR].grants} <= {gpu("n0", 3)}
+    ended = drive.run()
+    assert ended.phase is Phase.FINISHED, ended.message
+
+
 def test_under_a_policy_that_moves_nothing_a_node_that_is_lost_for_good_ends_the_job() -> None:
     drive = booted(FakeCluster(on_either_node(), has_supervisor=False))
     drive.policy = StaticPolicy()

@@ -148,6 +148,21 @@ def test_a_home_is_one_that_the_policy_accepts_where_there_is_one() -> None:
     )
 
 
+def test_an_actor_that_has_no_copy_left_gets_a_free_slot_of_its_own() -> None:
+    """Rollout and inference have one copy each, and spare none."""
+    spec = replace(job(actor=1, rollout=1, inference=1, prompts=8, minibatches=2), standby=gpus(3, 5))
+    state = lost(spec, gpus(0, 1))
+    assert sizes(home(state).spec) == {Role.ACTOR: gpus(3, 4), Role.ROLLOUT: gpus(1, 2), Role.INFERENCE: gpus(2, 3)}
+    moved_away = replace(lost(spec, gpus(3, 5)), moved=Placed(gpus(4, 5), Layout()))
+    assert home(moved_away).spec.placement[Role.ACTOR] == Placed(gpus(0, 1), Layout()), "where the config has it"
+    assert home(lost(spec, (*gpus(0, 1), *gpus(3, 5)))) == Home(spec), "and none where none is left"
+
+
+def test_what_stands_by_is_the_actors_alone() -> None:
+    spec = replace(job(actor=1, rollout=1, inference=1, prompts=8, minibatches=2), standby=gpus(3, 5))
+    assert home(lost(spec, gpus(2, 3))) == Home(spec)
+
+
 def test_an_actor_that_lost_nothing_stays_where_a_person_moved_it() -> None:
     """To three copies, of which RLinf would train one, two or four."""
     spec = replace(job(actor=4, rollout=4, inference=2, prompts=8, minibatches=2), standby=gpus(10, 11))
