@@ -33,13 +33,13 @@ from services.scheduler.policy.situation import (
     as_engines,
     engine_size,
     largest_dp,
+    most_copies,
     placed_gpus,
     replica_size,
-    with_dp,
 )
 from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
 from services.scheduler.remembered import Assignment, EngineGpus, Remembered
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.values import JobSpec
 from tidegate.types import GpuId, NodeId, Role, node_of
 
 MIN_CANDIDATES, MAX_CANDIDATES = 3, 10
@@ -233,8 +233,7 @@ def _assigned(situation: Situation, split: Split) -> Assignment:
     pool.sort(key=lambda gpu: gpu not in homes[Role.ACTOR])
     gpus = (*trainer, *pool[: split.num_trainer_gpus - len(trainer)])
     layout = spec.placement[Role.ACTOR].layout
-    grown = with_dp(layout, len(gpus) // replica_size(layout), num_shards=spec.num_logical_shards)
-    return Assignment(engines, Placed(gpus, grown) if grown else None, inference)
+    return Assignment(engines, most_copies(layout, gpus, num_shards=spec.num_logical_shards), inference)
 
 
 def _opened(situation: Situation) -> Remembered:

@@ -160,6 +160,16 @@ def test_the_trainer_has_no_more_copies_than_a_minibatch_has_sequences() -> None
     assert split(moved.assignment) == (0, 4, 4)
 
 
+def test_a_trainer_whose_copies_divide_no_shards_has_as_many_as_do_and_is_not_suspended() -> None:
+    """A person has it train as three copies of a job of four logical shards; three engines stay."""
+    spec = replace(PAIRS, num_logical_shards=4)
+    three = Assignment(as_engines(gpus(3, 6), 1), Placed(gpus(0, 3), Layout(dp=3)), gpus(6, 8))
+    remembered = Remembered(iteration=0, assignment=three, is_begun=True, pending_engines=3)
+    moved = POLICY.choose(seen(spec, three, num_unfinished=2, num_done=1, remembered=remembered))
+    assert moved.assignment == replace(three, trainer=Placed(gpus(0, 2), Layout(dp=2)))
+    assert moved.trains
+
+
 def test_a_boundary_is_used_once() -> None:
     used = {"num_answered": 1, "pending_engines": 1}
     choice = POLICY.choose(late(num_done=1, is_at_boundary=True, known=used))
