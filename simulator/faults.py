@@ -11,7 +11,7 @@ from tidegate.types import GpuId, NodeId
 @dataclass(frozen=True, slots=True)
 class GpuFault:
     """The GPU is lost, and with it what it was part of: an engine, the trainer's uncommitted minibatch. `back_after_s`:
-    when it can be had again; None: not in this iteration."""
+    when it can be had again, unless another fault has it lost for longer; None: not in this iteration."""
 
     at_s: float
     gpu: GpuId
@@ -20,7 +20,8 @@ class GpuFault:
 
 @dataclass(frozen=True, slots=True)
 class NodeFault:
-    """All GPUs of the node are lost, and every service there with them. `back_after_s`: as of a GPU."""
+    """All GPUs of the node are lost, and every service there with them. `back_after_s`: as of a GPU; no other fault of
+    the node begins before it is back."""
 
     at_s: float
     node: NodeId

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
+from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from simulator.lengths import LengthLaw
@@ -176,6 +178,7 @@ def _fault_faults(scenario: Scenario) -> Iterator[str]:
             yield f"faults.{at}.gpu={fault.gpu} leaves the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"
         elif fault.kind == "node":
             yield from _node_faults(scenario, f"faults.{at}.node={fault.node}", fault.node)
+    yield from _overlaps(scenario)
 
 
 def _node_faults(scenario: Scenario, key: str, node: str | None) -> Iterator[str]:
@@ -184,3 +187,19 @@ def _node_faults(scenario: Scenario, key: str, node: str | None) -> Iterator[str
         yield f"{key} is no node of the cluster, which has {', '.join(nodes)}"
     elif node == nodes[0]:
         yield f"{key} has the components' leads, whose election is not simulated: lose a node after it in the alphabet"
+
+
+def _overlaps(scenario: Scenario) -> Iterator[str]:
+    """Of a node that is lost while it is lost: its services would come back twice."""
+    losses = [(at, fault) for at, fault in enumerate(scenario.faults) if fault.kind == "node"]
+    losses.sort(key=lambda each: (each[1].node or "", each[1].at_s))
+    for (earlier, first), (at, second) in pairwise(losses):
+        if first.node != second.node:
+            continue
+        back_s = inf if first.back_after_s is None else first.at_s + first.back_after_s
+        if second.at_s <= back_s:
+            gone = f"from {first.at_s:g} s on for good" if back_s == inf else f"from {first.at_s:g} s to {back_s:g} s"
+            yield (
+                f"faults.{at}.at_s={second.at_s:g} loses {second.node}, which faults.{earlier} has lost {gone}: make "
+                "one of the two, or lose it after it is back"
+            )

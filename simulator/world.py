@@ -75,8 +75,8 @@ class World:
         self.gpus = Gpus(placement.cluster)
         self._untold: deque[Happening] = deque()
         self._late: list[LateFault] = []
-        self._down: set[GpuId] = set()
-        """Of nodes that are lost."""
+        self._lost_by: dict[GpuId, list[Fault]] = {}
+        """Faults that are not over: the GPU can be had again after the last."""
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
         self.trainer = Trainer(workload, costs, shared, model)
@@ -219,18 +219,19 @@ class World:
             case LateFault():
                 self._late.append(fault)
             case GpuFault(gpu=gpu):
-                self._lose(gpu)
+                self._lose(gpu, fault)
                 if fault.back_after_s is not None:
-                    self._clock.schedule(self.now_s + fault.back_after_s, partial(self._come_back, gpu))
-            case NodeFault(node=node):
-                self._lose_node(tuple(gpu for gpu in self.gpus.cluster if node_of(gpu) == node), fault.back_after_s)
+                    self._clock.schedule(self.now_s + fault.back_after_s, partial(self._come_back, gpu, fault))
+            case NodeFault():
+                self._lose_node(fault)
             case EngineFault(engine=name):
                 if name in self.rollout.engines:
                     self._free_after_death(self.rollout.kill(name))
                 else:
                     self._shared.tell(What.FAULT_MISSED, name, len(self.rollout.engines))
 
-    def _lose(self, gpu: GpuId) -> None:
+    def _lose(self, gpu: GpuId, fault: Fault) -> None:
+        self._lost_by.setdefault(gpu, []).append(fault)
         before = self.gpus.lose(gpu, self.now_s)
         if before is Holder.LOST:
             return
@@ -245,22 +246,23 @@ class World:
         self.inference.lose(gpu)
         self.trainer.drop_waiting(gpu)
 
-    def _lose_node(self, gpus: tuple[GpuId, ...], back_after_s: float | None) -> None:
-        self._down.update(gpus)
+    def _lose_node(self, fault: NodeFault) -> None:
+        gpus = tuple(gpu for gpu in self.gpus.cluster if node_of(gpu) == fault.node)
         self._shared.tell(What.NODE_LOST, gpus=gpus)
         for gpu in gpus:
-            self._lose(gpu)
-        if back_after_s is not None:
-            self._clock.schedule(self.now_s + back_after_s, partial(self._node_comes_back, gpus))
+            self._lose(gpu, fault)
+        if fault.back_after_s is not None:
+            self._clock.schedule(self.now_s + fault.back_after_s, partial(self._node_comes_back, gpus, fault))
 
-    def _node_comes_back(self, gpus: tuple[GpuId, ...]) -> None:
-        self._down.difference_update(gpus)
+    def _node_comes_back(self, gpus: tuple[GpuId, ...], fault: NodeFault) -> None:
         self._shared.tell(What.NODE_BACK, gpus=gpus)
         for gpu in gpus:
-            self._come_back(gpu)
+            self._come_back(gpu, fault)
 
-    def _come_back(self, gpu: GpuId) -> None:
-        if self.gpus.holder(gpu) is Holder.LOST and gpu not in self._down:
+    def _come_back(self, gpu: GpuId, fault: Fault) -> None:
+        """Unless another fault has it lost still."""
+        self._lost_by[gpu].remove(fault)
+        if not self._lost_by[gpu]:
             self.gpus.move([gpu], Holder.LOST, Holder.FREE, self.now_s)
             self._shared.tell(What.GPUS_FREED, gpus=(gpu,))
             self._freed()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
 from hypothesis import given, settings
@@ -62,10 +63,22 @@ ONE_NODE = {"n0": 12}
 THREE_NODES = {"n0": 4, "n1": 4, "n2": 4}
 
 
+def apart(faults: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Without those of a node that is lost already, which a scenario may not have."""
+    back_s: dict[str, float] = {}
+    for each in sorted(faults, key=lambda each: each["at_s"]):
+        node = each.get("node", "")
+        if node and each["at_s"] <= back_s.get(node, -1.0):
+            continue
+        back_s[node] = each["at_s"] + each.get("back_after_s", inf)
+        yield each
+
+
 @st.composite
 def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults, nodes: Mapping[str, int] = ONE_NODE) -> Scenario:
     """Twelve GPUs, which come back when they are lost."""
     faults: list[dict[str, Any]] = draw(st.lists(st.one_of(losses, engine_faults, late_faults), max_size=3))
+    faults = list(apart(faults))
     order, streams = draw(st.sampled_from(["arrival", "fixed"])), draw(st.booleans())
     return parse_scenario(
         {

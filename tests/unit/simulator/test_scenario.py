@@ -85,6 +85,14 @@ def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
         ("faults=[{at_s: 1, kind: node}]", "faults.0.kind=node needs faults.0.node"),
         ("faults=[{at_s: 1, kind: node, node: n2}]", "faults.0.node=n2 is no node of the cluster, which has n0, n1"),
         ("faults=[{at_s: 1, kind: node, node: n0}]", "faults.0.node=n0 has the components' leads"),
+        (
+            "faults=[{at_s: 4, kind: node, node: n1}, {at_s: 1, kind: node, node: n1, back_after_s: 3}]",
+            "faults.0.at_s=4 loses n1, which faults.1 has lost from 1 s to 4 s: make one of the two, or lose it after",
+        ),
+        (
+            "faults=[{at_s: 1, kind: node, node: n1}, {at_s: 9, kind: node, node: n1, back_after_s: 3}]",
+            "faults.1.at_s=9 loses n1, which faults.0 has lost from 1 s on for good: make one of the two",
+        ),
         ("faults=[{at_s: 1, kind: late}]", "faults.0.kind=late needs faults.0.what"),
         ("faults=[{at_s: -1, kind: engine, engine: 0}]", "faults.0.at_s=-1"),
     ],

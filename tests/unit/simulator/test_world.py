@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from services.scheduler.observed import AWAY
-from simulator.faults import EngineFault, GpuFault, LateFault
+from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.gpus import Holder, MoveRefused
 from simulator.happenings import What
 from simulator.workload import Workload
 from simulator.world import Stalled, World
 from tests.unit.simulator.small import CLUSTER, COSTS, shown, workload, world
-from tidegate.types import Layout, MinibatchOrder
+from tidegate.types import Layout, MinibatchOrder, NodeId
 
 EIGHT_GROUPS = [((30 + 7 * group,), (90,)) for group in range(8)]
 
@@ -184,6 +184,26 @@ def test_a_gpu_that_comes_back_is_free() -> None:
     freed = [happening for happening in over.happenings() if happening.what is What.GPUS_FREED]
     assert [(round(each.at_s, 3), each.gpus) for each in freed] == [(0.7, CLUSTER[5:6]), (1.5, CLUSTER[4:5])]
     assert over.gpus.held_by(Holder.FREE) == CLUSTER[4:6]
+
+
+RETURNS: dict[str, tuple[list[Fault], float | None]] = {
+    "a GPU that was lost for good": ([GpuFault(0.2, CLUSTER[4])], None),
+    "one that is lost for good while its node is": ([GpuFault(0.7, CLUSTER[4])], None),
+    "one that is lost for longer": ([GpuFault(0.2, CLUSTER[4], back_after_s=2.0)], 2.2),
+    "one that is lost for less long": ([GpuFault(0.2, CLUSTER[4], back_after_s=0.5)], 1.5),
+    "one that is lost with it": ([], 1.5),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_with_its_node_comes_back(name: str) -> None:
+    """The node is lost from 0.5 s to 1.5 s; each GPU is free again when the last of its faults is over."""
+    faults, want = RETURNS[name]
+    over = world(workload(EIGHT_GROUPS), faults=[*faults, NodeFault(0.5, NodeId("n0"), back_after_s=1.0)])
+    with pytest.raises(Stalled):
+        run(over)
+    freed = [each.at_s for each in over.history if each.what is What.GPUS_FREED and CLUSTER[4] in each.gpus]
+    assert freed == ([want] if want is not None else [])
 
 
 def test_a_lost_gpu_of_the_inference_costs_a_group_its_computation_only() -> None:
