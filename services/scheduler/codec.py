@@ -24,7 +24,7 @@ from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Raised with every change of what a state has: one of the old form would be read wrongly, or refused for a field
 that says nothing of what to do."""
 
