@@ -6,7 +6,7 @@ takes `rounds` rounds, from the family's plans too.
 
 Invariants: a plan is left for one that moves the trainer now only where that lowers its score by more than
 `least_gain_s`, and by more than `least_payback` times what the move itself takes; the trainer's GPUs are lent to the
-rollout, at the opening or before the last minibatch, only where that ends the iteration by as much sooner.
+rollout only where that gains as much: of the score at the opening, of the end before the last minibatch.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class Foresight:
         later = Plans(np.zeros(1), lent.plan.trainer[:, 1:], lent.plan.inference[:, 1:])
         coarse = family(cluster, later.trainer.shape[1], forecast.span_s)
         found = search(forecast, Plans.of(later, coarse), rounds=self.rules.rounds)
-        first = int(cluster.units(lent.plan.trainer[0, :1].astype(np.float64))[0])
-        least_s = self._least_s(situation.costs.release_s + float(cluster.switch_s[0, first]))
-        return None if lent.score_s < found.score_s - least_s else found
+        return None if lent.score_s < found.score_s - self._lending_s(forecast, lent.plan) else found
 
     def _forecast(self, situation: Situation, cluster: Cluster, order: tuple[int, ...]) -> Forecast:
         final = final_lengths(situation.generation, situation.lengths)
@@ -144,14 +142,19 @@ class Foresight:
         if waits.score_s > found.score_s * WORTH_SEARCHING:
             return found
         waits = search(forecast, waits.plan, rounds=self.rules.rounds)
-        cluster = forecast.cluster
-        back = int(cluster.units(waits.plan.trainer[0].astype(np.float64))[0])
-        least_s = self._least_s(forecast.costs.release_s + float(cluster.switch_s[0, back]))
-        if not waits.end_s < found.end_s - least_s:
+        if not waits.end_s < found.end_s - self._lending_s(forecast, waits.plan):
             return found
+        cluster = forecast.cluster
         num_engines = (cluster.num_gpus - int(waits.plan.inference[0, 0])) // cluster.engine_size
         start_s = np.array([forecast.over_s(num_engines)])
         return replace(waits, plan=replace(waits.plan, start_s=start_s))
+
+    def _lending_s(self, forecast: Forecast, plan: Plans) -> float:
+        """What lending the trainer's GPUs has to gain: engines let go of those of the plan's next minibatch, and the
+        trainer is loaded on them."""
+        cluster = forecast.cluster
+        back = int(cluster.units(plan.trainer[0, :1].astype(np.float64))[0])
+        return self._least_s(forecast.costs.release_s + float(cluster.switch_s[0, back]))
 
     def _least_s(self, move_s: float) -> float:
         return max(self.rules.least_gain_s, self.rules.least_payback * move_s)
