@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python $(PIP_INSTALL)
 SGLANG_VENV := .venv-sglang
 SGLANG := $(SGLANG_VENV)/.installed
 # mypy refuses a folder that holds no Python yet
-CHECKED = $(foreach folder,tidegate services simulator benchmarks tests tools examples,\
+CHECKED = $(foreach folder,tidegate cli services simulator benchmarks tests tools examples,\
 	$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
 
 # Each slot is one process on few cores: more threads a process only fight each other (and change sums' order).

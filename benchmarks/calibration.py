@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.report import Report, arguments, publish, spread
 from services.scheduler.policy.static import StaticPolicy
-from simulator.calibrating import calibrated, scenario_text
+from simulator.calibration import calibrated, scenario_text
 from simulator.run import simulate
 from simulator.scenario import load_scenario
 from tidegate.recorded import RecordedRun, joined, recorded
@@ -33,7 +33,7 @@ NUM_COMPARED, NUM_COMPARED_QUICK = 5, 2
 def run_of(seed: int, folder: Path, changes: tuple[str, ...]) -> RecordedRun:
     """The demo's job, from nothing to its end."""
     given = [str(DEMO), f"seed={seed}", f"output_dir={folder}", *changes]
-    subprocess.run([sys.executable, "-m", "tidegate.cli", "run", *given], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "cli", "run", *given], check=True, capture_output=True)
     return recorded(folder / "demo")
 
 

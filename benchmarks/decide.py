@@ -19,10 +19,10 @@ from typing import Any
 
 from benchmarks.iteration_models import SCENARIO, cluster_of, policies
 from benchmarks.report import Report, arguments, publish
-from services.scheduler.decide import decide
+from services.scheduler.decide.decision import decide
 from services.scheduler.policy import Policy
-from services.scheduler.state import ClusterState
-from simulator.iterating import Simulated
+from services.scheduler.state.cluster_state import ClusterState
+from simulator.iteration import Simulated
 from simulator.scenario import load_scenario
 from simulator.scheduled import Scheduled
 

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.wrong_rates import Misled, Wrong
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from simulator.costs import Costs
-from simulator.misled import Misled, Wrong
 from simulator.model import ModelSection
 from simulator.policies import NAMES, policies_of
-from simulator.resharding import change_of, moved_bytes
+from simulator.reshard_costs import change_of, moved_bytes
 from simulator.scenario import Scenario, load_scenario
 from tidegate.types import Layout, NodeId, gpu_id
 

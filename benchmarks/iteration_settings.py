@@ -15,12 +15,12 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any
 
+from benchmarks.direct import simulate
 from benchmarks.iteration_models import SCENARIO, cluster_of, policies
 from benchmarks.report import Report, arguments, publish, spread
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.policy.static import StaticPolicy
-from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
 
 SEEDS = range(30, 35)

@@ -22,12 +22,12 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any
 
+from benchmarks.clairvoyant.search import Found, clairvoyant_schedule
+from benchmarks.direct import simulate
 from benchmarks.iteration_models import MODELS, PUBLISHED, SCENARIO, Model, policies, scenario_of, variations
 from benchmarks.report import Report, arguments, publish, spread
+from benchmarks.wrong_rates import Wrong
 from services.scheduler.policy.static import StaticPolicy
-from simulator.clairvoyant import Found, clairvoyant_schedule
-from simulator.misled import Wrong
-from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
 
 SEEDS = range(10, 20)

@@ -21,7 +21,7 @@ from services.actor.settings import OptimizerSettings, TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from tests.integration.elastic.worlds import join, open_store
 from tests.ranks import RankContext, Results
-from tidegate.config_files import Sources, load_sources
+from tidegate.config.files import Sources, load_sources
 from tidegate.job import load_job
 from tidegate.megatron.batching import BatchLimits, Limits, ReplicaPlace, deal, pad
 from tidegate.megatron.packing import TokenCap

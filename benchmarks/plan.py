@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.report import Report, arguments, publish, spread
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.layout import Mesh, even_chunks
-from tidegate.elastic.planner import Planner
-from tidegate.elastic.ranges import with_optimizer
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.layout import Mesh, even_chunks
+from tidegate.elastic.plan.planner import Planner
+from tidegate.elastic.plan.ranges import with_optimizer
 from tidegate.types import Layout
 
 RANKS_PER_HOST = 8

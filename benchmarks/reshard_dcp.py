@@ -25,9 +25,9 @@ from benchmarks.reshard_job import MegatronJob
 from benchmarks.reshard_sides import Crew, Parts
 from benchmarks.reshard_state import NUM_STEPS, LogicalState
 from tests.integration.elastic.dist_checkpoint import Trained
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.parameters import Parameter, Split, Whole
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.parameters import Parameter, Split, Whole
 
 _KINDS = (StateKind.WEIGHT, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
 

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from benchmarks.reshard_sides import Crew
 from benchmarks.reshard_state import LogicalState, adam
 from tests.integration.elastic.dist_checkpoint import Trained
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron import parallel
 from tidegate.megatron.updates import data_parallel, distributed_optimizer
 from tidegate.types import Layout

@@ -15,7 +15,7 @@ from benchmarks.reshard_job import MegatronJob
 from benchmarks.reshard_sides import Crew, Parts
 from benchmarks.reshard_state import LogicalState
 from tests.integration.elastic.dist_checkpoint import Trained, have_state, load, save
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.plan.layout import Mesh
 
 
 class DistCheckpointing:

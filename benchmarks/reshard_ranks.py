@@ -22,7 +22,7 @@ from benchmarks.reshard_sides import Crew, Side
 from benchmarks.reshard_state import LogicalState, model
 from benchmarks.reshard_tidegate import ByGloo, BySharedMemory, IntoFreshMemory, WeightsAlone
 from tests.ranks import RankContext, Results
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.plan.layout import Mesh
 from tidegate.types import Layout
 
 SIDES: dict[str, Callable[[Crew, LogicalState], Side]] = {

@@ -16,8 +16,8 @@ from megatron.core.resharding.refit import clear_all_caches, swap_model_weights
 
 from benchmarks.reshard_sides import Crew, Parts
 from benchmarks.reshard_state import LogicalState
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.world import Membership, World
+from tidegate.elastic.epoch.world import Membership, World
+from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron.groups import megatron_groups
 
 CPU = torch.device("cpu")

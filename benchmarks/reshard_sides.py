@@ -17,8 +17,8 @@ from typing import Protocol
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tests.ranks import RankContext
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.rendezvous import connect_store, serve_store, use_interface
+from tidegate.elastic.epoch.rendezvous import connect_store, serve_store, use_interface
+from tidegate.elastic.plan.layout import Mesh
 
 
 class Side(Protocol):

@@ -16,9 +16,9 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from tests.integration.elastic.dist_checkpoint import optimizer_tensors
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.parameters import Parameter, shard_of
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.parameters import Parameter, shard_of
 from tidegate.megatron.gpt_provider import GptProvider, fill
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout

@@ -17,20 +17,20 @@ import torch
 from benchmarks.reshard_sides import Crew, Parts
 from benchmarks.reshard_state import NUM_STEPS, LogicalState, adam
 from benchmarks.transport_floor import Traffic, peer_to_peer_seconds, shared_memory_seconds
-from tidegate.elastic import catalogue
-from tidegate.elastic.catalogue import Announcement, Extent
-from tidegate.elastic.held import Held
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.memory import ArenaReader, OwnArena, Place, SharedArena
-from tidegate.elastic.plan import Holding, Part
-from tidegate.elastic.planner import Planner
+from tidegate.elastic.carry.shared_memory import SharedMemory
+from tidegate.elastic.epoch.world import Membership, World
+from tidegate.elastic.model.memory import ArenaReader, OwnArena, Place, SharedArena
+from tidegate.elastic.model.tensors import TensorKey, Tensors
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.plan import Holding, Part
+from tidegate.elastic.plan.planner import Planner
 from tidegate.elastic.settings import ElasticSettings
-from tidegate.elastic.shared_memory import SharedMemory
-from tidegate.elastic.state import Progress
+from tidegate.elastic.state import catalogue
+from tidegate.elastic.state.catalogue import Announcement, Extent
+from tidegate.elastic.state.held import Held
+from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.trainer import ElasticTrainer
-from tidegate.elastic.transport import TensorKey, Tensors
-from tidegate.elastic.world import Membership, World
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidegate.elastic.memory import Arena, ArenaReader, SharedArena
-from tidegate.elastic.plan import Part
+from tidegate.elastic.model.memory import Arena, ArenaReader, SharedArena
+from tidegate.elastic.plan.plan import Part
 
 _MESSAGE_BYTES = 64 << 20
 """gloo sends larger messages no faster, and it holds a message's pages while it does."""

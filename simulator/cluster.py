@@ -12,20 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from services.scheduler import commands as cmd
-from services.scheduler import events as ev
-from services.scheduler.policy.situation import as_engines, engine_size
-from services.scheduler.remembered import Assignment
-from services.scheduler.values import Fate, Placed, Snapshot
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.layouts import as_engines, engine_size
+from services.scheduler.state.remembered import Assignment
+from services.scheduler.state.values import Fate, Placed, Snapshot
 from simulator.gpus import Holder
 from simulator.happenings import Happening, What
-from simulator.iterating import Simulated
+from simulator.iteration import Simulated
 from simulator.leads import ActorMoves, Change, InferenceMoves, Lead, Moves, RolloutMoves, are_free
-from simulator.seeing import inferring
 from simulator.store import REFUSED, Store
+from simulator.views import inferring
 from simulator.voice import Voice
 from simulator.world import World
-from tidegate.ownership import Outcome
+from tidegate.ownership.records import Outcome
 from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token, TransitionId, instance_id, node_of
 
 DIGEST_STEP = 0x9E3779B97F4A7C15

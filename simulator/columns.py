@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.observed import AWAY, ENDED, QUEUED, Ints
+from services.scheduler.state.observed import AWAY, ENDED, QUEUED, Ints
 
 
 @dataclass(frozen=True, slots=True)

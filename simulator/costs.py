@@ -16,8 +16,8 @@ from typing import Annotated
 from pydantic import Field
 
 from simulator.assumptions import Source
-from tidegate.config_base import Count, NonNegativeFloat, Positive, PositiveFloat, Section
-from tidegate.elastic.planner import Moved
+from tidegate.config.base import Count, NonNegativeFloat, Positive, PositiveFloat, Section
+from tidegate.elastic.plan.planner import Moved
 from tidegate.types import Layout
 
 _LayoutName = Annotated[str, Field(pattern=r"^(single|(tp|pp|dp|cp|ep|vpp)\d+(-(pp|dp|cp|ep|vpp)\d+)*)$")]

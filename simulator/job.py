@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.scheduler.costs import Costs as MeasuredCosts
-from services.scheduler.costs import DecodeStep, LengthLaw, Rates
-from services.scheduler.learned import MIN_SIGMA
-from services.scheduler.observed import TrainerRate
-from services.scheduler.policy.situation import replica_size, with_dp
-from services.scheduler.switch_costs import ReshardCosts
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.state.costs import Costs as MeasuredCosts
+from services.scheduler.state.costs import DecodeStep, LengthLaw, Rates
+from services.scheduler.state.layouts import replica_size, with_dp
+from services.scheduler.state.learned import MIN_SIGMA
+from services.scheduler.state.observed import TrainerRate
+from services.scheduler.state.switch_costs import ReshardCosts
+from services.scheduler.state.values import JobSpec, Placed
 from simulator.costs import Costs, imbalance
 from simulator.lengths import LengthLaw as DrawnLaw
 from simulator.lengths import Lengths, LengthSection

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from simulator.assumptions import Source
-from tidegate.config_base import ConfigPath, Count, NonNegativeFloat, Positive, PositiveFloat, Section
+from tidegate.config.base import ConfigPath, Count, NonNegativeFloat, Positive, PositiveFloat, Section
 
 Floats = NDArray[np.float64]
 Turns = tuple[int, ...]

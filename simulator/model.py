@@ -11,11 +11,11 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from simulator.assumptions import Source
-from tidegate.config_base import Section
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.layout import LayoutRefused, even_chunks
-from tidegate.elastic.optimizers import ADAM, StateKind, StateTensor
-from tidegate.elastic.parameters import shard_of
+from tidegate.config.base import Section
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.layout import LayoutRefused, even_chunks
+from tidegate.elastic.plan.optimizers import ADAM, StateKind, StateTensor
+from tidegate.elastic.plan.parameters import shard_of
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout, Precision
 
@@ -66,7 +66,7 @@ class ModelSection(Section):
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        """What Adam keeps of each parameter; see `tidegate.elastic.adam`."""
+        """What Adam keeps of each parameter; see `tidegate.elastic.model.adam`."""
         if self.precision is Precision.BF16:
             return ADAM
         return tuple(state for state in ADAM if state.kind is not StateKind.MAIN_PARAM)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from services.scheduler.remembered import Assignment
+from services.scheduler.state.remembered import Assignment
 from simulator.bound import Bound
 from simulator.gpus import Doing
 from simulator.happenings import Happening

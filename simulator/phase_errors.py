@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from simulator.calibrating import all_tokens, calibrated, scenario_of, world_of
+from simulator.calibration import all_tokens, calibrated, scenario_of, world_of
 from simulator.happenings import What
 from simulator.scenario import Scenario
 from tidegate.recorded import RecordedIteration, RecordedRun

@@ -12,10 +12,10 @@ from typing import get_args
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
-from services.scheduler.values import JobSpec
+from services.scheduler.state.values import JobSpec
 from simulator.job import job_of
 from simulator.scenario import Scenario, ScenarioError
-from tidegate.config_scheduler import SchedulerSection
+from tidegate.config.sections.scheduler import SchedulerSection
 
 NAMES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
 _LEAST_LIKENESS = 0.5

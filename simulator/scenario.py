@@ -7,28 +7,24 @@ before all are right. Invariant: a `Scenario` is valid when made and never chang
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
-from simulator.assumptions import Assumption, Source, used_assumptions
-from simulator.costs import Costs
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
-from simulator.happenings import What
-from simulator.lengths import BadTrace, LengthLaw, Lengths, LengthSection, draw_lengths, lengths_of_trace, parse_trace
-from simulator.model import ModelSection
+from simulator.lengths import BadTrace, LengthLaw, Lengths, draw_lengths, lengths_of_trace, parse_trace
 from simulator.scenario_checks import gpus_of, scenario_faults
+from simulator.scenario_sections import FaultSection, ScenarioSections
 from simulator.workload import Workload
 from simulator.world import Placement, World
-from tidegate.config import ConfigError, LayoutSection
-from tidegate.config_base import Count, FileName, GpuList, Nodes, NonNegativeFloat, Positive, Section, fields_of
-from tidegate.config_faults import described
-from tidegate.config_layers import (
+from tidegate.config.base import FileName, fields_of
+from tidegate.config.checks.faults import described
+from tidegate.config.job_config import ConfigError
+from tidegate.config.reading.layers import (
     NOTHING,
     Layer,
     Origin,
@@ -38,88 +34,23 @@ from tidegate.config_layers import (
     parse_override,
     with_whole_paths,
 )
-from tidegate.config_origins import with_origin, with_origins
-from tidegate.config_scheduler import SchedulerSection
-from tidegate.config_yaml import NotAsMeant, read_yaml, yaml_problem
-from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Role, gpu_id
+from tidegate.config.reading.origins import with_origin, with_origins
+from tidegate.config.reading.yaml_text import NotAsMeant, read_yaml, yaml_problem
+from tidegate.types import GpuId, Layout, NodeId, Role
 
 
 class ScenarioError(ConfigError):
     """The scenario cannot be run; one fault a line."""
 
 
-class PlacementSection(Section):
-    """GPUs at the iteration's beginning, counted over the nodes in order; what nobody has is free."""
-
-    actor: GpuList = ""
-    rollout: GpuList
-    inference: GpuList = ""
-
-
-class ClusterSection(Section):
-    nodes: Nodes
-    placement: PlacementSection
-
-    def gpus(self) -> tuple[GpuId, ...]:
-        return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))
-
-
-class AlgorithmSection(Section):
-    """The defaults are the published 7B GRPO job's."""
-
-    prompts_per_iteration: Positive = 512
-    group_size: Positive = 16
-    n_minibatches: Positive = 4
-    minibatch_order: MinibatchOrder = MinibatchOrder.ARRIVAL
-    streams: bool = True
-    """Whether a minibatch starts with its first group, not with its last."""
-    prompt_tokens: Annotated[Count, Source("A: prompts of mathematics, at most 1,024")] = 200
-
-
-class FaultSection(Section):
-    """`gpu` loses one, `node` all of a node's and its services, `engine` loses an engine's process, `late` holds the
-    first such happening back."""
-
-    at_s: NonNegativeFloat
-    kind: Literal["gpu", "node", "engine", "late"]
-    gpu: Count | None = None
-    node: str | None = None
-    back_after_s: NonNegativeFloat | None = None
-    """Of `gpu` and `node`: until it can be had again; None: not in this iteration."""
-    engine: Count | None = None
-    what: What | None = None
-    late_s: NonNegativeFloat = 0.0
-
-
-class Scenario(Section):
+class Scenario(ScenarioSections):
     """All of one simulated iteration but the policy."""
-
-    name: str = "scenario"
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    cluster: ClusterSection
-    actor_layout: LayoutSection | None = None
-    """Of the GPUs that the actor begins with; None: tp 1, pp 1 and dp as many as they are."""
-    actor_num_logical_shards: Positive | None = None
-    """Of a reproducible actor, by a job's `actor.num_logical_shards`; None: any dp will do."""
-    model: ModelSection | None = None
-    """What the trainer's reshards move; None: each takes `costs.switch.reshard_s`."""
-    algorithm: AlgorithmSection = AlgorithmSection()
-    lengths: LengthSection = LengthSection()
-    costs: Costs = Costs()
-    scheduler: SchedulerSection = SchedulerSection()
-    """The policy where none is named, and the rules of each; costs and lengths that it assumes are not read: what a
-    policy knows of them here is what earlier iterations would have measured."""
-    faults: tuple[FaultSection, ...] = ()
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Scenario:
         if found := scenario_faults(self):
             raise ValueError("\n".join(found))
         return self
-
-    def assumptions(self) -> Iterator[Assumption]:
-        """That it uses, by the keys that override them."""
-        return used_assumptions(self)
 
     def placement(self) -> Placement:
         gpus = self.cluster.gpus()

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from functools import reduce
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simulator.lengths import LengthLaw
-from tidegate.config_base import ITEM, fields_of
-from tidegate.config_layers import dotted
-from tidegate.gpu_lists import gpu_indices, list_fault
+from simulator.scenario_sections import ScenarioSections
+from tidegate.config.base import ITEM, fields_of
+from tidegate.config.gpu_lists import gpu_indices, list_fault
+from tidegate.config.reading.layers import dotted
 from tidegate.types import Layout, Role
-
-if TYPE_CHECKING:
-    from simulator.scenario import Scenario
 
 MAX_RESPONSES = 1_000_000
 """Of an iteration: a hundred times the published one's. A million are drawn in some seconds."""
@@ -40,7 +38,7 @@ _FIELDS_OF_FAULT = {
 """By kind, beside `at_s`."""
 
 
-def scenario_faults(scenario: Scenario) -> list[str]:
+def scenario_faults(scenario: ScenarioSections) -> list[str]:
     return [*_whole_number_faults(scenario)] or [
         *_placement_faults(scenario),
         *_shards_faults(scenario),
@@ -51,7 +49,7 @@ def scenario_faults(scenario: Scenario) -> list[str]:
     ]
 
 
-def _whole_number_faults(scenario: Scenario) -> Iterator[str]:
+def _whole_number_faults(scenario: ScenarioSections) -> Iterator[str]:
     """First of all: what is reckoned with them would be no number either."""
     for path, _ in fields_of(type(scenario)):
         value = None if ITEM in path else _at(scenario, path)
@@ -59,13 +57,13 @@ def _whole_number_faults(scenario: Scenario) -> Iterator[str]:
             yield f"{dotted(path)} is above {MAX_WHOLE:,}, which nothing is counted to: lower it"
 
 
-def gpus_of(scenario: Scenario, role: Role) -> list[int]:
+def gpus_of(scenario: ScenarioSections, role: Role) -> list[int]:
     """Its GPUs, counted over the nodes. ValueError for what is no list of GPUs."""
     text = getattr(scenario.cluster.placement, role.value)
     return gpu_indices(text) if text else []
 
 
-def _placement_faults(scenario: Scenario) -> Iterator[str]:
+def _placement_faults(scenario: ScenarioSections) -> Iterator[str]:
     num_gpus, holder = len(scenario.cluster.gpus()), dict[int, str]()
     for role in Role:
         key = f"cluster.placement.{role}"
@@ -81,7 +79,7 @@ def _placement_faults(scenario: Scenario) -> Iterator[str]:
         holder = dict.fromkeys(indices, str(role)) | holder
 
 
-def _size_faults(scenario: Scenario, role: Role, num_gpus: int) -> Iterator[str]:
+def _size_faults(scenario: ScenarioSections, role: Role, num_gpus: int) -> Iterator[str]:
     size = scenario.costs.engine.gpus_per_engine
     if role is Role.ROLLOUT and num_gpus % size:
         yield (
@@ -98,7 +96,7 @@ def _size_faults(scenario: Scenario, role: Role, num_gpus: int) -> Iterator[str]
         yield f"{told} needs {wanted} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
 
 
-def _shards_faults(scenario: Scenario) -> Iterator[str]:
+def _shards_faults(scenario: ScenarioSections) -> Iterator[str]:
     """As a job's config is checked."""
     num_shards, section = scenario.actor_num_logical_shards, scenario.actor_layout
     try:
@@ -112,14 +110,14 @@ def _shards_faults(scenario: Scenario) -> Iterator[str]:
         )
 
 
-def _model_faults(scenario: Scenario) -> Iterator[str]:
+def _model_faults(scenario: ScenarioSections) -> Iterator[str]:
     section = scenario.actor_layout
     layout = section.layout() if section else Layout()
     if scenario.model and (why := scenario.model.refusal(layout)):
         yield f"actor_layout.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
 
 
-def _workload_faults(scenario: Scenario) -> Iterator[str]:
+def _workload_faults(scenario: ScenarioSections) -> Iterator[str]:
     own, lengths = scenario.algorithm, scenario.lengths
     if own.n_minibatches > own.prompts_per_iteration:
         yield (
@@ -137,7 +135,7 @@ def _workload_faults(scenario: Scenario) -> Iterator[str]:
         yield f"lengths.law={lengths.law} and lengths.file={lengths.file!r}: a trace has a file, another law none"
 
 
-def _range_faults(scenario: Scenario) -> Iterator[str]:
+def _range_faults(scenario: ScenarioSections) -> Iterator[str]:
     """Of figures that are finite and yet come to nothing that can be added up."""
     for path, _ in fields_of(type(scenario)):
         value = None if ITEM in path else _at(scenario, path)
@@ -162,7 +160,7 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
     return reduce(lambda part, name: getattr(part, name, None), path, value)
 
 
-def _fault_faults(scenario: Scenario) -> Iterator[str]:
+def _fault_faults(scenario: ScenarioSections) -> Iterator[str]:
     num_gpus = len(scenario.cluster.gpus())
     for at, fault in enumerate(scenario.faults):
         needed = "what" if fault.kind == "late" else fault.kind
@@ -181,7 +179,7 @@ def _fault_faults(scenario: Scenario) -> Iterator[str]:
     yield from _overlaps(scenario)
 
 
-def _node_faults(scenario: Scenario, key: str, node: str | None) -> Iterator[str]:
+def _node_faults(scenario: ScenarioSections, key: str, node: str | None) -> Iterator[str]:
     nodes = sorted(scenario.cluster.nodes)
     if node not in nodes:
         yield f"{key} is no node of the cluster, which has {', '.join(nodes)}"
@@ -189,7 +187,7 @@ def _node_faults(scenario: Scenario, key: str, node: str | None) -> Iterator[str
         yield f"{key} has the components' leads, whose election is not simulated: lose a node after it in the alphabet"
 
 
-def _overlaps(scenario: Scenario) -> Iterator[str]:
+def _overlaps(scenario: ScenarioSections) -> Iterator[str]:
     """Of a node that is lost while it is lost: its services would come back twice."""
     losses = [(at, fault) for at, fault in enumerate(scenario.faults) if fault.kind == "node"]
     losses.sort(key=lambda each: (each[1].node or "", each[1].at_s))

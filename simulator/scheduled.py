@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.scheduler import events as ev
-from services.scheduler.decide import Decision, after_decision, decide
-from services.scheduler.evolve import evolve
-from services.scheduler.expectations import next_due_ms
-from services.scheduler.invariants import check
+from services.scheduler.decide.decision import Decision, after_decision, decide
+from services.scheduler.decide.expectations import next_due_ms
+from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy import Policy
-from services.scheduler.state import TERMINAL, ClusterState
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import TERMINAL, ClusterState
+from services.scheduler.state.invariants import check
 from simulator.cluster import Cluster
 from simulator.happenings import What
-from simulator.iterating import Pace, Simulated
+from simulator.iteration import Pace, Simulated
 from simulator.outcome import Run
-from simulator.seeing import to_ms
+from simulator.views import to_ms
 from simulator.voice import JOB
-from simulator.watched import Watched
+from simulator.watched_policy import Watched
 from simulator.world import Unfinished, World
 
 MAX_TURNS = 10_000

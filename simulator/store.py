@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.scheduler import commands as cmd
-from services.scheduler import events as ev
-from tidegate import transitions
-from tidegate.ownership import (
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from tidegate.ownership import transitions
+from tidegate.ownership.records import (
     GpuBusy,
     GpuRecord,
     GpuState,

@@ -20,7 +20,7 @@ from simulator.costs import Costs, imbalance
 from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
 from simulator.model import ModelSection
-from simulator.resharding import change_of, moved_bytes
+from simulator.reshard_costs import change_of, moved_bytes
 from simulator.workload import Workload
 from tidegate.types import GpuId, Layout, MinibatchOrder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from services.scheduler import events as ev
+from services.scheduler.state import events as ev
 from tidegate.types import Grant, JobId, Role
 
 JOB = JobId("simulated")

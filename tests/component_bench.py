@@ -19,7 +19,7 @@ from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.checksums import combined_checksum
 from tidegate.codec import encode_grants, encode_layout
-from tidegate.config import JobConfig, parse_config
+from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job, snapshot_folder
 from tidegate.ports.bus import BusLimits, SampleStream

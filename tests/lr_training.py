@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tidegate.lr_progress import LrLedger
+from tidegate.lr.progress import LrLedger
 
 
 @dataclass(frozen=True, slots=True)

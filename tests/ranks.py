@@ -133,7 +133,7 @@ def _serve() -> None:
 
 def _run_ranks(call: dict[str, Any]) -> str:
     """The first failure's text, or ""."""
-    from tidegate.elastic.rendezvous import listening_socket
+    from tidegate.elastic.epoch.rendezvous import listening_socket
 
     module, _, name = call["target"].partition(":")
     target = getattr(importlib.import_module(module), name)

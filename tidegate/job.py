@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidegate.attempts import AttemptFolder, newest_attempt
-from tidegate.config import ConfigError, JobConfig
-from tidegate.config_evaluation import longest_evaluated
+from tidegate.config.checks.evaluation import longest_evaluated
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
 from tidegate.megatron.family import check_layout, model_parameters, padded_vocab_size, possible_tp_sizes
 from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist

@@ -18,7 +18,7 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
 
-from tidegate.config import ConfigError, JobConfig
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.timeline import Span, read_spans
 from tidegate.types import Role
 from tidegate.v1 import events_pb2

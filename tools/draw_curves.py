@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.elastic import local
+from tidegate.elastic.epoch.world import World
 from tidegate.elastic.report import ReshardReport
-from tidegate.elastic.world import World
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "img" / "elastic-loss.svg"
 LEFT, RIGHT = 84, 776

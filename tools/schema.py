@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import JobConfig
-from tidegate.config_base import ITEM
+from tidegate.config.base import ITEM
+from tidegate.config.job_config import JobConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "tidegate" / "config.schema.json"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from tidegate.elastic.copies import NUM_SLOTS
 from tidegate.elastic.settings import CopyTo
+from tidegate.elastic.state.copies import NUM_SLOTS
 from tidegate.types import Precision
 
 _MOUNTS = Path("/proc/self/mounts")

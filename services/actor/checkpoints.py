@@ -18,9 +18,9 @@ from typing import Any
 from services.actor.ledger import LedgerError, SampleLedger
 from tidegate.checkpoint_names import checkpoint_name, place_of
 from tidegate.checksums import WrittenFile, file_checksum
-from tidegate.lr_checkpoint import decoded, encoded
-from tidegate.lr_errors import ForeignCheckpoint, LrError
-from tidegate.lr_progress import LrLedger
+from tidegate.lr.checkpoint import decoded, encoded
+from tidegate.lr.errors import ForeignCheckpoint, LrError
+from tidegate.lr.progress import LrLedger
 from tidegate.types import Layout
 
 FORMAT_VERSION = 3

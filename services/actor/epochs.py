@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from tidegate.elastic.rendezvous import connect_store, serve_store
-from tidegate.elastic.world import Membership, World, peers_needed
+from tidegate.elastic.epoch.rendezvous import connect_store, serve_store
+from tidegate.elastic.epoch.world import Membership, World, peers_needed
 from tidegate.runtime.worker import CallRefused, WorkerChannel
 from tidegate.v1 import workers_pb2 as wire
 

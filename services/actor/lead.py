@@ -35,8 +35,8 @@ from tidegate.candidates import has_spread
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
 from tidegate.lines import append_lines
-from tidegate.lr_errors import TooManySkips
-from tidegate.lr_progress import LrLedger
+from tidegate.lr.errors import TooManySkips
+from tidegate.lr.progress import LrLedger
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancelling import end_task
 from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, put_off_s, rewards_of

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from services.actor.checkpoints import Checkpoint
-from tidegate.config import JobConfig
-from tidegate.config_lr import num_updates_of, rules_of, samples_per_update, schedule_of
-from tidegate.lr_checkpoint import adopted, resumed
-from tidegate.lr_errors import RanksDisagree
-from tidegate.lr_progress import LrLedger, agreed
+from tidegate.config.job_config import JobConfig
+from tidegate.config.schedule import num_updates_of, rules_of, samples_per_update, schedule_of
+from tidegate.lr.checkpoint import adopted, resumed
+from tidegate.lr.errors import RanksDisagree
+from tidegate.lr.progress import LrLedger, agreed
 from tidegate.v1 import workers_pb2 as wire
 
 _NUM_TOLD = 4

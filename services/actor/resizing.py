@@ -23,7 +23,7 @@ import structlog
 from services.actor.all_ranks import LAST_WORDS_S
 from services.actor.membership import ActorWorld
 from tidegate.codec import decode_grants, decode_layout, encode_layout
-from tidegate.ownership import StoreNotAdopted, StoreUnavailable, Transition
+from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable, Transition
 from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.lead import Command, LeadTools
 from tidegate.types import Grant, Layout, Role, TransitionId

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.actor.grpo import GrpoSettings
-from tidegate.config import ActorSection
+from tidegate.config.sections.job import ActorSection
 from tidegate.elastic.settings import CopyTo
 from tidegate.megatron.batching import BatchLimits, Limits
 from tidegate.megatron.packing import Oversize, Packing, TokenCap

@@ -20,11 +20,11 @@ from services.actor.grpo import update_metrics
 from services.actor.grpo_minibatch import GrpoMinibatch
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings
+from tidegate.elastic.epoch.world import World
 from tidegate.elastic.minibatch import Minibatch, NextTokens, RankPlace
-from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.state.rng import seed_update
 from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
-from tidegate.elastic.world import World
 from tidegate.megatron.attention import GatheringAttention
 from tidegate.megatron.batching import Limits, replica_batches
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider, InitialWeights

@@ -15,7 +15,7 @@ from services.actor.ledger import OpenIteration
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.showing import Showing
 from tidegate.codec import fate_of, finite_only
-from tidegate.config import AlgorithmSection
+from tidegate.config.sections.job import AlgorithmSection
 from tidegate.ports.bus import SampleDelivery
 from tidegate.runtime.lead import rewards_of
 from tidegate.types import SampleId

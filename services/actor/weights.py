@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.actor.checkpoints import files_of
 from tidegate.data.prompts import template_source
-from tidegate.elastic.files import StateFiles
+from tidegate.elastic.state.files import StateFiles
 from tidegate.huggingface.checkpoint import TOKENIZER
 from tidegate.huggingface.exporting import export
 from tidegate.huggingface.families import CheckpointRefused

@@ -29,15 +29,15 @@ from services.actor.trainer import MegatronTrainer
 from services.actor.weights import WEIGHTS_REFUSED, export_weights, initial_weights
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_layout, encode_layout
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.elastic import checkpoints
-from tidegate.elastic.files import FileCorrupt, StateFiles
-from tidegate.elastic.layout import LayoutRefused
+from tidegate.elastic.epoch.world import PeerLost, World
+from tidegate.elastic.plan.layout import LayoutRefused
+from tidegate.elastic.plan.saved import SavedStateRefused
 from tidegate.elastic.preparing import Prepared
 from tidegate.elastic.report import ReshardReport
-from tidegate.elastic.saved import SavedStateRefused
 from tidegate.elastic.settings import CopyTo
-from tidegate.elastic.world import PeerLost, World
+from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job, state_folder
 from tidegate.megatron.family import model_parameters
 from tidegate.megatron.worker_rank import slot_device

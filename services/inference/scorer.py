@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from tidegate.elastic.files import StateFiles
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.optimizers import StateKind
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.state.files import StateFiles
 from tidegate.megatron.batching import BatchLimits, TokenBatch, cut, deal, pad
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider
 from tidegate.megatron.log_probs import forward_log_probs

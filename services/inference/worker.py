@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
-from tidegate.config import JobConfig
-from tidegate.elastic.files import FileCorrupt, StateFiles
+from tidegate.config.job_config import JobConfig
+from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.worker_rank import join_world, slot_device

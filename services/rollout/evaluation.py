@@ -18,7 +18,7 @@ from typing import Any
 
 from services.rollout.exercises import Exercises, Judged
 from tidegate.codec import encode_sample_id
-from tidegate.config_evaluation import longest_evaluated
+from tidegate.config.checks.evaluation import longest_evaluated
 from tidegate.job import Job
 from tidegate.types import SampleId
 from tidegate.v1 import events_pb2, samples_pb2

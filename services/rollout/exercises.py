@@ -16,8 +16,8 @@ from typing import Protocol
 
 import structlog
 
-from tidegate.config_data import reward_names
-from tidegate.config_evaluation import EvaluationSection
+from tidegate.config.sections.data import reward_names
+from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.data.prompts import DataPrompt, PromptList, PromptReader, evaluation_files, training_files
 from tidegate.job import Job
 from tidegate.rewards.judge import Answered, Judge

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from services.rollout.engine import WeightsRefused
-from tidegate.elastic.gpt import EMBEDDING, OUTPUT
+from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 from tidegate.telling import some

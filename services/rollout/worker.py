@@ -22,8 +22,8 @@ from services.rollout.engine import (
 )
 from services.rollout.engines import start_engine
 from tidegate.codec import decode_sample_id, encode_sample_id
-from tidegate.config import JobConfig
-from tidegate.elastic.files import FileCorrupt, StateFiles
+from tidegate.config.job_config import JobConfig
+from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job
 from tidegate.megatron.family import model_parameters
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker

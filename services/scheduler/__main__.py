@@ -11,20 +11,20 @@ from pathlib import Path
 
 import structlog
 
-from services.scheduler.codec import job_spec
-from services.scheduler.control import ControlServicer, write_endpoint
-from services.scheduler.issuer import Issuer
-from services.scheduler.peers import Peers
 from services.scheduler.policy.registry import policy_of
-from services.scheduler.service import SchedulerPorts, SchedulerService
+from services.scheduler.shell.codecs.state_codec import job_spec
+from services.scheduler.shell.control import ControlServicer, write_endpoint
+from services.scheduler.shell.issuer import Issuer
+from services.scheduler.shell.peers import Peers
+from services.scheduler.shell.service import SchedulerPorts, SchedulerService
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.redis_store import redis_store
-from tidegate.adoption import adopt
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.logs import configure_logging
+from tidegate.ownership.adoption import adopt
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.service import STOP_GRACE_S, connected_bus, stop_signal

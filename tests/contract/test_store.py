@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.contract.store_worlds import MemoryWorld, RedisWorld, World
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Session
-from tidegate.ownership import (
+from tidegate.ownership.records import (
     GpuBusy,
     GpuRecord,
     GpuState,

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
-from tidegate.config import JobConfig, parse_config
+from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.gate import Gate
 from tidegate.job import JobFolder
 from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
@@ -188,7 +188,7 @@ async def running(raw: dict[str, Any], folder: Path, *options: str) -> AsyncIter
     config = parse_config(raw | {"output_dir": str(folder)})
     path = folder / f"{config.job}.yaml"
     path.write_text(yaml.safe_dump(raw | {"output_dir": str(folder)}))
-    command = [sys.executable, "-m", "tidegate.cli", "run", str(path), *options]
+    command = [sys.executable, "-m", "cli", "run", str(path), *options]
     process = await asyncio.create_subprocess_exec(
         *command, cwd=REPOSITORY, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )

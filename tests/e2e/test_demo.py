@@ -34,7 +34,7 @@ MIN_RISE = 0.25
 
 async def _demo(folder: Path, *, seed: int) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tidegate.cli", "demo", "--seed", str(seed), "--output-dir", str(folder)),
+        *(sys.executable, "-m", "cli", "demo", "--seed", str(seed), "--output-dir", str(folder)),
         cwd=REPOSITORY,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

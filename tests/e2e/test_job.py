@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from services.scheduler.codec import event_of
-from services.scheduler.events import Event
-from services.scheduler.observed import Generation, Inferring, Training
-from services.scheduler.recovering import recovered
-from services.scheduler.state import ClusterState
-from simulator.calibrating import calibrated
+from services.scheduler.evolve.recovering import recovered
+from services.scheduler.shell.codecs.state_codec import event_of
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.events import Event
+from services.scheduler.state.observed import Generation, Inferring, Training
+from simulator.calibration import calibrated
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
 from tidegate.launcher.event_file import read_events

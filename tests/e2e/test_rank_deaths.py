@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, rows, trained_draws
 from tidegate.codec import encode_layout
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.job import snapshot_folder
 from tidegate.launcher.control import control_of
 from tidegate.types import Layout, NodeId

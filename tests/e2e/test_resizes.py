@@ -14,7 +14,7 @@ from tests.e2e.jobs import REPOSITORY, RunningJob, generating, running, small_jo
 from tests.e2e.lineage import expected_draws, trained_draws
 from tidegate.codec import decode_layout, encode_layout
 from tidegate.launcher.control import control_of
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.schedule import Decay, LrSchedule
 from tidegate.types import Layout
 from tidegate.v1 import control_pb2
 

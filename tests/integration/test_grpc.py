@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import MAX_MESSAGE_BYTES, RpcServer, Service, serve
 from tidegate.codec import WireError
-from tidegate.ownership import StaleToken, VersionConflict
+from tidegate.ownership.records import StaleToken, VersionConflict
 from tidegate.ports.rpc import NotSupported, PeerRefused, PeerUnavailable
 from tidegate.runtime.channel import MAX_FRAME_BYTES
 from tidegate.v1 import control_pb2, control_pb2_grpc

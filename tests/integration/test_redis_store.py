@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from tidegate.adapters.cell_store import RETRY_DELAYS_S
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.redis_store import redis_store
-from tidegate.adoption import GateReports, adopt
-from tidegate.ownership import StoreUnavailable
+from tidegate.ownership.adoption import GateReports, adopt
+from tidegate.ownership.records import StoreUnavailable
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import GpuId, InstanceId, JobId, Role
 

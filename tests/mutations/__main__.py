@@ -31,18 +31,18 @@ class Mutation:
     tests: tuple[str, ...] = ("tests/properties/test_lr_progress.py", "tests/unit/lr")
 
 
-_OF_THE_CONFIG = ("tests/unit/test_config_lr.py",)
+_OF_THE_CONFIG = ("tests/unit/config/test_schedule.py",)
 
 MUTATIONS = (
     Mutation(
         "float increments",
-        "tidegate/lr_progress.py",
+        "tidegate/lr/progress.py",
         "return self.nominal * units.count / self.num_units",
         "return Fraction(float(self.nominal) * units.count / self.num_units)",
     ),
     Mutation(
         "nominal steps from the current data-parallel size",
-        "tidegate/lr_progress.py",
+        "tidegate/lr/progress.py",
         "steps = self.rules.nominal_of(num_units) if",
         "steps = self.rules.nominal_of(num_units) / dp if",
     ),
@@ -54,20 +54,20 @@ MUTATIONS = (
     ),
     Mutation(
         "a resume that forgets its progress",
-        "tidegate/lr_checkpoint.py",
+        "tidegate/lr/checkpoint.py",
         "now = replace(saved, rules=rules)",
         "now = replace(saved, rules=rules, progress=Fraction(0))",
     ),
     Mutation(
         "a logical mini-batch of the data-parallel size",
-        "tidegate/config_lr.py",
+        "tidegate/config/sections/lr.py",
         "algorithm.n_minibatches * algorithm.group_size",
         "algorithm.n_minibatches * algorithm.group_size // config.actor.layout.dp",
         _OF_THE_CONFIG,
     ),
     Mutation(
         "a budget of the data-parallel size",
-        "tidegate/config_lr.py",
+        "tidegate/config/sections/lr.py",
         "return config.algorithm.iterations * config.algorithm.n_minibatches",
         "return config.algorithm.iterations * config.algorithm.n_minibatches // config.actor.layout.dp",
         _OF_THE_CONFIG,
@@ -81,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the share of a full group for a short one",
-        "tidegate/lr_progress.py",
+        "tidegate/lr/progress.py",
         "before.share(now.updates[update])",
         "before.share(Units.of(range(max(map(lambda each: each.count, now.updates.values())))))",
     ),

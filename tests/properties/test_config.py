@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.cli.resolved import resolved_yaml
-from tidegate.config import parse_config
-from tidegate.config_layers import NOTHING, Layer, Origin, laid_over, paths_in
+from cli.resolved import resolved_yaml
+from tidegate.config.job_config import parse_config
+from tidegate.config.reading.layers import NOTHING, Layer, Origin, laid_over, paths_in
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS

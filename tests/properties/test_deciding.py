@@ -14,25 +14,24 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.codec import decode_state, encode_state
-from services.scheduler.components import Absence
-from services.scheduler.decide import after_decision, decide
-from services.scheduler.evolve import evolve
-from services.scheduler.losses import OVER
+from services.scheduler.decide.decision import after_decision, decide
+from services.scheduler.decide.proposing import Proposed, proposal_of
+from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
-from services.scheduler.proposing import Proposed, proposal_of
-from services.scheduler.remembered import Assignment
-from services.scheduler.state import ClusterState, Phase
-from services.scheduler.values import JobSpec
+from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
+from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
+from services.scheduler.state.components import Absence
+from services.scheduler.state.remembered import Assignment
+from services.scheduler.state.values import JobSpec
 from tests.properties.test_scheduler import NUM_ITERATIONS, SLOTS, finished, happen
 from tests.properties.test_scheduler import histories as histories_of_jobs
 from tests.unit.scheduler.drive import MAX_STEPS, Drive, booted
+from tests.unit.scheduler.evolve.test_absences import on_either_node
+from tests.unit.scheduler.evolve.test_losses import is_iterating
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, spec
-from tests.unit.scheduler.test_absences import on_either_node
-from tests.unit.scheduler.test_losses import is_iterating
-from tidegate.config_scheduler import SchedulerSection
+from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.types import GpuId, Role, instance_id
 
 FEW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

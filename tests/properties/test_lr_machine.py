@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tidegate.lr_checkpoint import decoded, encoded
-from tidegate.lr_errors import LrError, NoOpenBatch
-from tidegate.lr_progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.checkpoint import decoded, encoded
+from tidegate.lr.errors import LrError, NoOpenBatch
+from tidegate.lr.progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip
+from tidegate.lr.schedule import Decay, LrSchedule
 
 SCHEDULE = LrSchedule(1e-3, budget=20, decay=Decay.LINEAR)
 WORTH = st.fractions(Fraction(1, 7), 6, max_denominator=7)

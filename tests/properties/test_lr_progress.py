@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.lr_training import Plan, train, updates_of
 from tests.unit.lr.test_lr_schedule import SHAPES, Groups, schedule_of
-from tidegate.lr_checkpoint import decoded, encoded
-from tidegate.lr_progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, projected_overshoot
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.checkpoint import decoded, encoded
+from tidegate.lr.progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, projected_overshoot
+from tidegate.lr.schedule import Decay, LrSchedule
 from tidegate.megatron.lr import drive, param_scheduler
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=4, max_size=24)

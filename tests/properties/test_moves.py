@@ -14,18 +14,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.codec import decode_state, encode_state
-from services.scheduler.decide import after_decision, decided
-from services.scheduler.evolve import evolve
+from services.scheduler.decide.decision import after_decision, decided
+from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy import Proposal
-from services.scheduler.state import ClusterState, Phase
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.values import JobSpec, Placed
 from tests.properties.test_scheduler import SLOTS, blow, happen, ordinary
+from tests.unit.scheduler.decide.test_moving import Proposed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, gpu, spec
-from tests.unit.scheduler.test_moving import Proposed
-from tidegate.ownership import GpuState
+from tidegate.ownership.records import GpuState
 from tidegate.types import Layout, Role
 
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryServer, memory_store
-from tidegate.adoption import GateReports, adopt
 from tidegate.gate import GateState
-from tidegate.ownership import (
+from tidegate.ownership.adoption import GateReports, adopt
+from tidegate.ownership.records import (
     GpuBusy,
     GpuRecord,
     GpuState,
@@ -47,7 +47,7 @@ from tidegate.ownership import (
     encode_gpu,
     encode_transition,
 )
-from tidegate.transitions import earned_outcome
+from tidegate.ownership.transitions import earned_outcome
 from tidegate.types import GpuId, JobId, Layout, NodeId, Role, Token, TransitionId, node_of
 
 JOBS = (JobId("one"), JobId("two"))

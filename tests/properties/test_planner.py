@@ -15,14 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.buckets import Batch, schedule
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.optimizers import ADAM, DistributedOptimizer, Optimizer, PlainOptimizer, StateKind, StateTensor
-from tidegate.elastic.parameters import Parameter, Whole
-from tidegate.elastic.plan import Plan
-from tidegate.elastic.planner import Moved, Planner
+from tidegate.elastic.plan.buckets import Batch, schedule
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import (
+    ADAM,
+    DistributedOptimizer,
+    Optimizer,
+    PlainOptimizer,
+    StateKind,
+    StateTensor,
+)
+from tidegate.elastic.plan.parameters import Parameter, Whole
+from tidegate.elastic.plan.plan import Plan
+from tidegate.elastic.plan.planner import Moved, Planner
 from tidegate.types import Layout
 
 NUM_RANKS = 16

@@ -7,20 +7,13 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.observed import ENDED, QUEUED, TrainerRate
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules, valid_dp
-from services.scheduler.policy.situation import (
-    Choice,
-    Situation,
-    as_configured,
-    engine_size,
-    placed_gpus,
-    replica_size,
-    with_dp,
-)
-from services.scheduler.remembered import Assignment, Remembered
-from services.scheduler.values import JobSpec
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.state.layouts import engine_size, placed_gpus, replica_size, with_dp
+from services.scheduler.state.observed import ENDED, QUEUED, TrainerRate
+from services.scheduler.state.remembered import Assignment, Remembered, as_configured
+from services.scheduler.state.values import JobSpec
 from tests.unit.scheduler.situations import generation, job, seen
 from tidegate.types import Role
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler import events as ev
-from services.scheduler.codec import decode_state, encode_state
-from services.scheduler.decide import after_decision, decide
-from services.scheduler.evolve import evolve
-from services.scheduler.losses import MAX_DEATHS
+from services.scheduler.decide.decision import after_decision, decide
+from services.scheduler.evolve.fold import evolve
+from services.scheduler.evolve.losses import MAX_DEATHS
 from services.scheduler.policy import Policy
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.state import ClusterState, Phase
-from services.scheduler.values import Placed, total
+from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.values import Placed, total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
-from tidegate.ownership import Outcome
+from tidegate.ownership.records import Outcome
 from tidegate.types import GpuId, Grant, Layout, Role, instance_id
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,11 +10,15 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler import events as ev
-from services.scheduler.components import Component, Instance, Lead
-from services.scheduler.course import Iteration
-from services.scheduler.evolve import evolve
-from services.scheduler.observed import (
+from services.scheduler.decide.seeing import situation_of
+from services.scheduler.evolve.fold import evolve
+from services.scheduler.policy.situation import Situation
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import Component, Instance, Lead
+from services.scheduler.state.course import Iteration
+from services.scheduler.state.layouts import engine_size
+from services.scheduler.state.observed import (
     CUT,
     ENDED,
     QUEUED,
@@ -26,13 +30,10 @@ from services.scheduler.observed import (
     TrainerRate,
     Training,
 )
-from services.scheduler.policy.situation import Situation, engine_size
-from services.scheduler.seeing import situation_of
-from services.scheduler.state import ClusterState, Phase
-from services.scheduler.values import JobSpec
+from services.scheduler.state.values import JobSpec
 from tests.unit.scheduler.fake_parts import JOB, gpu
 from tests.unit.scheduler.situations import job
-from tidegate.ownership import GpuRecord, GpuState, Move, Owner, Part, Transition
+from tidegate.ownership.records import GpuRecord, GpuState, Move, Owner, Part, Transition
 from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token, TransitionId
 
 SPEC = job(actor=4, rollout=6, inference=2, actor_tp=2, rollout_tp=2, prompts=4, group_size=2, minibatches=2)

@@ -9,14 +9,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.direct import simulate
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.policy.tide import TidePolicy
+from services.scheduler.policy.tide.tide_policy import TidePolicy
 from simulator.happenings import What
-from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
 from simulator.scheduled import JobFailed
 from tests.unit.simulator.test_run import check_whole

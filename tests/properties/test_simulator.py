@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.observed import QUEUED
+from services.scheduler.state.observed import QUEUED
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault
 from simulator.gpus import Holder, MoveRefused
 from simulator.happenings import Happening, What

@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from services.scheduler import events as ev
-from services.scheduler.decide import Decision
-from services.scheduler.plain import from_plain, to_plain
+from services.scheduler.decide.decision import Decision
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
-from services.scheduler.policy.foresight import TideRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.policy.tide import TidePolicy
-from services.scheduler.values import Placed
-from simulator.iterating import Simulated
+from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.shell.codecs.plain import from_plain, to_plain
+from services.scheduler.state import events as ev
+from services.scheduler.state.values import Placed
+from simulator.iteration import Simulated
 from simulator.scenario import parse_scenario
 from simulator.scheduled import Scheduled
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import gpu, spec
-from tidegate.ownership import GpuRecord, Transition
+from tidegate.ownership.records import GpuRecord, Transition
 from tidegate.types import InstanceId, Layout, Role
 
 LIVED = ("deaths", "moves")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler import events as ev
-from services.scheduler.codec import decode_state, encode_state
-from services.scheduler.decide import after_decision, decide
-from services.scheduler.evolve import evolve
-from services.scheduler.observed import Generation
-from services.scheduler.state import ClusterState, Phase
+from services.scheduler.decide.decision import after_decision, decide
+from services.scheduler.evolve.fold import evolve
+from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.observed import Generation
 from simulator.voice import JOB as SIMULATED
 from tests.replay.recorded import FAULTS, HISTORIES, LIVED, POLICIES, read, recorded, told
 from tests.unit.scheduler.fake_parts import JOB

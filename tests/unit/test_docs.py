@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tidegate.config import JobConfig
-from tidegate.config_base import fields_of
+from tidegate.config.base import fields_of
+from tidegate.config.job_config import JobConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROW = re.compile(r"^\| `([\w.\[\]]+)` \| ([^|]*) \| \S", re.MULTILINE)

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from tidegate import transitions as rules
 from tidegate.adapters import tables
 from tidegate.adapters.cells import Cell, Cells, Reading, Session, Writes
-from tidegate.ownership import (
+from tidegate.ownership import transitions as rules
+from tidegate.ownership.records import (
     GpuRecord,
     GpuState,
     MoveState,

@@ -22,7 +22,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tidegate.ownership import (
+from tidegate.ownership.records import (
     GpuBusy,
     StaleToken,
     StoreNotAdopted,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading, Session, not_adopted
-from tidegate.ownership import StoreNotAdopted, StoreUnavailable
+from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import Identity
 
 

@@ -24,7 +24,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading, Session, not_adopted
-from tidegate.ownership import StoreNotAdopted, StoreUnavailable
+from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import Identity
 
 SOCKET_TIMEOUT_S = 1.0

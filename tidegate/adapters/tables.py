@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from tidegate.adapters.cells import Cell, Reading, Writes
-from tidegate.ownership import (
+from tidegate.ownership.records import (
     GpuRecord,
     Transition,
     UnknownGpu,

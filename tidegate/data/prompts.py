@@ -16,8 +16,8 @@ from random import Random
 from typing import Any
 
 from tidegate.checksums import file_checksum
-from tidegate.config_data import TOKENIZERS_TEMPLATE, DataSection
-from tidegate.config_evaluation import EvaluationSection
+from tidegate.config.sections.data import TOKENIZERS_TEMPLATE, DataSection
+from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.data.chat_template import ChatTemplate
 from tidegate.data.records import Record, data_files, read_records
 from tidegate.tasks.tokenizer import TaskTokenizer

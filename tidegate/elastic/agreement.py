@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.recovery import Chosen, Origin, Version, choose
-from tidegate.elastic.sources import Sources
-from tidegate.elastic.stamp import Note
-from tidegate.elastic.state import Progress
-from tidegate.elastic.world import World
+from tidegate.elastic.epoch.world import World
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.recovery import Chosen, Origin, Version, choose
+from tidegate.elastic.state.progress import Progress
+from tidegate.elastic.state.sources import Sources
+from tidegate.elastic.state.stamp import Note
 
 
 class MembersDisagree(RuntimeError):

@@ -12,12 +12,12 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tidegate.checksums import WrittenFile
-from tidegate.elastic import files
-from tidegate.elastic.compat import group_steps, set_group_steps
-from tidegate.elastic.files import StateFiles, write_rank
-from tidegate.elastic.held import Held
-from tidegate.elastic.holders import State
-from tidegate.elastic.state import Progress
+from tidegate.elastic.model.compat import group_steps, set_group_steps
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.state import files
+from tidegate.elastic.state.files import StateFiles, write_rank
+from tidegate.elastic.state.held import Held
+from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.types import Layout
 

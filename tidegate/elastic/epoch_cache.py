@@ -18,23 +18,23 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from tidegate.elastic import catalogue
-from tidegate.elastic.arena_files import arena_path
-from tidegate.elastic.catalogue import Announcement, Extent
-from tidegate.elastic.copies import Copies
-from tidegate.elastic.held import Held, RankState, discard
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.memory import Arena, OwnArena, SharedArena
-from tidegate.elastic.plan import Part
-from tidegate.elastic.planner import Planner
-from tidegate.elastic.provider import ModelProvider
-from tidegate.elastic.recovery import guardians
+from tidegate.elastic.epoch.together import of_all
+from tidegate.elastic.epoch.world import World
+from tidegate.elastic.model.memory import Arena, OwnArena, SharedArena
+from tidegate.elastic.model.provider import ModelProvider
+from tidegate.elastic.model.skeleton import Skeleton
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.plan import Part
+from tidegate.elastic.plan.planner import Planner
+from tidegate.elastic.plan.recovery import guardians
 from tidegate.elastic.report import Stopwatch
 from tidegate.elastic.settings import CopyTo, ElasticSettings
-from tidegate.elastic.skeleton import Skeleton
-from tidegate.elastic.stamp import RECORD_BYTES, Stamp
-from tidegate.elastic.together import of_all
-from tidegate.elastic.world import World
+from tidegate.elastic.state import catalogue
+from tidegate.elastic.state.arena_files import arena_path
+from tidegate.elastic.state.catalogue import Announcement, Extent
+from tidegate.elastic.state.copies import Copies
+from tidegate.elastic.state.held import Held, RankState, discard
+from tidegate.elastic.state.stamp import RECORD_BYTES, Stamp
 from tidegate.megatron.groups import groups_of, megatron_groups
 from tidegate.megatron.reproducible import wrapper
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from tidegate.elastic.rendezvous import connect_store, listening_socket, serve_store
-from tidegate.elastic.world import Membership, World
+from tidegate.elastic.epoch.rendezvous import connect_store, listening_socket, serve_store
+from tidegate.elastic.epoch.world import Membership, World
 from tidegate.megatron import cpu_stand_in
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron.batching import BatchLimits, Limits, ReplicaPlace, TokenBatch, replica_batches
 from tidegate.megatron.log_probs import token_log_probs
 from tidegate.megatron.schedule import OnLogits

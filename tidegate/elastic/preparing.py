@@ -15,26 +15,27 @@ from dataclasses import dataclass
 
 import torch
 
-from tidegate.elastic import param_groups
 from tidegate.elastic.agreement import Agreement, agree
-from tidegate.elastic.by_host import ByHost
-from tidegate.elastic.certificate import Certificate, certify, decode_all, encode_all, sum_part
-from tidegate.elastic.copies import NUM_SLOTS
+from tidegate.elastic.carry.by_host import ByHost
+from tidegate.elastic.carry.peer_to_peer import PeerToPeer
+from tidegate.elastic.carry.shared_memory import SharedMemory
+from tidegate.elastic.carry.transport import StandIns, Transport
+from tidegate.elastic.check.certificate import Certificate, certify, decode_all, encode_all, sum_part
+from tidegate.elastic.epoch.together import MemberFailed, of_all
 from tidegate.elastic.epoch_cache import EpochCache
-from tidegate.elastic.held import Held
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.memory import ArenaReader
-from tidegate.elastic.peer_to_peer import PeerToPeer
-from tidegate.elastic.plan import Part
-from tidegate.elastic.recovery import Origin
+from tidegate.elastic.model import param_groups
+from tidegate.elastic.model.memory import ArenaReader
+from tidegate.elastic.model.tensors import Tensors
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.plan import Part
+from tidegate.elastic.plan.recovery import Origin
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.settings import ElasticSettings
-from tidegate.elastic.shared_memory import SharedMemory
-from tidegate.elastic.sources import Sources
-from tidegate.elastic.stamp import Note
-from tidegate.elastic.state import Progress
-from tidegate.elastic.together import MemberFailed, of_all
-from tidegate.elastic.transport import StandIns, Tensors, Transport
+from tidegate.elastic.state.copies import NUM_SLOTS
+from tidegate.elastic.state.held import Held
+from tidegate.elastic.state.progress import Progress
+from tidegate.elastic.state.sources import Sources
+from tidegate.elastic.state.stamp import Note
 
 At = Callable[[str], None]
 """Called as each named point is reached; tests end processes there."""

@@ -16,25 +16,26 @@ from dataclasses import replace
 from megatron.core.optimizer import OptimizerConfig
 from pydantic import JsonValue
 
-from tidegate.elastic import coordinator, param_groups
-from tidegate.elastic import held as holding
-from tidegate.elastic.arena_files import sweep
-from tidegate.elastic.copies import NUM_SLOTS
-from tidegate.elastic.decision import StoreDecision
+from tidegate.elastic.epoch import coordinator
+from tidegate.elastic.epoch.decision import StoreDecision
+from tidegate.elastic.epoch.together import of_all
+from tidegate.elastic.epoch.world import World, peers_needed
 from tidegate.elastic.epoch_cache import EpochCache
-from tidegate.elastic.held import Held, RankState
-from tidegate.elastic.layout import LayoutRefused, Mesh
-from tidegate.elastic.memory import ArenaReader
 from tidegate.elastic.minibatch import Minibatch, RankPlace
+from tidegate.elastic.model import param_groups
+from tidegate.elastic.model.memory import ArenaReader
+from tidegate.elastic.model.provider import ModelProvider
+from tidegate.elastic.plan.layout import LayoutRefused, Mesh
 from tidegate.elastic.preparing import At, Prepared, Preparing, ReshardAborted, nowhere
-from tidegate.elastic.provider import ModelProvider
 from tidegate.elastic.report import ReshardReport, Stopwatch
-from tidegate.elastic.rng import seed_update
 from tidegate.elastic.settings import ElasticSettings
-from tidegate.elastic.stamp import Note, encoded
-from tidegate.elastic.state import Progress
-from tidegate.elastic.together import of_all
-from tidegate.elastic.world import World, peers_needed
+from tidegate.elastic.state import held as holding
+from tidegate.elastic.state.arena_files import sweep
+from tidegate.elastic.state.copies import NUM_SLOTS
+from tidegate.elastic.state.held import Held, RankState
+from tidegate.elastic.state.progress import Progress
+from tidegate.elastic.state.rng import seed_update
+from tidegate.elastic.state.stamp import Note, encoded
 from tidegate.megatron.reproducible import check_data_parallel, updater
 from tidegate.megatron.updates import Update
 from tidegate.types import Layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidegate.gate.gate import Gate, GateClosed, GateDamaged, GateHold, GateState
-from tidegate.ownership import StaleToken
+from tidegate.gate.gate import Gate, GateClosed, GateDamaged, GateHold
+from tidegate.ownership.records import GateState, StaleToken
 
 __all__ = ["Gate", "GateClosed", "GateDamaged", "GateHold", "GateState", "StaleToken"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from tidegate.gate.lock import is_locked_by_another, lock, try_lock, unlock
-from tidegate.ownership import StaleToken
+from tidegate.ownership.records import GateState, StaleToken
 from tidegate.types import GpuId, Grant, Token
 
 _HOLD, _PASSING = 0, 1
@@ -36,15 +36,6 @@ class GateClosed(RuntimeError):
 
 class GateDamaged(RuntimeError):
     """A GPU's record cannot be read; nobody passes, because a lower token could."""
-
-
-@dataclass(frozen=True, slots=True)
-class GateState:
-    """One GPU as the gate knows it. `highest_token` is None when nobody ever passed."""
-
-    gpu: GpuId
-    highest_token: Token | None
-    held: bool
 
 
 @dataclass(frozen=True, slots=True)

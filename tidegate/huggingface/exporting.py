@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import torch
 
-from tidegate.elastic.parameters import Parameter
+from tidegate.elastic.plan.parameters import Parameter
 from tidegate.huggingface.checkpoint import (
     CONFIG,
     GENERATION,

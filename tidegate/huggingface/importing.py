@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tidegate.elastic.parameters import Parameter, Piece, Shard
+from tidegate.elastic.plan.parameters import Parameter, Piece, Shard
 from tidegate.huggingface.checkpoint import CONFIG, HuggingFaceCheckpoint
 from tidegate.huggingface.families import CheckpointRefused
 from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf, tensors_of

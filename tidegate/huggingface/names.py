@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, OUTPUT
-from tidegate.elastic.parameters import Parameter
+from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, OUTPUT
+from tidegate.elastic.plan.parameters import Parameter
 from tidegate.model_config import ModelConfig
 
 EMBEDDING_TENSOR = "model.embed_tokens.weight"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.checkpoint_names import place_of
-from tidegate.config import ConfigError
+from tidegate.config.job_config import ConfigError
 
 _MANIFEST = "manifest.json"
 

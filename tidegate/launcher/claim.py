@@ -23,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.attempts import AttemptFolder, begin_attempt
-from tidegate.config import ConfigError, JobConfig
-from tidegate.config_lr import OF_A_RESUME, leave_out_schedule
+from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.config.schedule import leave_out_schedule
+from tidegate.config.sections.lr import OF_A_RESUME
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
-from tidegate.lr_checkpoint import OnMismatch
+from tidegate.lr.checkpoint import OnMismatch
 
 _DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "data", "rewards", "algorithm", "actor", "inference")
 """Sections that a resumed run may not change: its samples and weights would not be those of an unbroken run."""

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tidegate.config import ConfigError, JobConfig
-from tidegate.config_data import DataSection, room_for_prompts
-from tidegate.config_evaluation import longest_evaluated
+from tidegate.config.checks.data import room_for_prompts
+from tidegate.config.checks.evaluation import longest_evaluated
+from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.config.sections.data import DataSection
 from tidegate.data.prompts import DataPrompt, PromptReader, evaluation_files, training_files
 from tidegate.job import Job
 from tidegate.rewards.judge import Judge

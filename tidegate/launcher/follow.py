@@ -14,7 +14,7 @@ from contextlib import suppress
 import structlog
 
 from tidegate.adapters.nats_bus import NatsBus
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.huggingface.importing import check_copy
 from tidegate.huggingface.served import check_served, check_version
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
-from tidegate.ownership import StoreUnavailable
+from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
 from tidegate.types import JobId

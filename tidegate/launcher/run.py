@@ -21,10 +21,11 @@ from typing import Any
 import structlog
 
 from tidegate.attempts import end_attempt
-from tidegate.config import ConfigError, JobConfig, ServersSection
-from tidegate.config_lr import lr_told
-from tidegate.config_record import tracking_faults
-from tidegate.config_scheduler import unmovable
+from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.config.schedule import lr_told
+from tidegate.config.sections.job import ServersSection
+from tidegate.config.sections.record import tracking_faults
+from tidegate.config.sections.scheduler import unmovable
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
 from tidegate.launcher.checkpoint import newest_checkpoint

@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 import tidegate
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
 from tidegate.types import NodeId, Role, instance_id

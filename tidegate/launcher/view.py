@@ -1,4 +1,4 @@
-"""What a person is shown while a job runs: the launcher tells, a view shows. See `tidegate.cli.views`."""
+"""What a person is shown while a job runs: the launcher tells, a view shows. See `cli.views`."""
 
 from __future__ import annotations
 

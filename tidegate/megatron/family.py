@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.parameters import Parameter
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.parameters import Parameter
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron.attention import GatheringAttention
 from tidegate.megatron.norm import RMSNorm
 from tidegate.megatron.rope import inverse_frequencies

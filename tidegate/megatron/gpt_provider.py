@@ -19,9 +19,9 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 
-from tidegate.elastic.gpt import EMBEDDING, OUTPUT
-from tidegate.elastic.layout import Edge, Home, LayoutRefused, Mesh, even_chunks
-from tidegate.elastic.parameters import Parameter, Shard, Split, shard_of
+from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
+from tidegate.elastic.plan.layout import Edge, Home, LayoutRefused, Mesh, even_chunks
+from tidegate.elastic.plan.parameters import Parameter, Shard, Split, shard_of
 from tidegate.megatron.attention import GatheringAttention
 from tidegate.megatron.family import model_parameters
 from tidegate.megatron.gpt_chunks import build_chunks

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.world import World
+from tidegate.elastic.epoch.world import World
+from tidegate.elastic.plan.layout import Mesh
 
 _DENSE_ROLES: dict[str, frozenset[str]] = {
     "tp": frozenset({"tp"}),

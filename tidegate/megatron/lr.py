@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from tidegate.lr_errors import ScheduleRefused
-from tidegate.lr_progress import LrLedger
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.errors import ScheduleRefused
+from tidegate.lr.progress import LrLedger
+from tidegate.lr.schedule import Decay, LrSchedule
 
 
 def param_scheduler(optimizer: Any, schedule: LrSchedule, *, weight_decay: float) -> OptimizerParamScheduler:

@@ -19,7 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import TCPStore
 
-from tidegate.elastic.rendezvous import LOOPBACK, connect_store, listening_socket, serve_store, use_interface
+from tidegate.elastic.epoch.rendezvous import LOOPBACK, connect_store, listening_socket, serve_store, use_interface
 from tidegate.types import Layout
 
 

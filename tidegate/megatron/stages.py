@@ -10,7 +10,7 @@ from __future__ import annotations
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.plan.layout import Mesh
 
 
 class StageLayers(PipelineParallelLayerLayout):  # type: ignore[misc]  # Megatron is untyped

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from tidegate.elastic.parameters import Parameter, Shard
+from tidegate.elastic.plan.parameters import Parameter, Shard
 from tidegate.megatron.torch_dist_checkpoint import Place, TorchDistCheckpoint
 from tidegate.megatron.torch_dist_index import DAMAGES, StoredChunk, TorchDistRefused
 

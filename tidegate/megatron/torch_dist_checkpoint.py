@@ -15,7 +15,7 @@ from operator import gt
 from pathlib import Path
 from types import MappingProxyType
 
-from tidegate.elastic.parameters import Parameter, Vocabulary
+from tidegate.elastic.plan.parameters import Parameter, Vocabulary
 from tidegate.megatron.torch_dist_index import StoredTensor, TorchDistRefused, open_index
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidegate.ownership import GpuRecord, MoveState, Outcome, Transition
+from tidegate.ownership.records import GpuRecord, MoveState, Outcome, Transition
 from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token
 
 
@@ -113,7 +113,7 @@ class Transitions(Protocol):
     async def close(self, transition: Transition, outcome: Outcome) -> Transition:
         """Ends it and lets go of its GPUs: one not released stays with its owner, one released is free, one handed to
         a component that did not commit is lost until its gate reports it free. IllegalStep when its state does not
-        earn this outcome (`tidegate.transitions.earned_outcome`)."""
+        earn this outcome (`tidegate.ownership.transitions.earned_outcome`)."""
         ...
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.config_data import OnError, RewardName, RewardSection
+from tidegate.config.sections.data import OnError, RewardName, RewardSection
 from tidegate.data.prompts import ARGUMENTS, DataPrompt
 from tidegate.rewards.answers import MATH_VERIFY, exact_match, refuse_without_math_verify, right_answers
 from tidegate.rewards.pool import FunctionFailed, RewardPool

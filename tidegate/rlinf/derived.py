@@ -10,8 +10,8 @@ import math
 import re
 from typing import Any
 
-from tidegate.config_base import MAX_GPUS
-from tidegate.gpu_lists import gpu_indices
+from tidegate.config.base import MAX_GPUS
+from tidegate.config.gpu_lists import gpu_indices
 from tidegate.rlinf.micro_batches import micro_batches
 from tidegate.rlinf.rules import SAME_AS
 from tidegate.rlinf.scheduler import scheduler

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.config_base import KeyPath
-from tidegate.config_layers import Layer, dotted
+from tidegate.config.base import KeyPath
+from tidegate.config.reading.layers import Layer, dotted
 from tidegate.rlinf.derived import derive
 from tidegate.rlinf.references import without_references
 from tidegate.rlinf.rules import DERIVED, RULES, SAME_AS, WITHOUT_EFFECT, Becomes, OnlyAs, Rule

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from tidegate.config_base import KeyPath
-from tidegate.config_layers import Layer, dotted, with_value
-from tidegate.config_origins import with_origin
+from tidegate.config.base import KeyPath
+from tidegate.config.reading.layers import Layer, dotted, with_value
+from tidegate.config.reading.origins import with_origin
 
 _OPEN, _CLOSE = "${", "}"
 _FUNCTIONS: Mapping[str, tuple[int, Callable[..., Any]]] = {

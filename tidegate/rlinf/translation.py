@@ -10,9 +10,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from tidegate.config_base import KeyPath
-from tidegate.config_layers import Layer, dotted, paths_in, with_value
-from tidegate.config_origins import with_origin
+from tidegate.config.base import KeyPath
+from tidegate.config.reading.layers import Layer, dotted, paths_in, with_value
+from tidegate.config.reading.origins import with_origin
 
 MISSING = object()
 """Of a key that is not given; None is a value."""

@@ -17,8 +17,8 @@ from typing import Protocol
 import structlog
 
 from tidegate.codec import encode_grants
-from tidegate.config import RuntimeSection
-from tidegate.ownership import StoreNotAdopted, StoreUnavailable
+from tidegate.config.sections.job import RuntimeSection
+from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import LeadRecord, Leads, Leases, StoreIdentity
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancelling import end_task

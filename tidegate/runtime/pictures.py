@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tidegate.config_scheduler import SchedulerSection
+from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.runtime.cancelling import end_task
 from tidegate.v1 import events_pb2
 

@@ -14,7 +14,7 @@ import grpc
 
 from tidegate.codec import WireError, decode_grants, encode_grant, encode_grants, encode_token
 from tidegate.gate import GateClosed, GateDamaged
-from tidegate.ownership import StaleToken
+from tidegate.ownership.records import StaleToken
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.instance import DEADLINE_MARGIN_S

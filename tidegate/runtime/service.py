@@ -24,12 +24,12 @@ from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.gate import Gate
 from tidegate.job import JobFolder, load_job, snapshot_root
 from tidegate.logs import configure_logging
-from tidegate.ownership import StoreNotAdopted, StoreUnavailable
+from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.bus import BusLimits
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer

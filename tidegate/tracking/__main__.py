@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from tidegate.adapters.nats_bus import NatsBus
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.logs import configure_logging, without_credentials
 from tidegate.ports.bus import BusUnavailable

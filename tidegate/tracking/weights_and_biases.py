@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tidegate.config_record import WandbSection
+from tidegate.config.sections.record import WandbSection
 from tidegate.tracking.metrics import Row
 
 

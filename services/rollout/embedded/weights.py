@@ -17,7 +17,7 @@ import torch
 
 from services.rollout.engine import WeightsRefused
 from services.rollout.full_set import full_set
-from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, OUTPUT, expert_prefix, layer_name
+from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, OUTPUT, expert_prefix, layer_name
 from tidegate.model_config import ModelConfig
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tidegate.elastic.gpt import EMBEDDING, OUTPUT
-from tidegate.elastic.parameters import Parameter
+from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
+from tidegate.elastic.plan.parameters import Parameter
 from tidegate.huggingface.families import config_of
 from tidegate.huggingface.names import tensors_of
 from tidegate.huggingface.served import check_served

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
 
 

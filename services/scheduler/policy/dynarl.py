@@ -26,20 +26,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.policy.situation import (
-    Choice,
-    Situation,
-    as_configured,
-    as_engines,
-    engine_size,
-    largest_dp,
-    most_copies,
-    placed_gpus,
-    replica_size,
-)
+from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
-from services.scheduler.remembered import Assignment, EngineGpus, Remembered
-from services.scheduler.values import JobSpec
+from services.scheduler.state.layouts import as_engines, engine_size, largest_dp, most_copies, placed_gpus, replica_size
+from services.scheduler.state.remembered import Assignment, EngineGpus, Remembered, as_configured
+from services.scheduler.state.values import JobSpec
 from tidegate.types import GpuId, NodeId, Role, node_of
 
 MIN_CANDIDATES, MAX_CANDIDATES = 3, 10

@@ -23,8 +23,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.costs import LengthLaw
-from services.scheduler.observed import CUT, Floats, Generation
+from services.scheduler.state.costs import LengthLaw
+from services.scheduler.state.observed import CUT, Floats, Generation
 
 ROUNDS = 2
 """Of expectation and maximisation, which only place the nodes."""

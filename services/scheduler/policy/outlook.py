@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.observed import QUEUED, Floats, Generation, Ints
 from services.scheduler.policy.situation import Situation
+from services.scheduler.state.observed import QUEUED, Floats, Generation, Ints
 from tidegate.types import MinibatchOrder
 
 LOTS = 64

@@ -11,17 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.policy.situation import (
-    Choice,
-    Situation,
-    as_configured,
-    as_engines,
-    engine_size,
-    most_copies,
-    placed_gpus,
-)
-from services.scheduler.remembered import Assignment, Remembered
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.state.layouts import as_engines, engine_size, most_copies, placed_gpus
+from services.scheduler.state.remembered import Assignment, Remembered, as_configured
+from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import Role
 
 

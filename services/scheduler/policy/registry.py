@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
-from services.scheduler.policy.foresight import TideRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.policy.tide import TidePolicy
-from tidegate.config_scheduler import SchedulerSection
+from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from tidegate.config.sections.scheduler import SchedulerSection
 
 
 def policy_of(section: SchedulerSection) -> Policy:

@@ -20,19 +20,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.scheduler.observed import Engine
-from services.scheduler.policy.situation import (
-    Choice,
-    Situation,
-    as_configured,
-    as_engines,
-    engine_size,
-    placed_gpus,
-    replica_size,
-    with_dp,
-)
-from services.scheduler.remembered import Assignment, EngineGpus, Remembered
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.state.layouts import as_engines, engine_size, placed_gpus, replica_size, with_dp
+from services.scheduler.state.observed import Engine
+from services.scheduler.state.remembered import Assignment, EngineGpus, Remembered, as_configured
+from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
 
 PRE_PROCESS_SHARE = 2

@@ -13,13 +13,14 @@ is divided by them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from services.scheduler.costs import Costs, LengthLaw
-from services.scheduler.observed import Engine, Generation, Inferring, Training
-from services.scheduler.remembered import Assignment, EngineGpus, Remembered
-from services.scheduler.values import JobSpec, Placed
-from tidegate.types import GpuId, Layout, Role
+from services.scheduler.state.costs import Costs, LengthLaw
+from services.scheduler.state.layouts import engine_size
+from services.scheduler.state.observed import Engine, Generation, Inferring, Training
+from services.scheduler.state.remembered import Assignment, Remembered
+from services.scheduler.state.values import JobSpec, Placed
+from tidegate.types import GpuId
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,55 +156,3 @@ class Choice:
     reason: str
     group_order: tuple[int, ...] = ()
     ask_at_ms: int | None = None
-
-
-def engine_size(spec: JobSpec) -> int:
-    """GPUs of an engine."""
-    return replica_size(spec.placement[Role.ROLLOUT].layout)
-
-
-def replica_size(layout: Layout) -> int:
-    """GPUs of one data-parallel copy."""
-    return layout.num_ranks // layout.dp
-
-
-def with_dp(layout: Layout, dp: int, *, num_shards: int | None = None) -> Layout | None:
-    """The layout with so many data-parallel copies; None where its experts do not divide over them, or they do not
-    divide `num_shards`, the logical shards of a reproducible actor."""
-    if dp < 1 or dp * layout.cp % layout.ep or (num_shards is not None and num_shards % dp):
-        return None
-    return replace(layout, dp=dp)
-
-
-def most_copies(
-    layout: Layout, gpus: tuple[GpuId, ...], *, most: int | None = None, num_shards: int | None = None
-) -> Placed | None:
-    """As many whole copies as these GPUs make, in their order, and at most so many; the other GPUs would have no rank.
-    None where there is no layout for any number of them."""
-    size = replica_size(layout)
-    num_copies = len(gpus) // size
-    dp = largest_dp(layout, num_copies if most is None else min(num_copies, most), num_shards=num_shards)
-    return Placed(gpus[: dp * size], replace(layout, dp=dp)) if dp else None
-
-
-def largest_dp(layout: Layout, most: int, *, num_shards: int | None = None) -> int:
-    """The most data-parallel copies, at most so many, that there is a layout for; 0 for none."""
-    return next((dp for dp in range(most, 0, -1) if with_dp(layout, dp, num_shards=num_shards)), 0)
-
-
-def as_engines(gpus: tuple[GpuId, ...], size: int) -> tuple[EngineGpus, ...]:
-    """Consecutive GPUs an engine; what does not fill the last one is left out."""
-    return tuple(gpus[start : start + size] for start in range(0, len(gpus) - size + 1, size))
-
-
-def as_configured(spec: JobSpec) -> Assignment:
-    return Assignment(
-        engines=as_engines(spec.placement[Role.ROLLOUT].gpus, engine_size(spec)),
-        trainer=spec.placement[Role.ACTOR],
-        inference=spec.placement[Role.INFERENCE].gpus,
-    )
-
-
-def placed_gpus(spec: JobSpec) -> tuple[GpuId, ...]:
-    """Of all components, in the order actor, rollout, inference; those standing by are left out."""
-    return tuple(gpu for role in (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE) for gpu in spec.placement[role].gpus)

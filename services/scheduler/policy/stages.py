@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.observed import Floats, Generation
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.situation import Situation, replica_size
+from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.trainer_rates import TrainerCurve, trainer_curve
+from services.scheduler.state.layouts import replica_size
+from services.scheduler.state.observed import Floats, Generation
 from tidegate.types import Role
 
 BEYOND = 1.1

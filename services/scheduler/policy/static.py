@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.policy.situation import Choice, Situation, as_configured
-from services.scheduler.values import JobSpec
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.state.remembered import as_configured
+from services.scheduler.state.values import JobSpec
 from tidegate.types import Role
 
 

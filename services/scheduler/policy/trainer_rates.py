@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.observed import Floats, Ints, TrainerRate
 from services.scheduler.policy.outlook import minibatch_sizes
 from services.scheduler.policy.situation import Situation
+from services.scheduler.state.observed import Floats, Ints, TrainerRate
 from tidegate.types import Layout, Role
 
 TRAINER_EXPONENT = 0.4

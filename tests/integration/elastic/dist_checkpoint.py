@@ -29,10 +29,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tests.ranks import Results
-from tidegate.elastic import compat
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.parameters import Parameter, shard_of
+from tidegate.elastic.model import compat
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.parameters import Parameter, shard_of
 
 State = dict[tuple[str, StateKind], npt.NDArray[Any]]
 

@@ -11,10 +11,10 @@ from megatron.core.optimizer import OptimizerConfig
 from tests.integration.elastic.dist_checkpoint import Trained, held_state, load, save
 from tests.integration.elastic.worlds import CPU, join, open_store
 from tests.ranks import RankContext, Results
-from tidegate.elastic.memory import OwnArena
-from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.skeleton import Skeleton
-from tidegate.elastic.world import World
+from tidegate.elastic.epoch.world import World
+from tidegate.elastic.model.memory import OwnArena
+from tidegate.elastic.model.skeleton import Skeleton
+from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups
 from tidegate.model_config import ModelConfig

@@ -10,8 +10,8 @@ import numpy as np
 from tests.integration.elastic.dist_checkpoint import Trained, held_state, load, save
 from tests.integration.elastic.trainers import LEARNING_RATE, holds_state, minibatch, started
 from tests.ranks import RankContext, Results
-from tidegate.elastic.memory import OwnArena
-from tidegate.elastic.skeleton import Skeleton
+from tidegate.elastic.model.memory import OwnArena
+from tidegate.elastic.model.skeleton import Skeleton
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.types import Layout
 

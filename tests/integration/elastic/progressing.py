@@ -15,12 +15,12 @@ from tests.integration.elastic.worlds import join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.checksums import file_checksum
 from tidegate.elastic import checkpoints
-from tidegate.elastic.files import StateFiles
 from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.state.files import StateFiles
 from tidegate.elastic.trainer import ElasticTrainer
-from tidegate.lr_checkpoint import decoded, encoded
-from tidegate.lr_progress import LrLedger, LrRules
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.checkpoint import decoded, encoded
+from tidegate.lr.progress import LrLedger, LrRules
+from tidegate.lr.schedule import Decay, LrSchedule
 from tidegate.types import Layout
 
 NUM_UPDATES = 4

@@ -11,11 +11,11 @@ import numpy as np
 
 from tests.integration.elastic.trainers import LEARNING_RATE, logical_state, minibatch, same, started
 from tests.ranks import RankContext, Results
-from tidegate.elastic.layout import LayoutRefused
-from tidegate.elastic.memory import ArenaFull, SharedArena
+from tidegate.elastic.carry.transport import TransferFailed
+from tidegate.elastic.model.memory import ArenaFull, SharedArena
+from tidegate.elastic.plan.layout import LayoutRefused
 from tidegate.elastic.preparing import At, ReshardAborted
 from tidegate.elastic.trainer import ElasticTrainer
-from tidegate.elastic.transport import TransferFailed
 from tidegate.types import Layout
 
 HOME = Layout(tp=2, dp=2)

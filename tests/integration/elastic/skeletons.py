@@ -21,19 +21,19 @@ from megatron.core.transformer import MegatronModule
 
 from tests.integration.elastic.worlds import CPU, join, open_store
 from tests.ranks import RankContext, Results
-from tidegate.elastic.adam import check_config, optimizer_form
-from tidegate.elastic.gpt import EMBEDDING
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.memory import Arena, OwnArena, SharedArena
-from tidegate.elastic.optimizers import DistributedOptimizer, FlatRange, OptimizerRefused
-from tidegate.elastic.param_groups import assign, rebind, values_of
-from tidegate.elastic.parameters import Parameter
-from tidegate.elastic.planner import Planner
-from tidegate.elastic.rng import seed_update
-from tidegate.elastic.skeleton import Skeleton
-from tidegate.elastic.transport import TensorKey
-from tidegate.elastic.world import World
+from tidegate.elastic.epoch.world import World
+from tidegate.elastic.model.adam import check_config, optimizer_form
+from tidegate.elastic.model.memory import Arena, OwnArena, SharedArena
+from tidegate.elastic.model.param_groups import assign, rebind, values_of
+from tidegate.elastic.model.skeleton import Skeleton
+from tidegate.elastic.model.tensors import TensorKey
+from tidegate.elastic.plan.gpt import EMBEDDING
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import DistributedOptimizer, FlatRange, OptimizerRefused
+from tidegate.elastic.plan.parameters import Parameter
+from tidegate.elastic.plan.planner import Planner
+from tidegate.elastic.state.rng import seed_update
 from tidegate.megatron.batching import TokenBatch
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups, prepare_megatron

@@ -25,15 +25,16 @@ from torch.distributed import DistStoreError
 from tests.integration.elastic.trainers import LEARNING_RATE, SEED, adam, minibatch, provider
 from tests.integration.elastic.worlds import CPU, TIMEOUT_S, open_store
 from tests.ranks import RankContext, Results
-from tidegate.elastic import checkpoints, compat
-from tidegate.elastic.coordinator import Coordinator, next_membership
-from tidegate.elastic.files import StateFiles
+from tidegate.elastic import checkpoints
+from tidegate.elastic.epoch.coordinator import Coordinator, next_membership
+from tidegate.elastic.epoch.world import PeerLost, World
 from tidegate.elastic.minibatch import NextTokens, RankPlace
+from tidegate.elastic.model import compat
+from tidegate.elastic.plan.recovery import StateLost
 from tidegate.elastic.preparing import ReshardAborted
-from tidegate.elastic.recovery import StateLost
 from tidegate.elastic.settings import CopyTo, ElasticSettings
+from tidegate.elastic.state.files import StateFiles
 from tidegate.elastic.trainer import ElasticTrainer
-from tidegate.elastic.world import PeerLost, World
 from tidegate.megatron.batching import TokenBatch
 from tidegate.megatron.schedule import OnLogits
 from tidegate.types import Layout

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.elastic import dist_checkpoint_ranks
 from tests.integration.elastic.dist_checkpoint import logical_state
 from tests.ranks import RankServer
-from tidegate.elastic.optimizers import StateKind
+from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.types import Layout
 
 THROUGH = "tests.integration.elastic.dist_checkpoint_ranks:through_a_checkpoint"

@@ -18,16 +18,16 @@ from megatron.core.transformer import MegatronModule, TransformerLayer
 
 from tests.integration.elastic.worlds import TIMEOUT_S, join, open_store
 from tests.ranks import RankContext, Results
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.epoch.world import MAX_GROUPS
 from tidegate.elastic.minibatch import NextTokens
-from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.parameters import Parameter, Split
-from tidegate.elastic.planner import Planner
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.parameters import Parameter, Split
+from tidegate.elastic.plan.planner import Planner
 from tidegate.elastic.preparing import At, nowhere
 from tidegate.elastic.report import PARTS
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer
-from tidegate.elastic.world import MAX_GROUPS
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.model_config import ModelConfig

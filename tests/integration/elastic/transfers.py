@@ -19,18 +19,19 @@ import torch
 from tests.integration.elastic.worlds import join, open_store
 from tests.ranks import RankContext, Results
 from tests.unit.elastic import cutter
-from tidegate.elastic.by_host import ByHost
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Mesh, even_chunks
-from tidegate.elastic.memory import ArenaReader, Place, SharedArena
-from tidegate.elastic.optimizers import DistributedOptimizer, StateKind
-from tidegate.elastic.peer_to_peer import PeerToPeer
-from tidegate.elastic.plan import Part
-from tidegate.elastic.planner import Planner
-from tidegate.elastic.shared_memory import SharedMemory
-from tidegate.elastic.transport import NO_STAND_INS, StandIns, TensorKey, Transport
-from tidegate.elastic.world import PeerLost, World
+from tidegate.elastic.carry.by_host import ByHost
+from tidegate.elastic.carry.peer_to_peer import PeerToPeer
+from tidegate.elastic.carry.shared_memory import SharedMemory
+from tidegate.elastic.carry.transport import NO_STAND_INS, StandIns, Transport
+from tidegate.elastic.epoch.world import PeerLost, World
+from tidegate.elastic.model.memory import ArenaReader, Place, SharedArena
+from tidegate.elastic.model.tensors import TensorKey
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh, even_chunks
+from tidegate.elastic.plan.optimizers import DistributedOptimizer, StateKind
+from tidegate.elastic.plan.plan import Part
+from tidegate.elastic.plan.planner import Planner
 from tidegate.types import Layout
 
 SHAPE = GptShape(

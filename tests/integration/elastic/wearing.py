@@ -12,7 +12,7 @@ import numpy as np
 from tests.integration.elastic.trainers import LEARNING_RATE, logical_state, minibatch, same, started
 from tests.integration.elastic.worlds import usage
 from tests.ranks import RankContext, Results
-from tidegate.elastic.memory import SharedArena
+from tidegate.elastic.model.memory import SharedArena
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.types import Layout
 

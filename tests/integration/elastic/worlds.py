@@ -18,9 +18,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import TCPStore
 
 from tests.ranks import RankContext, Results
-from tidegate.elastic.layout import Mesh, even_chunks
-from tidegate.elastic.rendezvous import connect_store, serve_store
-from tidegate.elastic.world import Membership, PeerLost, World, peers_needed
+from tidegate.elastic.epoch.rendezvous import connect_store, serve_store
+from tidegate.elastic.epoch.world import Membership, PeerLost, World, peers_needed
+from tidegate.elastic.plan.layout import Mesh, even_chunks
 from tidegate.megatron.groups import groups_of, megatron_groups
 from tidegate.types import Layout
 

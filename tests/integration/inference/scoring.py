@@ -15,7 +15,7 @@ from tests.integration.megatron import recorded
 from tests.integration.megatron.jobs import state_files, trainer, world
 from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
-from tidegate.elastic.rendezvous import listening_socket
+from tidegate.elastic.epoch.rendezvous import listening_socket
 from tidegate.megatron import parallel
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.parallel import ParallelRanks

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from tests.unit.cli.configs import small_file
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 
 _GONE_TIMEOUT_S = 20.0
@@ -27,7 +27,7 @@ class Launched:
 
     def __init__(self, folder: Path, *arguments: str, **changes: Any) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "tidegate.cli", "run", str(small_file(folder, **changes)), *arguments]
+        command = [sys.executable, "-m", "cli", "run", str(small_file(folder, **changes)), *arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from cli.views import LinesView, UnfailingStream
 from tests.unit.cli.configs import small_config
 from tests.unit.cli.test_following import LeavingScheduler
-from tidegate.cli.views import LinesView, UnfailingStream
 from tidegate.job import JobFolder
 from tidegate.launcher.follow import JobFollower
 from tidegate.runtime.embedded import EmbeddedServers

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.hugging_face import save
 from tests.unit.cli.configs import small_config
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launcher.launched import Launched, assert_nothing_is_left, processes_of, wait_until_gone
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.runtime.service import connected_bus

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.views import LinesView, UnfailingStream
 from tests.unit.cli.configs import small_config
-from tidegate.cli.views import LinesView, UnfailingStream
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint

@@ -13,8 +13,8 @@ from megatron.core.utils import get_model_config
 
 from tests.integration.elastic.worlds import open_store
 from tests.ranks import RankContext, Results
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.world import Membership, World
+from tidegate.elastic.epoch.world import Membership, World
+from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron.batching import TokenBatch
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups, prepare_megatron

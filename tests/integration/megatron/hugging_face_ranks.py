@@ -15,7 +15,7 @@ from tests.integration.megatron import recorded
 from tests.integration.megatron.jobs import trainer
 from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
-from tidegate.elastic.world import Membership, World
+from tidegate.elastic.epoch.world import Membership, World
 from tidegate.huggingface.checkpoint import open_checkpoint
 from tidegate.huggingface.importing import CheckpointWeights
 from tidegate.megatron.batching import TokenBatch

@@ -24,10 +24,10 @@ from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
 from tidegate.checksums import file_checksum
 from tidegate.elastic import checkpoints
-from tidegate.elastic.files import StateFiles
-from tidegate.elastic.holders import Holders, Slot, State
-from tidegate.elastic.parameters import shard_of
-from tidegate.elastic.rendezvous import listening_socket
+from tidegate.elastic.epoch.rendezvous import listening_socket
+from tidegate.elastic.plan.holders import Holders, Slot, State
+from tidegate.elastic.plan.parameters import shard_of
+from tidegate.elastic.state.files import StateFiles
 from tidegate.megatron import cpu_stand_in
 from tidegate.megatron.batching import ReplicaPlace, replica_batches
 from tidegate.megatron.gpt_provider import InitialWeights

@@ -13,9 +13,9 @@ from megatron.core.utils import get_model_config
 
 from tests.integration.elastic.worlds import CPU, join, open_store
 from tests.ranks import RankContext, Results
-from tidegate.elastic.memory import OwnArena
 from tidegate.elastic.minibatch import RankPlace
-from tidegate.elastic.skeleton import Skeleton
+from tidegate.elastic.model.memory import OwnArena
+from tidegate.elastic.model.skeleton import Skeleton
 from tidegate.megatron.batching import BatchLimits, Limits, ReplicaPlace, replica_batches
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups, prepare_megatron

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.megatron.axes import provider_of
 from tests.ranks import RankServer, Results
-from tidegate.elastic.parameters import shard_of
+from tidegate.elastic.plan.parameters import shard_of
 from tidegate.types import Layout
 
 Case = dict[str, Any]

@@ -12,10 +12,10 @@ import torch
 from tests.integration.megatron import recorded
 from tests.integration.megatron.jobs import state_files
 from tests.ranks import RankServer, Results
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Mesh, even_chunks
-from tidegate.elastic.optimizers import ADAM, PlainOptimizer, StateKind
-from tidegate.elastic.transport import TensorKey
+from tidegate.elastic.model.tensors import TensorKey
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh, even_chunks
+from tidegate.elastic.plan.optimizers import ADAM, PlainOptimizer, StateKind
 from tidegate.megatron.family import model_parameters
 from tidegate.types import Layout
 

@@ -20,8 +20,8 @@ from tests.component_bench import job_config
 from tests.integration.megatron import recorded
 from tests.integration.megatron.torch_dist_ranks import MODELS, PADDED_VOCAB
 from tests.ranks import RankServer
-from tidegate.config import ConfigError, parse_config
-from tidegate.elastic.parameters import num_shards, shard_of
+from tidegate.config.job_config import ConfigError, parse_config
+from tidegate.elastic.plan.parameters import num_shards, shard_of
 from tidegate.job import load_job
 from tidegate.megatron.gpt_provider import GptProvider, fill
 from tidegate.megatron.torch_dist import TorchDistWeights

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
-from tidegate.elastic.layout import Mesh
+from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron.attention import GatheringAttention
 from tidegate.megatron.batching import TokenBatch, replica_batches
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider

@@ -18,8 +18,8 @@ from tests.component_bench import job_config
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
 from tidegate.codec import encode_layout
-from tidegate.config import JobConfig
-from tidegate.elastic.rendezvous import connect_store, listening_socket
+from tidegate.config.job_config import JobConfig
+from tidegate.elastic.epoch.rendezvous import connect_store, listening_socket
 from tidegate.job import load_job, state_folder
 from tidegate.runtime.slot_clock import SlotClock
 from tidegate.runtime.worker import CallRefused, WorkerChannel

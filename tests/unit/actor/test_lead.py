@@ -12,8 +12,8 @@ import pytest
 
 from services.actor.checkpoints import CheckpointStore
 from services.actor.lead import ActorLead
-from services.scheduler.observed import Training as Seen
-from services.scheduler.observed_codec import training_of
+from services.scheduler.shell.codecs.observed_codec import training_of
+from services.scheduler.state.observed import Training as Seen
 from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, bench, snapshot
 from tests.unit.actor.fake_ranks import PLENTY, FakeRank, Ranks
 from tests.watched_samples import WatchedSamples, scored_group

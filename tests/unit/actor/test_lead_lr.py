@@ -15,9 +15,9 @@ from services.actor.ledger import SampleLedger
 from services.actor.lr import LrUpdate, ledger_of, passed_budget
 from tests.component_bench import job_config
 from tests.unit.actor.test_lead import SECOND, Training, training
-from tidegate.lr_errors import BudgetMismatch, RanksDisagree
-from tidegate.lr_progress import LrLedger, LrRules
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.errors import BudgetMismatch, RanksDisagree
+from tidegate.lr.progress import LrLedger, LrRules
+from tidegate.lr.schedule import Decay, LrSchedule
 from tidegate.types import Layout
 from tidegate.v1 import workers_pb2 as wire
 

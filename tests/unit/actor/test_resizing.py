@@ -16,8 +16,8 @@ from tests.unit.actor.fake_ranks import PLENTY
 from tests.unit.actor.test_lead import FIRST, SECOND, Training, ids, training
 from tidegate.adapters.cell_store import CellStore
 from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout, fate_of
-from tidegate.ownership import GpuState, Move, MoveState, Outcome, Owner, Part, PartState, Transition
-from tidegate.transitions import earned_outcome
+from tidegate.ownership.records import GpuState, Move, MoveState, Outcome, Owner, Part, PartState, Transition
+from tidegate.ownership.transitions import earned_outcome
 from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, Role, TransitionId, node_of
 from tidegate.v1 import commands_pb2, events_pb2
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tidegate.config import JobConfig, parse_config
+from tidegate.config.job_config import JobConfig, parse_config
 
 
 def small(tmp_path: Path, **changes: Any) -> dict[str, Any]:

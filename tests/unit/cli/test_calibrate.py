@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from cli.__main__ import main
 from simulator.model import ModelSection
 from simulator.scenario import load_scenario
 from tests.unit.test_recorded import run_directory
-from tidegate.cli.__main__ import main
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.job import load_job
 from tidegate.types import Precision
 

@@ -9,7 +9,7 @@ import pytest
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.ledger import ClosedIteration, SampleLedger
 from tests.unit.cli.configs import small_config
-from tidegate.config import ConfigError
+from tidegate.config.job_config import ConfigError
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.claim import Start, claimed

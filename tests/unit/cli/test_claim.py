@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.cli.configs import small_config
 from tidegate.attempts import attempts_in
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import CannotStart, Start, claimed, host_memory_folder, refuse_running, saved_config
 from tidegate.launcher.outcome import End, Outcome

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import MessageToDict
 
+from cli import jobs
+from cli.__main__ import main
+from cli.doctor import Health, examine, host_memory
+from cli.running import exit_code
 from tests.unit.cli.configs import small_config, small_file
-from tidegate.cli import jobs
-from tidegate.cli.__main__ import main
-from tidegate.cli.doctor import Health, examine, host_memory
-from tidegate.cli.running import exit_code
-from tidegate.config_files import load_config
+from tidegate.config.files import load_config
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.outcome import End, Outcome

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from cli.__main__ import main
 from tests.unit.cli.configs import small, small_file
-from tidegate.cli.__main__ import main
-from tidegate.config import ConfigError, JobConfig, parse_config
-from tidegate.config_files import load_config
+from tidegate.config.files import load_config
+from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start, claimed, saved_config
 from tidegate.launcher.data_check import with_checked_data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidegate.cli.doctor import Health, disk, examine
+from cli.doctor import Health, disk, examine
 
 MORE_THAN_ANY_DISK = 2**80
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cli.__main__ import main
 from tests.unit.cli.configs import small, small_file
 from tests.unit.cli.test_data import RIGHT, function, on_data
-from tidegate.cli.__main__ import main
-from tidegate.config import JobConfig
-from tidegate.config_files import load_config
+from tidegate.config.files import load_config
+from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claimed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.cli.jobs import event_line
+from cli.jobs import event_line
 from tidegate.v1 import control_pb2, events_pb2
 
 GENERATION = events_pb2.Generation(

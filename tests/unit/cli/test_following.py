@@ -12,9 +12,9 @@ import grpc
 import pytest
 from google.protobuf.json_format import MessageToDict
 
+from cli import following
+from cli.jobs import UnknownJob
 from tests.unit.cli.configs import small_config
-from tidegate.cli import following
-from tidegate.cli.jobs import UnknownJob
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claimed
 from tidegate.launcher.control import NotRunning

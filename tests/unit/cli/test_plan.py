@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from cli.__main__ import main
 from services.scheduler.policy.registry import policy_of
-from simulator.iterating import Simulated
+from simulator.iteration import Simulated
 from simulator.model import ModelSection
-from simulator.planning import AS_CONFIGURED, COST_KEYS, LENGTH_KEYS, assumed, learned, scenario_of, starts
 from simulator.policies import NAMES
+from simulator.predictions import AS_CONFIGURED, COST_KEYS, LENGTH_KEYS, assumed, learned, scenario_of, starts
 from simulator.run import simulate
 from simulator.scenario import parse_scenario
 from tests.unit.cli.configs import small, small_config, small_file
-from tidegate.cli.__main__ import main
-from tidegate.config import JobConfig, parse_config
+from tidegate.config.job_config import JobConfig, parse_config
 
 EIGHT = {"nodes": {"n0": 8}, "component_placement": {"actor": "0-3", "rollout": "4-6", "inference": 7}}
 SIXTEEN = {"nodes": {"n0": 16}, "component_placement": {"actor": "0-1", "rollout": "2-13", "inference": "14-15"}}

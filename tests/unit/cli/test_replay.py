@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.__main__ import main
 from tests.unit.cli.configs import small_config
-from tidegate.cli.__main__ import main
 from tidegate.launcher.event_file import EventFile
 from tidegate.v1 import events_pb2
 

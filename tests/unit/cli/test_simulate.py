@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.__main__ import main
 from tests.unit.cli.configs import small_file
-from tidegate.cli.__main__ import main
 
 SCENARIO = """\
 name: small
@@ -274,7 +274,7 @@ def test_an_output_that_takes_nothing_ends_with_1_and_no_traceback(case: str, fo
         os.close(reader)
     else:
         out = os.open("/dev/full", os.O_WRONLY)
-    command = [sys.executable, "-m", "tidegate.cli", "simulate", scenario, "--policy", "static", "-o", form]
+    command = [sys.executable, "-m", "cli", "simulate", scenario, "--policy", "static", "-o", form]
     ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(out)
     told = "tidegate: [Errno 28] No space left on device: not all was written; make room, and do it again\n"

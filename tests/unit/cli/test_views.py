@@ -6,8 +6,8 @@ import io
 import json
 from typing import Any
 
-from tidegate.cli.rows import table
-from tidegate.cli.views import LinesView, OpenView, TerminalView, UnfailingStream, make_view
+from cli.rows import table
+from cli.views import LinesView, OpenView, TerminalView, UnfailingStream, make_view
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.unit.data.tokenizers_made import make_tokenizer
-from tidegate.config_data import DataSection
+from tidegate.config.sections.data import DataSection
 from tidegate.data.prompts import DataPrompt, PromptList, PromptReader, training_files
 from tidegate.tasks.tokenizer import TaskTokenizer, load_tokenizer
 

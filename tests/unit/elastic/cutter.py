@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.elastic.buckets import Bucket
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Edge, Mesh
-from tidegate.elastic.optimizers import DistributedOptimizer, FlatRange, StateKind
-from tidegate.elastic.parameters import GroupedQkv, Parameter, Split, Vocabulary
-from tidegate.elastic.plan import Plan, RegionCopy
+from tidegate.elastic.plan.buckets import Bucket
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Edge, Mesh
+from tidegate.elastic.plan.optimizers import DistributedOptimizer, FlatRange, StateKind
+from tidegate.elastic.plan.parameters import GroupedQkv, Parameter, Split, Vocabulary
+from tidegate.elastic.plan.plan import Plan, RegionCopy
 
 Array = npt.NDArray[np.int64]
 Tensors = dict[tuple[str, StateKind], Array]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.properties.test_planner import carry_out
-from tidegate.elastic.buckets import Bucket, schedule
-from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.plan import Holding, Part, RegionCopy
-from tidegate.elastic.regions import Block
+from tidegate.elastic.plan.buckets import Bucket, schedule
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.plan import Holding, Part, RegionCopy
+from tidegate.elastic.plan.regions import Block
 
 
 def copy_between(source: int, target: int, *, rows: int = 1, cols: int = 4, name: str = "p") -> RegionCopy:

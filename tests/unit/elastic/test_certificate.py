@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.certificate import Certificate, CertificateMismatch, Level, RankSums, certify, sum_part
-from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, GptShape, gpt_parameters
-from tidegate.elastic.holders import State
-from tidegate.elastic.layout import Mesh, even_chunks
-from tidegate.elastic.optimizers import DistributedOptimizer, StateKind
-from tidegate.elastic.plan import Plan
-from tidegate.elastic.planner import Planner
-from tidegate.elastic.transport import TensorKey
+from tidegate.elastic.check.certificate import Certificate, CertificateMismatch, Level, RankSums, certify, sum_part
+from tidegate.elastic.model.tensors import TensorKey
+from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, GptShape, gpt_parameters
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh, even_chunks
+from tidegate.elastic.plan.optimizers import DistributedOptimizer, StateKind
+from tidegate.elastic.plan.plan import Plan
+from tidegate.elastic.plan.planner import Planner
 from tidegate.types import Layout
 
 PARAMETERS = gpt_parameters(

@@ -9,11 +9,11 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistStoreError
 
-from tidegate.elastic import epoch_store
-from tidegate.elastic.coordinator import Coordinator, announce, next_membership
-from tidegate.elastic.decision import Outcome, StoreDecision
-from tidegate.elastic.epoch_store import EpochStore
-from tidegate.elastic.world import Membership, epoch_prefix
+from tidegate.elastic.epoch import epoch_store
+from tidegate.elastic.epoch.coordinator import Coordinator, announce, next_membership
+from tidegate.elastic.epoch.decision import Outcome, StoreDecision
+from tidegate.elastic.epoch.epoch_store import EpochStore
+from tidegate.elastic.epoch.world import Membership, epoch_prefix
 
 TIMEOUT_S = 20.0
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tidegate.elastic.decision import Outcome, StoreDecision, abort
+from tidegate.elastic.epoch.decision import Outcome, StoreDecision, abort
 
 MEMBERS = (4, 0, 7)
 COMMITTED = Outcome(committed=True)

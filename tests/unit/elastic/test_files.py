@@ -14,14 +14,14 @@ from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.files import FileCorrupt, StateFiles, weights_sum, write_rank
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.holders import SourceMissing, State
-from tidegate.elastic.layout import Mesh, even_chunks
-from tidegate.elastic.optimizers import DistributedOptimizer, PlainOptimizer, StateKind
-from tidegate.elastic.parameters import Parameter, Vocabulary
-from tidegate.elastic.saved import SavedStateRefused
-from tidegate.elastic.transport import TensorKey
+from tidegate.elastic.model.tensors import TensorKey
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.holders import SourceMissing, State
+from tidegate.elastic.plan.layout import Mesh, even_chunks
+from tidegate.elastic.plan.optimizers import DistributedOptimizer, PlainOptimizer, StateKind
+from tidegate.elastic.plan.parameters import Parameter, Vocabulary
+from tidegate.elastic.plan.saved import SavedStateRefused
+from tidegate.elastic.state.files import FileCorrupt, StateFiles, weights_sum, write_rank
 from tidegate.types import Layout
 
 SHAPE = GptShape(

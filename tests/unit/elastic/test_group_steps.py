@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tidegate.elastic.compat import group_steps, set_group_steps
+from tidegate.elastic.model.compat import group_steps, set_group_steps
 
 
 @dataclass

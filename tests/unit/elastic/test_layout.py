@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from tidegate.elastic.layout import Home, LayoutRefused, Mesh, even_chunks
+from tidegate.elastic.plan.layout import Home, LayoutRefused, Mesh, even_chunks
 from tidegate.types import Layout
 
 ORDER = "tp-cp-ep-dp-pp"

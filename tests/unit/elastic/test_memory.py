@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidegate.elastic.memory import ALIGNMENT_BYTES, Arena, ArenaFull, ArenaReader, OwnArena, SharedArena
+from tidegate.elastic.model.memory import ALIGNMENT_BYTES, Arena, ArenaFull, ArenaReader, OwnArena, SharedArena
 
 MakeArena = Callable[[], Arena]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.layout import Edge, LayoutRefused
-from tidegate.elastic.parameters import (
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.layout import Edge, LayoutRefused
+from tidegate.elastic.plan.parameters import (
     Cut,
     Expert,
     GroupedQkv,

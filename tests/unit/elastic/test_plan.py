@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tidegate.elastic.optimizers import StateKind
-from tidegate.elastic.plan import Holding, Part, Plan, PlanInvalid, RegionCopy
-from tidegate.elastic.regions import Block
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.plan import Holding, Part, Plan, PlanInvalid, RegionCopy
+from tidegate.elastic.plan.regions import Block
 
 W = StateKind.WEIGHT
 # Rank 0 holds a vector of 8, rank 1 holds nothing; both want 4 of it, rank 0 the first ones.

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.gpt import EMBEDDING, GptShape, gpt_parameters
-from tidegate.elastic.holders import RangesRefused, SourceMissing, State
-from tidegate.elastic.layout import LayoutRefused, Mesh, even_chunks
-from tidegate.elastic.optimizers import (
+from tidegate.elastic.plan.gpt import EMBEDDING, GptShape, gpt_parameters
+from tidegate.elastic.plan.holders import RangesRefused, SourceMissing, State
+from tidegate.elastic.plan.layout import LayoutRefused, Mesh, even_chunks
+from tidegate.elastic.plan.optimizers import (
     DistributedOptimizer,
     FlatRange,
     Optimizer,
@@ -20,9 +20,9 @@ from tidegate.elastic.optimizers import (
     StateKind,
     require_supported,
 )
-from tidegate.elastic.parameters import Parameter, Split, Whole
-from tidegate.elastic.plan import RegionCopy
-from tidegate.elastic.planner import Planner
+from tidegate.elastic.plan.parameters import Parameter, Split, Whole
+from tidegate.elastic.plan.plan import RegionCopy
+from tidegate.elastic.plan.planner import Planner
 from tidegate.types import Layout
 
 VECTOR = Parameter("vector", (8,), 2, Split(0), 0)

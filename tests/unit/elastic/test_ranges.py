@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.gpt import GptShape, gpt_parameters
-from tidegate.elastic.layout import Mesh
-from tidegate.elastic.optimizers import DistributedOptimizer
-from tidegate.elastic.planner import Planner
-from tidegate.elastic.ranges import with_optimizer
+from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import DistributedOptimizer
+from tidegate.elastic.plan.planner import Planner
+from tidegate.elastic.plan.ranges import with_optimizer
 from tidegate.types import Layout
 
 ONE_BUCKET = 10**9

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.elastic.copies import NUM_SLOTS
-from tidegate.elastic.recovery import Chosen, Origin, StateLost, Version, choose, guardians
+from tidegate.elastic.plan.recovery import Chosen, Origin, StateLost, Version, choose, guardians
+from tidegate.elastic.state.copies import NUM_SLOTS
 
 GUARDED = NUM_SLOTS
 """The first of the slots that a guardian has."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tidegate.elastic.parameters import Split, shard_of
-from tidegate.elastic.regions import Block, Overlap, blocks_of, first_clash, overlaps_of
+from tidegate.elastic.plan.parameters import Split, shard_of
+from tidegate.elastic.plan.regions import Block, Overlap, blocks_of, first_clash, overlaps_of
 
 
 def test_a_flat_range_of_a_row_parallel_shard_is_the_rest_of_a_row_whole_rows_and_the_beginning_of_one() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidegate.elastic.stamp import RECORD_BYTES, Note, Stamp
-from tidegate.elastic.state import Progress
+from tidegate.elastic.state.progress import Progress
+from tidegate.elastic.state.stamp import RECORD_BYTES, Note, Stamp
 
 
 def note(num_updates: int, **cursor: str) -> Note:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidegate.elastic.regions import Block
-from tidegate.elastic.sums import BLOCK, CHUNK, WeightedSums
+from tidegate.elastic.check.sums import BLOCK, CHUNK, WeightedSums
+from tidegate.elastic.plan.regions import Block
 
 ROWS, COLS = 3, 2 * BLOCK + 17
 WHOLE = Block(0, 0, ROWS, COLS, 0, COLS)

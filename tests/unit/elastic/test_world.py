@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.elastic.world import Membership, peers_needed, surplus
+from tidegate.elastic.epoch.world import Membership, peers_needed, surplus
 
 
 def test_the_groups_least_recently_used_go_until_no_member_has_too_many() -> None:

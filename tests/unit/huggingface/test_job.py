@@ -13,7 +13,7 @@ import pytest
 from tests.component_bench import job_config
 from tests.hugging_face import save
 from tests.unit.data.tokenizers_made import make_tokenizer
-from tidegate.config import ConfigError, JobConfig, parse_config
+from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.huggingface.checkpoint import CONFIG, GENERATION, SINGLE_FILE, TOKENIZER, open_checkpoint
 from tidegate.job import load_job
 from tidegate.tasks import find_task

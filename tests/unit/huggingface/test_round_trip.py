@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.hugging_face import CONFIGS, save
-from tidegate.elastic.gpt import EMBEDDING, OUTPUT
-from tidegate.elastic.parameters import Parameter, Vocabulary, num_shards, shard_of
+from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
+from tidegate.elastic.plan.parameters import Parameter, Vocabulary, num_shards, shard_of
 from tidegate.huggingface.checkpoint import CONFIG, SINGLE_FILE, HuggingFaceCheckpoint, open_checkpoint
 from tidegate.huggingface.exporting import export
 from tidegate.huggingface.families import CheckpointRefused

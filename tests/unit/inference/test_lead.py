@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from services.inference.lead import InferenceLead
-from services.scheduler.observed import Inferring
-from services.scheduler.observed_codec import inferring_of
+from services.scheduler.shell.codecs.observed_codec import inferring_of
+from services.scheduler.state.observed import Inferring
 from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, Changes, bench, loaded, replied, snapshot
 from tests.watched_samples import WatchedSamples, generated_group
 from tidegate.job import Job

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.unit.lr.test_lr_schedule import Groups
-from tidegate.lr_checkpoint import LegacyPolicy, OnMismatch, adopted, decoded, encoded, resumed
-from tidegate.lr_errors import BudgetMismatch, CheckpointRefused, ForeignCheckpoint
-from tidegate.lr_progress import LrLedger, LrMode, LrRules, OnSkip
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.checkpoint import LegacyPolicy, OnMismatch, adopted, decoded, encoded, resumed
+from tidegate.lr.errors import BudgetMismatch, CheckpointRefused, ForeignCheckpoint
+from tidegate.lr.progress import LrLedger, LrMode, LrRules, OnSkip
+from tidegate.lr.schedule import Decay, LrSchedule
 from tidegate.megatron.lr import drive, param_scheduler
 
 COSINE = LrSchedule(3e-4, budget=2400, warm_up=Fraction(25, 2), decay=Decay.COSINE, minimum=1e-5)

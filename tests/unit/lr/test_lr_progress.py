@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tidegate.lr_errors import (
+from tidegate.lr.errors import (
     BatchOpen,
     BatchRefused,
     DuplicateUnit,
@@ -23,8 +23,8 @@ from tidegate.lr_errors import (
     UnknownUnit,
     UpdateConflict,
 )
-from tidegate.lr_progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, agreed, projected_overshoot
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, agreed, projected_overshoot
+from tidegate.lr.schedule import Decay, LrSchedule
 
 LINEAR = LrSchedule(1.0, budget=8, decay=Decay.LINEAR)
 BY_UPDATES = {"mode": LrMode.OPTIMIZER_UPDATES}

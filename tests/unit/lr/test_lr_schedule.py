@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.lr_errors import BudgetRefused, LrError, NominalRefused, ScheduleRefused
-from tidegate.lr_schedule import Decay, LrSchedule, Steps, WsdDecay, exact_steps
+from tidegate.lr.errors import BudgetRefused, LrError, NominalRefused, ScheduleRefused
+from tidegate.lr.schedule import Decay, LrSchedule, Steps, WsdDecay, exact_steps
 from tidegate.megatron.lr import param_scheduler
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.lr_errors import DuplicateUnit, OverConsumption, UnknownUnit
-from tidegate.lr_units import Units
+from tidegate.lr.errors import DuplicateUnit, OverConsumption, UnknownUnit
+from tidegate.lr.units import Units
 
 SETS = st.frozensets(st.integers(0, 40))
 

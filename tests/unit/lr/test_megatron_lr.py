@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.unit.lr.test_lr_schedule import RATES, SHAPES, Groups, schedule_of
-from tidegate.lr_errors import ScheduleRefused
-from tidegate.lr_progress import LrLedger, LrRules
-from tidegate.lr_schedule import Decay, LrSchedule
+from tidegate.lr.errors import ScheduleRefused
+from tidegate.lr.progress import LrLedger, LrRules
+from tidegate.lr.schedule import Decay, LrSchedule
 from tidegate.megatron.lr import assign_learning_rate, drive, param_scheduler
 
 SCHEDULE = LrSchedule(1e-3, budget=16, warm_up=Fraction(3, 2), decay=Decay.COSINE)

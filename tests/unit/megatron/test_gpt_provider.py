@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tidegate.elastic.layout import Edge, LayoutRefused, Mesh
-from tidegate.elastic.provider import ModelProvider
+from tidegate.elastic.model.provider import ModelProvider
+from tidegate.elastic.plan.layout import Edge, LayoutRefused, Mesh
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.stages import StageLayers
 from tidegate.model_config import ModelConfig

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from tidegate.elastic.rendezvous import use_interface
+from tidegate.elastic.epoch.rendezvous import use_interface
 from tidegate.megatron.reduction import RunningTree, own_sum, sum_of_squares, tree_sum
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidegate.config_data import RewardSection
+from tidegate.config.sections.data import RewardSection
 from tidegate.data.prompts import DataPrompt
 from tidegate.rewards.answers import exact_match, math_verify, refuse_without_math_verify
 from tidegate.rewards.judge import Answered, Judge, RewardFailed, Score

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidegate.config_layers import Layer, Origin
+from tidegate.config.reading.layers import Layer, Origin
 from tidegate.rlinf.references import without_references
 
 VALUES: dict[str, Any] = {

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.test_config_layers import written
-from tidegate.cli.__main__ import main
-from tidegate.config import ConfigError
-from tidegate.config_files import SourcedConfig, Sources, load_sources
-from tidegate.config_scheduler import RLinfSection, SchedulerSection
+from cli.__main__ import main
+from tests.unit.config.test_layers import written
+from tidegate.config.files import SourcedConfig, Sources, load_sources
+from tidegate.config.job_config import ConfigError
+from tidegate.config.sections.scheduler import RLinfSection, SchedulerSection
 from tidegate.rlinf.rules import DERIVED, RULES, SAME_AS, WITHOUT_EFFECT, OnlyAs
 from tidegate.tasks.tokenizer import build_tokenizer
 from tidegate.types import Layout, Role

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.rollout.engine import SamplingParams
 from tests.unit.rollout.tiny_models import TINY, engine_of, random_weights, request_of, run
-from tidegate.elastic.gpt import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
+from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
 from tidegate.model_config import ModelConfig
 
 SHAPES = {

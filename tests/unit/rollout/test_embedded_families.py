@@ -14,7 +14,7 @@ from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import SamplingParams
 from tests.hugging_face import CONFIGS, save
 from tests.unit.rollout.tiny_models import request_of, run
-from tidegate.elastic.parameters import shard_of
+from tidegate.elastic.plan.parameters import shard_of
 from tidegate.huggingface.checkpoint import HuggingFaceCheckpoint, open_checkpoint
 from tidegate.huggingface.importing import CheckpointWeights
 from tidegate.megatron.family import model_parameters

@@ -10,7 +10,7 @@ import torch
 from services.rollout.embedded.weights import load_weights, tensor_checksum
 from services.rollout.engine import SamplingParams, WeightsRefused
 from tests.unit.rollout.tiny_models import TINY, engine_of, random_weights, request_of, run
-from tidegate.elastic.gpt import EMBEDDING, OUTPUT
+from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 Tensors = list[tuple[str, torch.Tensor]]

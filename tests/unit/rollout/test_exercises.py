@@ -10,7 +10,7 @@ import pytest
 
 from services.rollout.exercises import Exercises, Judged, open_exercises
 from tests.component_bench import job_config
-from tidegate.config import JobConfig, parse_config
+from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.job import Job, load_job
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.tasks.tokenizer import build_tokenizer

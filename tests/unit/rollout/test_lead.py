@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.rollout.lead import RolloutLead
-from services.scheduler.observed_codec import generation_of
+from services.scheduler.shell.codecs.observed_codec import generation_of
 from tests.component_bench import JOB, NODES, PATIENCE_S, Changes, snapshot, task_of
 from tests.unit.rollout.fake_engines import (
     FIRST,

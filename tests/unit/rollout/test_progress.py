@@ -9,8 +9,8 @@ from services.rollout.engine import RequestId
 from services.rollout.groups import GroupsInProgress
 from services.rollout.progress import EngineProgress, IterationProgress
 from services.rollout.sglang.estimates import Spent, estimated_lengths
-from services.scheduler.observed import AWAY, CUT, ENDED, QUEUED
-from services.scheduler.observed_codec import generation_of
+from services.scheduler.shell.codecs.observed_codec import generation_of
+from services.scheduler.state.observed import AWAY, CUT, ENDED, QUEUED
 from tidegate.candidates import Candidates
 from tidegate.codec import encode_sample_id
 from tidegate.types import GpuId, SampleId

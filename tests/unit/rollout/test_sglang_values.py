@@ -35,8 +35,8 @@ from services.rollout.sglang.replies import (
 from services.rollout.sglang.server import ServerSettings, server_environment, server_options
 from services.rollout.sglang.weights import pickled, weight_set
 from tests.unit.rollout.tiny_models import TINY, random_weights, request_of
-from tidegate.elastic.gpt import EMBEDDING
-from tidegate.elastic.parameters import Parameter
+from tidegate.elastic.plan.gpt import EMBEDDING
+from tidegate.elastic.plan.parameters import Parameter
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 

@@ -15,7 +15,7 @@ from services.rollout.engine import (
     Response,
     SamplingParams,
 )
-from tidegate.elastic.gpt import EMBEDDING, OUTPUT
+from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 

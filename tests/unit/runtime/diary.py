@@ -10,12 +10,12 @@ from pathlib import Path
 from tests.component_bench import JOB, NODES, Bench, Changes, bench, replied
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
-from tidegate.adoption import adopt
 from tidegate.codec import decode_grants
-from tidegate.config import RuntimeSection
+from tidegate.config.sections.job import RuntimeSection
 from tidegate.events import EventSource
 from tidegate.job import Job
-from tidegate.ownership import StoreUnavailable
+from tidegate.ownership.adoption import adopt
+from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.store import Identity, LeadRecord
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.host import ComponentHost, Seat

@@ -8,7 +8,7 @@ import pytest
 
 from tests.component_bench import JOB, NODES
 from tests.unit.runtime.diary import LEAD_TTL_MS, LEASE_TTL_MS, ROLE, WatchedStore, hosting, no_gates
-from tidegate.adoption import adopt
+from tidegate.ownership.adoption import adopt
 from tidegate.runtime.lead import CommandRefused
 from tidegate.types import GpuId, Grant, Token, instance_id
 from tidegate.v1 import events_pb2

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.component_bench import PATIENCE_S
-from tidegate.config_scheduler import SchedulerSection
+from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.runtime.pictures import DECIDING_BYTES_PER_S, WATCHING_BYTES_PER_S, Pace, Picture, Pictures, pace_of
 from tidegate.v1 import events_pb2
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.scheduler import commands as cmd
-from services.scheduler import events as ev
-from services.scheduler.decide import Decision, after_decision, decide, decided
-from services.scheduler.evolve import evolve
-from services.scheduler.expectations import next_due_ms
-from services.scheduler.invariants import check
+from services.scheduler.decide.decision import Decision, after_decision, decide, decided
+from services.scheduler.decide.expectations import next_due_ms
+from services.scheduler.decide.seeing import situation_of
+from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.seeing import situation_of
-from services.scheduler.state import TERMINAL, ClusterState
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import TERMINAL, ClusterState
+from services.scheduler.state.invariants import check
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB
 

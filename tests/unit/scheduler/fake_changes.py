@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.scheduler import commands as cmd
-from services.scheduler import events as ev
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
 from tests.unit.scheduler.fake_members import FakeMembers
 from tests.unit.scheduler.fake_parts import FakeGate, FakeLead, FakeResize
-from tidegate import transitions
-from tidegate.ownership import GpuBusy, IllegalStep, StaleToken, Transition, VersionConflict
+from tidegate.ownership import transitions
+from tidegate.ownership.records import GpuBusy, IllegalStep, StaleToken, Transition, VersionConflict
 from tidegate.types import Role, TransitionId, instance_id, node_of
 
 

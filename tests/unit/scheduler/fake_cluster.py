@@ -1,8 +1,8 @@
 """A cluster that answers the scheduler's commands with events, in memory and without time of its own.
 
-It has what the real one has, by the same rules: an ownership store (`tidegate.transitions`), gates that know who holds
-a GPU, instances with boots, leads with epochs that store their answers by command id, and an actor whose checkpoints
-outlive it. What it says waits in `outbox`, for a test to deliver in the order it likes.
+It has what the real one has, by the same rules: an ownership store (`tidegate.ownership.transitions`), gates that
+know who holds a GPU, instances with boots, leads with epochs that store their answers by command id, and an actor
+whose checkpoints outlive it. What it says waits in `outbox`, for a test to deliver in the order it likes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.scheduler import commands as cmd
-from services.scheduler import events as ev
-from services.scheduler.values import Fate, IterationPlan, Snapshot
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.values import Fate, IterationPlan, Snapshot
 from tests.unit.scheduler.fake_changes import FakeChanges
 from tests.unit.scheduler.fake_parts import JOB, FakeLead, fate, num_prompts, samples
 from tests.unit.scheduler.fake_pictures import EIGHTHS, picture
-from tidegate import transitions
-from tidegate.ownership import GpuBusy, IllegalStep, MoveState, StaleToken, VersionConflict
+from tidegate.ownership import transitions
+from tidegate.ownership.records import GpuBusy, IllegalStep, MoveState, StaleToken, VersionConflict
 from tidegate.types import GpuId, Grant, Role, Token, node_of
 
 TERM = 1

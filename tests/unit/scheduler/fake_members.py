@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler import commands as cmd
-from services.scheduler import events as ev
-from services.scheduler.values import JobSpec
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.values import JobSpec
 from tests.unit.scheduler.fake_parts import JOB, NODES, FakeGate, FakeInstance, FakeLead, role_of
-from tidegate.ownership import GpuRecord, GpuState
+from tidegate.ownership.records import GpuRecord, GpuState
 from tidegate.types import GpuId, Grant, InstanceId, NodeId, Role, Token, instance_id, node_of
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler import commands as cmd
-from services.scheduler.values import Fate, IterationPlan, JobSpec, Placed
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.values import Fate, IterationPlan, JobSpec, Placed
 from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId, gpu_id
 
 JOB = JobId("tide")

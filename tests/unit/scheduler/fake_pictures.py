@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.scheduler.observed import (
+from services.scheduler.state.observed import (
     AWAY,
     ENDED,
     QUEUED,
@@ -15,7 +15,7 @@ from services.scheduler.observed import (
     TrainerRate,
     Training,
 )
-from services.scheduler.values import IterationPlan
+from services.scheduler.state.values import IterationPlan
 from tidegate.types import GpuId, Layout, Role
 
 EIGHTHS = 8

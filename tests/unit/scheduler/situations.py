@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from services.scheduler.costs import Costs, DecodeStep, LengthLaw
-from services.scheduler.observed import ENDED, QUEUED, Engine, Generation, Inferring, TrainerRate, Training
-from services.scheduler.policy.situation import (
-    Inference,
-    Situation,
-    Trainer,
-    placed_gpus,
-)
-from services.scheduler.remembered import Assignment, Remembered
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.policy.situation import Inference, Situation, Trainer
+from services.scheduler.state.costs import Costs, DecodeStep, LengthLaw
+from services.scheduler.state.layouts import placed_gpus
+from services.scheduler.state.observed import ENDED, QUEUED, Engine, Generation, Inferring, TrainerRate, Training
+from services.scheduler.state.remembered import Assignment, Remembered
+from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.fake_parts import gpu
 from tidegate.types import GpuId, Layout, Role
 

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.scheduler.codec import decode_state
-from services.scheduler.issuer import Issuer
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.requests import Request
-from services.scheduler.service import SchedulerPorts, SchedulerService
-from services.scheduler.state import ClusterState
+from services.scheduler.shell.codecs.state_codec import decode_state
+from services.scheduler.shell.issuer import Issuer
+from services.scheduler.shell.requests import Request
+from services.scheduler.shell.service import SchedulerPorts, SchedulerService
+from services.scheduler.state.cluster_state import ClusterState
 from tests.component_bench import JOB, NODES, Changes, job_config, snapshot
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.adapters.tables import state_cell
 from tidegate.codec import decode_grants, fate_of
-from tidegate.config import JobConfig
+from tidegate.config.job_config import JobConfig
 from tidegate.events import EventBody, EventSource
-from tidegate.ownership import GpuRecord
+from tidegate.ownership.records import GpuRecord
 from tidegate.ports.bus import BusLimits, EventConsumer, EventDelivery
 from tidegate.ports.store import JobState
 from tidegate.runtime.announcer import Announcer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.scheduler.remembered import Assignment
-from services.scheduler.values import Placed
+from services.scheduler.state.remembered import Assignment
+from services.scheduler.state.values import Placed
 from simulator.bound import Bound
 from simulator.gpus import Doing
 from simulator.happenings import Happening, What

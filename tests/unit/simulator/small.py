@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.scheduler.observed import Inferring
+from services.scheduler.state.observed import Inferring
 from simulator.costs import Costs, EngineCosts, SwitchCosts, SyncCosts, TrainerCosts
 from simulator.faults import Fault
 from simulator.gpus import Holder
 from simulator.lengths import Lengths, Turns
 from simulator.model import ModelSection
-from simulator.seeing import inferring
+from simulator.views import inferring
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.types import GpuId, Layout, MinibatchOrder

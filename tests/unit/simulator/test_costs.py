@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from simulator.assumptions import assumptions_of
 from simulator.costs import Costs, EngineCosts, SwitchCosts, TrainerCosts, busiest_bytes, even_split, imbalance
-from tidegate.config_base import fields_of
-from tidegate.elastic.planner import Moved
+from tidegate.config.base import fields_of
+from tidegate.elastic.plan.planner import Moved
 from tidegate.types import Layout
 
 engines = st.builds(

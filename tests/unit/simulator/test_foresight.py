@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.scheduler.policy.cluster import Plans, cluster_of, gpus_there
-from services.scheduler.policy.forecast import Forecast
+from benchmarks.clairvoyant.schedules import Schedule, steered
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
-from services.scheduler.policy.plans import (
+from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
+from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.policy.tide.plans import (
     best_of,
     earliest_start_s,
     family,
@@ -21,13 +23,11 @@ from services.scheduler.policy.plans import (
     not_before,
     search,
 )
-from services.scheduler.policy.prompt_order import queue_in, short_between_long
-from services.scheduler.policy.situation import Situation, as_configured
-from services.scheduler.policy.tide import TidePolicy
-from services.scheduler.remembered import Remembered
-from simulator.iterating import Simulated
+from services.scheduler.policy.tide.prompt_order import queue_in, short_between_long
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.remembered import Remembered, as_configured
+from simulator.iteration import Simulated
 from simulator.scenario import Scenario, load_scenario
-from simulator.steering import Schedule, steered
 
 PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
 SYNC_S = PUBLISHED.costs.sync.sync_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.learned import MIN_SIGMA
+from services.scheduler.state.learned import MIN_SIGMA
 from simulator.job import population_law
 from simulator.lengths import LengthLaw, Lengths, LengthSection
 

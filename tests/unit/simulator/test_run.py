@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.observed import ENDED
+from benchmarks.direct import simulate
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
-from services.scheduler.policy.situation import Choice, Situation, as_configured
+from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.static import StaticPolicy
-from services.scheduler.policy.tide import TidePolicy
-from services.scheduler.remembered import Assignment
-from services.scheduler.values import JobSpec, Placed
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.observed import ENDED
+from services.scheduler.state.remembered import Assignment, as_configured
+from services.scheduler.state.values import JobSpec, Placed
 from simulator.costs import Costs
 from simulator.gpus import Doing
 from simulator.happenings import Happening, What
-from simulator.run import Run, simulate
+from simulator.run import Run
 from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
 from simulator.scheduled import JobFailed
 from tests.unit.simulator.waiting import Waiting

@@ -9,6 +9,7 @@ import pytest
 from simulator.faults import EngineFault, GpuFault, LateFault, NodeFault
 from simulator.happenings import What
 from simulator.scenario import ScenarioError, load_scenario
+from simulator.used_assumptions import used_assumptions
 from tidegate.types import GpuId, Layout, NodeId
 
 GOOD = """\
@@ -112,8 +113,8 @@ def test_a_model_that_the_actors_layout_cannot_cut_is_refused(tmp_path: Path) ->
 
 def test_what_a_named_model_moves_is_among_the_assumptions_and_only_then(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
-    assert not [each for each in load_scenario(path).assumptions() if each.key.startswith("model.")]
-    named = {each.key: each for each in load_scenario(path, ["model.hidden_size=1024"]).assumptions()}
+    assert not [each for each in used_assumptions(load_scenario(path)) if each.key.startswith("model.")]
+    named = {each.key: each for each in used_assumptions(load_scenario(path, ["model.hidden_size=1024"]))}
     assert (named["model.hidden_size"].value, named["model.hidden_size"].default) == (1024, 3584)
     assert all(each.source for each in named.values())
 
@@ -139,7 +140,7 @@ def test_only_what_a_scenario_uses_is_among_its_assumptions(tmp_path: Path) -> N
         "weights": ("costs.sync.weight_bytes=9", {"costs.sync.bytes_per_s"}, set()),
     }
     for told, (override, used, unused) in cases.items():
-        found = {each.key for each in load_scenario(path, [override]).assumptions()}
+        found = {each.key for each in used_assumptions(load_scenario(path, [override]))}
         assert used <= found, told
         assert not unused & found, told
 

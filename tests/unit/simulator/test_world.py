@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.scheduler.observed import AWAY
+from services.scheduler.state.observed import AWAY
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.gpus import Holder, MoveRefused
 from simulator.happenings import What

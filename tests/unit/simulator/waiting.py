@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from services.scheduler.policy.foresight import TideRules, num_to_come
 from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.policy.tide import TidePolicy
-from services.scheduler.values import JobSpec
+from services.scheduler.policy.tide.foresight import TideRules, num_to_come
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.values import JobSpec
 
 SLOW, FAST = 0.1, 1000.0
 """Times the trainer's measured rate."""

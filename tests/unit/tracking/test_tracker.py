@@ -10,7 +10,7 @@ import pytest
 from tests.unit.tracking.test_metrics import report
 from tests.unit.tracking.test_outlet import PATIENCE_S, Written, outlet
 from tidegate.adapters.memory_bus import MemoryBus
-from tidegate.config_record import TrackingSection, WandbSection, tracking_faults
+from tidegate.config.sections.record import TrackingSection, WandbSection, tracking_faults
 from tidegate.events import EventSource
 from tidegate.runtime.cancelling import end_task
 from tidegate.tracking.tracker import Tracker

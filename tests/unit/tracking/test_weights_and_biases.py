@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tracking.rows import a_row, read_wandb_history
-from tidegate.config_record import WandbSection
+from tidegate.config.sections.record import WandbSection
 
 pytest.importorskip("wandb", reason="what requirements/wandb.in lists is not installed")
 

@@ -1,0 +1,199 @@
+"""An iteration by a schedule that was made before, carried out on the world: no policy, no situation, no forecast.
+
+A schedule says when the trainer gets its first GPUs, with how many GPUs each minibatch is trained, how many infer in
+each part of it, which minibatches are held back until how many of their groups are there (with the trainer's GPUs lent
+to the rollout meanwhile, or not), and in which order sequences begin and begin again. The engines have what is left.
+Order, whenever something has happened: the trainer's next minibatch is aimed at once the last group of the open one has
+been taken and a release's time is left to its end; then inference and engines follow. What the end of the rollout
+leaves goes to inference, what its end leaves to the trainer.
+
+Invariants: a component that has work has GPUs, and a schedule that asks for more than there are gets what there is; a
+trainer that has a minibatch open keeps its GPUs; moves cost what they cost any policy; the same schedule gives the same
+run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from benchmarks.carrying import Carrying
+from services.scheduler.policy.situation import Choice
+from services.scheduler.policy.stages import Split
+from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.state.layouts import as_engines, engine_size, most_copies, replica_size
+from services.scheduler.state.remembered import Assignment, Remembered
+from services.scheduler.state.units import but_for
+from services.scheduler.state.values import Placed
+from simulator.happenings import Happening, What
+from simulator.iteration import PROGRESS, Simulated
+from simulator.world import World
+from tidegate.types import GpuId, Role
+
+LEAD_S = TideRules().lead_s
+"""Engines are told ahead of a minibatch's end as `tide` tells them."""
+STAGES_WAKE, START_WAKE = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`trainer`: GPUs by minibatch. `inference`: GPUs by part of a minibatch, the same number of parts each; a part is
+    over when its share of the minibatch's groups was taken. `waits`: by minibatch, which share of its groups it is held
+    back for; none begins without a group. `lends`: whether the trainer has no GPUs meanwhile. `order`: of all
+    sequences, as they are to begin. `soonest_back`: what engines hand back begins again by when its group ends, as far
+    as the next minibatch needs groups, the longest of the others first; else by `order`."""
+
+    start_s: float
+    trainer: tuple[int, ...]
+    inference: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    waits: tuple[float, ...] = ()
+    lends: tuple[bool, ...] = ()
+    soonest_back: bool = True
+
+
+def steered(simulated: Simulated, schedule: Schedule) -> World:
+    """The iteration, over."""
+    return _Steering(simulated, schedule).run()
+
+
+class _Steering:
+    def __init__(self, simulated: Simulated, schedule: Schedule) -> None:
+        self._schedule, self._spec = schedule, simulated.spec
+        self._cluster = simulated.scenario.cluster.gpus()
+        self._place_of = {gpu: place for place, gpu in enumerate(self._cluster)}
+        self._engine = engine_size(self._spec)
+        self._home = self._spec.placement[Role.ACTOR].layout
+        self._unit = replica_size(self._home)
+        self._sizes = simulated.workload.minibatch_sizes
+        self._before = (0, *accumulate(self._sizes))
+        self._num_groups = simulated.workload.num_groups
+        self._lengths = np.array([sum(turns) for row in simulated.workload.lengths.turns for turns in row])
+        self._release_s = simulated.scenario.costs.switch.release_s + LEAD_S
+        self._is_begun = schedule.start_s <= 0
+        self._is_over = False
+        opening = Split(0, schedule.trainer[0], schedule.inference[0]) if self._is_begun else Split(0, 0, 0)
+        self._split = self._fitting(opening)
+        self._trains = True
+        self._assignment = self._dealt(Assignment((), None, ()))
+        self._world = simulated.world(self._assignment)
+        self._carrying = Carrying(self._world, self._assignment, simulated.workload.group_size)
+
+    def run(self) -> World:
+        world = self._world
+        if self._schedule.order:
+            world.order_queue(self._schedule.order)
+        world.wake_at(self._schedule.start_s, START_WAKE)
+        for happening in world.happenings():
+            self._carrying.notice(happening)
+            self._note(happening)
+            if world.is_told and happening.what is not What.ITERATION_FINISHED:
+                self._steer(happening)
+        return world
+
+    def _note(self, happening: Happening) -> None:
+        match happening.what:
+            case What.ROLLOUT_FINISHED:
+                self._is_over = self._is_begun = True
+            case What.MINIBATCH_CLOSED:
+                closes_at_s = self._world.trainer.closes_at_s
+                assert closes_at_s is not None, "the minibatch is closed"
+                self._world.wake_at(closes_at_s - self._release_s, STAGES_WAKE)
+            case What.WOKE if happening.number == START_WAKE:
+                self._is_begun = True
+
+    def _steer(self, happening: Happening) -> None:
+        split, trains = self._wanted()
+        if (split, trains) == (self._split, self._trains):
+            if happening.what not in PROGRESS:
+                self._carrying.carry_on()
+            return
+        fewer = split.num_engines < self._split.num_engines and not self._is_over
+        self._split, self._trains = split, trains
+        self._assignment = self._dealt(self._assignment)
+        if fewer and self._schedule.soonest_back:
+            self._world.order_queue(self._order_back())
+        self._carrying.accept(Choice(self._assignment, trains, Remembered(), ""))
+
+    def _wanted(self) -> tuple[Split, bool]:
+        """And whether the trainer may begin its next minibatch."""
+        world, schedule = self._world, self._schedule
+        if not self._is_begun:
+            return self._split, True
+        trainer = world.trainer
+        ready = len(trainer.trained) + len(trainer.taken) + len(trainer.ready)
+        is_inferred = ready == self._num_groups
+        is_open = not trainer.is_at_boundary
+        coming = trainer.minibatch + is_open
+        is_near = trainer.closes_at_s is not None and world.now_s >= trainer.closes_at_s - self._release_s - 1e-6
+        aimed = min(trainer.minibatch if is_open and not is_near else coming, len(self._sizes) - 1)
+        parts = len(schedule.inference) // len(schedule.trainer)
+        part = len(trainer.taken) * parts // self._sizes[aimed] if aimed != coming else 0
+        num_inference = schedule.inference[aimed * parts + min(part, parts - 1)]
+        if coming >= len(self._sizes) or (is_open and not is_near):
+            num_trainer, trains = self._split.num_trainer_gpus, True
+        elif not is_inferred and ready - self._before[coming] < self._wait(coming):
+            is_lent = bool(schedule.lends) and schedule.lends[coming]
+            num_trainer, trains = 0 if is_lent else self._split.num_trainer_gpus, False
+        else:
+            num_trainer, trains = len(self._cluster) if is_inferred else schedule.trainer[coming], True
+        return self._fitting(Split(0, num_trainer, num_inference), is_inferred=is_inferred), trains
+
+    def _wait(self, minibatch: int) -> float:
+        """Groups."""
+        share = self._schedule.waits[minibatch] if self._schedule.waits else 0.0
+        return share * self._sizes[minibatch]
+
+    def _fitting(self, split: Split, *, is_inferred: bool = False) -> Split:
+        """Trainer first, then inference; the engines have what is left."""
+        num = len(self._cluster)
+        least = 0 if self._is_over else self._engine
+        if not self._is_begun:
+            return Split(num // self._engine, 0, 0)
+        least_inference = 0 if is_inferred else 1
+        trainer = max(0, min(split.num_trainer_gpus, num - least - least_inference)) // self._unit * self._unit
+        inference = 0 if is_inferred else max(1, min(split.num_inference_gpus, num - least - trainer))
+        if self._is_over:
+            return Split(0, trainer, 0 if is_inferred else num - trainer)
+        engines = (num - trainer - inference) // self._engine
+        return Split(engines, trainer, num - trainer - engines * self._engine)
+
+    def _dealt(self, before: Assignment) -> Assignment:
+        """Who has a GPU keeps it; the cluster's first engines go, which are beside the trainer. To choose them by their
+        cache ended no sooner, and has every reshard of a search planned anew."""
+        split = self._split
+        in_place = sorted(before.engines, key=lambda gpus: self._place_of[gpus[0]])
+        engines = in_place[max(0, len(in_place) - split.num_engines) :]
+        trainer = list(before.trainer.gpus[: split.num_trainer_gpus]) if before.trainer else []
+        taken = {*trainer, *(gpu for gpus in engines for gpu in gpus)}
+        stays = [gpu for gpu in before.inference if gpu not in taken][: split.num_inference_gpus]
+        pool = but_for(self._cluster, {*taken, *stays})
+        more = pool[: split.num_trainer_gpus - len(trainer)]
+        pool = pool[len(more) :]
+        new = as_engines(tuple(pool), self._engine)[: split.num_engines - len(engines)]
+        pool = but_for(pool, {gpu for gpus in new for gpu in gpus})
+        inference = (*stays, *pool[: split.num_inference_gpus - len(stays)])
+        return Assignment((*engines, *new), self._placed((*trainer, *more)), inference)
+
+    def _placed(self, gpus: tuple[GpuId, ...]) -> Placed | None:
+        return most_copies(self._home, gpus)
+
+    def _order_back(self) -> list[int]:
+        """Groups that have begun: those that the next minibatch needs, soonest first, then the others, longest first;
+        and what has not begun by the schedule's order. Of the last minibatch's the longest are first."""
+        rollout, trainer = self._world.rollout, self._world.trainer
+        rollout.advance()
+        made, _ = rollout.columns.seen({name: engine.steps for name, engine in rollout.engines.items()})
+        size = self._spec.group_size
+        has_begun = made.reshape(-1, size).max(axis=1)
+        left = (self._lengths - made).reshape(-1, size).max(axis=1)
+        coming = trainer.minibatch + (not trainer.is_at_boundary)
+        is_last = coming >= len(self._sizes) - 1
+        needed = 0 if is_last else max(0, self._before[coming + 1] - int((left == 0).sum()))
+        begun = [group for group in np.argsort(left, kind="stable").tolist() if left[group] and has_begun[group]]
+        first = [group * size + at for group in (*begun[:needed], *begun[needed:][::-1]) for at in range(size)]
+        seen = set(first)
+        order = self._schedule.order or range(len(self._lengths))
+        return [*first, *(number for number in order if number not in seen)]

@@ -1,0 +1,90 @@
+"""Thousands of schedules by forecast: with lengths known, what `tide` forecasts plans by screens them without a run.
+
+For an order the opening is laid out once (`outlook`), and plans (start, GPUs by minibatch) are searched on it by
+steepest descent from coarse families and drawn ones. A forecast is within some percent of the run, so what it finds
+only begins a search by runs.
+Invariant: the same order and generator give the same plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.policy.outlook import outlook
+from services.scheduler.policy.tide.cluster import Cluster, Plans, cluster_of, gpus_there
+from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.policy.tide.plans import Found, family, legal, search
+from services.scheduler.state.layouts import as_engines, engine_size
+from services.scheduler.state.remembered import Assignment, Remembered
+from simulator.iteration import Simulated
+
+DRAWN = 128
+"""Plans drawn an order, beside the family's: half of what a forecast of all takes."""
+ROUNDS = 6
+MAX_OVERFULL = 1.0
+"""Running sequences a slot in the tail: with `tide`'s 1.25 the search finds plans whose ends are forecast too early."""
+LATEST_START = 0.4
+"""Of the iteration as the forecast has it for the family's median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """As forecast, with the seconds to its last update."""
+
+    start_s: float
+    trainer: tuple[int, ...]
+    inference: tuple[int, ...]
+    end_s: float
+
+
+class Screen:
+    """Of one iteration, as it opens with every GPU in the rollout."""
+
+    def __init__(self, simulated: Simulated) -> None:
+        spec = simulated.spec
+        gpus = simulated.scenario.cluster.gpus()
+        opened = Assignment(as_engines(gpus, engine_size(spec)), None, ())
+        self._situation = simulated.seeing.situation(simulated.world(opened), Remembered())
+        self._cluster: Cluster = cluster_of(self._situation, opened, gpus_there(self._situation))
+        self._num_minibatches = spec.num_minibatches
+        turns = simulated.workload.lengths.turns
+        self._lengths = np.array([float(sum(each)) for row in turns for each in row])
+
+    def plan(self, order: tuple[int, ...], rng: np.random.Generator) -> Plan:
+        """The best that a search from the family and from drawn plans finds for an order of sequences."""
+        forecast = self._forecast(order)
+        coarse = family(self._cluster, self._num_minibatches, forecast.span_s)
+        ends_s, _ = forecast.ends_s(coarse)
+        scale_s = float(np.median(ends_s))
+        begin = Plans.of(coarse, legal(self._drawn(scale_s, rng), self._cluster))
+        return _plan(search(forecast, begin, rounds=ROUNDS))
+
+    def near(
+        self, order: tuple[int, ...], start_s: float, trainer: tuple[int, ...], inference: tuple[int, ...]
+    ) -> Plan:
+        """The best that is found from one plan, under another order."""
+        begin = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
+        return _plan(search(self._forecast(order), legal(begin, self._cluster), rounds=ROUNDS))
+
+    def _forecast(self, order: tuple[int, ...]) -> Forecast:
+        num_slots = max(1, self._cluster.num_engines) * self._cluster.max_running
+        waiting = np.array(order, dtype=np.int64)
+        left = outlook(self._situation, self._lengths, num_slots=num_slots, waiting=waiting)
+        return Forecast(left, self._cluster, self._situation.costs, MAX_OVERFULL)
+
+    def _drawn(self, scale_s: float, rng: np.random.Generator) -> Plans:
+        shape = DRAWN, self._num_minibatches
+        num = self._cluster.num_gpus
+        return Plans(
+            rng.uniform(0.0, LATEST_START * scale_s, DRAWN),
+            np.sort(rng.integers(1, num, shape), axis=1),
+            rng.integers(1, max(2, num // 6), shape),
+        )
+
+
+def _plan(found: Found) -> Plan:
+    (start_s,) = found.plan.start_s.tolist()
+    (trainer,), (inference,) = found.plan.trainer.tolist(), found.plan.inference.tolist()
+    return Plan(start_s, tuple(trainer), tuple(inference), found.end_s)

@@ -1,0 +1,241 @@
+"""A good schedule of an iteration whose lengths are known, with every switch at its real cost: searched, not optimal.
+
+What is searched are `steering.Schedule`s: more than any policy here chooses among. The search begins at what policies
+did (`tide`, and others), at shapes by the size of the cluster, and at plans that a forecast screened for drawn orders
+of sequences (`screening`); every candidate is run. In the first `APART` runs the beginnings of different origins are
+improved beside each other, so that the first good one does not push out the others; then the best of all are. A step
+changes a few things of one of the best, joins two of them, has the plan for a changed order searched by forecast, or
+draws a schedule anew. The true optimum may be shorter; none is shorter than the bound (`bound`).
+
+Invariants: the same scenario, seed and number of evaluations give the same schedule, and more evaluations none that is
+longer; it is never below the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.clairvoyant.orders import Keys, Order, anew, changed, sequences_in
+from benchmarks.clairvoyant.schedules import Schedule, steered
+from benchmarks.clairvoyant.screening import Screen
+from benchmarks.direct import simulate
+from services.scheduler.policy import Policy
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.layouts import replica_size
+from simulator.happenings import What
+from simulator.iteration import Simulated
+from simulator.outcome import Run
+from simulator.scenario import Scenario
+from tidegate.types import Role
+
+KEPT, KEPT_APART = 4, 2
+"""Of the best; and in the first `APART` runs, of each origin that is no further than `NEAR` from the best of all."""
+APART, NEAR = 80, 1.08
+SCREENED, SCREENED_KEPT = 160, (7, 2)
+"""Orders drawn and forecast, and how many of them are run: by levels, and by slack, whose forecasts are further off.
+The plans for an order take a sixth of a run."""
+PARTS = 2
+"""Of a minibatch, in each of which inference may have another number of GPUs."""
+SHAPES = ((0.08, (0.18, 0.8), 0.25), (0.13, (0.18, 0.85), 0.25), (0.2, (0.25, 0.85), 0.0))
+"""Start as a share of tide's iteration, trainer GPUs of the first and the last minibatch as shares of all, and the
+share of the shortest prompts that come between the longest."""
+STARTS_S = (-30.0, -10.0, -3.0, -1.0, 1.0, 3.0, 10.0, 30.0)
+"""Of an iteration of 600 s."""
+WAITS = (-0.3, -0.1, 0.1, 0.3)
+ANEW, JOINED, REPLANNED = 12, 8, 6
+"""One candidate in so many is none of the best ones changed, is of two of them, has its plan searched by forecast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`origin`: where the search began from which it was found; `nth` of the runs it was, from 1."""
+
+    seconds: float
+    schedule: Schedule
+    order: Order
+    origin: str
+    nth: int
+
+
+class _Search:
+    """Of one iteration."""
+
+    def __init__(self, simulated: Simulated, scale: float) -> None:
+        self._simulated, self._scale = simulated, scale
+        self._keys = Keys.of(simulated.workload)
+        self._screen = Screen(simulated)
+        self._num_gpus = len(simulated.scenario.cluster.gpus())
+        self._unit = replica_size(simulated.spec.placement[Role.ACTOR].layout)
+        self._num_minibatches = simulated.spec.num_minibatches
+        # Of the published iteration's tokens a group and an iteration, with which `orders` counts paces.
+        self._pace_scale = float(self._keys.lengths.mean()) / 7000 * 512 / simulated.workload.num_groups
+        self._num_runs = 0
+        self.rng = np.random.default_rng(simulated.seed)
+
+    def run(self, schedule: Schedule, order: Order, origin: str) -> Found:
+        self._num_runs += 1
+        placed = replace(schedule, order=sequences_in(order, self._keys))
+        return Found(steered(self._simulated, placed).now_s, placed, order, origin, self._num_runs)
+
+    def shapes(self, own_s: float) -> Iterator[tuple[Schedule, Order, str]]:
+        along = np.linspace(0.0, 1.0, self._num_minibatches)
+        for start, (first, last), share in SHAPES:
+            trainer = tuple(int(each) for each in np.round(self._num_gpus * first ** (1 - along) * last**along))
+            inference = (max(1, round(self._num_gpus / 11)),) * (PARTS * self._num_minibatches)
+            yield Schedule(start * own_s, trainer, inference), Order(share=share), "shape"
+
+    def screened(self) -> Iterator[tuple[Schedule, Order, str]]:
+        """The best by forecast of drawn orders."""
+        found = []
+        for _ in range(SCREENED):
+            order = anew(self._pace_scale, self.rng)
+            found.append((self._screen.plan(sequences_in(order, self._keys), self.rng), order))
+        found.sort(key=lambda each: each[0].end_s)
+        levels, slack = ([each for each in found if (each[1].pace is None) == wanted] for wanted in (True, False))
+        for plan, order in (*levels[: SCREENED_KEPT[0]], *slack[: SCREENED_KEPT[1]]):
+            schedule = Schedule(plan.start_s, plan.trainer, _in_parts(plan.inference))
+            yield _back_as_begun(schedule, order), order, "screened"
+
+    def step(self, best: list[Found]) -> Found:
+        """Another candidate."""
+        rng = self.rng
+        # The better of two drawn ones.
+        found = best[int(rng.integers(len(best), size=2).min())]
+        if not rng.integers(ANEW):
+            return self.run(self._anew(), anew(self._pace_scale, rng) if rng.integers(2) else found.order, "drawn")
+        if not rng.integers(REPLANNED):
+            return self._replanned(found)
+        if len(best) > 1 and not rng.integers(JOINED):
+            return self._joined(found, best[int(rng.integers(len(best)))])
+        schedule, order = found.schedule, found.order
+        for _ in range(int(rng.integers(1, 5))):
+            schedule, order = self._changed(schedule, order)
+        return self.run(schedule, order, found.origin)
+
+    def _anew(self) -> Schedule:
+        """Anywhere: from some best a better one may be too many steps away."""
+        rng = self.rng
+        most = max(1, (self._num_gpus - 1) // self._unit)
+        trainer = self._unit * np.sort(rng.integers(1, most + 1, self._num_minibatches))
+        inference = rng.integers(1, max(1, self._num_gpus // 6) + 2, PARTS * self._num_minibatches)
+        start_s = float(rng.uniform(0.0, 0.3)) * 600.0 * self._scale
+        return Schedule(start_s, tuple(trainer.tolist()), tuple(inference.tolist()))
+
+    def _replanned(self, found: Found) -> Found:
+        order = changed(found.order, self._pace_scale, self.rng)
+        own = found.schedule
+        plan = self._screen.near(sequences_in(order, self._keys), own.start_s, own.trainer, own.inference[::PARTS])
+        schedule = replace(own, start_s=plan.start_s, trainer=plan.trainer, inference=_in_parts(plan.inference))
+        return self.run(_back_as_begun(schedule, order), order, found.origin)
+
+    def _joined(self, one: Found, other: Found) -> Found:
+        """The numbers of one, the order of the other; or the inference of the other."""
+        if self.rng.integers(2):
+            return self.run(_back_as_begun(one.schedule, other.order), other.order, one.origin)
+        return self.run(replace(one.schedule, inference=other.schedule.inference), one.order, one.origin)
+
+    def _changed(self, schedule: Schedule, order: Order) -> tuple[Schedule, Order]:
+        rng = self.rng
+        match int(rng.integers(10)):
+            case 0 | 1:
+                start_s = max(0.0, schedule.start_s + float(rng.choice(STARTS_S)) * self._scale)
+                return replace(schedule, start_s=start_s), order
+            case 2 | 3 | 4:
+                return replace(schedule, trainer=self._stepped(schedule.trainer, self._unit)), order
+            case 5 | 6:
+                return replace(schedule, inference=self._stepped(schedule.inference, 1)), order
+            case 7:
+                return self._held(schedule), order
+            case _:
+                order = changed(order, self._pace_scale, rng)
+                return _back_as_begun(schedule, order), order
+
+    def _held(self, schedule: Schedule) -> Schedule:
+        """Another minibatch held back, or another way of taking back what engines hand back."""
+        rng, num = self.rng, self._num_minibatches
+        if not rng.integers(3):
+            return replace(schedule, soonest_back=not schedule.soonest_back)
+        waits, lends = list(schedule.waits or (0.0,) * num), list(schedule.lends or (False,) * num)
+        at = int(rng.integers(num))
+        waits[at] = min(1.0, max(0.0, waits[at] + float(rng.choice(WAITS))))
+        lends[at] = bool(rng.integers(2))
+        return replace(schedule, waits=tuple(waits), lends=tuple(lends))
+
+    def _stepped(self, sizes: tuple[int, ...], unit: int) -> tuple[int, ...]:
+        """One of them, or it and all later ones, by one or more units in either direction."""
+        rng, step = self.rng, unit * max(1, round(self._num_gpus / 16 / unit))
+        at, by = int(rng.integers(len(sizes))), int(rng.choice((-step, -unit, unit, step)))
+        until = len(sizes) if not rng.integers(3) else at + 1
+        most = max(unit, (self._num_gpus - 1) // unit * unit)
+        return tuple(min(most, max(unit, size + by)) if at <= nth < until else size for nth, size in enumerate(sizes))
+
+
+def clairvoyant_schedule(
+    scenario: Scenario,
+    *,
+    seed: int | None = None,
+    evaluations: int = 200,
+    others: Sequence[tuple[str, Policy]] = (),
+) -> Found:
+    """`others`: policies from whose schedules it begins too, beside tide's. ValueError for fewer evaluations than the
+    search begins with; errors as `simulate`."""
+    policies = (("tide", TidePolicy()), *others)
+    fewest = len(policies) + len(SHAPES) + sum(SCREENED_KEPT)
+    if evaluations < fewest:
+        raise ValueError(f"evaluations={evaluations}: the search begins with {fewest}, allow as many at least")
+    runs = {name: simulate(scenario, policy, seed=seed, directly=True) for name, policy in policies}
+    own = runs["tide"]
+    simulated = Simulated(scenario, own.seed)
+    search = _Search(simulated, own.iteration_s / 600.0)
+    begins = [(as_schedule(run, simulated), Order(), name) for name, run in runs.items()]
+    begins += [*search.shapes(own.iteration_s), *search.screened()]
+    best = [search.run(*each) for each in begins]
+    for nth in range(len(begins), evaluations):
+        best = kept(best, is_apart=nth < APART)
+        candidate = search.step(best)
+        if all(candidate.seconds != each.seconds for each in best):
+            best.append(candidate)
+    return min(best, key=_seconds)
+
+
+def kept(found: list[Found], *, is_apart: bool) -> list[Found]:
+    """The best, or the best of each origin, in their order."""
+    ordered = sorted(found, key=_seconds)
+    if not is_apart:
+        return ordered[:KEPT]
+    of_origin: dict[str, list[Found]] = {}
+    for each in ordered:
+        of_origin.setdefault(each.origin, []).append(each)
+    near = [own for own in of_origin.values() if own[0].seconds <= NEAR * ordered[0].seconds]
+    return sorted((each for own in near for each in own[:KEPT_APART]), key=_seconds)
+
+
+def _seconds(found: Found) -> float:
+    return found.seconds
+
+
+def as_schedule(run: Run, simulated: Simulated) -> Schedule:
+    """What a policy did, its order of prompts left out: the GPUs that train and infer as each minibatch begins."""
+    with_trainer = [each for each in run.decisions if each.assignment.trainer is not None]
+    begins = [each.at_s for each in run.history if each.what is What.MINIBATCH_STARTED]
+    trainer, inference = [], []
+    for at_s in begins[: simulated.spec.num_minibatches]:
+        latest = [each for each in with_trainer if each.at_s <= at_s][-1].assignment
+        assert latest.trainer is not None, "only such were looked at"
+        trainer.append(len(latest.trainer.gpus))
+        inference.append(max(1, len(latest.inference)))
+    return Schedule(with_trainer[0].at_s, tuple(trainer), _in_parts(tuple(inference)))
+
+
+def _back_as_begun(schedule: Schedule, order: Order) -> Schedule:
+    """By slack what comes back has its place in the order, which is by what it still has to do already: soonest first
+    was up to 100 s longer."""
+    return replace(schedule, soonest_back=order.pace is None)
+
+
+def _in_parts(inference: tuple[int, ...]) -> tuple[int, ...]:
+    """From GPUs by minibatch."""
+    return tuple(each for each in inference for _ in range(PARTS))

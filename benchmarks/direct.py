@@ -1,0 +1,72 @@
+"""A simulated iteration without the scheduler: what a policy chooses is carried out at once, by the world's own moves.
+
+It is what a search over schedules needs, and what the scheduler's own way is compared with.
+Invariant: the same scenario, policy and seed give the same run.
+"""
+
+from __future__ import annotations
+
+from benchmarks.carrying import Carrying
+from services.scheduler.policy import Policy
+from services.scheduler.policy.situation import Choice
+from services.scheduler.state.remembered import Remembered, as_configured
+from simulator import run
+from simulator.happenings import What
+from simulator.iteration import PROGRESS, Pace, Simulated
+from simulator.outcome import Run
+from simulator.scenario import Scenario
+from simulator.watched_policy import Watched
+from simulator.world import World
+
+
+class Direct:
+    """One run while it goes on: the world shown to the policy, its choices made moves."""
+
+    def __init__(self, simulated: Simulated, policy: Policy) -> None:
+        self._simulated, self._policy = simulated, Watched(policy)
+        self._remembered = Remembered()
+        self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
+        self._world, self._carrying = self._opened()
+
+    def run(self, name: str) -> Run:
+        for happening in self._world.happenings():
+            self._carrying.notice(happening)
+            if not self._world.is_told or happening.what is What.ITERATION_FINISHED:
+                continue
+            if self._pace.is_due(happening, self._world):
+                choice = self._choose(self._world)
+                self._carrying.accept(choice)
+                self._took(choice)
+            elif happening.what not in PROGRESS:
+                self._carrying.carry_on()
+        return self._simulated.run_of(self._world, policy=name, decisions=self._policy.decisions)
+
+    def _choose(self, world: World) -> Choice:
+        return self._policy.choose(self._simulated.seeing.situation(world, self._remembered))
+
+    def _opened(self) -> tuple[World, Carrying]:
+        """A world that begins where the policy wants it."""
+        spec = self._simulated.spec
+        first = self._choose(self._simulated.world(as_configured(spec)))
+        world = self._simulated.world(first.assignment)
+        carrying = Carrying(world, first.assignment, spec.group_size)
+        carrying.accept(first)
+        self._world = world
+        self._took(first)
+        return world, carrying
+
+    def _took(self, choice: Choice) -> None:
+        self._remembered = choice.remembered
+        self._policy.note(self._world.now_s)
+        self._pace.asked(self._world, choice.ask_at_ms)
+
+
+def simulate(
+    scenario: Scenario, policy: Policy, *, name: str = "", seed: int | None = None, directly: bool = False
+) -> Run:
+    """As `simulator.run.simulate`; `directly`: without the scheduler between the policy and the world."""
+    if not directly:
+        return run.simulate(scenario, policy, name=name, seed=seed)
+    simulated = Simulated(scenario, scenario.seed if seed is None else seed)
+    policy.check(simulated.spec)
+    return Direct(simulated, policy).run(name or type(policy).__name__)

@@ -1,0 +1,1 @@
+"""The `tidegate` command. It stands on top of everything, and nothing imports it."""

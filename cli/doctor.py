@@ -1,0 +1,156 @@
+"""What this machine has of what a job needs: each finding is ok, warn or bad, with its remedy.
+
+`bad` means that no job will run; `warn` that one will be slow, small or short. Nothing is started or changed, but for
+asking each embedded server's binary for its version.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tidegate.config.sections.job import RuntimeSection
+from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
+
+_PACKAGES = ("torch", "megatron-core", "grpcio", "nats-py", "redis", "tokenizers", "pydantic", "rich")
+_LEAST_MEMORY_BYTES = 256 * 2**20
+"""Of /dev/shm: the demo's snapshots take under 10 MB; a container's default of 64 MB is too little for more."""
+_LEAST_PYTHON = (3, 11)
+_LEAST_FILES = 1024
+_LEAST_CORES = 2
+_VERSION_TIMEOUT_S = 10.0
+
+
+class Health(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`remedy` is empty when all is well."""
+
+    check: str
+    health: Health
+    found: str
+    remedy: str = ""
+
+
+def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Path("jobs")) -> list[Finding]:
+    """Every check, in a fixed order. `output_dir` need not exist yet."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _platform,
+        *(lambda name=name: _package(name) for name in _PACKAGES),
+        lambda: _server(NATS),
+        lambda: _server(VALKEY),
+        lambda: host_memory(host_memory_root),
+        lambda: disk(output_dir),
+        _open_files,
+        _cores,
+        _threads,
+    ]
+    return [check() for check in checks]
+
+
+def host_memory(root: Path) -> Finding:
+    check = f"host memory {root}"
+    if not (root.is_dir() and os.access(root, os.W_OK)):
+        return Finding(check, Health.BAD, "not writable", "set runtime.host_memory_root to a folder that is")
+    free_bytes = shutil.disk_usage(root).free
+    found = f"{free_bytes / 2**20:.0f} MiB free"
+    if free_bytes < _LEAST_MEMORY_BYTES:
+        remedy = f"give it {_LEAST_MEMORY_BYTES // 2**20} MiB (docker run --shm-size), or set runtime.host_memory_root"
+        return Finding(check, Health.WARN, found, remedy)
+    return Finding(check, Health.OK, found)
+
+
+def disk(output_dir: Path, *, least_bytes: int | None = None) -> Finding:
+    """Where jobs have their folders, and with them the embedded NATS its streams.
+
+    `least_bytes` is what the streams of a job reserve by default when None.
+    """
+    wanted = _stream_bytes() if least_bytes is None else least_bytes
+    folder = next(path for path in (output_dir.resolve(), *output_dir.resolve().parents) if path.is_dir())
+    check, free_bytes = f"disk of {output_dir}", shutil.disk_usage(folder).free
+    found = f"{free_bytes / 2**30:.1f} GiB free"
+    if free_bytes < wanted:
+        remedy = (
+            f"free {wanted / 2**30:.1f} GiB, which the streams of a job reserve, name another --output-dir, or lower "
+            "runtime.samples_max_bytes"
+        )
+        return Finding(check, Health.WARN, found, remedy)
+    return Finding(check, Health.OK, found)
+
+
+def _stream_bytes() -> int:
+    default = RuntimeSection()
+    return default.events_max_bytes + default.samples_max_bytes + default.dead_max_bytes
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < _LEAST_PYTHON:
+        return Finding("Python", Health.BAD, found, "install Python 3.11 or newer and make the environment anew")
+    return Finding("Python", Health.OK, found)
+
+
+def _platform() -> Finding:
+    if not hasattr(os, "pidfd_open"):
+        return Finding("Linux", Health.BAD, sys.platform, "use Linux 5.4 or newer: processes are watched by pidfd")
+    return Finding("Linux", Health.OK, os.uname().release)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(f"package {name}", Health.OK, version(name))
+    except PackageNotFoundError:
+        return Finding(f"package {name}", Health.BAD, "not installed", "make demo installs what is missing")
+
+
+def _server(kind: ServerKind) -> Finding:
+    check = f"embedded {kind.name}"
+    try:
+        binary = packaged_binary(kind)
+        asked = subprocess.run(
+            [binary, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=True
+        )
+    except ServerPackageMissing as missing:
+        return Finding(check, Health.BAD, "not found", str(missing))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(check, Health.BAD, f"does not run: {error}", f"install {kind.package} anew for this machine")
+    return Finding(check, Health.OK, asked.stdout.strip().splitlines()[0])
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_FILES and soft != resource.RLIM_INFINITY:
+        remedy = f"ulimit -n {_LEAST_FILES} (the hard limit is {hard})"
+        return Finding("open files", Health.WARN, f"{soft} allowed", remedy)
+    return Finding("open files", Health.OK, f"{soft} allowed")
+
+
+def _cores() -> Finding:
+    count = len(os.sched_getaffinity(0))
+    if count < _LEAST_CORES:
+        remedy = f"give it {_LEAST_CORES}: the demo's 8 slots are slow on one"
+        return Finding("cores", Health.WARN, str(count), remedy)
+    return Finding("cores", Health.OK, str(count))
+
+
+def _threads() -> Finding:
+    """Slots are pinned to one thread by the launcher; a setting of the shell's that says otherwise is not used."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads not in ("", "1"):
+        remedy = "nothing to do for a job: the launcher gives each slot one thread; unset it for your own scripts"
+        return Finding("torch threads", Health.WARN, f"OMP_NUM_THREADS={threads}", remedy)
+    return Finding("torch threads", Health.OK, "one a slot")

@@ -1,0 +1,137 @@
+"""A job's events and logs, as far as they are or as they come, from its Control API and at its end from its folder.
+
+Invariant: who follows sees every row once, across restarts of the scheduler, and the job's end is the stream's end and
+no error: the rows that came after the scheduler left are read from the folder once the launcher has left too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+from cli.jobs import UnknownJob
+from tidegate.attempts import AttemptFolder, attempts_in
+from tidegate.job import JobFolder
+from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
+from tidegate.launcher.event_file import read_events
+from tidegate.launcher.lock import launcher_pid
+from tidegate.launcher.outcome import Outcome
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.v1 import control_pb2
+
+_BEAT_S = 0.3
+
+
+async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
+    """In the stream's order; of a run that was killed, those that it had written. NotRunning when there are none."""
+    last, has_failed = 0, False
+    while not _is_written(folder):
+        try:
+            async with control_of(folder) as control:
+                request = control_pb2.ListEventsRequest(job=folder.root.name, after_sequence=last, follow=follow)
+                async for row in control.ListEvents(request, timeout=FOLLOW_TIMEOUT_S):
+                    last = row.stream_sequence
+                    yield row
+        except (NotRunning, PeerUnavailable):
+            if not (follow and _goes_on_or_is_over(folder)):
+                raise
+        except PeerRefused:
+            # A scheduler that stops may lose its bus before the stream: that is its end. Twice, it is a fault.
+            if not follow or has_failed:
+                raise
+            has_failed = True
+        if not follow:
+            return
+        await asyncio.sleep(_BEAT_S)
+    for row in _written_events(folder):
+        if row.stream_sequence > last:
+            yield row
+
+
+async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator[str]:
+    """JSON lines of one source, or of all, of the newest attempt. UnknownJob when the source has no log."""
+    shown: Counter[str] = Counter()
+    while not folder.result.exists():
+        again = Counter(shown)
+        try:
+            async with control_of(folder) as control:
+                request = control_pb2.ReadLogsRequest(job=folder.root.name, source=source, follow=follow)
+                async for row in control.ReadLogs(request, timeout=FOLLOW_TIMEOUT_S):
+                    if _is_new(row.line, again):
+                        shown[row.line] += 1
+                        yield row.line
+        except (NotRunning, PeerUnavailable):
+            if not (follow and _goes_on_or_is_over(folder)):
+                break
+        else:
+            if not follow:
+                return
+        await asyncio.sleep(_BEAT_S)
+    for line in _written_logs(folder.attempt(), source):
+        if _is_new(line, shown):
+            yield line
+
+
+def logs_of_attempt(folder: JobFolder, number: int, *, source: str) -> Iterator[str]:
+    """As far as they are. UnknownJob when there is no such attempt, or the source has no log in it."""
+    attempts = {attempt.number: attempt for attempt in attempts_in(folder.root)}
+    if number not in attempts:
+        known = ", ".join(map(str, attempts)) or "none"
+        raise UnknownJob(f"job {folder.root.name} has no attempt {number}; there are {known}")
+    return _written_logs(attempts[number], source)
+
+
+def end_line(folder: JobFolder) -> str:
+    """How a job that was followed ended."""
+    job = folder.root.name
+    if not folder.result.exists():
+        return f"job {job} is not running: its run was killed; start it again with --resume"
+    outcome = Outcome.read(folder.result)
+    return f"job {job} {outcome.end}" + (f": {outcome.reason}" if outcome.reason else "")
+
+
+def _is_new(line: str, shown: Counter[str]) -> bool:
+    """Whether a line of a log that is read from its beginning was not shown before; equal lines are counted."""
+    if shown[line]:
+        shown[line] -= 1
+        return False
+    return True
+
+
+def _goes_on_or_is_over(folder: JobFolder) -> bool:
+    """False when the run was killed. The lock is looked at first: its holder writes the result before it leaves."""
+    return launcher_pid(folder) is not None or folder.result.exists()
+
+
+def _is_written(folder: JobFolder) -> bool:
+    """Whether the folder has all events that it will: the result is written after them."""
+    return folder.result.exists() or (folder.events.exists() and launcher_pid(folder) is None)
+
+
+def _written_events(folder: JobFolder) -> Iterator[control_pb2.ListEventsResponse]:
+    try:
+        yield from read_events(folder.events)
+    except FileNotFoundError as error:
+        raise NotRunning(
+            f"job {folder.root.name} has no events: nothing had happened when its run ended; a resumed run (--resume) "
+            "writes those to come"
+        ) from error
+
+
+def _written_logs(attempt: AttemptFolder, source: str) -> Iterator[str]:
+    files = sorted(attempt.logs.glob("*.jsonl"))
+    chosen = [path for path in files if source in ("", path.stem)]
+    if not chosen:
+        known = ", ".join(path.stem for path in files) or "none"
+        raise UnknownJob(f"attempt {attempt.number} has no log of {source!r}; there are {known}")
+    lines = [line for path in chosen for line in path.read_text(errors="replace").splitlines()]
+    yield from sorted(lines, key=_time_of)
+
+
+def _time_of(line: str) -> str:
+    try:
+        return str(json.loads(line)["time"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,275 @@
+"""What a person asks about jobs: a live job answers through its Control API, one that is over through its folder.
+
+Invariant: the rows of a live job and of one that is over have the same columns, so that scripts read both alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from cli.rows import Row
+from cli.views import failure_text
+from tidegate.job import JobFolder
+from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.lock import launcher_pid
+from tidegate.launcher.outcome import Outcome, role_name, without_phase
+from tidegate.types import Token
+from tidegate.v1 import control_pb2, events_pb2
+
+PLACES_ENDED = (-3, -4)
+"""Of `Generation.places`: ended, and cut."""
+JOB_COLUMNS = ("job", "state", "iteration", "iterations", "reward", "message")
+GPU_COLUMNS = ("gpu", "state", "job", "role", "token", "transition")
+DEAD_LETTER_COLUMNS = ("job", "id", "subject", "reason", "size_bytes")
+ITERATION_COLUMNS = (
+    "iteration",
+    "reward_mean",
+    "loss",
+    "response_tokens_mean",
+    "response_tokens_max",
+    "samples_trained",
+    "samples_filtered",
+    "seconds",
+)
+LEARNING_RATE = (
+    "lr",
+    "lr_progress",
+    "lr_budget",
+    "lr_nominal",
+    "lr_updates",
+    "lr_skipped",
+    "lr_shortfall",
+    "lr_overshoot",
+)
+"""Of an iteration, beside the columns of the table."""
+EVALUATION_COLUMNS = ("version", "prompts", "samples_per_prompt")
+"""Before the figures."""
+COMPONENT_COLUMNS = ("role", "state", "lead", "layout", "gpus")
+
+
+class UnknownJob(LookupError):
+    """No job of this name in the output folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A job as `describe` shows it. `outcome` is None while it runs."""
+
+    status: control_pb2.GetJobResponse
+    outcome: Outcome | None
+
+    @property
+    def state(self) -> str:
+        return self.outcome.end if self.outcome else self.status.phase
+
+    @property
+    def message(self) -> str:
+        return self.outcome.reason if self.outcome else without_phase(self.status.message, self.state)
+
+
+def job_folder(output_dir: Path, job: str) -> JobFolder:
+    """UnknownJob, naming those that there are."""
+    folder = JobFolder(output_dir.resolve() / job)
+    if not folder.config.is_file():
+        known = ", ".join(found.root.name for found in job_folders(output_dir)) or "none"
+        raise UnknownJob(f"no job {job!r} in {output_dir}; there: {known}. Another folder is named by --output-dir")
+    return folder
+
+
+def job_folders(output_dir: Path) -> list[JobFolder]:
+    """By name. UnknownJob when there is no such output folder."""
+    if not output_dir.is_dir():
+        raise UnknownJob(f"there is no folder {output_dir}, so no jobs: another is named by --output-dir")
+    return [JobFolder(path.parent.resolve()) for path in sorted(output_dir.glob("*/config.json"))]
+
+
+async def describe(folder: JobFolder) -> Described:
+    """NotRunning when the job was killed, so that nobody can say how it stands."""
+    job = folder.root.name
+    if folder.result.exists():
+        outcome = Outcome.read(folder.result)
+        return Described(outcome.job, outcome)
+    async with control_of(folder) as control:
+        return Described(await control.GetJob(control_pb2.GetJobRequest(job=job)), None)
+
+
+async def job_row(folder: JobFolder) -> Row:
+    job = folder.root.name
+    try:
+        found = await describe(folder)
+    except NotRunning:
+        is_killed = launcher_pid(folder) is None
+        state = "killed" if is_killed else "starting"
+        message = "its run was killed; start it again with --resume" if is_killed else "its scheduler does not answer"
+        return dict.fromkeys(JOB_COLUMNS) | {"job": job, "state": state, "message": message}
+    rows = iteration_rows(found)
+    return {
+        "job": job,
+        "state": found.state,
+        "iteration": found.status.iteration,
+        "iterations": found.status.num_iterations,
+        "reward": rows[-1]["reward_mean"] if rows else None,
+        "message": found.message,
+    }
+
+
+def iteration_rows(found: Described) -> list[dict[str, Any]]:
+    outcome = found.outcome
+    rows = outcome.iterations if outcome else found.status.iterations
+    return [
+        {
+            "iteration": row.iteration,
+            "reward_mean": _metric(row, "reward_mean"),
+            "loss": _metric(row, "loss"),
+            "response_tokens_mean": _metric(row, "response_tokens_mean"),
+            "response_tokens_max": _metric(row, "response_tokens_max"),
+            "samples_generated": row.num_generated,
+            "samples_trained": row.num_trained,
+            "samples_filtered": row.num_filtered,
+            "samples_discarded": row.num_discarded,
+            "duplicates": row.num_duplicates,
+            "lost": row.num_lost,
+            "seconds": outcome.seconds.get(row.iteration) if outcome else None,
+            **{name: _metric(row, name) for name in LEARNING_RATE},
+        }
+        for row in rows
+    ]
+
+
+def learning_rate_line(row: Row) -> str:
+    """How far the schedule is after the iteration of this row."""
+    lr, progress, budget, nominal, updates, skipped, shortfall, beyond = (
+        "-" if row[name] is None else f"{row[name]:.9g}" for name in LEARNING_RATE
+    )
+    return (
+        f"learning rate: {lr} in the last update; {progress} of {budget} steps done, {updates} updates for {nominal} "
+        f"nominal, {skipped} skipped, {shortfall} steps short, {beyond} beyond the budget"
+    )
+
+
+def evaluation_rows(job: str, status: control_pb2.GetJobResponse) -> list[Row]:
+    return [
+        {
+            "job": job,
+            "version": row.version,
+            "prompts": row.num_prompts,
+            "samples_per_prompt": row.samples_per_prompt,
+            **{name: row.metrics[name] for name in sorted(row.metrics)},
+        }
+        for row in status.evaluations
+    ]
+
+
+def evaluation_columns(rows: Sequence[Row], *, of_several: bool) -> tuple[str, ...]:
+    """Rewards have names of the job's own: every figure that a row has, in order of name."""
+    first = ("job", *EVALUATION_COLUMNS) if of_several else EVALUATION_COLUMNS
+    return (*first, *sorted({name for row in rows for name in row} - {"job", *EVALUATION_COLUMNS}))
+
+
+def component_rows(status: control_pb2.GetJobResponse) -> list[Row]:
+    return [
+        {
+            "role": role_name(component.role),
+            "state": component.state,
+            "lead": component.lead,
+            "layout": f"tp{component.layout.tp} pp{component.layout.pp} dp{component.layout.dp}"
+            if component.HasField("layout")
+            else None,
+            "gpus": [grant.gpu for grant in component.grants],
+        }
+        for component in status.components
+    ]
+
+
+async def gpu_rows(folder: JobFolder) -> list[Row]:
+    async with control_of(folder) as control:
+        answer = await control.ListGpus(control_pb2.ListGpusRequest())
+    return [
+        {
+            "gpu": gpu.gpu,
+            "state": gpu.state,
+            "job": gpu.job,
+            "role": role_name(gpu.role),
+            "token": str(Token(gpu.token.term, gpu.token.counter)),
+            "transition": gpu.transition_id,
+        }
+        for gpu in answer.gpus
+    ]
+
+
+async def dead_letter_rows(folder: JobFolder) -> list[Row]:
+    job = folder.root.name
+    async with control_of(folder) as control:
+        answer = await control.ListDeadLetters(control_pb2.ListDeadLettersRequest(job=job))
+    return [
+        {
+            "job": job,
+            "id": letter.id,
+            "subject": letter.subject,
+            "reason": letter.reason,
+            "size_bytes": letter.size_bytes,
+        }
+        for letter in answer.dead_letters
+    ]
+
+
+def event_line(row: control_pb2.ListEventsResponse) -> str:
+    event = row.event
+    at = datetime.fromtimestamp(event.occurred_unix_ns / 1e9, tz=UTC)
+    what = event.WhichOneof("body") or "nothing"
+    place = f"incarnation {event.incarnation} iteration {event.iteration}"
+    return f"{row.stream_sequence:6d}  {at:%H:%M:%S.%f}  {event.source:<14} {what:<20} {place}  {_told(row)}".rstrip()
+
+
+def log_line(line: str) -> str:
+    """A JSON line as a person reads it; one that is no JSON as it is."""
+    try:
+        entry = dict(json.loads(line))
+    except (ValueError, TypeError):
+        return line
+    first = [str(entry.pop(key, "")) for key in ("time", "level", "source", "event")]
+    return "  ".join([*first, *(f"{key}={value}" for key, value in entry.items())])
+
+
+def _picture(event: events_pb2.Event) -> str:
+    """Thousands of sequences in a line."""
+    match event.WhichOneof("body"):
+        case "generation":
+            told = event.generation
+            num_ended = sum(place in PLACES_ENDED for place in told.places)
+            rate = sum(engine.rate_tokens_per_s for engine in told.engines)
+            return f"{num_ended}/{len(told.places)} responses, {len(told.engines)} engines at {rate:.0f} tokens/s"
+        case "inferring":
+            return f"{len(event.inferring.ready)} groups ready{', at work' if event.inferring.is_busy else ''}"
+        case _:
+            training = event.training
+            at = "between two updates" if training.is_at_boundary else "at an update"
+            return f"{training.num_minibatches_done} minibatches, {training.num_taken} groups taken, {at}"
+
+
+def _metric(row: control_pb2.IterationSummary, name: str) -> float | None:
+    return row.metrics.get(name)
+
+
+def _told(row: control_pb2.ListEventsResponse) -> str:
+    event = row.event
+    match event.WhichOneof("body"):
+        case "progress":
+            return f"{event.progress.phase} {event.progress.num_done}/{event.progress.num_total}"
+        case "generation" | "inferring" | "training":
+            return _picture(event)
+        case "failed" | "instance_lost" | "dead_lettered":
+            return failure_text(event)
+        case "job_submitted":
+            return "resumed" if event.job_submitted.resume else ""
+        case None:
+            return ""
+        case body:
+            return json.dumps(MessageToDict(getattr(event, body), preserving_proto_field_name=True))[:160]

@@ -1,0 +1,157 @@
+"""The commands that ask, and those that tell a live job something. Each prints and returns the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToDict
+
+from cli import following, jobs
+from cli.doctor import Health, examine
+from cli.rows import Form, Row, show, table
+from tidegate.codec import decode_layout, encode_layout
+from tidegate.job import JobFolder
+from tidegate.launcher.control import NotRunning, control_of
+from tidegate.types import Layout
+from tidegate.v1 import control_pb2
+
+
+def doctor(output_dir: Path, form: Form) -> int:
+    """1 when something is bad."""
+    findings = examine(output_dir=output_dir)
+    rows = [asdict(finding) for finding in findings]
+    show(rows, ("health", "check", "found", "remedy"), form=form, out=sys.stdout, empty="")
+    return int(any(finding.health is Health.BAD for finding in findings))
+
+
+async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
+    folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
+    if what == "jobs":
+        rows = [await jobs.job_row(folder) for folder in folders]
+        show(rows, jobs.JOB_COLUMNS, form=form, out=sys.stdout, empty=f"no jobs in {output_dir}")
+        return 0
+    rows = []
+    for folder in folders:
+        rows += await _rows_of(what, folder, is_named=bool(names))
+    if what == "evaluations":
+        columns = jobs.evaluation_columns(rows, of_several=True)
+        show(rows, columns, form=form, out=sys.stdout, empty=f"no evaluations in {output_dir}")
+        return 0
+    columns = jobs.GPU_COLUMNS if what == "gpus" else jobs.DEAD_LETTER_COLUMNS
+    show(rows, columns, form=form, out=sys.stdout, empty=f"none: no live job in {output_dir} has any")
+    return 0
+
+
+async def describe(job: str, output_dir: Path, form: Form) -> int:
+    found = await jobs.describe(jobs.job_folder(output_dir, job))
+    rows, status = jobs.iteration_rows(found), found.status
+    evaluations = jobs.evaluation_rows(job, status)
+    state, message = found.state, found.message
+    if form is Form.JSON:
+        described = {
+            "job": job,
+            "state": state,
+            "message": message,
+            "incarnation": status.incarnation,
+            "version": status.version,
+            "last_reason": status.last_reason,
+            "components": jobs.component_rows(status),
+            "iterations": rows,
+            "evaluations": evaluations,
+            "summary": found.outcome.summary() if found.outcome else None,
+        }
+        print(json.dumps(described))
+        return 0
+    print(f"job {job}: {state}" + (f" ({message})" if message else ""))
+    print(f"iteration {status.iteration} of {status.num_iterations}, incarnation {status.incarnation}")
+    if status.last_reason:
+        print(f"last decision: {status.last_reason}")
+    if rows and rows[-1]["lr_progress"] is not None:
+        print(jobs.learning_rate_line(rows[-1]))
+    for part, columns in (
+        (jobs.component_rows(status), jobs.COMPONENT_COLUMNS),
+        (rows, jobs.ITERATION_COLUMNS),
+        (evaluations, jobs.evaluation_columns(evaluations, of_several=False)),
+    ):
+        if part:
+            print(f"\n{table(part, columns)}")
+    return 0
+
+
+async def events(job: str, output_dir: Path, form: Form, *, follow: bool) -> int:
+    folder = jobs.job_folder(output_dir, job)
+    async for row in following.events(folder, follow=follow):
+        as_json = form is Form.JSON
+        print(json.dumps(MessageToDict(row, preserving_proto_field_name=True)) if as_json else jobs.event_line(row))
+        _flush(follow)
+    _say_end(folder, follow)
+    return 0
+
+
+async def logs(job: str, source: str, output_dir: Path, form: Form, *, follow: bool, attempt: int | None = None) -> int:
+    folder = jobs.job_folder(output_dir, job)
+    if attempt is not None:
+        for line in following.logs_of_attempt(folder, attempt, source=source):
+            print(line if form is Form.JSON else jobs.log_line(line))
+        return 0
+    async for line in following.logs(folder, source=source, follow=follow):
+        print(line if form is Form.JSON else jobs.log_line(line))
+        _flush(follow)
+    _say_end(folder, follow)
+    return 0
+
+
+async def cancel(job: str, reason: str, output_dir: Path, form: Form) -> int:
+    async with control_of(jobs.job_folder(output_dir, job)) as control:
+        await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
+    return _done({"job": job, "asked": "cancel"}, f"job {job}: asked to end; its launcher leaves when it has", form)
+
+
+async def scale(job: str, layout: Layout, gpus: list[str], output_dir: Path, form: Form) -> int:
+    async with control_of(jobs.job_folder(output_dir, job)) as control:
+        request = control_pb2.ResizeActorRequest(job=job, layout=encode_layout(layout), gpus=gpus)
+        answer = await control.ResizeActor(request)
+    asked, where = str(decode_layout(answer.layout)), list(answer.gpus)
+    text = f"job {job}: its actor goes to {asked} on {', '.join(where)}; its events tell when it is there"
+    return _done({"job": job, "asked": "scale", "layout": asked, "gpus": where}, text, form)
+
+
+async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path, form: Form) -> int:
+    async with control_of(jobs.job_folder(output_dir, job)) as control:
+        if verb == "replay":
+            await control.ReplayDeadLetter(control_pb2.ReplayDeadLetterRequest(job=job, id=letter))
+        else:
+            await control.DropDeadLetter(control_pb2.DropDeadLetterRequest(job=job, id=letter))
+    done = {"replay": "delivered again", "drop": "dropped"}[verb]
+    return _done({"job": job, "dead_letter": letter, "done": done}, f"job {job}: dead letter {letter} {done}", form)
+
+
+async def _rows_of(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]:
+    try:
+        if what == "evaluations":
+            return jobs.evaluation_rows(folder.root.name, (await jobs.describe(folder)).status)
+        return await (jobs.gpu_rows(folder) if what == "gpus" else jobs.dead_letter_rows(folder))
+    except NotRunning:
+        # Of all jobs those that answer are meant; a job that was named is missed.
+        if is_named:
+            raise
+        return []
+
+
+def _done(row: Row, text: str, form: Form) -> int:
+    print(json.dumps(row) if form is Form.JSON else text)
+    return 0
+
+
+def _say_end(folder: JobFolder, follow: bool) -> None:
+    """On stderr: stdout has the rows only."""
+    if follow:
+        print(following.end_line(folder), file=sys.stderr)
+
+
+def _flush(follow: bool) -> None:
+    if follow:
+        sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""`tidegate simulate`, `plan` and `calibrate`: what they run and what they print."""

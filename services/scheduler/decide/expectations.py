@@ -1,0 +1,208 @@
+"""Commands issued and not yet observed: remembered, not issued again before their deadline, given up after enough.
+
+`decide` derives from the state alone what is wanted. `due` lets through what was not issued yet, or whose deadline has
+passed; `issued` writes down what was let through, and forgets what is wanted no more: its effect was observed.
+
+- To a lead: the same id again while it does not answer, and once its work is past the command's deadline (it answers a
+  repeat from its store); a new attempt after a refusal.
+- To the store: again until the store shows it; the store takes every step once.
+- To a gate: each question is a new one, ever more rarely.
+- `Await`: nobody is asked; it only runs out.
+
+Invariants: a key is expected at most once; an id is never used for two attempts; nothing is waited for without a
+deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.scheduler.evolve import absences
+from services.scheduler.evolve.answers import MAX_REFUSALS, attempt_id, command_deadline_ms
+from services.scheduler.evolve.losses import stop
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.issued import Expectation, Kind
+from tidegate.types import CommandId
+
+ANSWER_DEADLINE_MS = 15_000
+"""A lead answers within milliseconds, and is called with a timeout of 10 s; past this the answer, or the scheduler that
+was to send the command, is gone."""
+
+MAX_UNANSWERED = 8
+"""Two minutes without an answer from a lead whose instance renews its lease."""
+
+MAX_ISSUES = 3
+"""Deadlines that a lead may miss before the job gives up. Its own death is told within seconds by other events, so
+this ends only what hangs: three config deadlines (6 minutes as configured by default)."""
+
+STORE_DEADLINE_MS = 5_000
+"""Store operations take milliseconds; past this the shell died between its write and the operation."""
+
+GATE_PAUSE_MS = 500
+MAX_GATE_PAUSE_MS = 30_000
+MAX_GATE_ASKS = 16
+"""With the doubling pause: 5 minutes of a gate that stays held before a component that needs it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What to issue now, the keys that are waited for, and what was given up, in words."""
+
+    commands: tuple[cmd.Command, ...]
+    waiting: tuple[str, ...]
+    given_up: tuple[str, ...]
+
+
+def due(state: ClusterState, wanted: Sequence[cmd.Command], now_ms: int) -> Due:
+    """Splits what is wanted, in its order."""
+    commands: list[cmd.Command] = []
+    waiting: list[str] = []
+    given_up: list[str] = []
+    for command in wanted:
+        key = str(cmd.command_id(command))
+        known = state.expectations.get(key)
+        if known is None:
+            commands.append(_with_id(command, f"{key}/a0"))
+        elif now_ms < known.due_ms:
+            waiting.append(key)
+        elif _is_spent(command, known):
+            given_up.append(_given_up(known))
+        else:
+            commands.append(_with_id(command, attempt_id(known)))
+    return Due(tuple(commands), tuple(waiting), tuple(given_up))
+
+
+def issued(state: ClusterState, commands: Sequence[cmd.Command], waiting: Sequence[str], now_ms: int) -> ClusterState:
+    """The state after a decision: what it issued is expected, what it only waits for stays expected."""
+    kept = {key: state.expectations[key] for key in waiting}
+    for command in commands:
+        match command:
+            case cmd.StopJob():
+                state = _changed(stop(state, command.outcome, command.message), state)
+            case cmd.FinishJob():
+                state = _changed(replace(state, phase=command.phase, message=command.message), state)
+            case _:
+                key = key_of(command)
+                kept[key] = _expected(state, command, key, now_ms)
+                state = _noted(state, command)
+    return replace(state, expectations=dict(sorted(kept.items())))
+
+
+def _noted(state: ClusterState, command: cmd.Command) -> ClusterState:
+    """What of a command has to be known until its effect shows, besides that it was issued."""
+    if isinstance(command, cmd.OrderGroups) and state.iteration is not None:
+        steering = replace(state.iteration.steering, asked_order=command.groups)
+        return replace(state, iteration=replace(state.iteration, steering=steering))
+    if isinstance(command, cmd.PlanTransition):
+        planned = command.transition.id
+        targets = {each: target for each, target in state.targets.items() if each in state.transitions}
+        if command.target is not None:
+            targets[planned] = command.target
+        return replace(state, targets=targets)
+    return state
+
+
+def next_due_ms(state: ClusterState) -> int | None:
+    """When `decide` may have something new to say without a new event; None when only an event can change it."""
+    dues = [*(each.due_ms for each in state.expectations.values()), *absences.next_due_ms(state)]
+    return min(dues if state.ask_at_ms is None else [*dues, state.ask_at_ms], default=None)
+
+
+def key_of(command: cmd.Command) -> str:
+    """An issued command's id without its attempt: what it is for."""
+    return str(cmd.command_id(command)).rpartition("/a")[0]
+
+
+def _with_id(command: cmd.Command, attempt_id: str) -> cmd.Command:
+    if isinstance(command, cmd.LeadCommand):
+        return replace(command, header=replace(command.header, id=CommandId(attempt_id)))
+    return replace(command, id=CommandId(attempt_id))
+
+
+def _is_spent(command: cmd.Command, known: Expectation) -> bool:
+    match known.kind:
+        case Kind.WAIT:
+            return True
+        case Kind.STORE:
+            return False
+        case Kind.GATE:
+            return known.num_issued >= MAX_GATE_ASKS and isinstance(command, cmd.AskGate) and command.is_needed
+        case _:
+            num_missed = known.num_issued - known.num_refused
+            most = MAX_ISSUES if known.is_accepted else MAX_UNANSWERED
+            return known.num_refused >= MAX_REFUSALS or num_missed >= most
+
+
+def _given_up(known: Expectation) -> str:
+    if known.kind is Kind.WAIT:
+        return f"waited {(known.due_ms - known.issued_ms) / 1000:g} s for {known.what}"
+    refusals = f", refused {known.num_refused} times: {known.refusal}" if known.num_refused else ""
+    return f"{known.what} was asked {known.num_issued} times without effect{refusals}"
+
+
+def _changed(after: ClusterState, before: ClusterState) -> ClusterState:
+    return after if after == before else replace(after, version=before.version + 1)
+
+
+def _kind(command: cmd.Command) -> Kind:
+    match command:
+        case cmd.OpenIteration():
+            return Kind.OPEN
+        case cmd.CloseIteration():
+            return Kind.CLOSE
+        case cmd.Evaluate():
+            return Kind.EVALUATE
+        case cmd.HoldTraining():
+            return Kind.HOLD
+        case cmd.OrderGroups():
+            return Kind.ORDER
+        case _ if isinstance(command, cmd.LeadCommand):
+            return Kind.LEAD
+        case cmd.AskGate():
+            return Kind.GATE
+        case cmd.Await():
+            return Kind.WAIT
+        case _:
+            return Kind.STORE
+
+
+def _expected(state: ClusterState, command: cmd.Command, key: str, now_ms: int) -> Expectation:
+    known, kind = state.expectations.get(key), _kind(command)
+    num_issued = (known.num_issued if known else 0) + 1
+    match kind:
+        case Kind.STORE:
+            wait_ms = STORE_DEADLINE_MS
+        case Kind.GATE:
+            wait_ms = min(MAX_GATE_PAUSE_MS, GATE_PAUSE_MS * 2 ** min(num_issued - 1, 10))
+        case Kind.WAIT:
+            assert isinstance(command, cmd.Await)
+            wait_ms = command.wait_ms
+        case _:
+            wait_ms = min(ANSWER_DEADLINE_MS, command_deadline_ms(state))
+    header = command.header if isinstance(command, cmd.LeadCommand) else None
+    return Expectation(
+        key=key,
+        kind=kind,
+        what=_described(command),
+        role=header.role if header else None,
+        epoch=header.lead_epoch if header else 0,
+        num_issued=num_issued,
+        num_refused=known.num_refused if known else 0,
+        issued_ms=now_ms,
+        due_ms=now_ms + wait_ms,
+        refusal=known.refusal if known else "",
+    )
+
+
+def _described(command: cmd.Command) -> str:
+    match command:
+        case cmd.Await():
+            return command.what
+        case cmd.AskGate():
+            return f"the gate of {command.grant.gpu}, which a worker still holds,"
+        case _ if isinstance(command, cmd.LeadCommand):
+            return f"{type(command).__name__} of the {command.header.role}"
+        case _:
+            return f"{type(command).__name__} of the store"

@@ -1,0 +1,106 @@
+"""What a component needs to let go of GPUs: all as the job ends, all while it goes on, or whole replicas. Pure.
+
+A stop and a suspension go alike: the GPUs drain, the lead lets go of them, each is released as its holder or its gate
+says that it is free. A component that keeps some changes its layout first, by the steps of `resizing`. Past its
+deadline a stop ends the job without it, and a suspension is closed: what was not released goes on as it was, unless the
+component is down by then; then its GPUs are taken back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.decide.moving.starting import pause
+from services.scheduler.decide.moving.stepping import advance, change_deadline_ms, close, commit, plan
+from services.scheduler.decide.wanted import Wanted, header, waiting
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import Target
+from services.scheduler.state.layouts import Replica, in_rank_order, num_gpus, replicas_of, stays
+from services.scheduler.state.values import Placed
+from tidegate.ownership.records import Move, MoveState, Part, Transition
+from tidegate.types import Grant, Role
+
+
+def planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
+    """The job ends."""
+    component = state.components[role]
+    if not component.grants:
+        return None
+    part = Part(role=role, old_layout=component.layout, new_layout=None)
+    reason = f"stop the {role}: the job ends {state.outcome}"
+    return plan(state, _moves(state, role, component.grants), part, reason=reason, now_ms=now_ms)
+
+
+def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_ms: int) -> Wanted | None:
+    """Of a component that works, what it does not have where it is placed; None where it has nothing else."""
+    component = state.components[role]
+    kept: tuple[Replica, ...] = stays(component, placed) if placed is not None else ()
+    kept_gpus = {gpu for each in kept for gpu in each}
+    grants = tuple(grant for grant in component.grants if grant.gpu not in kept_gpus)
+    if not grants:
+        return None
+    if role is Role.ACTOR and state.phase is not Phase.RUNNING:
+        return Wanted((), ("the actor is suspended once the job runs",))
+    if state.lead_of(role) is None:
+        return Wanted((), (f"the {role} gives {len(grants)} GPUs back once it has a lead",))
+    if (paused := pause(state, role, now_ms)) is not None:
+        return paused
+    layout, target = None, Target(None)
+    if placed is not None and component.layout is not None and kept:
+        layout = replace(component.layout, dp=len(kept))
+        target = Target(Placed(in_rank_order(kept, placed), layout))
+    part = Part(role=role, old_layout=component.layout, new_layout=layout)
+    return plan(
+        state,
+        _moves(state, role, grants),
+        part,
+        reason=f"the {role} gives {len(grants)} of {num_gpus(replicas_of(component))} GPUs back",
+        now_ms=now_ms,
+        deadline_ms=change_deadline_ms(state),
+        target=target,
+    )
+
+
+def _moves(state: ClusterState, role: Role, grants: tuple[Grant, ...]) -> tuple[Move, ...]:
+    owner = state.owner(role)
+    return tuple(Move(gpu=grant.gpu, source=owner, target=None, planned_token=grant.token) for grant in grants)
+
+
+def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+    """An open stop or suspension, carried on."""
+    planned = [move for move in transition.moves if move.state is MoveState.PLANNED]
+    draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
+    if now_ms >= transition.deadline_unix_ms and (planned or draining):
+        if transition.id in state.targets:
+            return close(transition)
+        left = f"{len(planned) + len(draining)} of {len(transition.moves)} GPUs still draining"
+        return Wanted(failure=f"{transition.id} was not done by its deadline, {left}")
+    if planned:
+        steps = tuple(advance(transition, move, MoveState.DRAINING) for move in planned)
+        return Wanted(steps, (f"drains {len(steps)} GPUs of the {role}",))
+    if not draining:
+        return commit(transition, role, None)
+    at_work = set(state.components[role].grants)
+    free = [move for move in draining if Grant(move.gpu, move.token) in state.released]
+    steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
+    working = tuple(grant for move in draining if (grant := Grant(move.gpu, move.token)) in at_work)
+    wanted = Wanted(steps, (f"releases {len(free)} of the {role}'s {len(draining)} draining GPUs",))
+    return wanted + _asked(state, role, transition, working, now_ms) if working else wanted
+
+
+def _asked(state: ClusterState, role: Role, transition: Transition, working: tuple[Grant, ...], now_ms: int) -> Wanted:
+    lead, is_stop = state.lead_of(role), transition.id not in state.targets or state.phase is Phase.STOPPING
+    if lead is None:
+        if is_stop:
+            return waiting(state, role, "lead", what=f"a lead of the {role}")
+        return Wanted((), (f"{transition.id} waits for a lead of the {role}",))
+    is_suspend = role is Role.ACTOR and not is_stop
+    step = f"{transition.id}/{'suspend' if is_suspend else 'down'}"
+    head = header(state, role, lead, step=step, now_ms=now_ms, transition_id=transition.id)
+    if is_suspend:
+        # Who died meanwhile too: what is asked under an id never changes.
+        leaving, _ = state.moving(role, transition)
+        return Wanted((cmd.Suspend(head, leaving),), (f"suspends the actor on {len(leaving)} GPUs",))
+    down = cmd.ScaleDown(head, working, members=(), layout=None)
+    return Wanted((down,), (f"stops the {role} on {len(working)} GPUs",))

@@ -1,0 +1,87 @@
+"""What moving GPUs needs next: transitions begun, carried on and ended, and lost GPUs taken back. Pure.
+
+A transition moves GPUs of one component: from the free pool to it, from it to the free pool, or, of an actor that
+changes while it works, both. So a GPU goes from one component to another by two of them, and the second is planned as
+soon as the store says that the GPU is free. Several are open at once, of a component one, and one is planned at a time.
+Each step is derived from the store's record and from what components told, never from what was asked before. An open
+one is carried to where it was planned to go, whatever is proposed meanwhile.
+
+A transition past its deadline goes no further; which of them ends the job, and which leaves the component as it was, is
+`starting`'s, `leaving`'s and `resizing`'s.
+
+A component that lost GPUs: the store counts them as lost, the node's gate is asked, a worker that still holds one is
+stopped through the component's lead, and a GPU that nobody holds is reclaimed; then a new start takes it again.
+A world that lost one rank goes this way with all its GPUs; the rollout, and an actor that is past its start, with the
+lost ones alone.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.decide.moving.leaving import emptied, planned_release, planned_stop
+from services.scheduler.decide.moving.reclaiming import reclaimed
+from services.scheduler.decide.moving.resizing import changed, planned_resize
+from services.scheduler.decide.moving.starting import planned_start, started
+from services.scheduler.decide.moving.stepping import close
+from services.scheduler.decide.wanted import Wanted
+from services.scheduler.policy import Proposal
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from tidegate.ownership.records import GpuState, PartState, Transition
+from tidegate.types import Role
+
+
+def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted:
+    """All components, in role order."""
+    wanted = Wanted()
+    for role in Role:
+        transition = state.transition_of(role)
+        if transition is not None:
+            wanted += _continued(state, role, transition, now_ms)
+        wanted += reclaimed(state, role, now_ms, gone=proposal.gone)
+    plans = [plan for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
+    begun = False
+    for plan in plans:
+        # The next id depends on the store's last transition, so the others wait until this one is observed.
+        is_plan = any(isinstance(command, cmd.PlanTransition) for command in plan.commands)
+        if not (is_plan and begun):
+            wanted += plan
+        begun = begun or is_plan
+    return wanted
+
+
+def _continued(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+    if _is_hopeless(state, role, transition):
+        return close(transition)
+    part = transition.part(role)
+    brings_back = role is not Role.ACTOR and part.old_layout == part.new_layout
+    if transition == state.changing(role) and part.new_layout is not None and not brings_back:
+        return changed(state, role, transition, now_ms)
+    if part.state is PartState.COMMITTED:
+        return close(transition)
+    if part.new_layout is None:
+        return emptied(state, role, transition, now_ms)
+    return started(state, role, transition, now_ms)
+
+
+def _is_hopeless(state: ClusterState, role: Role, transition: Transition) -> bool:
+    starts = transition.part(role).new_layout is not None
+    lost = any(state.gpus[move.gpu].state is GpuState.LOST for move in transition.moves if move.gpu in state.gpus)
+    return lost or transition.id in state.components[role].broken or (starts and state.phase is Phase.STOPPING)
+
+
+def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -> Wanted | None:
+    """The role's next transition; None when it has one, or needs none."""
+    if state.transition_of(role) is not None:
+        return None
+    if state.phase is Phase.STOPPING:
+        return planned_stop(state, role, now_ms)
+    if role not in proposal.placement:
+        return None
+    placed, component = proposal.placement[role], state.components[role]
+    if not component.is_up:
+        return planned_start(state, role, placed, now_ms) if placed is not None else None
+    if placed is None:
+        return planned_release(state, role, None, now_ms)
+    if role is Role.ACTOR:
+        return planned_resize(state, placed, now_ms, gone=proposal.gone)
+    return planned_release(state, role, placed, now_ms) or planned_start(state, role, placed, now_ms)

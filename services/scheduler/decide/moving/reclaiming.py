@@ -1,0 +1,71 @@
+"""What GPUs need that a component lost: counted as lost, asked for at their gate, cleared, and taken back. Pure.
+
+Invariant: a GPU is free only when its holder, or its gate, has said that nobody holds it.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.decide.wanted import Wanted, header, waiting
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.cluster_state import ClusterState
+from tidegate.ownership.records import GpuState
+from tidegate.types import CommandId, GpuId, Grant, Role, node_of
+
+
+def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[GpuId] = frozenset()) -> Wanted:
+    """Suspects on their way back to the free pool. Within a transition that stops the component they need only be
+    released; else the store counts them as lost first. `gone`: GPUs that the job goes on without."""
+    wanted = Wanted()
+    for grant in state.suspects(role):
+        record = state.gpus[grant.gpu]
+        key = f"{state.job}/{grant.gpu}/{grant.token}"
+        if record.state is GpuState.OWNED and record.transition is None:
+            lost = cmd.MarkLost(CommandId(f"{key}/lost"), grant.gpu, grant.token)
+            wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
+        elif grant not in state.released:
+            wanted += _asked_gate(state, role, grant, is_gone=grant.gpu in gone)
+            # Its worker was asked to end for as long as the job could not do without it.
+            is_asked = grant.gpu not in gone and not _is_leaving(state, role, grant)
+            if grant in state.held and is_asked:
+                wanted += _cleared(state, role, grant, now_ms)
+        elif record.state is GpuState.LOST and record.transition is None:
+            reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
+            wanted += Wanted((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
+    return wanted
+
+
+def _is_leaving(state: ClusterState, role: Role, grant: Grant) -> bool:
+    """By a change of layout that is under way: its lead has the worker stand down."""
+    transition = state.changing(role)
+    if transition is None or transition.part(role).new_layout is None:
+        return False
+    return grant in state.moving(role, transition)[0]
+
+
+def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Wanted:
+    """A command a GPU: the id names the grant, so that no later one is answered from its result."""
+    lead, component = state.lead_of(role), state.components[role]
+    if lead is None:
+        return Wanted((), (f"{grant.gpu} is held by a living worker of the {role}, which has no lead to stop it",))
+    step = f"{state.job}/{grant.gpu}/{grant.token}/clear"
+    down = cmd.ScaleDown(
+        header=header(state, role, lead, step=step, now_ms=now_ms),
+        grants=(grant,),
+        members=component.grants,
+        layout=component.layout,
+    )
+    return Wanted((down,), (f"clears {grant.gpu}, which a living worker of the {role} holds",))
+
+
+def _asked_gate(state: ClusterState, role: Role, grant: Grant, *, is_gone: bool) -> Wanted:
+    node, component = node_of(grant.gpu), state.components[role]
+    is_needed = not is_gone and (not component.is_up or (role is Role.ACTOR and component.lacks_ranks))
+    endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
+    note = f"{grant.gpu} waits for its gate" + (", and the job goes on without it" if is_gone else "")
+    if endpoints:
+        key = CommandId(f"{state.job}/{grant.gpu}/{grant.token}/gate")
+        return Wanted((cmd.AskGate(key, node, grant, endpoints, is_needed),), (note,))
+    if is_needed:
+        what = f"an instance on {node}, whose gate must tell of lost GPUs"
+        return waiting(state, role, f"gate-{node}", what=what, is_of_gpus=True)
+    return Wanted((), (f"{note}, which no living instance on {node} can ask",))

@@ -1,0 +1,184 @@
+"""What a component needs to come to GPUs that it does not have: started, resumed, or with more of them. Pure.
+
+The rollout takes whole engines as they become free while others work, an inference that works whole copies; every other
+start is of all its GPUs at once. A component that works and comes into another layout by it is `changing`, by the steps
+of `resizing`; whom a death took away comes back by the steps of a start. A suspended actor is resumed from its state.
+
+A start past its deadline is closed and counts as failed, a failed one is made again after a pause, and a component that
+cannot work without it is given up after `MAX_FAILED_STARTS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.decide.moving.stepping import (
+    advance,
+    change_deadline_ms,
+    close,
+    commit,
+    described,
+    nodes_of,
+    plan,
+)
+from services.scheduler.decide.wanted import Wanted, header, waiting
+from services.scheduler.evolve.losses import MAX_FAILED_STARTS
+from services.scheduler.evolve.resizes import is_free
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.components import Target
+from services.scheduler.state.layouts import Replica, comes, in_rank_order, num_gpus, stays
+from services.scheduler.state.values import Placed, Snapshot
+from tidegate.ownership.records import Move, MoveState, Part, Transition
+from tidegate.types import CommandId, GpuId, Grant, Layout, Role, instance_id, node_of
+
+START_PAUSE_MS = 2_000
+START_PAUSE_GROWTH = 4
+
+
+def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) -> Wanted | None:
+    """None when it has all the GPUs where it is placed."""
+    component = state.components[role]
+    missing = _missing(state, role, placed)
+    if not missing:
+        return None
+    # Once it works, what a death took away is the start's to bring back; without the rest it can do.
+    is_needed = not component.is_up or component.layout == placed.layout
+    if is_needed and component.num_failed_starts >= MAX_FAILED_STARTS:
+        times = f"the {role} failed to start {component.num_failed_starts} times in a row"
+        return Wanted(failure=f"{times}, the last time: {component.last_failure}; see its logs")
+    paused = pause(state, role, now_ms)
+    found = _there(state, role, missing)
+    if isinstance(found, Wanted):
+        # Both at once: a pause that is over is forgotten where its start has to wait, and begins anew.
+        return paused + found if is_needed and paused is not None else found
+    return paused or _plan(state, role, placed, found, now_ms=now_ms)
+
+
+def _there(state: ClusterState, role: Role, missing: tuple[Replica, ...]) -> tuple[Replica, ...] | Wanted:
+    """What of it can be had now, or what that waits for."""
+    component = state.components[role]
+    gpus = [gpu for each in missing for gpu in each]
+    unknown = [gpu for gpu in gpus if gpu not in state.gpus]
+    if unknown:
+        return Wanted((), (f"{len(unknown)} GPUs of the {role} are not registered in the store yet",))
+    free = tuple(each for each in missing if all(is_free(state.gpus[gpu]) for gpu in each))
+    in_parts = component.is_up or (component.is_suspended and role is Role.ROLLOUT)
+    if not free or (len(free) < len(missing) and not in_parts):
+        held = [described(state.gpus[gpu]) for gpu in gpus if not is_free(state.gpus[gpu])]
+        return Wanted((), (f"{len(gpus) - len(held)} of {len(gpus)} GPUs of the {role} are free ({', '.join(held)})",))
+    nodes = nodes_of(state, role)
+    there = tuple(each for each in free if {node_of(gpu) for gpu in each} <= nodes)
+    if state.lead_of(role) is None or not there or (len(there) < len(free) and not in_parts):
+        return _waiting_for(state, role, free)
+    return there
+
+
+def _missing(state: ClusterState, role: Role, placed: Placed) -> tuple[Replica, ...]:
+    component = state.components[role]
+    if component.is_up or role is Role.ROLLOUT:
+        return comes(component, placed)
+    return (placed.gpus,) if placed.gpus else ()
+
+
+def _waiting_for(state: ClusterState, role: Role, free: tuple[Replica, ...]) -> Wanted:
+    absent = sorted({node_of(gpu) for each in free for gpu in each} - nodes_of(state, role))
+    instances = ", ".join(instance_id(role, node) for node in absent)
+    what = f"{instances} to join" if absent else f"a lead of the {role}"
+    if state.components[role].is_up:
+        return Wanted((), (f"{num_gpus(free)} GPUs of the {role} wait for {what}",))
+    return waiting(state, role, "instances" if absent else "lead", what=what, is_of_gpus=bool(absent))
+
+
+def _plan(state: ClusterState, role: Role, placed: Placed, there: tuple[Replica, ...], *, now_ms: int) -> Wanted:
+    component, owner = state.components[role], state.owner(role)
+    after = (*stays(component, placed), *there)
+    layout, is_change = placed.layout, component.is_up and component.layout != placed.layout
+    if is_change or (role is Role.ROLLOUT and component.is_suspended):
+        layout = replace(layout, dp=len(after))
+    gpus = tuple(gpu for each in there for gpu in each)
+    moves = tuple(Move(gpu=gpu, source=None, target=owner, planned_token=state.gpus[gpu].token) for gpu in gpus)
+    part = Part(role=role, old_layout=component.layout, new_layout=layout)
+    verb = "resume" if role is Role.ACTOR and component.is_suspended else "start"
+    return plan(
+        state,
+        moves,
+        part,
+        reason=f"{verb} the {role} on {len(gpus)} GPUs",
+        now_ms=now_ms,
+        deadline_ms=change_deadline_ms(state) if is_change else None,
+        target=Target(Placed(in_rank_order(after, placed), layout)),
+    )
+
+
+def pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
+    """None when the component may move: its last move did not fail, or the pause since is over."""
+    num_failed = state.components[role].num_failed_starts
+    if not num_failed:
+        return None
+    key = f"{state.job}/{state.incarnation}/pause/{role}/{num_failed}"
+    known = state.expectations.get(key)
+    if known is not None and now_ms >= known.due_ms:
+        return None
+    wait_ms = START_PAUSE_MS * START_PAUSE_GROWTH ** (min(num_failed, MAX_FAILED_STARTS) - 1)
+    note = f"the {role} failed to start {num_failed} times and pauses {wait_ms / 1000:g} s"
+    return Wanted((cmd.Await(CommandId(key), f"the {role} to be started again", wait_ms),), (note,))
+
+
+def started(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+    """An open start, carried on."""
+    steps = tuple(
+        advance(transition, move, MoveState.ACQUIRING) for move in transition.moves if move.state is MoveState.PLANNED
+    )
+    is_overdue = now_ms >= transition.deadline_unix_ms
+    if steps and not is_overdue:
+        return Wanted(steps, (f"hands {len(steps)} GPUs to the {role}",))
+    component, layout = state.components[role], transition.part(role).new_layout
+    coming = tuple(Grant(move.gpu, move.token) for move in transition.moves)
+    if layout is None or (component.is_up and set(coming) <= set(component.grants)):
+        return commit(transition, role, layout)
+    if is_overdue:
+        return close(transition)
+    lead = state.lead_of(role)
+    if lead is None:
+        return waiting(state, role, "lead", what=f"a lead of the {role}")
+    head = header(state, role, lead, step=f"{transition.id}/up", now_ms=now_ms, transition_id=transition.id)
+    members = ranked(state, transition, (*component.grants, *coming))
+    if role is Role.ACTOR and component.is_suspended:
+        resume = cmd.Resume(head, members, layout)
+        return Wanted((resume,), (f"resumes the actor on {len(members)} GPUs",))
+    return Wanted(
+        (scale_up(state, role, head, coming, members, layout),),
+        (f"starts the {role} on {len(coming)} GPUs, {len(members)} in all",),
+    )
+
+
+def scale_up(
+    state: ClusterState,
+    role: Role,
+    head: cmd.Header,
+    coming: tuple[Grant, ...],
+    members: tuple[Grant, ...],
+    layout: Layout,
+) -> cmd.ScaleUp:
+    weights, reference = _to_load(state, role)
+    is_new = role is Role.ACTOR and not state.components[role].is_up
+    checkpoint = state.checkpoint.name if is_new and state.checkpoint else ""
+    return cmd.ScaleUp(head, coming, members, layout, weights, reference, checkpoint)
+
+
+def _to_load(state: ClusterState, role: Role) -> tuple[Snapshot | None, Snapshot | None]:
+    """Weights and reference for who comes: both, or none before they are published."""
+    weights = state.snapshots.get(state.target_version)
+    reference = state.reference if state.needs_reference(role) else None
+    if role is Role.ACTOR or weights is None or (reference is None and state.needs_reference(role)):
+        return None, None
+    return weights, reference
+
+
+def ranked(state: ClusterState, transition: Transition, grants: tuple[Grant, ...]) -> tuple[Grant, ...]:
+    """In the rank order that was planned."""
+    target = state.targets.get(transition.id)
+    gpus: tuple[GpuId, ...] = target.placed.gpus if target is not None and target.placed is not None else ()
+    rank = {gpu: index for index, gpu in enumerate(gpus)}
+    return tuple(sorted(grants, key=lambda grant: (rank.get(grant.gpu, len(rank)), grant)))

@@ -1,0 +1,60 @@
+"""What a part of the decision asks for: commands by what they are for, notes for the reason, and why it cannot go on.
+
+Ids here have no attempt yet: `expectations.due` adds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.decide.expectations import MAX_ISSUES
+from services.scheduler.evolve.absences import LONG_MS
+from services.scheduler.evolve.answers import command_deadline_ms
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.components import Lead
+from tidegate.types import CommandId, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`failure` ends the job."""
+
+    commands: tuple[cmd.Command, ...] = ()
+    notes: tuple[str, ...] = ()
+    failure: str | None = None
+
+    def __add__(self, other: Wanted) -> Wanted:
+        return Wanted(self.commands + other.commands, self.notes + other.notes, self.failure or other.failure)
+
+
+def header(
+    state: ClusterState, role: Role, lead: Lead, *, step: str, now_ms: int, transition_id: str = ""
+) -> cmd.Header:
+    """`step` is `<transition or iteration>/<step>`, in full; component and lead epoch are added here."""
+    return cmd.Header(
+        id=CommandId(f"{step}/{role}/e{lead.epoch}"),
+        job=state.job,
+        incarnation=state.incarnation,
+        role=role,
+        endpoint=lead.endpoint,
+        lead_epoch=lead.epoch,
+        deadline_ms=now_ms + command_deadline_ms(state),
+        instances=tuple(
+            cmd.Address(name, state.instances[name].endpoint, state.instances[name].boot)
+            for name in state.living(role=role)
+        ),
+        members=state.components[role].grants,
+        transition_id=transition_id,
+    )
+
+
+def waiting(state: ClusterState, role: Role, subject: str, *, what: str, is_of_gpus: bool = False) -> Wanted:
+    """Nothing can be asked: only others can bring it about. `subject` tells one wait of a role from another;
+    `is_of_gpus`: the job may go on without them first, where its policy places GPUs."""
+    key = CommandId(f"{state.job}/{state.incarnation}/await/{role}/{subject}")
+    wait_ms = MAX_ISSUES * command_deadline_ms(state)
+    if is_of_gpus and state.remembered.assignment is not None:
+        wait_ms = max(wait_ms, 2 * LONG_MS)
+    wait = cmd.Await(key, what, wait_ms=wait_ms)
+    return Wanted((wait,), (f"waits for {what}",))

@@ -1,0 +1,56 @@
+"""Which versions are evaluated, and what came of it. Pure.
+
+Version v is evaluated when `evaluate_every` divides it, and the last one always. The rollout does it once it has
+generated all of the iteration that trains on v, while inference and actor still work on that; the last one when no
+iteration is left. Invariants: a version is in the lineage's evaluations once, by the first report; what an evaluation
+generates is in no account.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.evolve.admission import Refused
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.components import role_of_instance
+from services.scheduler.state.course import Evaluation
+from tidegate.types import Role
+
+
+def is_owed(state: ClusterState, version: int) -> bool:
+    """Whether the version is still to be evaluated."""
+    spec = state.spec
+    if spec is None or spec.evaluate_every is None:
+        return False
+    is_due = version % spec.evaluate_every == 0 or version == spec.num_iterations
+    return is_due and all(each.version != version for each in state.evaluations)
+
+
+def is_ready(state: ClusterState) -> bool:
+    """Whether the engines have nothing else to do with the version that they hold."""
+    iteration, spec = state.iteration, state.spec
+    if iteration is not None:
+        return Role.ROLLOUT in iteration.reports
+    return spec is not None and state.next_iteration >= spec.num_iterations
+
+
+def reported(state: ClusterState, event: ev.Event, body: ev.EvaluationReported) -> ClusterState | Refused:
+    if role_of_instance(event.source) is not Role.ROLLOUT or body.version != state.target_version:
+        return Refused("of an evaluation of another version")
+    if not is_owed(state, body.version):
+        return Refused("of an evaluation that is in")
+    evaluation = Evaluation(
+        version=body.version,
+        incarnation=state.incarnation,
+        num_prompts=body.num_prompts,
+        samples_per_prompt=body.samples_per_prompt,
+        metrics=body.metrics,
+    )
+    return replace(state, evaluations=(*state.evaluations, evaluation))
+
+
+def superseded(state: ClusterState, *, next_version: int) -> ClusterState:
+    """The lineage goes on from `next_version`, whose weights are as they were; later ones are made again."""
+    kept = tuple(each for each in state.evaluations if each.version <= next_version)
+    return replace(state, evaluations=kept)

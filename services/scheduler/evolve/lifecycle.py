@@ -1,0 +1,92 @@
+"""The job as a whole: submitted, cancelled, paused, resumed, and where its next incarnation goes on from.
+
+Invariants: a job is submitted once, however often its event comes; one that is ending ends as it was to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.evolve.admission import Refused
+from services.scheduler.evolve.losses import all_down, next_incarnation, stop
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
+from services.scheduler.state.course import Checkpoint
+
+Body = ev.JobSubmitted | ev.JobCancelRequested | ev.JobResumeRequested | ev.DeadLettered | ev.CheckpointSaved
+
+
+def told(state: ClusterState, event: ev.Event, body: Body) -> ClusterState | Refused:
+    match body:
+        case ev.JobSubmitted():
+            return _submitted(state, event, body)
+        case ev.JobCancelRequested():
+            return _cancelled(state, body)
+        case ev.JobResumeRequested():
+            return _resumed(state)
+        case ev.DeadLettered():
+            return _paused(state, body)
+        case ev.CheckpointSaved():
+            return _checkpointed(state, event, body)
+
+
+def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> ClusterState | Refused:
+    submission = f"{event.source}/{event.boot}/{event.sequence}"
+    if state.submission == submission:
+        return Refused("submitted before")
+    if state.spec is not None and not body.resume:
+        return Refused("the job exists")
+    if state.phase is Phase.FINISHED:
+        return Refused("the job is finished")
+    if not body.resume:
+        state = replace(state, checkpoint=None)
+    told_before = state.checkpoint.incarnation if state.checkpoint else 0
+    incarnation = max(1, event.incarnation, told_before, state.incarnation + (state.spec is not None))
+    again = next_incarnation(state, incarnation=incarnation)
+    return replace(
+        again,
+        phase=Phase.SUBMITTED,
+        outcome=None,
+        message="",
+        spec=body.spec,
+        config_json=body.config_json,
+        submission=submission,
+        components=all_down(again),
+        reference=None,
+        asked=None,
+        asked_next=None,
+        moved=None,
+        num_restarts=0,
+        expectations={},
+    )
+
+
+def _cancelled(state: ClusterState, body: ev.JobCancelRequested) -> ClusterState | Refused:
+    if state.phase in OVER:
+        return Refused("the job is ending")
+    return stop(state, Phase.CANCELLED, f"cancelled: {body.reason or 'no reason given'}")
+
+
+def _paused(state: ClusterState, body: ev.DeadLettered) -> ClusterState | Refused:
+    if state.phase in OVER:
+        return Refused("the job is ending")
+    message = f"dead letter {body.dead_letter} of {body.subject}: {body.reason}; replay or drop it, and the job goes on"
+    return replace(state, phase=Phase.PAUSED, message=message)
+
+
+def _resumed(state: ClusterState) -> ClusterState | Refused:
+    if state.phase is not Phase.PAUSED:
+        return Refused("the job is not paused")
+    phase = Phase.STARTING if state.iteration is None else Phase.RUNNING
+    return replace(state, phase=phase, message="")
+
+
+def _checkpointed(state: ClusterState, event: ev.Event, body: ev.CheckpointSaved) -> ClusterState | Refused:
+    """Where the next incarnation begins; the present one goes on as it is."""
+    known = state.checkpoint
+    if known is not None and body.next_iteration <= known.next_iteration:
+        return Refused("of an older checkpoint")
+    checkpoint = Checkpoint(
+        next_iteration=body.next_iteration, version=body.version, name=body.name, incarnation=event.incarnation
+    )
+    return replace(state, checkpoint=checkpoint)

@@ -1,0 +1,107 @@
+"""Who is there: instances that start, start again and go, leads that are elected, workers that fail.
+
+Invariants: an instance's `boot` and a lead's `epoch` only grow; a new boot is the death of the one before it, whichever
+event shows it first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.evolve.admission import NOT_OF_LEAD, Refused, is_of_lead, is_stale, of_other_incarnation
+from services.scheduler.evolve.losses import lose, lose_node, restart_actor, stop, with_component
+from services.scheduler.evolve.pictures import led_anew
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
+from services.scheduler.state.components import Instance, Lead, node_of_instance, role_of_instance
+from tidegate.types import InstanceId, Role
+
+
+def meet(state: ClusterState, event: ev.Event) -> ClusterState:
+    """An event of a newer start of an instance shows that the one before is dead."""
+    if role_of_instance(event.source) is None:
+        return state
+    return _started(state, InstanceId(event.source), boot=event.boot)
+
+
+def _started(state: ClusterState, name: InstanceId, *, boot: int) -> ClusterState:
+    known = state.instances.get(name)
+    if known is not None and boot <= known.boot:
+        return state
+    role = role_of_instance(name)
+    assert role is not None, f"{name} names no role"
+    if known is not None:
+        state = lose_node(state, role, node_of_instance(name), why=f"{name} died and started again (boot {boot})")
+    return _with_instance(state, name, Instance(endpoint="", boot=boot, living=True))
+
+
+def _with_instance(state: ClusterState, name: InstanceId, instance: Instance) -> ClusterState:
+    return replace(state, instances=dict(sorted({**state.instances, name: instance}.items())))
+
+
+def joined(state: ClusterState, body: ev.InstanceJoined) -> ClusterState | Refused:
+    if role_of_instance(body.instance) is None:
+        return Refused("names no instance")
+    state = _started(state, body.instance, boot=body.boot)
+    if body.boot < state.instances[body.instance].boot:
+        return Refused("of an older start of its source")
+    return _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=body.boot, living=True))
+
+
+def lost(state: ClusterState, event: ev.Event, body: ev.InstanceLost) -> ClusterState | Refused:
+    known, role = state.instances.get(body.instance), role_of_instance(body.instance)
+    if known is None or role is None:
+        return Refused("names no instance")
+    if body.boot != known.boot or not known.living:
+        return Refused("of an older start of its source")
+    state = _with_instance(state, body.instance, replace(known, living=False))
+    how = "left" if event.source == body.instance else "did not renew its lease"
+    return lose_node(state, role, node_of_instance(body.instance), why=f"{body.instance} {how}")
+
+
+def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> ClusterState | Refused:
+    role = role_of_instance(body.instance)
+    if role is None:
+        return Refused("names no instance")
+    component = state.components[role]
+    if component.lead is not None and body.epoch <= component.lead.epoch:
+        return Refused("of an older lead epoch")
+    known = state.instances.get(body.instance)
+    boot = event.boot if event.source == body.instance else (known.boot if known else 0)
+    if known is not None and boot < known.boot:
+        return Refused("of an older start of its source")
+    lead = Lead(instance=body.instance, endpoint=body.endpoint, epoch=body.epoch, boot=boot)
+    state = _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=boot, living=True))
+    state = with_component(state, role, replace(component, lead=lead, loaded=None, has_reference=False))
+    mark = (event.boot, event.sequence) if event.source == body.instance else (boot, 0)
+    state = replace(state, seen=led_anew(state.seen, role, mark))
+    if role is Role.ACTOR and (component.is_up or component.is_suspended) and state.phase not in OVER:
+        return restart_actor(state, why=f"the actor's lead changed to {body.instance} (epoch {body.epoch})")
+    return state
+
+
+def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterState | Refused:
+    """A worker's death is told by its own instance; how a component fares, and that the job cannot go on, only by the
+    component's present lead."""
+    role = role_of_instance(event.source)
+    if role is None or body.what is ev.FailedWhat.SAMPLE:
+        return Refused("failed without a component")
+    if body.fatal or body.what is ev.FailedWhat.COMPONENT:
+        if event.incarnation != state.incarnation:
+            return of_other_incarnation(state, event)
+        if not is_of_lead(state, event):
+            return Refused(NOT_OF_LEAD)
+    if body.fatal:
+        if state.phase in OVER:
+            return Refused("the job is ending")
+        return stop(state, Phase.FAILED, f"{event.source}: {body.message}")
+    # What a component is still to get is told of by its grants: without any, it is about what it had.
+    gone = body.grants or (state.components[role].grants if body.what is ev.FailedWhat.COMPONENT else ())
+    if role is Role.ACTOR and not gone and state.components[role].is_suspended and state.phase not in OVER:
+        return restart_actor(state, why=f"{event.source}, which was suspended: {body.message}")
+    current = tuple(grant for grant in gone if not is_stale(state, grant))
+    if not current:
+        return Refused("under old tokens")
+    exit_text = f" (exit status {body.exit_status})" if body.exit_status else ""
+    is_death = body.what is ev.FailedWhat.WORKER
+    return lose(state, role, current, why=f"{event.source}: {body.message}{exit_text}", keeps_state=is_death)

@@ -1,0 +1,209 @@
+"""What the scheduler knows of GPUs: the store's records, releases, gates, and the layouts that components committed.
+
+Invariants: a record's token never goes back; `released` and `held` speak only of grants that are still the store's;
+a layout counts only with current tokens and within the open transition it was asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.evolve import evaluations, resizes
+from services.scheduler.evolve.accounts import supersede
+from services.scheduler.evolve.admission import Refused
+from services.scheduler.evolve.losses import MAX_FAILED_STARTS, lose, restart_actor, shrunk, with_component
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
+from services.scheduler.state.components import Component, role_of_instance
+from services.scheduler.state.values import Placed
+from tidegate.ownership.records import GpuState, Part, PartState, Transition
+from tidegate.types import Grant, Role, TransitionId, node_of
+
+
+def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
+    """Takes over what the store says, and draws its conclusions: what a component works under must still be its."""
+    gpus = dict(state.gpus)
+    for record in body.gpus:
+        known = gpus.get(record.gpu)
+        if known is None or record.token >= known.token:
+            gpus[record.gpu] = record
+    before = state.transitions
+    transitions = {each.id: each for each in sorted(body.transitions, key=_index) if each.is_open}
+    state = replace(
+        state,
+        gpus=dict(sorted(gpus.items())),
+        transitions=transitions,
+        num_transitions=max([state.num_transitions, *map(_index, body.transitions)]),
+    )
+    for transition in body.transitions:
+        if transition.id in before and not transition.is_open:
+            state = _closed(state, transition)
+    for role in Role:
+        state = _forget_closed(state, role)
+        state = _given_up(state, role)
+        taken = [grant for grant in state.components[role].grants if not _is_owned(state, role, grant)]
+        state = lose(state, role, taken, why=f"the store counts {', '.join(each.gpu for each in taken)} as lost")
+    state = resizes.forsaken(state)
+    current = {Grant(record.gpu, record.token) for record in gpus.values() if record.state is not GpuState.FREE}
+    if state.phase is Phase.SUBMITTED and transitions:
+        state = replace(state, phase=Phase.STARTING)
+    return replace(
+        state,
+        released=tuple(grant for grant in state.released if grant in current),
+        held=tuple(grant for grant in state.held if grant in current),
+    )
+
+
+def _index(transition: Transition) -> int:
+    """The k of `<job>/<incarnation>/t<k>`; 0 for what was not named here."""
+    text = transition.id.rpartition("/t")[2]
+    return int(text) if text.isdecimal() else 0
+
+
+def transition_id(state: ClusterState) -> TransitionId:
+    """Of the next transition."""
+    return TransitionId(f"{state.job}/{state.incarnation}/t{state.num_transitions + 1}")
+
+
+def _closed(state: ClusterState, transition: Transition) -> ClusterState:
+    """An unfinished start, or change, counts against its component; a resize is over, whatever came of it."""
+    for part in transition.parts:
+        is_move = part.new_layout is not None or transition.id in state.targets
+        if part.role is Role.ACTOR and part.old_layout is not None and is_move:
+            state = resizes.over(state, transition)
+        elif is_move:
+            state = _ended(state, part, transition)
+    return state
+
+
+def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterState:
+    role, component = part.role, state.components[part.role]
+    if part.state is PartState.COMMITTED:
+        has_nothing = part.new_layout is None and not component.is_up
+        return with_component(state, role, resizes.suspended(component, transition)) if has_nothing else state
+    why = component.last_failure if transition.id in component.broken else "it was not done in time"
+    num_failed = component.num_failed_starts + 1
+    component = replace(component, num_failed_starts=num_failed, last_failure=why)
+    if role is Role.ACTOR and component.is_suspended and num_failed >= MAX_FAILED_STARTS and state.phase not in OVER:
+        return restart_actor(state, why=f"the actor failed to resume {num_failed} times in a row, the last time: {why}")
+    return with_component(state, role, component)
+
+
+def _given_up(state: ClusterState, role: Role) -> ClusterState:
+    """Told to be released in a change that was closed before its layout came into force."""
+    left = [grant for grant in state.components[role].grants if grant in state.released]
+    if not left or state.transition_of(role) is not None:
+        return state
+    return lose(state, role, left, why=f"the {role} had released {', '.join(grant.gpu for grant in left)} already")
+
+
+def _forget_closed(state: ClusterState, role: Role) -> ClusterState:
+    component = state.components[role]
+    broken = tuple(each for each in component.broken if each in state.transitions)
+    return with_component(state, role, replace(component, broken=broken)) if broken != component.broken else state
+
+
+def _is_owned(state: ClusterState, role: Role, grant: Grant) -> bool:
+    record = state.gpus.get(grant.gpu)
+    if record is None or record.token < grant.token:
+        return True
+    return record.token == grant.token and record.state is GpuState.OWNED and record.owner == state.owner(role)
+
+
+def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> ClusterState | Refused:
+    role = role_of_instance(event.source)
+    if role is None:
+        return Refused("released by no component")
+    free = tuple(grant for grant in body.grants if _is_of_role(state, role, grant))
+    if not free:
+        return Refused("under old tokens")
+    transition = state.transition_of(role)
+    leaving = state.moving(role, transition)[0] if transition is not None else ()
+    asked = tuple(grant for grant in free if grant in leaving)
+    if transition is not None and asked and transition.part(role).new_layout is None:
+        # A change of layout takes its GPUs out of the component with the layout that does without them.
+        state = with_component(state, role, _without(state, role, transition, asked))
+    gone = [grant for grant in free if grant not in asked]
+    state = lose(state, role, gone, why=f"{event.source} gave up {', '.join(grant.gpu for grant in gone)} unasked")
+    return _with_released(state, free)
+
+
+def _without(state: ClusterState, role: Role, transition: Transition, asked: tuple[Grant, ...]) -> Component:
+    """A world of ranks that is suspended lets go of all when it lets go of one."""
+    component = state.components[role]
+    if not component.is_up:
+        return component
+    left = tuple(grant for grant in component.grants if grant not in asked)
+    is_suspended = transition.id in state.targets and state.phase not in OVER
+    if is_suspended and (role is not Role.ROLLOUT or not left):
+        return resizes.suspended(component, transition)
+    return shrunk(component, left)
+
+
+def _is_of_role(state: ClusterState, role: Role, grant: Grant) -> bool:
+    return any(grant == Grant(record.gpu, record.token) for record in state.records_of(role))
+
+
+def _with_released(state: ClusterState, free: tuple[Grant, ...]) -> ClusterState:
+    return replace(
+        state,
+        released=tuple(sorted({*state.released, *free})),
+        held=tuple(grant for grant in state.held if grant not in free),
+    )
+
+
+def gate_reported(state: ClusterState, event: ev.Event, body: ev.GateReported) -> ClusterState | Refused:
+    """A gate speaks of suspects only, and of those it was asked about: of a worker that starts or works, its component
+    speaks, and an answer from before a GPU became suspect knows nothing of its last holder. A GPU of its node that it
+    does not list was never passed to: a grant whose holder died before its worker started."""
+    asked = {grant for role in Role for grant in state.suspects(role)} & set(event.grants) - set(state.released)
+    held_gpus = {gate.gpu for gate in body.gpus if gate.held}
+    told = [grant for grant in sorted(asked) if node_of(grant.gpu) == body.node]
+    if not told:
+        return Refused("of GPUs that nobody asked about")
+    held = {grant for grant in told if grant.gpu in held_gpus}
+    state = replace(state, held=tuple(sorted({*state.held, *held})))
+    return _with_released(state, tuple(grant for grant in told if grant not in held))
+
+
+def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) -> ClusterState | Refused:
+    role = role_of_instance(event.source)
+    transition = state.transition_of(role) if role else None
+    if role is None or transition is None or event.transition_id != transition.id:
+        return Refused("of a transition that is not open")
+    component = state.components[role]
+    if transition.id in component.broken or state.phase in OVER:
+        return Refused("of a transition that is broken")
+    if body.layout != transition.part(role).new_layout:
+        return Refused("of another layout than planned")
+    if transition == state.resize():
+        return resizes.switched(state, transition, body)
+    leaving, coming = state.moving(role, transition)
+    if not set(coming) <= set(body.grants) or set(leaving) & set(body.grants):
+        return Refused("of other GPUs than planned")
+    if component.switched == transition.id:
+        return Refused("of a transition that is in force")
+    working = {*coming, *component.grants} - set(leaving)
+    in_force = replace(
+        component,
+        layout=body.layout,
+        grants=tuple(grant for grant in body.grants if grant in working),
+        num_failed_starts=0,
+        last_failure="",
+        switched=transition.id,
+        placed=Placed(tuple(grant.gpu for grant in body.grants), body.layout),
+        is_suspended=False,
+    )
+    state = with_component(state, role, in_force if in_force.grants else shrunk(in_force, ()))
+    return _lineage(state, body) if role is Role.ACTOR and not component.is_suspended else state
+
+
+def _lineage(state: ClusterState, body: ev.LayoutCommitted) -> ClusterState:
+    """The actor says from where it really goes on."""
+    next_iteration = body.next_iteration
+    state = supersede(state, next_iteration=next_iteration)
+    checkpoint = state.checkpoint
+    known = checkpoint is not None and checkpoint.next_iteration == next_iteration
+    version = checkpoint.version if checkpoint is not None and known else next_iteration
+    state = evaluations.superseded(state, next_version=version)
+    return replace(state, next_iteration=next_iteration, next_version=version, next_prompt=body.next_prompt)

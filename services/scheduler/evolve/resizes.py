@@ -1,0 +1,169 @@
+"""What is known of changes of a component that works: asked by a person, in force once its lead says so, or come to
+nothing.
+
+Invariants: of a component one is made at a time, the last resize asked for meanwhile is next, and none is for GPUs that
+are no slot of the actor; the actor's layout in the state changes only by its lead's word, which comes after the store
+committed it, names the members as they were planned, dead or alive, and comes before or after the word of a death; a
+resize that failed is not asked again by itself, counts as no failed start and leaves incarnation and iteration as they
+are. A change that a policy wants is made again after a pause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.evolve.admission import Refused
+from services.scheduler.evolve.losses import MAX_DEATHS, restart_actor, with_component
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import OVER, ClusterState
+from services.scheduler.state.components import Component, role_of_instance
+from services.scheduler.state.values import JobSpec, Placed
+from tidegate.ownership.records import GpuRecord, GpuState, PartState, Transition
+from tidegate.types import Grant, Layout, Role
+
+
+def fault(spec: JobSpec, placed: Placed) -> str | None:
+    """Why the actor can never be there: what, the numbers, the remedy; None when it can."""
+    slots, gpus, layout = spec.slots(Role.ACTOR), placed.gpus, placed.layout
+    if strange := [gpu for gpu in gpus if gpu not in slots]:
+        return (
+            f"{', '.join(strange)}: no slot of the actor, whose slots are {', '.join(slots)}; "
+            "actor.standby gives it more when the job is submitted"
+        )
+    if len(set(gpus)) != len(gpus):
+        return f"{', '.join(gpus)}: a GPU is named twice; name each once, in rank order"
+    if layout.num_ranks != len(gpus):
+        return (
+            f"layout {layout}: tp * pp * dp * cp = {layout.tp} * {layout.pp} * {layout.dp} * {layout.cp} = "
+            f"{layout.num_ranks} ranks on {len(gpus)} GPUs; name {layout.num_ranks} of {', '.join(slots)}"
+        )
+    if layout.dp > (most := spec.num_samples_per_minibatch):
+        return (
+            f"layout {layout}: dp={layout.dp} replicas cannot share a minibatch of {most} samples "
+            f"(algorithm.prompts_per_iteration / n_minibatches * group_size); use {most} replicas at most"
+        )
+    return None
+
+
+def target(state: ClusterState, layout: Layout) -> Placed:
+    """The layout on the GPUs that the actor has, the last ones left out, or on the first free slots besides."""
+    assert state.spec is not None, "a job without a config has no slots"
+    have = [grant.gpu for grant in state.components[Role.ACTOR].grants]
+    free = [gpu for gpu in state.spec.slots(Role.ACTOR) if gpu not in have and is_free(state.gpus[gpu])]
+    return Placed(tuple([*have, *free][: layout.num_ranks]), layout)
+
+
+def requested(state: ClusterState, body: ev.ResizeRequested) -> ClusterState | Refused:
+    if state.phase in OVER:
+        return Refused("the job is ending")
+    if state.spec is None or fault(state.spec, body.placed) is not None:
+        return Refused("asks for what the actor cannot be")
+    if state.changing(Role.ACTOR) is not None:
+        return replace(state, asked_next=body.placed)
+    return _wished(state, body.placed)
+
+
+def _wished(state: ClusterState, placed: Placed | None) -> ClusterState:
+    """A person wants the actor there; where it is already, it is at home from now on."""
+    actor = state.components[Role.ACTOR]
+    if placed is not None and actor.is_up and actor.placed == placed:
+        return replace(state, asked=None, moved=placed)
+    return replace(state, asked=placed)
+
+
+def failed(state: ClusterState, event: ev.Event, body: ev.ResizeFailed) -> ClusterState | Refused:
+    """Before it is in force: the transition is closed, and the component goes on as it was."""
+    role = role_of_instance(event.source)
+    transition = state.changing(role) if role is not None else None
+    if role is None or transition is None or event.transition_id != transition.id:
+        return Refused("of a transition that is not open")
+    component = state.components[role]
+    is_in_force = transition.id == component.switched or transition.part(role).state is PartState.COMMITTED
+    if transition.id in component.broken or is_in_force:
+        return Refused("of a transition that is decided")
+    component = replace(component, broken=(*component.broken, transition.id))
+    if role is not Role.ACTOR:
+        component = replace(component, last_failure=f"{event.source}: {body.message}")
+    return with_component(state, role, component)
+
+
+def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitted) -> ClusterState | Refused:
+    """The actor works on these members in this layout, from where it was; it lacks those that died on the way."""
+    component = state.components[Role.ACTOR]
+    if component.switched == transition.id:
+        return Refused("of a transition that is in force")
+    if set(body.grants) != set(members_after(state, Role.ACTOR, transition)):
+        return Refused("of other GPUs than planned")
+    placed = Placed(tuple(grant.gpu for grant in body.grants), body.layout)
+    alive = tuple(grant for grant in body.grants if grant not in component.gone)
+    if not alive:
+        return restart_actor(state, why=f"all that {transition.id} brought the actor to died")
+    component = replace(
+        component,
+        grants=alive,
+        layout=body.layout,
+        switched=transition.id,
+        placed=placed,
+        num_failed_starts=0,
+        last_failure="",
+    )
+    state = with_component(state, Role.ACTOR, component)
+    # Where a policy brought it counts for the iteration, where a person did from now on.
+    target = state.targets.get(transition.id)
+    return replace(state, moved=placed) if target is not None and target.is_asked else state
+
+
+def suspended(component: Component, transition: Transition) -> Component:
+    """It has no GPUs, and goes on when it gets some: an actor with its state."""
+    return replace(
+        component,
+        grants=(),
+        layout=None,
+        loaded=None,
+        has_reference=False,
+        gone=(),
+        switched=transition.id,
+        is_suspended=True,
+        num_failed_starts=0,
+        last_failure="",
+    )
+
+
+def over(state: ClusterState, transition: Transition) -> ClusterState:
+    """A closed change of the actor. One that lacks ranks goes on to its next one, which brings them back, where its
+    lead has said how this one ended; without its word nobody knows in which layout the ranks are."""
+    actor, target = state.components[Role.ACTOR], state.targets.get(transition.id)
+    is_told = transition.id in (*actor.broken, actor.switched)
+    is_in_force = actor.switched == transition.id
+    num_more = 0 if is_in_force or actor.gone or not actor.lacks_ranks else 1
+    ended = replace(actor, gone=(), num_deaths=actor.num_deaths + num_more)
+    was_asked = target is None or target.is_asked
+    if not (was_asked or is_in_force or actor.lacks_ranks):
+        ended = replace(ended, num_failed_starts=ended.num_failed_starts + 1, last_failure="it was not done")
+    asked = state.asked_next if was_asked else state.asked_next or state.asked
+    state = _wished(replace(with_component(state, Role.ACTOR, ended), asked_next=None), asked)
+    if not actor.lacks_ranks or state.phase in OVER or (is_told and ended.num_deaths <= MAX_DEATHS):
+        return state
+    return restart_actor(state, why=f"{transition.id} did not bring the actor's lost ranks back")
+
+
+def forsaken(state: ClusterState) -> ClusterState:
+    """Whoever was to come is gone with its node, and the store has committed the resize all the same."""
+    transition, actor = state.resize(), state.components[Role.ACTOR]
+    if transition is None or transition.id not in actor.broken or not actor.is_up or state.phase in OVER:
+        return state
+    if transition.part(Role.ACTOR).state is not PartState.COMMITTED or actor.switched == transition.id:
+        return state
+    return restart_actor(state, why=f"{transition.id} was committed with GPUs that are lost")
+
+
+def members_after(state: ClusterState, role: Role, transition: Transition) -> tuple[Grant, ...]:
+    """As planned, of an actor whoever of them has died meanwhile too; sorted."""
+    component = state.components[role]
+    leaving, coming = state.moving(role, transition)
+    return tuple(sorted({*component.grants, *component.gone, *coming} - set(leaving)))
+
+
+def is_free(record: GpuRecord) -> bool:
+    """Nobody's, and no transition's."""
+    return record.state is GpuState.FREE and record.transition is None

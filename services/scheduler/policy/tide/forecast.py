@@ -1,0 +1,312 @@
+"""When the iteration ends under each of many plans, all computed at once: a row a plan, numpy along it.
+
+A plan says when the trainer gets its first GPUs and, for each minibatch that is left, how many GPUs train and infer
+during it; the engines have the others. Between two optimizer updates nothing changes size, so an iteration is a few
+segments (one more where the last minibatch waits for the rollout), and in each:
+- with b running sequences and K cached tokens on n engines a decode step takes max(floor, base + per_sequence b/n +
+  per_kv K/n), and u (`outlook`) runs slots/slots-of-now as fast as steps while sequences wait; where none waits and b
+  do not fit, all of them are taken to share the slots;
+- sequences that engines hand back go to the head of the queue: those behind start later by the work that they still
+  have, and of the groups that run each ends later by how long its own have to wait;
+- an inference or trainer that handles lots in order, w_i seconds each, ready at r_i, ends lot i at
+  max(end_{i-1}, r_i) + w_i; unrolled, end_i = W_i + max_{j<=i}(r_j - W_{j-1}) with W the sums of w (Lindley 1952): one
+  cumulated sum and one cumulated maximum;
+- taking engines away makes the others compute the caches of what moves once more, during which they decode nothing.
+
+Invariants: nothing is looped over but segments; a plan that leaves work without GPUs ends never (inf); one that, with
+no queue, leaves more running sequences than `max_overfull` times the slots is doubted: it ends `DOUBT` times as late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.scheduler.policy.outlook import Outlook
+from services.scheduler.policy.tide.cluster import Cluster, Plans
+from services.scheduler.policy.tide.rows import in_order, places_of, values_at
+from services.scheduler.state.costs import Costs
+from services.scheduler.state.observed import Floats, Ints
+
+NEVER_S = 1e7
+"""Far beyond any iteration: what waits for a component without GPUs."""
+
+DOUBT = 1.25
+"""Sequences that share slots in the forecast wait for one another in truth, and the longest may be the last."""
+
+COVERED = 0.15
+"""Of what a group still makes: how long those of its members that wait may do so before they delay it, because the
+longest of the few that wait is shorter than the longest of all. Expected maxima of 5 and of 16 normal values differ by
+0.6 sigma, at a spread of 0.25 within a group."""
+
+COUNTS = 512
+"""Points of the table from ended sequences to u."""
+
+
+@dataclass(frozen=True)
+class _At:
+    """By plan: the time, u, engines, and how many times the sequences of the outlook run. By plan and lot: whether it
+    has started, the steps it still makes then, and when it ended; `inferred_s` is by place in the order of the ends."""
+
+    t: Floats
+    u: Floats
+    engines: Floats
+    scale: Floats
+    has_started: NDArray[np.bool_]
+    steps: Floats
+    ended_s: Floats
+    inferred_s: Floats
+    is_bad: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """By plan: GPUs during it, and how long the trainer and inference are switched before they work. Without a
+    minibatch it ends after `train_after_s`, and with `is_cut` no later than the rollout."""
+
+    engines: Floats
+    inference: Floats
+    rate: Floats
+    train_after_s: Floats
+    infer_after_s: Floats
+    minibatch: int | None
+    fixed_s: float
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class Forecast:
+    left: Outlook
+    cluster: Cluster
+    costs: Costs
+    max_overfull: float = 1.5
+
+    @cached_property
+    def first_s(self) -> float:
+        """When the first group has ended, at the speed of all engines: the trainer has nothing to do before."""
+        lots = self.left.lots
+        if not lots.tokens.size or lots.is_ended.any():
+            return 0.0
+        first = float((np.maximum(lots.starts, 0.0) + lots.steps).min())
+        return self._reached_s(first, self.cluster.num_engines)
+
+    @cached_property
+    def span_s(self) -> float:
+        """Until the rollout is over, at the speed of all engines that there are now."""
+        return self.over_s(self.cluster.num_engines)
+
+    def over_s(self, num_engines: int) -> float:
+        """Until the rollout is over, at the speed of so many engines."""
+        return self._reached_s(self.left.load.last, num_engines)
+
+    def _reached_s(self, u: float, num_engines: int) -> float:
+        engines = np.array([float(max(1, num_engines))])
+        speed = engines * self.cluster.max_running / self.left.load.num_slots
+        times = self._times(engines, np.ones(1), speed)
+        return float(values_at(times, np.array([[u / self.left.load.step]]))[0, 0])
+
+    def ends_s(self, plans: Plans) -> tuple[Floats, Floats]:
+        """By plan: seconds from now until the last minibatch has been updated, inf where it never is; and until all
+        others have been. A plan may have none to come but the open one."""
+        at, trainer, nth = self._begun(plans)
+        last, others_s = plans.trainer.shape[1] - 1, np.zeros(plans.count)
+        for column in range(last + 1):
+            if column == last:
+                others_s = at.t
+                if plans.waits:
+                    at, trainer = self._through(at, self._waiting(plans)), np.zeros(plans.count)
+            segment, trainer = self._segment(plans, column, trainer, at, nth + column)
+            at = self._through(at, segment)
+        ends: Floats = np.where(at.t >= NEVER_S, np.inf, at.t * np.where(at.is_bad, DOUBT, 1.0))
+        return ends, np.minimum(others_s, ends)
+
+    def _begun(self, plans: Plans) -> tuple[_At, Floats, int]:
+        """Where plans part: at their start, or at the end of the minibatch that is open."""
+        count, lots, cluster = plans.count, self.left.lots, self.cluster
+        shape = count, lots.tokens.size
+        ended_s = np.where(lots.is_handed_on, -2.0, np.where(lots.is_ended, -1.0, NEVER_S))
+        inferred_s = np.where(np.arange(lots.tokens.size) < lots.is_handed_on.sum(), 0.0, NEVER_S)
+        at = _At(
+            t=np.zeros(count),
+            u=np.zeros(count),
+            engines=np.full(count, float(cluster.num_engines)),
+            scale=np.ones(count),
+            has_started=np.broadcast_to(lots.starts < 0, shape),
+            steps=np.broadcast_to(lots.steps, shape),
+            ended_s=np.broadcast_to(ended_s, shape),
+            inferred_s=np.broadcast_to(inferred_s, shape),
+            is_bad=np.zeros(count, dtype=np.bool_),
+        )
+        trainer = np.full(count, float(cluster.num_trainer_gpus))
+        if not cluster.is_open:
+            return self._through(at, self._as_it_is(count, None, plans.start_s, is_cut=True)), trainer, 0
+        if cluster.until_s is not None:
+            return self._through(at, self._as_it_is(count, None, np.full(count, cluster.until_s))), trainer, 1
+        segment = self._as_it_is(count, 0, np.zeros(count))
+        return self._through(at, segment), trainer, 1
+
+    def _as_it_is(self, count: int, minibatch: int | None, after_s: Floats, *, is_cut: bool = False) -> _Segment:
+        cluster = self.cluster
+        rate = cluster.unit_rates[cluster.num_trainer_gpus // cluster.unit_size]
+        return _Segment(
+            engines=np.full(count, float(cluster.num_engines)),
+            inference=np.full(count, float(cluster.num_inference_gpus)),
+            rate=np.full(count, rate),
+            train_after_s=after_s,
+            infer_after_s=np.zeros(count),
+            minibatch=minibatch,
+            fixed_s=0.0 if minibatch is None else self.costs.update_s,
+            is_cut=is_cut,
+        )
+
+    def _waiting(self, plans: Plans) -> _Segment:
+        """The trainer has no GPUs before the last minibatch, until the rollout is over."""
+        inference, none = plans.inference[:, -1].astype(np.float64), np.zeros(plans.count)
+        spare = self.cluster.num_gpus - inference
+        engines = np.maximum(1.0, spare // self.cluster.engine_size)
+        return _Segment(engines, inference, none, np.full(plans.count, NEVER_S), none, None, 0.0, is_cut=True)
+
+    def _segment(self, plans: Plans, column: int, before: Floats, at: _At, minibatch: int) -> tuple[_Segment, Floats]:
+        """The GPUs that engines have left when the rollout has ended are the trainer's."""
+        cluster, costs = self.cluster, self.costs
+        trainer, inference = plans.trainer[:, column].astype(np.float64), plans.inference[:, column].astype(np.float64)
+        is_over = at.u >= self.left.load.last - 1e-6
+        room = cluster.num_gpus - inference - np.where(is_over, 0, cluster.engine_size)
+        fitting = np.maximum(room // cluster.unit_size, 0) * cluster.unit_size
+        trainer = np.where(is_over, fitting, np.minimum(trainer, fitting))
+        spare = cluster.num_gpus - trainer - inference
+        engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
+        is_untold = plans.waits or (column == 0 and not cluster.is_open)
+        released_s = costs.release_s if is_untold else 0.0
+        units = cluster.units(trainer)
+        switch_s = cluster.switch_s[cluster.units(before), units]
+        starts_s = np.where(inference > cluster.num_inference_gpus, costs.inference_start_s, 0.0)
+        segment = _Segment(
+            engines=engines,
+            inference=inference,
+            rate=cluster.unit_rates[units],
+            train_after_s=switch_s + released_s,
+            infer_after_s=(starts_s if column == 0 else 0.0 * starts_s) + released_s,
+            minibatch=minibatch,
+            fixed_s=costs.update_s,
+        )
+        return segment, trainer
+
+    def _through(self, at: _At, segment: _Segment) -> _At:
+        load, lots = self.left.load, self.left.lots
+        slots = np.maximum(segment.engines, 1e-9) * self.cluster.max_running
+        speed = slots / load.num_slots
+        at, stall_s = self._switched(at, segment, slots)
+        scale = np.where(at.u < load.queue_until, speed, at.scale)
+        times = self._times(segment.engines, scale, speed)
+        queued_steps = np.maximum(load.queue_until - at.u, 0.0) / speed
+        start_steps = np.where(at.has_started, 0.0, (lots.starts - at.u[:, None]) / speed[:, None])
+        steps = start_steps + at.steps
+        in_queue = np.minimum(steps, queued_steps[:, None])
+        end_u = at.u[:, None] + speed[:, None] * in_queue + (steps - in_queue)
+        begun = values_at(times, at.u[:, None] / load.step)[:, 0]
+        shift = at.t + stall_s - begun
+        ended_s = np.where(at.ended_s > at.t[:, None], shift[:, None] + values_at(times, end_u / load.step), at.ended_s)
+        order = np.argsort(ended_s, axis=1, kind="stable")
+        inferred_s = self._inferred(at, segment, in_order(ended_s, order), order)
+        end = self._trained(at, segment, inferred_s, order)
+        if segment.is_cut:
+            end = np.minimum(end, np.maximum(shift + times[:, -1], at.t))
+        u = np.maximum(places_of(times, end - shift) * load.step, at.u)
+        queued = np.minimum(u, load.queue_until) - at.u
+        past = np.maximum(queued, 0.0) / speed + (u - at.u - np.maximum(queued, 0.0))
+        has_started = at.has_started | (start_steps <= past[:, None])
+        steps = np.where(has_started, steps - past[:, None], at.steps)
+        return _At(end, u, segment.engines, scale, has_started, steps, ended_s, inferred_s, at.is_bad)
+
+    def _switched(self, at: _At, segment: _Segment, slots: Floats) -> tuple[_At, Floats]:
+        """As engines went: what runs stands still while the others compute the caches of what moves; sequences beyond
+        the slots are first in the queue, so that those behind start later by the work those still have."""
+        load = self.left.load
+        place = np.minimum((at.u / load.step).astype(np.int64), load.running.size - 1)
+        is_running = at.u < load.last - 1e-6
+        running = np.where(is_running, load.running[place] * at.scale, 0.0)
+        cached = np.where(is_running, load.kv_tokens[place] * at.scale, 0.0)
+        share = np.maximum(at.engines - segment.engines, 0.0) / np.maximum(at.engines, 1.0)
+        stall_s = cached * share / np.maximum(segment.engines, 1e-9) / self.costs.prefill_tokens_per_s
+        is_queued = at.u < load.queue_until
+        over = np.maximum(running - slots, 0.0)
+        is_bad = at.is_bad | (~is_queued & (over > (self.max_overfull - 1.0) * slots))
+        back = np.where(is_queued, over, 0.0)
+        u = np.maximum(at.u - back * load.rest[place] / load.num_slots, 0.0)
+        steps = at.steps + self._waits(at, back, slots, place) if back.any() else at.steps
+        return replace(at, u=u, is_bad=is_bad, steps=steps), stall_s
+
+    def _waits(self, at: _At, back: Floats, slots: Floats, place: Ints) -> Floats:
+        """By how many steps what is back in the queue delays each group that has started: those that end first come
+        first, and a group's own begin again when so many others have ended as come before them."""
+        load = self.left.load
+        runs = at.has_started & (at.ended_s > at.t[:, None])
+        nth = np.argsort(np.where(runs, at.steps, np.inf), axis=1, kind="stable").argsort(axis=1, kind="stable")
+        share = nth / np.maximum(runs.sum(axis=1), 1)[:, None]
+        ended = load.num_ended[place][:, None] + share * (back * load.num_slots / slots)[:, None]
+        at_count = np.minimum(ended * (COUNTS / max(load.num_ended[-1], 1.0)), COUNTS).astype(np.int64)
+        waits = self._u_by_count[at_count] - at.u[:, None]
+        return np.where(runs, np.maximum(waits - COVERED * at.steps, 0.0), 0.0)
+
+    @cached_property
+    def _u_by_count(self) -> Floats:
+        """When the n-th sequence ends, by n in `COUNTS` steps."""
+        load = self.left.load
+        middles = (np.arange(load.num_ended.size) + 0.5) * load.step
+        counts = np.linspace(0.0, load.num_ended[-1], COUNTS + 1)
+        by_count: Floats = np.interp(counts, load.num_ended, middles)
+        return by_count
+
+    def _times(self, engines: Floats, scale: Floats, speed: Floats) -> Floats:
+        """By plan, seconds from u = 0 to each point of the grid."""
+        load, cluster, decode = self.left.load, self.cluster, self.costs.decode
+        n = (scale / np.maximum(engines, 1e-9))[:, None]
+        running, cached = load.running * n, load.kv_tokens * n
+        over = np.maximum(np.maximum(running / cluster.max_running, cached / cluster.kv_capacity_tokens), 1.0)
+        line = (
+            decode.base_s
+            + decode.per_sequence_s * np.minimum(running, cluster.max_running)
+            + decode.per_kv_token_s * np.minimum(cached, cluster.kv_capacity_tokens)
+        )
+        is_queued = np.arange(load.running.size) * load.step < load.queue_until
+        seconds = np.maximum(decode.floor_s, line) * over / np.where(is_queued, speed[:, None], 1.0) * load.step
+        times = np.zeros((engines.size, load.running.size + 1))
+        np.cumsum(np.minimum(seconds, NEVER_S), axis=1, out=times[:, 1:])
+        return times
+
+    def _inferred(self, at: _At, segment: _Segment, ended_s: Floats, order: Ints) -> Floats:
+        """The lot that is being computed when a segment ends is computed again in the next."""
+        is_left = at.inferred_s > at.t[:, None]
+        rate = np.maximum(segment.inference * self.cluster.inference_rate, 1e-3)
+        work = np.where(is_left, self.left.lots.tokens[order] / rate[:, None], 0.0)
+        since = np.where(is_left, np.maximum(ended_s, (at.t + segment.infer_after_s)[:, None]), -np.inf)
+        done = np.cumsum(work, axis=1)
+        ends = done + np.maximum.accumulate(since - (done - work), axis=1)
+        return np.where(is_left, ends, at.inferred_s)
+
+    def _trained(self, at: _At, segment: _Segment, inferred_s: Floats, order: Ints) -> Floats:
+        begin = at.t + segment.train_after_s
+        if segment.minibatch is None:
+            return begin
+        since, tokens = self._of_minibatch(segment.minibatch, inferred_s, order)
+        if not tokens.shape[1]:
+            return begin + segment.fixed_s
+        work = tokens / np.maximum(segment.rate, 1e-3)[:, None]
+        done = np.cumsum(work, axis=1)
+        end: Floats = done[:, -1] + (np.maximum(since, begin[:, None]) - (done - work)).max(axis=1)
+        return np.minimum(end, NEVER_S) + segment.fixed_s
+
+    def _of_minibatch(self, nth: int, inferred_s: Floats, order: Ints) -> tuple[Floats, Floats]:
+        """By plan: when each of its lots is handed on, in that order, and the lots' tokens."""
+        left = self.left
+        if left.is_by_arrival:
+            own = slice(left.until[nth - 1] if nth else 0, left.until[nth])
+            return inferred_s[:, own], left.lots.tokens[order[:, own]]
+        # A row has as many of its lots as any other, so that they can be had as columns.
+        columns = np.nonzero(left.lots.minibatch[order] == nth)[1].reshape(len(order), -1)
+        rows = np.arange(len(order))[:, None]
+        return inferred_s[rows, columns], left.lots.tokens[order[rows, columns]]

@@ -1,0 +1,81 @@
+"""Which GPUs each component gets when it is known how many: as few moves as possible, and near to each other.
+
+Order: who has a GPU keeps it as far as the numbers allow; engines that go are those of the nodes where the trainer is
+already, then of the nodes whose engines hold the fewest KV tokens; of what is given up the trainer takes whole
+data-parallel copies inside a node first, then inference its share, then the rollout engines inside a node; what is too
+small for anybody's unit goes to inference in whole copies while groups are left for it.
+
+Invariants: only GPUs that are there are assigned; the trainer gets exactly its layout's ranks; with work waiting, no
+GPU is left out that a whole unit of a component with work could use.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.stages import Split
+from services.scheduler.policy.tide.cluster import copy_size
+from services.scheduler.state.layouts import as_engines, engine_size, largest_dp, most_copies, replica_size
+from services.scheduler.state.remembered import Assignment, EngineGpus
+from services.scheduler.state.units import but_for, by_node, in_units
+from tidegate.types import GpuId, NodeId, Role, node_of
+
+
+def seated(situation: Situation, split: Split, before: Assignment, there: tuple[GpuId, ...]) -> Assignment:
+    """`there` are all GPUs that may be assigned, and suffice for the split (`cluster.fitting`)."""
+    alive = set(there)
+    spec = situation.spec
+    layout, num_shards = spec.placement[Role.ACTOR].layout, spec.num_logical_shards
+    unit = replica_size(layout)
+    # What there is no layout for is the others'.
+    num_trainer = largest_dp(layout, split.num_trainer_gpus // unit, num_shards=num_shards) * unit
+    engines = [engine for engine in before.engines if alive.issuperset(engine)]
+    trainer = [gpu for gpu in (before.trainer.gpus if before.trainer else ()) if gpu in alive][:num_trainer]
+    near = {node_of(gpu) for gpu in trainer}
+    engines = _kept(situation, engines, split.num_engines, near)
+    taken = {*trainer, *(gpu for engine in engines for gpu in engine)}
+    present = set(before.inference)
+    pool = [gpu for gpu in there if gpu not in taken]
+    stays = [gpu for gpu in pool if gpu in present][: split.num_inference_gpus]
+    pool = but_for(pool, stays)
+    more = in_units(pool, unit, num_trainer - len(trainer), near)
+    pool = but_for(pool, more)
+    wanted = split.num_engines - len(engines)
+    new = _new_engines(pool, engine_size(situation.spec), wanted) if situation.num_unfinished else []
+    pool = but_for(pool, [gpu for engine in new for gpu in engine])
+    joins = pool[: split.num_inference_gpus - len(stays)]
+    pool = but_for(pool, joins)
+    extra = _new_engines(pool, engine_size(situation.spec), len(pool)) if situation.num_unfinished else []
+    pool = but_for(pool, [gpu for engine in extra for gpu in engine])
+    odd = [] if situation.is_inferred else pool
+    inference = (*stays, *joins, *odd)
+    return Assignment(
+        engines=(*engines, *new, *extra),
+        trainer=most_copies(layout, (*trainer, *more), num_shards=num_shards),
+        inference=inference[: len(inference) // copy_size(situation) * copy_size(situation)],
+    )
+
+
+def _kept(situation: Situation, engines: list[EngineGpus], num: int, near: set[NodeId]) -> list[EngineGpus]:
+    """In their own order."""
+    if len(engines) <= num:
+        return engines
+    cached = {engine.gpus: engine.num_kv_tokens for engine in situation.engines}
+    of_node: dict[NodeId, list[int]] = {}
+    for engine in engines:
+        of_node.setdefault(node_of(engine[0]), []).append(cached.get(engine, 0))
+    mean = {node: sum(tokens) / len(tokens) for node, tokens in of_node.items()}
+
+    def leaves_later(engine: EngineGpus) -> tuple[bool, float, str, int]:
+        node = node_of(engine[0])
+        return node not in near, mean[node], node, cached.get(engine, 0)
+
+    gone = set(sorted(engines, key=leaves_later)[: len(engines) - num])
+    return [engine for engine in engines if engine not in gone]
+
+
+def _new_engines(pool: list[GpuId], size: int, num: int) -> list[EngineGpus]:
+    if num <= 0:
+        return []
+    inside = [engine for node in by_node(pool) for engine in as_engines(node, size)]
+    across = as_engines(tuple(but_for(pool, [gpu for engine in inside for gpu in engine])), size)
+    return [*inside, *across][:num]

@@ -1,0 +1,1 @@
+"""The scheduler's values as messages and as stored bytes, and back."""

@@ -1,0 +1,223 @@
+"""Between the wire's messages and the scheduler's values, and between a state and its bytes.
+
+Invariants:
+- `decode_state(encode_state(state)) == state`, and equal states have equal bytes, whichever replica wrote them;
+- what is not a state of this format is refused with a ValueError that names the place;
+- an event that its schema does not allow is refused with a WireError and never reaches `evolve`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from services.scheduler.shell.codecs.observed_codec import generation_of, inferring_of, training_of
+from services.scheduler.shell.codecs.plain import from_plain, to_plain
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.costs import costs_of, lengths_of, rates_of
+from services.scheduler.state.values import Fate, JobSpec, Placed, Snapshot
+from tidegate.codec import WireError, decode_grants, decode_layout, decode_role, decode_token, require
+from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.events import body_of
+from tidegate.types import GpuId, InstanceId, NodeId, Role
+from tidegate.v1 import events_pb2, types_pb2
+
+STATE_FORMAT = 3
+"""Raised with every change of what a state has: one of the old form would be read wrongly, or refused for a field
+that says nothing of what to do."""
+
+
+def job_spec(config: JobConfig) -> JobSpec:
+    """What the scheduler needs of a job's config."""
+    algorithm, runtime = config.algorithm, config.runtime
+    return JobSpec(
+        placement={role: Placed(gpus=config.placement(role), layout=config.layout(role)) for role in Role},
+        num_iterations=algorithm.iterations,
+        num_prompts=algorithm.prompts_per_iteration,
+        group_size=algorithm.group_size,
+        num_minibatches=algorithm.n_minibatches,
+        seed=config.seed,
+        uses_reference=algorithm.kl_coefficient > 0,
+        max_actor_restarts=runtime.max_actor_restarts,
+        command_deadline_ms=round(runtime.command_deadline_s * 1000),
+        standby=config.standby(),
+        max_extra_prompts=algorithm.max_extra_prompts,
+        evaluate_every=config.evaluation.every if config.evaluation else None,
+        minibatch_order=algorithm.minibatch_order,
+        num_logical_shards=config.actor.num_logical_shards,
+        costs=costs_of(config.assumptions.costs, gpus_per_host=max(config.cluster.nodes.values())),
+        rates=rates_of(config.assumptions.costs, num_gpus=len(config.cluster.gpus())),
+        lengths=lengths_of(config.assumptions.lengths, max_new_tokens=algorithm.max_new_tokens),
+    )
+
+
+def event_of(message: events_pb2.Event, *, stream_sequence: int | None = None) -> ev.Event:
+    """The event of a checked message. WireError names the field that is wrong."""
+    return ev.Event(
+        job=message.job,
+        source=message.source,
+        boot=message.boot,
+        sequence=message.sequence,
+        body=_body(message),
+        incarnation=message.incarnation,
+        iteration=message.iteration,
+        transition_id=message.transition_id,
+        grants=decode_grants(message.grants),
+        role=decode_role(message.role, field="Event.role") if message.role else None,
+        stream_sequence=stream_sequence,
+    )
+
+
+def _body(message: events_pb2.Event) -> ev.Body:
+    body = body_of(message)
+    convert = _BODIES[type(body)]
+    return convert(body)
+
+
+def _failed(body: events_pb2.Failed) -> ev.Failed:
+    what = {
+        events_pb2.Failed.WHAT_WORKER: ev.FailedWhat.WORKER,
+        events_pb2.Failed.WHAT_COMPONENT: ev.FailedWhat.COMPONENT,
+        events_pb2.Failed.WHAT_SAMPLE: ev.FailedWhat.SAMPLE,
+    }.get(body.what)
+    if what is None:
+        raise WireError(f"Failed.what is {body.what}; it must be a worker, a component or a sample")
+    return ev.Failed(
+        what=what,
+        grants=decode_grants(body.grants),
+        exit_status=body.exit_status,
+        message=body.message,
+        fatal=body.fatal,
+    )
+
+
+def _instance(name: str, *, field: str) -> InstanceId:
+    role, at, node = name.partition("@")
+    if role not in tuple(Role) or not at or not node:
+        raise WireError(f"{field} is {name!r}; it must be <role>@<node>")
+    return InstanceId(name)
+
+
+def _lead_elected(body: events_pb2.LeadElected) -> ev.LeadElected:
+    require(body, "endpoint", "epoch")
+    return ev.LeadElected(_instance(body.instance, field="LeadElected.instance"), body.endpoint, body.epoch)
+
+
+def _joined(body: events_pb2.InstanceJoined) -> ev.InstanceJoined:
+    require(body, "endpoint", "boot")
+    return ev.InstanceJoined(_instance(body.instance, field="InstanceJoined.instance"), body.endpoint, body.boot)
+
+
+def _published(body: events_pb2.WeightsPublished) -> ev.WeightsPublished:
+    require(body, "snapshot")
+    require(body.snapshot, "checksum", "incarnation")
+    reference = snapshot_of(body.reference) if body.HasField("reference") else None
+    return ev.WeightsPublished(snapshot_of(body.snapshot), reference)
+
+
+def snapshot_of(message: types_pb2.Snapshot) -> Snapshot:
+    return Snapshot(
+        incarnation=message.incarnation,
+        version=message.version,
+        checksum=message.checksum,
+        weights_checksum=message.weights_checksum,
+        message=message.SerializeToString(deterministic=True),
+    )
+
+
+def _fate(message: types_pb2.Fate) -> Fate:
+    return Fate(reason=message.reason, num_samples=message.num_samples, ids_digest=message.ids_digest)
+
+
+def _reported(body: events_pb2.IterationReported) -> ev.IterationReported:
+    return ev.IterationReported(
+        generated=_fate(body.generated),
+        trained=_fate(body.trained),
+        filtered=tuple(_fate(each) for each in body.filtered),
+        discarded=tuple(_fate(each) for each in body.discarded),
+        num_duplicates_dropped=body.num_duplicates_dropped,
+        metrics=tuple(sorted(body.metrics.items())),
+    )
+
+
+def _submitted(body: events_pb2.JobSubmitted) -> ev.JobSubmitted:
+    try:
+        spec = job_spec(JobConfig.from_json(body.config_json))
+    except ConfigError as error:
+        raise WireError(f"JobSubmitted.config_json: {error}") from error
+    return ev.JobSubmitted(spec=spec, config_json=body.config_json, resume=body.resume)
+
+
+def _resize_requested(body: events_pb2.ResizeRequested) -> ev.ResizeRequested:
+    require(body, "layout", "gpus")
+    return ev.ResizeRequested(Placed(tuple(GpuId(gpu) for gpu in body.gpus), decode_layout(body.layout)))
+
+
+def _gate_reported(body: events_pb2.GateReported) -> ev.GateReported:
+    gates = []
+    for gate in body.gpus:
+        require(gate, "gpu", "highest_token")
+        gates.append(ev.GateState(GpuId(gate.gpu), decode_token(gate.highest_token), gate.held))
+    return ev.GateReported(node=NodeId(body.node), gpus=tuple(gates))
+
+
+_BODIES: dict[type, Callable[[Any], ev.Body]] = {
+    events_pb2.Progress: lambda body: ev.Progress(
+        tuple(sorted(body.metrics.items())), body.num_done, body.num_total, body.phase
+    ),
+    events_pb2.Backlog: lambda body: ev.Backlog(body.queue, body.num_messages),
+    events_pb2.GpusReleased: lambda body: ev.GpusReleased(decode_grants(body.grants)),
+    events_pb2.GpusAcquired: lambda body: ev.GpusAcquired(decode_grants(body.grants)),
+    events_pb2.LayoutCommitted: lambda body: ev.LayoutCommitted(
+        decode_layout(body.layout), decode_grants(body.grants), body.next_iteration, body.next_prompt
+    ),
+    events_pb2.Failed: _failed,
+    events_pb2.InstanceJoined: _joined,
+    events_pb2.InstanceLost: lambda body: ev.InstanceLost(
+        _instance(body.instance, field="InstanceLost.instance"), body.boot
+    ),
+    events_pb2.LeadElected: _lead_elected,
+    events_pb2.WeightsPublished: _published,
+    events_pb2.WeightsLoaded: lambda body: ev.WeightsLoaded(body.version, body.checksum),
+    events_pb2.IterationReported: _reported,
+    events_pb2.EvaluationReported: lambda body: ev.EvaluationReported(
+        body.version, body.num_prompts, body.samples_per_prompt, tuple(sorted(body.metrics.items()))
+    ),
+    events_pb2.CheckpointSaved: lambda body: ev.CheckpointSaved(
+        body.next_iteration, body.version, body.name, body.num_samples_trained
+    ),
+    events_pb2.DeadLettered: lambda body: ev.DeadLettered(body.subject, body.reason, body.dead_letter),
+    events_pb2.JobSubmitted: _submitted,
+    events_pb2.JobCancelRequested: lambda body: ev.JobCancelRequested(body.reason),
+    events_pb2.JobResumeRequested: lambda body: ev.JobResumeRequested(),
+    events_pb2.GateReported: _gate_reported,
+    events_pb2.ResizeRequested: _resize_requested,
+    events_pb2.ResizeFailed: lambda body: ev.ResizeFailed(body.message),
+    events_pb2.Generation: generation_of,
+    events_pb2.Inferring: inferring_of,
+    events_pb2.Training: training_of,
+    events_pb2.CommandAnswered: lambda body: ev.CommandAnswered(body.command_id, body.accepted, body.message),
+}
+
+
+def encode_state(state: ClusterState) -> bytes:
+    """Canonical JSON: sorted keys, no spaces."""
+    document = {"format": STATE_FORMAT, "state": to_plain(state)}
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+
+
+def decode_state(encoded: bytes) -> ClusterState:
+    """Inverse of `encode_state`; ValueError on anything else."""
+    try:
+        document = json.loads(encoded)
+    except ValueError as error:
+        raise ValueError(f"not a scheduler state: {len(encoded)} bytes that are no JSON ({error})") from error
+    found = document.get("format") if isinstance(document, dict) and "state" in document else None
+    if found != STATE_FORMAT:
+        raise ValueError(
+            f"scheduler state of format {found!r}, this code reads {STATE_FORMAT}: use the code that wrote it"
+        )
+    state: ClusterState = from_plain(ClusterState, document["state"], "state")
+    return state

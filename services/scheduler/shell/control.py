@@ -1,0 +1,242 @@
+"""The Control API: what a person asks of a live job. Reads the last state written; asks by events.
+
+Invariants: nothing here changes the state directly: a cancel, a resize, a replayed or a dropped dead letter becomes an
+event like any other; a job that is not this scheduler's is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+
+from services.scheduler.evolve import resizes
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import Component
+from services.scheduler.state.course import Evaluation, Summary
+from services.scheduler.state.values import Placed, total
+from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
+from tidegate.events import EventBody
+from tidegate.logs import without_credentials
+from tidegate.ports.bus import DeadLetters, EventLog
+from tidegate.ports.store import OwnershipMap
+from tidegate.runtime.announcer import Announcer
+from tidegate.types import GpuId, JobId, Role
+from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2, types_pb2
+
+_LOG_LOOKS_PER_S = 4
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class UnknownJob(ValueError):
+    """Not this scheduler's job, or nothing of that name in it."""
+
+
+class ResizeRefused(ValueError):
+    """The actor cannot be what was asked for, or not now."""
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """See the module. `state` gives the state as last read or written, `reason` the last decision's."""
+
+    def __init__(
+        self,
+        job: JobId,
+        *,
+        state: Callable[[], ClusterState | None],
+        reason: Callable[[], str],
+        gpus: OwnershipMap,
+        log: EventLog,
+        dead_letters: DeadLetters,
+        announcer: Announcer,
+        logs: Path,
+    ) -> None:
+        self._job = job
+        self._state = state
+        self._reason = reason
+        self._gpus = gpus
+        self._log = log
+        self._dead_letters = dead_letters
+        self._announcer = announcer
+        self._logs = logs
+
+    async def GetJob(self, request: control_pb2.GetJobRequest, context: Context) -> control_pb2.GetJobResponse:
+        state = self._own(request.job)
+        return control_pb2.GetJobResponse(
+            job=state.job,
+            incarnation=state.incarnation,
+            phase=state.phase,
+            message=state.message,
+            iteration=state.next_iteration,
+            num_iterations=state.spec.num_iterations if state.spec else 0,
+            version=max(state.snapshots, default=0),
+            components=[_component(role, state.components[role]) for role in Role],
+            iterations=[_summary(summary) for summary in state.summaries if not summary.is_superseded],
+            last_reason=self._reason(),
+            final_checksum=state.final_checksum,
+            evaluations=[_evaluation(evaluation) for evaluation in state.evaluations],
+        )
+
+    async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:
+        records = await self._gpus.gpus()
+        rows = [
+            control_pb2.GpuStatus(
+                gpu=gpu,
+                state=record.state,
+                job=record.owner.job if record.owner else "",
+                role=encode_role(record.owner.role) if record.owner else types_pb2.ROLE_UNSPECIFIED,
+                token=encode_token(record.token),
+                transition_id=record.transition or "",
+            )
+            for gpu, record in sorted(records.items())
+        ]
+        return control_pb2.ListGpusResponse(gpus=rows)
+
+    async def ListEvents(
+        self, request: control_pb2.ListEventsRequest, context: Context
+    ) -> AsyncIterator[control_pb2.ListEventsResponse]:
+        self._own(request.job)
+        events = self._log.read(self._job, after_sequence=request.after_sequence, follow=request.follow)
+        async for sequence, event in events:
+            if event.HasField("job_submitted"):
+                # The config in it holds the servers' URLs, with passwords.
+                event.job_submitted.config_json = without_credentials(event.job_submitted.config_json)
+            yield control_pb2.ListEventsResponse(stream_sequence=sequence, event=event)
+
+    async def ReadLogs(
+        self, request: control_pb2.ReadLogsRequest, context: Context
+    ) -> AsyncIterator[control_pb2.ReadLogsResponse]:
+        self._own(request.job)
+        offsets: dict[Path, int] = {}
+        while True:
+            for path in self._log_files(request.source):
+                lines, offsets[path] = _lines_after(path, offsets.get(path, 0))
+                for line in lines:
+                    yield control_pb2.ReadLogsResponse(line=line)
+            if not request.follow:
+                return
+            await asyncio.sleep(1 / _LOG_LOOKS_PER_S)
+
+    async def CancelJob(self, request: control_pb2.CancelJobRequest, context: Context) -> control_pb2.CancelJobResponse:
+        await self._tell(request.job, events_pb2.JobCancelRequested(reason=request.reason))
+        return control_pb2.CancelJobResponse()
+
+    async def ResizeActor(
+        self, request: control_pb2.ResizeActorRequest, context: Context
+    ) -> control_pb2.ResizeActorResponse:
+        require(request, "layout")
+        state, layout = self._own(request.job), decode_layout(request.layout)
+        if state.spec is None or state.phase is not Phase.RUNNING:
+            raise ResizeRefused(f"job {request.job} is {state.phase}: an actor is resized while its job is running")
+        gpus = tuple(GpuId(gpu) for gpu in request.gpus)
+        placed = Placed(gpus, layout) if gpus else resizes.target(state, layout)
+        if (fault := resizes.fault(state.spec, placed)) is not None:
+            raise ResizeRefused(fault)
+        await self._tell(request.job, events_pb2.ResizeRequested(layout=encode_layout(placed.layout), gpus=placed.gpus))
+        return control_pb2.ResizeActorResponse(layout=encode_layout(placed.layout), gpus=placed.gpus)
+
+    async def ListDeadLetters(
+        self, request: control_pb2.ListDeadLettersRequest, context: Context
+    ) -> control_pb2.ListDeadLettersResponse:
+        self._own(request.job)
+        letters = [
+            control_pb2.DeadLetter(
+                id=letter.id, subject=letter.subject, reason=letter.reason, size_bytes=letter.size_bytes
+            )
+            for letter in await self._dead_letters.list(self._job)
+        ]
+        return control_pb2.ListDeadLettersResponse(dead_letters=letters)
+
+    async def ReplayDeadLetter(
+        self, request: control_pb2.ReplayDeadLetterRequest, context: Context
+    ) -> control_pb2.ReplayDeadLetterResponse:
+        self._own(request.job)
+        await self._dead_letters.replay(self._job, request.id)
+        await self._go_on(request.job)
+        return control_pb2.ReplayDeadLetterResponse()
+
+    async def DropDeadLetter(
+        self, request: control_pb2.DropDeadLetterRequest, context: Context
+    ) -> control_pb2.DropDeadLetterResponse:
+        self._own(request.job)
+        await self._dead_letters.drop(self._job, request.id)
+        await self._go_on(request.job)
+        return control_pb2.DropDeadLetterResponse()
+
+    async def _go_on(self, job: str) -> None:
+        if not await self._dead_letters.list(self._job):
+            await self._tell(job, events_pb2.JobResumeRequested())
+
+    async def _tell(self, job: str, body: EventBody) -> None:
+        state = self._own(job)
+        await self._announcer.tell(body, incarnation=state.incarnation)
+
+    def _own(self, job: str) -> ClusterState:
+        state = self._state()
+        if job != self._job:
+            raise UnknownJob(f"job {job!r} is not here; this scheduler runs {self._job!r}")
+        return state if state is not None else ClusterState(job=self._job)
+
+    def _log_files(self, source: str) -> list[Path]:
+        files = sorted(self._logs.glob("*.jsonl"))
+        if not source:
+            return files
+        chosen = [path for path in files if path.stem == source]
+        if not chosen:
+            raise UnknownJob(f"no log of {source!r}; there are {', '.join(path.stem for path in files) or 'none'}")
+        return chosen
+
+
+def _component(role: Role, component: Component) -> control_pb2.ComponentStatus:
+    return control_pb2.ComponentStatus(
+        role=encode_role(role),
+        lead=component.lead.instance if component.lead else "",
+        lead_epoch=component.lead.epoch if component.lead else 0,
+        layout=encode_layout(component.layout) if component.layout else None,
+        grants=encode_grants(component.grants),
+        state="up" if component.is_up else "down",
+    )
+
+
+def _summary(summary: Summary) -> control_pb2.IterationSummary:
+    return control_pb2.IterationSummary(
+        iteration=summary.iteration,
+        incarnation=summary.incarnation,
+        num_generated=summary.generated.num_samples,
+        num_trained=summary.trained.num_samples,
+        num_filtered=total(summary.filtered).num_samples,
+        num_discarded=total(summary.discarded).num_samples,
+        num_duplicates=summary.num_duplicates,
+        num_lost=summary.num_lost,
+        metrics=dict(summary.metrics),
+    )
+
+
+def _evaluation(evaluation: Evaluation) -> control_pb2.EvaluationSummary:
+    return control_pb2.EvaluationSummary(
+        version=evaluation.version,
+        incarnation=evaluation.incarnation,
+        num_prompts=evaluation.num_prompts,
+        samples_per_prompt=evaluation.samples_per_prompt,
+        metrics=dict(evaluation.metrics),
+    )
+
+
+def _lines_after(path: Path, offset: int) -> tuple[list[str], int]:
+    """Whole lines from `offset` on, and where the next ones begin."""
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        content = stream.read()
+    end = content.rfind(b"\n") + 1
+    return content[:end].decode(errors="replace").splitlines(), offset + end
+
+
+def write_endpoint(path: Path, *, endpoint: str, pid: int) -> None:
+    """Tell this user, and nobody else, where the Control API answers."""
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(json.dumps({"control": endpoint, "pid": pid}) + "\n")

@@ -1,0 +1,128 @@
+"""Carries out what was decided: store operations at once, questions and commands to others in the background.
+
+What a lead or a gate answers comes back as an event of the scheduler's own, so that every replica sees it and a history
+holds it. Invariants: a store operation that loses a race changes nothing and is not an error (the next decision starts
+from what the store then says); a peer that does not answer holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from services.scheduler.shell.requests import Request, encode_command
+from services.scheduler.state import commands as cmd
+from services.scheduler.state.cluster_state import ClusterState
+from tidegate.ownership.records import (
+    GpuBusy,
+    IllegalStep,
+    StaleToken,
+    StoreUnavailable,
+    UnknownGpu,
+    UnknownTransition,
+    VersionConflict,
+)
+from tidegate.ports.rpc import PeerRefused
+from tidegate.ports.store import Store
+from tidegate.runtime.announcer import Announcer
+from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
+
+CALL_TIMEOUT_S = 10.0
+"""A lead only takes the command within the call; the work comes after."""
+
+SendCommand = Callable[[str, Request, float], Awaitable[commands_pb2.CommandResult]]
+"""(endpoint, request, timeout in seconds) -> the lead's answer; ConnectionError when there is none."""
+AskGate = Callable[[str, float], Awaitable[instance_pb2.GateReportResponse]]
+"""(endpoint, timeout in seconds) -> the gate's report; ConnectionError or PeerRefused when there is none."""
+
+
+class Issuer:
+    """See the module."""
+
+    def __init__(self, store: Store, announcer: Announcer, *, send: SendCommand, ask_gate: AskGate) -> None:
+        self._store = store
+        self._announcer = announcer
+        self._send = send
+        self._ask_gate = ask_gate
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger("issuer")
+
+    async def issue(self, command: cmd.Command, state: ClusterState) -> None:
+        """Start what the command asks for; store operations are done when it returns."""
+        match command:
+            case _ if isinstance(command, cmd.LeadCommand):
+                self._begin(self._to_lead(command, state))
+            case cmd.AskGate():
+                self._begin(self._to_gate(command, state))
+            case cmd.Await() | cmd.StopJob() | cmd.FinishJob():
+                pass  # their effect is in the state that was written
+            case _:
+                await self._to_store(command, state)
+
+    async def aclose(self) -> None:
+        """Wait for nobody: what was asked is asked again by whoever goes on."""
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _to_lead(self, command: cmd.LeadCommand, state: ClusterState) -> None:
+        header = command.header
+        request = encode_command(command, config_json=state.config_json)
+        try:
+            result = await self._send(header.endpoint, request, CALL_TIMEOUT_S)
+        except ConnectionError as error:
+            # Its deadline brings the command again, under the same id.
+            self._log.warning("no answer from a lead", command=header.id, endpoint=header.endpoint, error=str(error))
+            return
+        if not result.accepted:
+            self._log.warning("command refused", command=header.id, reason=result.message)
+        answer = events_pb2.CommandAnswered(command_id=header.id, accepted=result.accepted, message=result.message)
+        await self._announcer.tell(answer, incarnation=state.incarnation)
+
+    async def _to_gate(self, command: cmd.AskGate, state: ClusterState) -> None:
+        for endpoint in command.endpoints:
+            try:
+                report = await self._ask_gate(endpoint, CALL_TIMEOUT_S)
+            except (ConnectionError, PeerRefused) as error:
+                self._log.warning("no answer from a gate", node=command.node, endpoint=endpoint, error=str(error))
+                continue
+            reported = events_pb2.GateReported(node=report.node, gpus=report.gpus)
+            await self._announcer.tell(reported, incarnation=state.incarnation, grants=[command.grant])
+            return
+
+    async def _to_store(self, command: cmd.StoreCommand, state: ClusterState) -> None:
+        try:
+            await self._store_operation(command, state)
+        except (StaleToken, GpuBusy, VersionConflict, IllegalStep, UnknownGpu, UnknownTransition, KeyError) as error:
+            self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
+        except StoreUnavailable as error:
+            # Its deadline brings the operation again, and the store takes every step once.
+            self._log.warning("no answer from the store", command=cmd.command_id(command), error=str(error))
+
+    async def _store_operation(self, command: cmd.StoreCommand, state: ClusterState) -> None:
+        match command:
+            case cmd.PlanTransition():
+                await self._store.plan(command.transition)
+            case cmd.AdvanceMove():
+                await self._store.advance(
+                    state.transitions[command.transition_id],
+                    command.gpu,
+                    from_state=command.from_state,
+                    to_state=command.to_state,
+                )
+            case cmd.CommitPart():
+                await self._store.commit(state.transitions[command.transition_id], command.role, command.layout)
+            case cmd.CloseTransition():
+                await self._store.close(state.transitions[command.transition_id], command.outcome)
+            case cmd.MarkLost():
+                await self._store.mark_lost(command.gpu, command.token)
+            case cmd.Reclaim():
+                await self._store.reclaim(command.gpu, command.token)

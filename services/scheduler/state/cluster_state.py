@@ -1,0 +1,239 @@
+"""What the scheduler knows of one job. All of it is here: what is not in a `ClusterState` no replica remembers.
+
+Its parts are in `components`, `course` and `issued`, `observed`, `learned` and `remembered`.
+
+Invariants (checked by `invariants.check`):
+- frozen and made of values only, so that `codec` writes and reads it exactly;
+- `version` counts structural changes and guards transitions; progress, backlog, pictures of an iteration and what was
+  issued leave it alone;
+- `gpus` and `transitions` are the ownership store's, as last read; a component's `grants` are those of its committed
+  layout whose holders are not known to be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from services.scheduler.state.components import (
+    Absence,
+    Component,
+    Instance,
+    Lead,
+    Loaded,
+    Target,
+    node_of_instance,
+    role_of_instance,
+)
+from services.scheduler.state.course import Checkpoint, Evaluating, Evaluation, Iteration, ProgressSeen, Summary
+from services.scheduler.state.issued import Expectation
+from services.scheduler.state.learned import Learned
+from services.scheduler.state.observed import Seen
+from services.scheduler.state.remembered import Remembered
+from services.scheduler.state.values import JobSpec, Placed, Snapshot
+from tidegate.ownership.records import GpuRecord, GpuState, Owner, Transition
+from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, TransitionId
+
+
+class Phase(StrEnum):
+    """`stopping` gives all GPUs back, then the job ends as `ClusterState.outcome`."""
+
+    SUBMITTED = "submitted"
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
+OVER = TERMINAL | {Phase.STOPPING}
+"""The job ends or has ended: nothing is begun any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceClock:
+    """Which events of one start of a source were seen: all up to `through`, and those in `ahead`."""
+
+    boot: int
+    through: int = 0
+    ahead: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """One job as its scheduler knows it. `ignored` counts refused events by reason."""
+
+    job: JobId
+    incarnation: int = 0
+    version: int = 0
+    applied_seq: int = 0
+    phase: Phase = Phase.SUBMITTED
+    outcome: Phase | None = None
+    message: str = ""
+    spec: JobSpec | None = None
+    config_json: str = ""
+    submission: str = ""
+    gpus: Mapping[GpuId, GpuRecord] = field(default_factory=dict)
+    transitions: Mapping[TransitionId, Transition] = field(default_factory=dict)
+    num_transitions: int = 0
+    targets: Mapping[TransitionId, Target] = field(default_factory=dict)
+    """Of the open transitions, and the one that was planned last, but for stops: those follow from no proposal."""
+    components: Mapping[Role, Component] = field(default_factory=lambda: {role: Component() for role in Role})
+    asked: Placed | None = None
+    """Where a person wants the actor, while it is not there yet."""
+    asked_next: Placed | None = None
+    """Where a person wants it after the resize that is under way; the last word counts."""
+    moved: Placed | None = None
+    """Where a person had the actor moved; None while its home is where the config places it."""
+    instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
+    released: tuple[Grant, ...] = ()
+    held: tuple[Grant, ...] = ()
+    absent: Mapping[GpuId, Absence] = field(default_factory=dict)
+    """GPUs that the policy places and nobody can have; see `absences`."""
+    snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
+    reference: Snapshot | None = None
+    checkpoint: Checkpoint | None = None
+    next_iteration: int = 0
+    next_version: int = 0
+    next_prompt: int = 0
+    """The first of the next iteration, by the actor's ledger."""
+    iteration: Iteration | None = None
+    summaries: tuple[Summary, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    evaluating: Evaluating | None = None
+    """The last that was taken, over or not."""
+    num_restarts: int = 0
+    expectations: Mapping[str, Expectation] = field(default_factory=dict)
+    clocks: Mapping[str, SourceClock] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    progress: Mapping[Role, ProgressSeen] = field(default_factory=dict)
+    backlog: Mapping[str, int] = field(default_factory=dict)
+    remembered: Remembered = field(default_factory=Remembered)
+    ask_at_ms: int | None = None
+    """When the policy wants to be asked again, should nothing happen before."""
+    seen: Seen = field(default_factory=Seen)
+    learned: Learned = field(default_factory=Learned)
+
+    def lead_of(self, role: Role) -> Lead | None:
+        """The lead that can be asked now."""
+        lead = self.components[role].lead
+        instance = self.instances.get(lead.instance) if lead else None
+        return lead if lead and instance and instance.living and instance.boot == lead.boot else None
+
+    def holds(self, role: Role, version: int) -> bool:
+        """Whether the component confirmed this version as published, with the reference policy where it needs one."""
+        snapshot, component = self.snapshots.get(version), self.components[role]
+        if snapshot is None or component.loaded != Loaded(self.incarnation, version, snapshot.checksum):
+            return False
+        return component.has_reference or not self.needs_reference(role)
+
+    def needs_reference(self, role: Role) -> bool:
+        return role is Role.INFERENCE and self.spec is not None and self.spec.uses_reference
+
+    def home(self, role: Role) -> Placed | None:
+        """Where it starts; None before the job is submitted."""
+        if role is Role.ACTOR and self.moved is not None:
+            return self.moved
+        return self.spec.placement[role] if self.spec else None
+
+    def owner(self, role: Role) -> Owner:
+        return Owner(self.job, role)
+
+    def records_of(self, role: Role) -> tuple[GpuRecord, ...]:
+        """Its GPUs in the store, owned and lost, by id. A lost one whose last owner the store does not know is the
+        role's whose slot it is: that one needs it, and asks its gate."""
+        own = self.owned_by(role)
+        placed = self.spec.slots(role) if self.spec else ()
+        lost = [each for each in self.owned_by(None) if each.state is GpuState.LOST and each.gpu in placed]
+        return tuple(sorted((*own, *lost), key=lambda record: record.gpu)) if lost else own
+
+    def owned_by(self, role: Role | None) -> tuple[GpuRecord, ...]:
+        """By id; those of nobody for None."""
+        return self._records.get(self.owner(role) if role else None, ())
+
+    @cached_property
+    def _records(self) -> Mapping[Owner | None, tuple[GpuRecord, ...]]:
+        """By owner, by id: a decision asks of every role several times, and of a thousand GPUs."""
+        found: dict[Owner | None, list[GpuRecord]] = {}
+        owner: Owner | None = None
+        own = found.setdefault(owner, [])
+        for _, record in sorted(self.gpus.items()):
+            if record.owner is not owner:
+                # Neighbours share an owner: looking each up would hash it a thousand times.
+                owner = record.owner
+                own = found.setdefault(owner, [])
+            own.append(record)
+        return {owner: tuple(records) for owner, records in found.items()}
+
+    def transition_of(self, role: Role) -> Transition | None:
+        """The open transition that has a part for the role; at most one has."""
+        for _, transition in sorted(self.transitions.items()):
+            if any(part.role is role for part in transition.parts):
+                return transition
+        return None
+
+    def changing(self, role: Role) -> Transition | None:
+        """The open transition of a component that works and goes on afterwards: elsewhere, with more, less or none."""
+        transition = self.transition_of(role)
+        if transition is None or transition.part(role).old_layout is None:
+            return None
+        goes_on = transition.part(role).new_layout is not None or transition.id in self.targets
+        return transition if goes_on else None
+
+    def resize(self) -> Transition | None:
+        """The open transition of an actor that is to change while it works."""
+        transition = self.transition_of(Role.ACTOR)
+        if transition is None:
+            return None
+        part = transition.part(Role.ACTOR)
+        return transition if part.old_layout is not None and part.new_layout is not None else None
+
+    def moving(self, role: Role, transition: Transition) -> tuple[tuple[Grant, ...], tuple[Grant, ...]]:
+        """The grants that leave the role, and those that come to it, in the transition's order."""
+        owner = self.owner(role)
+        leaving = tuple(Grant(move.gpu, move.token) for move in transition.moves if move.source == owner)
+        coming = tuple(Grant(move.gpu, move.token) for move in transition.moves if move.target == owner)
+        return leaving, coming
+
+    def suspects(self, role: Role) -> tuple[Grant, ...]:
+        """Grants that the store still counts as the role's and nobody is known to work under: gates are asked.
+
+        Those being acquired are left out: their holder has not told yet.
+        """
+        token_of = {grant.gpu: grant.token for grant in self.components[role].grants}
+        transition, owner = self.transition_of(role), self.owner(role)
+        coming = {move.gpu for move in transition.moves if move.target == owner} if transition else set()
+        strangers = [record for record in self.records_of(role) if token_of.get(record.gpu) != record.token]
+        return tuple(Grant(record.gpu, record.token) for record in strangers if record.gpu not in coming)
+
+    def living(self, *, role: Role | None = None, node: NodeId | None = None) -> tuple[InstanceId, ...]:
+        """Instances that can be asked, of a role, on a node; by name."""
+        found = (
+            name
+            for name, instance in self.instances.items()
+            if instance.living
+            and instance.endpoint
+            and (role is None or role_of_instance(name) is role)
+            and (node is None or node_of_instance(name) == node)
+        )
+        return tuple(sorted(found))
+
+    @property
+    def target_version(self) -> int:
+        """The weights that rollout and inference must hold now: the open iteration's until its accounts are in."""
+        if self.iteration is not None and not self.iteration.is_accounted:
+            return self.iteration.plan.version
+        return self.next_version
+
+    @property
+    def final_checksum(self) -> str:
+        """Of the unsharded weights after the last iteration; empty until they are published."""
+        if self.spec is None or self.next_iteration < self.spec.num_iterations:
+            return ""
+        snapshot = self.snapshots.get(self.next_version)
+        return snapshot.weights_checksum if snapshot else ""

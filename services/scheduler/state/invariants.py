@@ -1,0 +1,205 @@
+"""What must hold of every state, and between a state and the next. The shell checks it before it writes.
+
+Each check answers one promise; a violation says what, with its numbers. None is repaired here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.scheduler.state.absent import lasts
+from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
+from services.scheduler.state.course import Summary, accounting_fault
+from services.scheduler.state.values import Fate
+from tidegate.ownership.records import GpuState
+from tidegate.types import GpuId, Role
+
+_RANK = {
+    Phase.SUBMITTED: 0,
+    Phase.STARTING: 1,
+    Phase.RUNNING: 1,
+    Phase.PAUSED: 1,
+    Phase.STOPPING: 2,
+    Phase.FINISHED: 3,
+    Phase.FAILED: 3,
+    Phase.CANCELLED: 3,
+}
+"""A job goes up in this order, several steps in one write too; only a new submission takes it down again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    invariant: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.detail}"
+
+
+def check(previous: ClusterState, state: ClusterState) -> list[Violation]:
+    """What does not hold of `state`, coming from `previous`; empty when all is well. Who has which GPU is not looked at
+    again where it is the very same as in `previous`, which was checked: most events are progress."""
+    checks = (
+        () if _has_the_same_owners(previous, state) else _one_owner_a_gpu(state),
+        _open_transitions_hold_their_gpus(state),
+        _layouts_have_their_ranks(state),
+        _samples_add_up(state),
+        _accounts_stay(previous, state),
+        _pictures_are_of_an_open_iteration(state),
+        _versions_are_evaluated_once(state),
+        _all_is_waited_for_with_a_deadline(state),
+        _absences_last(previous, state),
+        _counters_only_grow(previous, state),
+        _tokens_only_grow(previous, state),
+        _phases_follow(previous, state),
+    )
+    return [violation for found in checks for violation in found]
+
+
+def _has_the_same_owners(previous: ClusterState, state: ClusterState) -> bool:
+    is_same = previous.gpus is state.gpus and previous.components is state.components
+    return is_same and previous is not state
+
+
+def _one_owner_a_gpu(state: ClusterState) -> Iterator[Violation]:
+    holder: dict[GpuId, Role] = {}
+    for role in Role:
+        for grant in state.components[role].grants:
+            other = holder.setdefault(grant.gpu, role)
+            if other is not role:
+                yield Violation("one owner a GPU", f"{grant.gpu} works for the {other} and the {role}")
+            record = state.gpus.get(grant.gpu)
+            if record is None or record.token > grant.token:
+                continue
+            if record.state is not GpuState.OWNED or record.owner != state.owner(role):
+                holds = f"{record.state}, owner {record.owner or 'none'}"
+                yield Violation("one owner a GPU", f"{grant.gpu} works for the {role}; the store has it {holds}")
+
+
+def _open_transitions_hold_their_gpus(state: ClusterState) -> Iterator[Violation]:
+    holder: dict[GpuId, str] = {}
+    for transition in state.transitions.values():
+        if not transition.is_open or transition.deadline_unix_ms <= 0:
+            detail = f"{transition.id} is {transition.outcome}, deadline {transition.deadline_unix_ms} ms"
+            yield Violation("no open transition without a deadline", detail)
+        for move in transition.moves:
+            other = holder.setdefault(move.gpu, transition.id)
+            if other != transition.id:
+                yield Violation("one open transition a GPU", f"{move.gpu} is held by {other} and {transition.id}")
+
+
+def _layouts_have_their_ranks(state: ClusterState) -> Iterator[Violation]:
+    for role in Role:
+        component = state.components[role]
+        num_ranks = component.layout.num_ranks if component.layout else 0
+        num_grants = len(component.grants)
+        # The rollout's engines work one by one, an actor waits for its dead ranks, and a component that stops lets go
+        # of its GPUs one by one.
+        may_lack = role is Role.ROLLOUT or state.phase is Phase.STOPPING or state.phase in TERMINAL
+        lacks = num_grants + component.num_deaths < num_ranks and not may_lack
+        if num_grants > num_ranks or lacks or (num_ranks and not num_grants):
+            detail = f"the {role} has {num_grants} grants for layout {component.layout} of {num_ranks} ranks"
+            yield Violation("a layout's ranks are its grants", detail)
+        if component.is_suspended and (component.grants or component.is_up):
+            yield Violation("who is suspended has no GPUs", f"the {role} is suspended with {num_grants} grants")
+
+
+def _samples_add_up(state: ClusterState) -> Iterator[Violation]:
+    seen: set[int] = set()
+    for summary in state.summaries:
+        if (wrong := accounting_fault(summary)) is not None:
+            yield Violation("generated = trained + filtered + discarded", wrong)
+        if summary.is_superseded:
+            continue
+        if summary.iteration in seen:
+            yield Violation("an iteration is once in the lineage", f"iteration {summary.iteration} is there twice")
+        seen.add(summary.iteration)
+
+
+def _accounts_stay(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    """What was generated is told of for as long as the job is: of closed iterations, and of one that was open."""
+    name, before = "no account is dropped", previous.summaries
+    kept = state.summaries[: len(before)]
+    if kept != before and [_told(each) for each in kept] != [_told(each) for each in before]:
+        yield Violation(name, f"{len(before)} summaries became {len(state.summaries)}, and other ones")
+    was_open = previous.iteration
+    if was_open is None:
+        return
+    opened = (was_open.plan.iteration, previous.incarnation)
+    is_open = state.iteration is not None and (state.iteration.plan.iteration, state.incarnation) == opened
+    if not is_open and opened not in [(each.iteration, each.incarnation) for each in state.summaries[len(before) :]]:
+        yield Violation(name, f"iteration {opened[0]} of incarnation {opened[1]} was open, and has no summary")
+
+
+def _told(summary: Summary) -> tuple[int, int, Fate]:
+    return summary.iteration, summary.incarnation, summary.generated
+
+
+def _pictures_are_of_an_open_iteration(state: ClusterState) -> Iterator[Violation]:
+    seen = state.seen
+    names = [name for name in ("generation", "inferring", "training") if getattr(seen, name) is not None]
+    if names and state.iteration is None:
+        yield Violation("pictures are of an open iteration", f"{', '.join(names)} seen, and none is open")
+
+
+def _versions_are_evaluated_once(state: ClusterState) -> Iterator[Violation]:
+    versions = [evaluation.version for evaluation in state.evaluations]
+    if versions != sorted(set(versions)):
+        yield Violation("a version is evaluated once", f"the evaluations are of versions {versions}")
+
+
+def _all_is_waited_for_with_a_deadline(state: ClusterState) -> Iterator[Violation]:
+    for key, expectation in state.expectations.items():
+        if key != expectation.key or expectation.due_ms <= 0:
+            detail = f"{key} is kept as {expectation.key}, due at {expectation.due_ms} ms"
+            yield Violation("a command is waited for until a deadline", detail)
+
+
+def _absences_last(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    """What a job may go on without is what nobody can have, waited for without a break."""
+    name = "what is absent cannot be had"
+    for gpu, absence in state.absent.items():
+        if not lasts(state, gpu, absence):
+            known = state.gpus.get(gpu)
+            yield Violation(name, f"{gpu} counts as absent under {absence.token}; the store has {known or 'nothing'}")
+        before, since_ms = previous.absent.get(gpu), absence.since_ms
+        if before is None or before.token != absence.token or before.since_ms is None or since_ms is None:
+            continue
+        if since_ms < before.since_ms:
+            yield Violation(name, f"{gpu} was absent since {before.since_ms} ms, and then since {since_ms} ms")
+
+
+def _counters_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    for name in ("version", "incarnation", "applied_seq", "num_transitions"):
+        before, after = getattr(previous, name), getattr(state, name)
+        if after < before:
+            yield Violation("counters only grow", f"{name} went from {before} to {after}")
+    for role in Role:
+        earlier, later = previous.components[role].lead, state.components[role].lead
+        if earlier and (later is None or later.epoch < earlier.epoch):
+            epoch = later.epoch if later else "none"
+            yield Violation("counters only grow", f"the {role}'s lead epoch went from {earlier.epoch} to {epoch}")
+    for name, instance in previous.instances.items():
+        known = state.instances.get(name)
+        if known is None or known.boot < instance.boot:
+            yield Violation("counters only grow", f"the boot of {name} went from {instance.boot} to {known}")
+
+
+def _tokens_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    if previous.gpus is state.gpus:
+        return
+    for gpu, record in previous.gpus.items():
+        known = state.gpus.get(gpu)
+        if known is None or known.token < record.token:
+            token = known.token if known else "none"
+            yield Violation("tokens only grow", f"the token of {gpu} went from {record.token} to {token}")
+
+
+def _phases_follow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
+    goes_back = _RANK[state.phase] < _RANK[previous.phase]
+    ended_before = previous.phase in TERMINAL and state.phase is not previous.phase
+    if (goes_back or ended_before) and state.submission == previous.submission:
+        yield Violation("phases follow their order", f"from {previous.phase} to {state.phase}")
+    if state.phase is Phase.STOPPING and state.outcome not in TERMINAL:
+        yield Violation("phases follow their order", f"{state.phase} with the outcome {state.outcome}")

@@ -1,0 +1,169 @@
+"""A real job's recorded events, told again to its scheduler: what that decided, and what another policy would have.
+
+The events are folded by `evolve`, and decided on at the times at which they came and at deadlines between them, by the
+policy that the job had. The ownership store is not in the record: it follows from the commands to it, and from what
+leads say that they committed. Lead commands are not carried out: what came of them is in the record.
+The other policy looks at the same job: it is asked whenever the job's own is, and remembers what it chose, but nothing
+that it chose happens, so it tells when it would have moved GPUs, not what would have come of it.
+Invariant: the same events give the same commands, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.scheduler.decide.decision import after_decision, decide
+from services.scheduler.decide.expectations import next_due_ms
+from services.scheduler.decide.proposing import proposal_of
+from services.scheduler.evolve.fold import evolve
+from services.scheduler.policy import Policy
+from services.scheduler.policy.registry import policy_of
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import TERMINAL, ClusterState
+from services.scheduler.state.remembered import Remembered
+from simulator.outcome import Decided
+from simulator.store import REFUSED, TERM, Store
+from simulator.watched_policy import Watched
+from tidegate.config.sections.scheduler import SchedulerSection
+from tidegate.types import JobId, Role
+
+MAX_TURNS = 10_000
+"""Decisions at one instant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An event, and when it happened."""
+
+    at_ms: int
+    event: ev.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """`commands` are those to leads, as issued; `num_answered` of the record's answers are to one of them, and
+    `strange` are the ids of the others. `decisions` are the other policy's, by seconds since the first event."""
+
+    job: str
+    policy: str
+    num_events: int
+    commands: tuple[cmd.LeadCommand, ...]
+    num_answered: int
+    strange: tuple[str, ...]
+    decisions: tuple[Decided, ...]
+
+
+def section_of(recorded: Sequence[Recorded]) -> SchedulerSection:
+    """What the job's own config says of its scheduler. ValueError where no event submits a job."""
+    for each in recorded:
+        if isinstance(each.event.body, ev.JobSubmitted):
+            return SchedulerSection.model_validate(json.loads(each.event.body.config_json).get("scheduler", {}))
+    raise ValueError(f"none of {len(recorded)} events submits a job: give a job's events from its first one on")
+
+
+def replayed(recorded: Sequence[Recorded], policy: Policy, *, name: str) -> Replayed:
+    """ValueError for a record that does not begin a job."""
+    own = policy_of(section_of(recorded))
+    replay = _Replay(recorded, own, policy)
+    for at, each in enumerate(recorded):
+        replay.tell(each, term=_term(recorded, at))
+    return replay.result(name)
+
+
+def _term(recorded: Sequence[Recorded], at: int) -> int:
+    """Of the store then: that of the tokens that are told of next."""
+    return next((grant.token.term for each in recorded[at:] for grant in each.event.grants), TERM)
+
+
+class _Replay:
+    def __init__(self, recorded: Sequence[Recorded], own: Policy, other: Policy) -> None:
+        self._recorded, self._own, self._other = recorded, own, Watched(other)
+        self._state = ClusterState(job=JobId(recorded[0].event.job))
+        self._store = Store(())
+        self._remembered = Remembered()
+        self._commands: list[cmd.LeadCommand] = []
+
+    def tell(self, recorded: Recorded, *, term: int) -> None:
+        self._store.term = term
+        while (due_ms := next_due_ms(self._state)) is not None and due_ms < recorded.at_ms:
+            if self._state.phase in TERMINAL:
+                break
+            if not self._decide(due_ms) and next_due_ms(self._state) == due_ms:
+                break
+        if isinstance(recorded.event.body, ev.LayoutCommitted):
+            self._commit(recorded.event, recorded.event.body)
+        self._state = evolve(self._state, recorded.event)
+        self._decide(recorded.at_ms)
+
+    def result(self, name: str) -> Replayed:
+        issued = {command.header.id for command in self._commands}
+        bodies = [each.event.body for each in self._recorded]
+        answers = [body.command_id for body in bodies if isinstance(body, ev.CommandAnswered)]
+        return Replayed(
+            job=self._state.job,
+            policy=name,
+            num_events=len(self._recorded),
+            commands=tuple(self._commands),
+            num_answered=sum(answer in issued for answer in answers),
+            strange=tuple(answer for answer in answers if answer not in issued),
+            decisions=tuple(self._other.decisions),
+        )
+
+    def _decide(self, now_ms: int) -> bool:
+        """Whether there was anything to ask for."""
+        for turn in range(MAX_TURNS):
+            self._observe()
+            decision = decide(self._state, now_ms, policy=self._own)
+            self._state = after_decision(self._state, decision, now_ms)
+            self._store.saved_version = self._state.version
+            self._commands.extend(each for each in decision.commands if isinstance(each, cmd.LeadCommand))
+            if turn == 0:
+                self._ask_the_other(now_ms)
+            operations = [each for each in decision.commands if isinstance(each, cmd.StoreCommand)]
+            for operation in operations:
+                self._operate(operation)
+            if not operations:
+                return bool(turn or decision.commands)
+        raise AssertionError(f"{MAX_TURNS} decisions at {now_ms} ms came to no end: {decision.reason}")
+
+    def _observe(self) -> None:
+        if self._state.spec is None:
+            return
+        self._store.register(self._state.spec.gpus)
+        if (observed := self._store.observed()) is not None:
+            event = ev.Event(job=self._state.job, source="scheduler", boot=0, sequence=0, body=observed)
+            self._state = evolve(self._state, event)
+
+    def _ask_the_other(self, now_ms: int) -> None:
+        if self._state.spec is None or self._state.phase in TERMINAL:
+            return
+        seen = replace(self._state, remembered=self._remembered)
+        self._remembered = proposal_of(seen, self._other, now_ms).remembered
+        self._other.note((now_ms - self._recorded[0].at_ms) / 1000)
+
+    def _commit(self, event: ev.Event, body: ev.LayoutCommitted) -> None:
+        """What a lead commits by itself: a start is the scheduler's to commit."""
+        transition = self._state.transition_of(event.role) if event.role else None
+        if transition is None or transition.id != event.transition_id or event.role is None:
+            return
+        part = transition.part(event.role)
+        brings_back = event.role is not Role.ACTOR and part.old_layout == part.new_layout
+        if part.old_layout is not None and part.new_layout is not None and not brings_back:
+            self._operate_commit(transition.id, event.role, body)
+
+    def _operate_commit(self, transition: str, role: Role, body: ev.LayoutCommitted) -> None:
+        try:
+            self._store.commit(transition, role, body.layout)
+        except REFUSED:
+            # The record is of another course of the store: what the scheduler makes of the word shows there.
+            return
+
+    def _operate(self, command: cmd.StoreCommand) -> None:
+        try:
+            self._store.operate(command)
+        except REFUSED:
+            # As a real store's refusal: the record holds what the scheduler was told of it.
+            return

@@ -1,0 +1,35 @@
+"""A policy whose choices are looked at as it makes them."""
+
+from __future__ import annotations
+
+from services.scheduler.policy import Policy
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.state.remembered import Assignment
+from services.scheduler.state.values import JobSpec
+from simulator.outcome import Decided
+
+
+class Watched:
+    """Chooses as the policy does; `decisions` are the choices that changed the assignment."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._last: Choice | None = None
+        self._assignment: Assignment | None = None
+        self.decisions: list[Decided] = []
+
+    def check(self, spec: JobSpec) -> None:
+        self._policy.check(spec)
+
+    def choose(self, situation: Situation) -> Choice:
+        self._last = self._policy.choose(situation)
+        return self._last
+
+    def note(self, at_s: float) -> None:
+        """What it chose last was chosen then."""
+        choice, self._last = self._last, None
+        if choice is not None and choice.assignment != self._assignment:
+            self._assignment = choice.assignment
+            plan = choice.remembered.plan
+            ends_s = plan.ends_at_ms / 1000 if plan else None
+            self.decisions.append(Decided(at_s, choice.reason, choice.assignment, ends_s))

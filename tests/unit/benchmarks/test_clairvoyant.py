@@ -1,0 +1,100 @@
+"""The searched schedule of an iteration whose lengths are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from benchmarks.clairvoyant.orders import Order
+from benchmarks.clairvoyant.schedules import Schedule, steered
+from benchmarks.clairvoyant.search import Found, as_schedule, clairvoyant_schedule, kept
+from benchmarks.direct import simulate
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.policy.tide.prompt_order import short_between_long
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.remembered import Remembered, as_configured
+from simulator.iteration import Simulated
+from simulator.scenario import load_scenario, parse_scenario
+
+SMALL = parse_scenario(
+    {
+        "cluster": {"nodes": {"n0": 4}, "placement": {"actor": "0", "rollout": "1-2", "inference": "3"}},
+        "algorithm": {"prompts_per_iteration": 6, "group_size": 2, "n_minibatches": 2},
+        "lengths": {"median_tokens": 800, "max_tokens": 4000},
+        "costs": {
+            "engine": {"gpus_per_engine": 1, "max_running": 8},
+            "trainer": {"rate_gpus": 4, "rate_tokens_per_s": 2000, "fixed_s": 1.0},
+        },
+    }
+)
+
+
+PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
+OTHERS = (("dynarl", DynaRLPolicy(DynaRLRules())),)
+
+
+def test_it_is_within_two_percent_of_the_best_of_a_small_clusters_schedules() -> None:
+    found = clairvoyant_schedule(SMALL, seed=1, evaluations=80)
+    simulated = Simulated(SMALL, 1)
+    sizes = [(trainer, inference) for trainer in (1, 2, 3) for inference in (1, 2, 3) if trainer + inference <= 4]
+    every = (
+        Schedule(start_s, (one[0], two[0]), (one[1], two[1]), found.schedule.order)
+        for start_s, one, two in product((0.0, 4.0, 8.0), sizes, sizes)
+    )
+    want = min(steered(simulated, each).now_s for each in every)
+    assert found.seconds <= want * 1.02
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_it_is_never_below_the_bound_and_no_worse_than_what_policies_did_as_schedules(seed: int) -> None:
+    """A schedule has no moves between two minibatches, such as `dynarl`'s."""
+    simulated = Simulated(SMALL, seed)
+    runs = [simulate(SMALL, policy, seed=seed, directly=True) for policy in (TidePolicy(), DynaRLPolicy(DynaRLRules()))]
+    found = clairvoyant_schedule(SMALL, seed=seed, evaluations=30, others=OTHERS)
+    assert runs[0].bound.bound_s <= found.seconds
+    assert steered(simulated, found.schedule).now_s == found.seconds
+    assert found.seconds <= runs[0].iteration_s
+    assert found.seconds <= min(steered(simulated, as_schedule(run, simulated)).now_s for run in runs)
+
+
+def test_the_same_seed_and_evaluations_give_the_same_schedule() -> None:
+    assert clairvoyant_schedule(SMALL, seed=3, evaluations=20) == clairvoyant_schedule(SMALL, seed=3, evaluations=20)
+
+
+def test_more_evaluations_than_it_begins_with_find_more() -> None:
+    few, more = (clairvoyant_schedule(SMALL, seed=3, evaluations=count).seconds for count in (13, 80))
+    assert more < few
+
+
+def test_what_a_policy_did_takes_about_as_long_when_it_is_carried_out_as_a_schedule() -> None:
+    run = simulate(PUBLISHED, TidePolicy(), seed=17, directly=True)
+    simulated = Simulated(PUBLISHED, 17)
+    schedule = as_schedule(run, simulated)
+    prompts = short_between_long(opened(simulated), TideRules().short_share)
+    members = tuple(prompt * 16 + member for prompt in prompts for member in range(16))
+    assert steered(simulated, replace(schedule, order=members)).now_s == pytest.approx(run.iteration_s, rel=0.05)
+
+
+def opened(simulated: Simulated) -> Situation:
+    return simulated.seeing.situation(simulated.world(as_configured(simulated.spec)), Remembered())
+
+
+def found_by(origin: str, seconds: float) -> Found:
+    return Found(seconds, Schedule(0.0, (1,), (1,)), Order(), origin, 1)
+
+
+def test_at_first_what_begins_elsewhere_is_kept_beside_the_best_where_it_is_near() -> None:
+    near, far = found_by("near", 105.0), found_by("far", 150.0)
+    best = [found_by("best", 100.0 + nth) for nth in range(5)]
+    assert kept([*best, near, far], is_apart=True) == [*best[:2], near]
+    assert kept([*best, near, far], is_apart=False) == best[:4]
+
+
+def test_fewer_evaluations_than_it_begins_with_are_refused() -> None:
+    with pytest.raises(ValueError, match="evaluations=2"):
+        clairvoyant_schedule(SMALL, evaluations=2)

@@ -1,0 +1,110 @@
+"""Policies that are told what is not true."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.direct import simulate
+from benchmarks.wrong_rates import Misled, Wrong
+from services.scheduler.policy.phases import PhasesPolicy
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.policy.trainer_rates import trainer_curve
+from services.scheduler.state.remembered import Remembered, as_configured
+from services.scheduler.state.values import JobSpec
+from simulator.happenings import What
+from simulator.iteration import Simulated
+from simulator.scenario import parse_scenario
+
+SMALL = parse_scenario(
+    {
+        "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-6", "inference": "7"}},
+        "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
+        "lengths": {"median_tokens": 800, "max_tokens": 4000},
+        "costs": {
+            "engine": {"gpus_per_engine": 1, "max_running": 8},
+            "trainer": {"rate_gpus": 8, "rate_tokens_per_s": 4000, "fixed_s": 1.0},
+        },
+    }
+)
+
+
+def test_told_nothing_wrong_a_policy_does_as_it_would() -> None:
+    want, found = (simulate(SMALL, policy, seed=1) for policy in (TidePolicy(), Misled(TidePolicy(), Wrong())))
+    assert found.decisions == want.decisions
+    assert found.iteration_s == want.iteration_s
+
+
+@pytest.mark.parametrize("wrong", [Wrong(trainer=3.0), Wrong(decode=0.3), Wrong(median=0.3, sigma=2.0)])
+def test_a_wrong_telling_changes_what_tide_chooses_and_not_what_the_iteration_takes(wrong: Wrong) -> None:
+    want, found = (simulate(SMALL, Misled(TidePolicy(), each), seed=1) for each in (Wrong(), wrong))
+    assert found.decisions != want.decisions
+    by_the_same_rule = simulate(SMALL, Misled(PhasesPolicy(), wrong), seed=1)
+    assert by_the_same_rule.iteration_s == simulate(SMALL, PhasesPolicy(), seed=1).iteration_s
+
+
+def test_each_factor_is_of_what_is_true() -> None:
+    simulated = Simulated(SMALL, 1)
+    world = simulated.world(as_configured(simulated.spec))
+    true = simulated.seeing.situation(world, Remembered())
+    told = Wrong(trainer=1.2, decode=0.8, median=2.0, sigma=1.5).told(true)
+    (size, rate), (want_size, want) = told.spec.rates.trainer[0], true.spec.rates.trainer[0]
+    assert size == want_size
+    assert rate == pytest.approx(1.2 * want)
+    assert told.costs.decode.floor_s == pytest.approx(true.costs.decode.floor_s / 0.8)
+    assert told.lengths.log_mean == pytest.approx(true.lengths.log_mean + 0.6931, abs=1e-4)
+    assert told.lengths.sigma_group == 1.5 * true.lengths.sigma_group
+    assert dataclasses.replace(told, spec=true.spec, costs=true.costs) == (
+        dataclasses.replace(true, lengths=told.lengths)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Noting:
+    """Chooses as `tide`, and notes what it is told at a boundary."""
+
+    seen: list[Situation] = dataclasses.field(default_factory=list)
+
+    def check(self, spec: JobSpec) -> None:
+        pass
+
+    def choose(self, situation: Situation) -> Choice:
+        self.seen.append(situation)
+        return TidePolicy().choose(situation)
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_what_is_measured_is_true_whatever_was_told(directly: bool) -> None:
+    noting = Noting()
+    simulate(SMALL, Misled(noting, Wrong(trainer=2.0)), seed=1, directly=directly)
+    first, last = noting.seen[0], noting.seen[-1]
+    assert first.trainer.training.measured == ()
+    assert first.trainer.training.update_s is None
+    assert first.inference.measured_tokens_per_s_per_gpu is None
+    assert last.inference.measured_tokens_per_s_per_gpu == SMALL.costs.inference.rate_tokens_per_s
+    assert last.trainer.training.update_s == SMALL.costs.trainer.fixed_s
+    trained_in = [each.layout for each in last.trainer.training.measured]
+    assert trained_in
+    even = [layout.num_ranks for layout in trained_in if 32 % layout.dp == 0]
+    want = [SMALL.costs.trainer.rate(size) for size in even]
+    found = [trainer_curve(each).tokens_per_s(np.array(even), copy_size=1) for each in (first, last)]
+    assert found[0] == pytest.approx([2 * rate for rate in want], rel=1e-5)
+    assert found[1] == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize(("streams", "want"), [(True, [1, 0, 1, 1]), (False, [0, 0, 1, 1])])
+def test_a_trainer_that_streams_measures_its_rate_with_a_group_and_one_that_does_not_with_a_minibatch(
+    streams: bool, want: list[int]
+) -> None:
+    own = SMALL.model_copy(update={"algorithm": SMALL.algorithm.model_copy(update={"streams": streams})})
+    simulated = Simulated(own, 1)
+    world = simulated.world(as_configured(simulated.spec))
+    seen: list[int] = []
+    for happening in world.happenings():
+        if happening.what in (What.MINIBATCH_CLOSED, What.MINIBATCH_FINISHED) and len(seen) < 4:
+            told = simulated.seeing.training(world)
+            seen += [len(told.measured), int(told.update_s is not None)]
+    assert seen == want

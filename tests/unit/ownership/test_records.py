@@ -1,0 +1,205 @@
+"""Ownership's values are valid when made and survive their JSON; the rules of how a transition ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tidegate.ownership import transitions as rules
+from tidegate.ownership.records import (
+    GpuRecord,
+    GpuState,
+    IllegalStep,
+    Move,
+    MoveState,
+    Outcome,
+    Owner,
+    Part,
+    PartState,
+    StaleToken,
+    Transition,
+    UnknownGpu,
+    decode_gpu,
+    decode_transition,
+    encode_gpu,
+    encode_transition,
+)
+from tidegate.types import GpuId, JobId, Layout, Role, Token, TransitionId
+
+JOB = JobId("job")
+ACTOR, ROLLOUT = Owner(JOB, Role.ACTOR), Owner(JOB, Role.ROLLOUT)
+A, B = GpuId("node-a/0"), GpuId("node-a/1")
+T1, T2 = Token(1, 1), Token(1, 2)
+HANDOVER = Transition(
+    id=TransitionId("handover"),
+    job=JOB,
+    incarnation=2,
+    moves=(Move(A, ACTOR, ROLLOUT, T1), Move(B, ACTOR, None, T1)),
+    parts=(Part(Role.ACTOR, Layout(dp=2), None), Part(Role.ROLLOUT, None, Layout())),
+    planned_version=7,
+    deadline_unix_ms=1_700_000_000_000,
+    reason="the tail: 3 of 64 sequences left",
+)
+
+
+class TestValues:
+    def test_a_gpu_record_survives_its_json(self) -> None:
+        for want in (
+            GpuRecord(A, GpuState.FREE, None, Token(0, 0)),
+            GpuRecord(A, GpuState.OWNED, ACTOR, Token(2**53 + 1, 7), TransitionId("t")),
+            GpuRecord(A, GpuState.LOST, None, T1),
+        ):
+            assert decode_gpu(encode_gpu(want)) == want
+
+    def test_a_transition_survives_its_json(self) -> None:
+        acquiring = replace(HANDOVER.move(A), state=MoveState.ACQUIRING, granted_token=T2)
+        want = replace(HANDOVER.with_move(acquiring), outcome=Outcome.PARTIAL)
+        assert decode_transition(encode_transition(want)) == want
+
+    @pytest.mark.parametrize(
+        "damaged",
+        [
+            pytest.param({"state": "melted"}, id="a state that there is not"),
+            pytest.param({"token": {"term": 1}}, id="half a token"),
+            pytest.param({"state": "owned", "owner": None}, id="an owned gpu without an owner"),
+            pytest.param({"owner": {"job": "job", "role": "janitor"}}, id="a role that there is not"),
+        ],
+    )
+    def test_a_damaged_gpu_record_is_refused(self, damaged: dict[str, object]) -> None:
+        fields = json.loads(encode_gpu(GpuRecord(A, GpuState.FREE, None, T1)))
+        with pytest.raises(ValueError, match="not a GPU record"):
+            decode_gpu(json.dumps(fields | damaged).encode())
+
+    @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{}", b"null"])
+    def test_what_is_no_transition_is_refused(self, text: bytes) -> None:
+        with pytest.raises(ValueError, match="not a transition record"):
+            decode_transition(text)
+
+    def test_a_free_gpu_has_no_owner(self) -> None:
+        with pytest.raises(ValueError, match="is free and owned by job/actor"):
+            GpuRecord(A, GpuState.FREE, ACTOR, T1)
+
+    def test_a_transition_names_each_gpu_once(self) -> None:
+        with pytest.raises(ValueError, match=f"names a GPU twice: {A}"):
+            replace(HANDOVER, moves=(Move(A, ACTOR, ROLLOUT, T1), Move(A, ACTOR, None, T1)))
+
+    def test_a_transition_names_each_role_once(self) -> None:
+        with pytest.raises(ValueError, match="names a role twice: actor"):
+            replace(HANDOVER, parts=(*HANDOVER.parts, Part(Role.ACTOR, None, None)))
+
+    def test_a_transition_moves_no_gpu_to_where_it_is(self) -> None:
+        with pytest.raises(ValueError, match="from job/actor to itself"):
+            replace(HANDOVER, moves=(Move(A, ACTOR, ACTOR, T1),))
+
+    def test_a_component_that_gains_or_loses_a_gpu_has_a_part(self) -> None:
+        with pytest.raises(ValueError, match="job/rollout but has no part"):
+            replace(HANDOVER, parts=HANDOVER.parts[:1])
+
+    def test_asking_for_a_gpu_or_role_that_is_not_moved_names_those_that_are(self) -> None:
+        with pytest.raises(UnknownGpu, match=f"it moves {A}, {B}"):
+            HANDOVER.move(GpuId("node-z/0"))
+        with pytest.raises(ValueError, match="its parts: actor, rollout"):
+            HANDOVER.part(Role.INFERENCE)
+
+
+def moved(a: MoveState, b: MoveState, *, actor: PartState, rollout: PartState) -> Transition:
+    granted = T2 if a in (MoveState.ACQUIRING, MoveState.COMMITTED) else None
+    moves = (replace(HANDOVER.move(A), state=a, granted_token=granted), replace(HANDOVER.move(B), state=b))
+    parts = (replace(HANDOVER.part(Role.ACTOR), state=actor), replace(HANDOVER.part(Role.ROLLOUT), state=rollout))
+    return replace(HANDOVER, moves=moves, parts=parts)
+
+
+def records(a: GpuRecord, b: GpuRecord) -> dict[GpuId, GpuRecord]:
+    return {each.gpu: replace(each, transition=HANDOVER.id) for each in (a, b)}
+
+
+OF_ACTOR_A, OF_ACTOR_B = GpuRecord(A, GpuState.OWNED, ACTOR, T1), GpuRecord(B, GpuState.OWNED, ACTOR, T1)
+FREE_A, FREE_B = GpuRecord(A, GpuState.FREE, None, T1), GpuRecord(B, GpuState.FREE, None, T1)
+OF_ROLLOUT_A = GpuRecord(A, GpuState.OWNED, ROLLOUT, T2)
+PLANNED, COMMITTED = PartState.PLANNED, PartState.COMMITTED
+
+ENDINGS = {
+    "nothing happened: both stay": (
+        moved(MoveState.PLANNED, MoveState.PLANNED, actor=PLANNED, rollout=PLANNED),
+        (OF_ACTOR_A, OF_ACTOR_B),
+        Outcome.ABORTED,
+        (OF_ACTOR_A, OF_ACTOR_B),
+    ),
+    "one released, one draining: free and stays": (
+        moved(MoveState.RELEASED, MoveState.DRAINING, actor=PLANNED, rollout=PLANNED),
+        (FREE_A, OF_ACTOR_B),
+        Outcome.ABORTED,
+        (FREE_A, OF_ACTOR_B),
+    ),
+    "handed out and not committed: lost until its gate is asked": (
+        moved(MoveState.ACQUIRING, MoveState.RELEASED, actor=COMMITTED, rollout=PLANNED),
+        (OF_ROLLOUT_A, FREE_B),
+        Outcome.PARTIAL,
+        (replace(OF_ROLLOUT_A, state=GpuState.LOST), FREE_B),
+    ),
+    "both committed and one gpu not released: partial": (
+        moved(MoveState.COMMITTED, MoveState.DRAINING, actor=COMMITTED, rollout=COMMITTED),
+        (OF_ROLLOUT_A, OF_ACTOR_B),
+        Outcome.PARTIAL,
+        (OF_ROLLOUT_A, OF_ACTOR_B),
+    ),
+    "all as planned": (
+        moved(MoveState.COMMITTED, MoveState.RELEASED, actor=COMMITTED, rollout=COMMITTED),
+        (OF_ROLLOUT_A, FREE_B),
+        Outcome.COMMITTED,
+        (OF_ROLLOUT_A, FREE_B),
+    ),
+}
+
+
+class TestEndings:
+    @pytest.mark.parametrize(("transition", "gpus", "outcome", "want"), ENDINGS.values(), ids=ENDINGS)
+    def test_a_transition_ends_as_it_earned_and_lets_go_of_its_gpus(
+        self,
+        transition: Transition,
+        gpus: tuple[GpuRecord, GpuRecord],
+        outcome: Outcome,
+        want: tuple[GpuRecord, GpuRecord],
+    ) -> None:
+        change = rules.close(transition, records(*gpus), outcome)
+        assert change.gpus == want
+        assert change.transition.outcome is outcome
+        assert {move.state for move in change.transition.moves} <= {MoveState.COMMITTED, MoveState.ABORTED}
+        assert PartState.PLANNED not in {part.state for part in change.transition.parts}
+        for other in set(Outcome) - {Outcome.OPEN, outcome}:
+            with pytest.raises(IllegalStep, match=f"it would end {outcome}"):
+                rules.close(transition, records(*gpus), other)
+
+    def test_a_gpu_that_somebody_else_holds_by_now_is_left_alone(self) -> None:
+        gpus = records(OF_ACTOR_A, OF_ACTOR_B) | {A: replace(OF_ACTOR_A, transition=TransitionId("other"))}
+        assert rules.close(HANDOVER, gpus, Outcome.ABORTED).gpus == (OF_ACTOR_B,)
+
+    def test_a_component_that_shrinks_commits_while_its_gpus_drain_but_not_before(self) -> None:
+        gpus = records(OF_ACTOR_A, OF_ACTOR_B)
+        half = moved(MoveState.DRAINING, MoveState.PLANNED, actor=PLANNED, rollout=PLANNED)
+        with pytest.raises(IllegalStep, match=f"{B}, which leaves it, is not yet draining"):
+            rules.commit(half, gpus, Role.ACTOR, None)
+        draining = moved(MoveState.DRAINING, MoveState.DRAINING, actor=PLANNED, rollout=PLANNED)
+        committed = rules.commit(draining, gpus, Role.ACTOR, None).transition
+        assert committed.part(Role.ACTOR).layout_in_force is None
+        assert committed.part(Role.ROLLOUT).layout_in_force is None
+
+    def test_a_step_on_a_gpu_granted_anew_since_is_refused(self) -> None:
+        since = replace(OF_ACTOR_A, token=T2, transition=HANDOVER.id)
+        with pytest.raises(StaleToken, match=r"under token 1\.2; the write was decided on .* under 1\.1"):
+            rules.advance(HANDOVER, since, from_state=MoveState.PLANNED, to_state=MoveState.DRAINING, term=1)
+
+    def test_a_store_whose_term_is_older_than_a_token_grants_nothing(self) -> None:
+        released = moved(MoveState.RELEASED, MoveState.RELEASED, actor=PLANNED, rollout=PLANNED)
+        token = Token(5, 1)
+        planned_on = replace(released, moves=(replace(released.move(A), planned_token=token),))
+        with pytest.raises(StaleToken, match="newer than the store's term 4"):
+            rules.advance(
+                planned_on,
+                replace(FREE_A, token=token, transition=HANDOVER.id),
+                from_state=MoveState.RELEASED,
+                to_state=MoveState.ACQUIRING,
+                term=4,
+            )

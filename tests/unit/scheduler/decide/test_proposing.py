@@ -1,0 +1,263 @@
+"""A policy is asked while an iteration runs and can be asked for; else everything stays, and nothing is forgotten.
+
+The job of the fake cluster: actor on n0/0 and n1/0 (dp 2), rollout on n0/1, n1/1 and n1/3, inference on n0/2 and n1/2
+(tp 2); 4 prompts of 2 sequences in 2 minibatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from services.scheduler.decide.decision import after_decision, decide
+from services.scheduler.decide.expectations import next_due_ms
+from services.scheduler.decide.proposing import chosen, placement_of, proposal_of
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
+from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.layouts import as_engines
+from services.scheduler.state.observed import QUEUED, Inferring, Seen, Training
+from services.scheduler.state.remembered import Assignment, Remembered, as_configured
+from services.scheduler.state.values import JobSpec, Placed
+from tests.unit.scheduler.evolve.test_losses import iterating
+from tests.unit.scheduler.fake_parts import gpu, spec
+from tests.unit.scheduler.situations import generation, gpus, job, seen
+from tidegate.types import Layout, Role
+
+HOME = spec().placement
+LENT = Assignment(as_engines((gpu("n0", 0), gpu("n1", 0), *HOME[Role.ROLLOUT].gpus), 1), None, ())
+ALL_ROLLOUT = {Role.ACTOR: None, Role.ROLLOUT: Placed(LENT.gpus, Layout(dp=5)), Role.INFERENCE: None}
+PRE = RLinfPolicy(RLinfRules(max_running_requests=8, auto_scheduler=True, use_pre_process_policy=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Wants everything in the rollout, and to be asked again."""
+
+    ask_at_ms: int | None = None
+
+    def check(self, spec: JobSpec) -> None:
+        """Every job will do."""
+
+    def choose(self, situation: Situation) -> Choice:
+        remembered = Remembered(situation.incarnation, situation.iteration, LENT, num_moves=1)
+        return Choice(LENT, trains=False, remembered=remembered, reason="asking", ask_at_ms=self.ask_at_ms)
+
+
+def told(state: ClusterState) -> ClusterState:
+    """All have told of the open iteration: nothing is generated yet."""
+    job = state.spec
+    assert job is not None
+    size = job.num_prompts * job.group_size
+    engines = tuple((each,) for each in job.placement[Role.ROLLOUT].gpus)
+    picture = generation(job, engines, lengths=(0,) * size, places=(QUEUED,) * size)
+    return replace(state, seen=Seen(picture, Inferring(), Training()))
+
+
+def running() -> ClusterState:
+    return told(iterating().state)
+
+
+def test_a_choice_becomes_each_components_gpus_and_layout() -> None:
+    job_spec = job(actor=2, rollout=4, inference=4, rollout_tp=2, prompts=8, minibatches=2)
+    assignment = Assignment((gpus(4, 6), gpus(0, 2)), Placed(gpus(6, 8), Layout(dp=2)), gpus(8, 9))
+    assert placement_of(job_spec, assignment) == {
+        Role.ACTOR: Placed(gpus(6, 8), Layout(dp=2)),
+        Role.ROLLOUT: Placed((*gpus(4, 6), *gpus(0, 2)), Layout(tp=2, dp=2)),
+        Role.INFERENCE: Placed(gpus(8, 9), Layout(dp=1)),
+    }
+
+
+def test_who_has_no_gpus_is_said_to_have_none() -> None:
+    assert placement_of(spec(), LENT) == ALL_ROLLOUT
+
+
+def test_the_configured_assignment_is_the_configured_placement() -> None:
+    assert placement_of(spec(), as_configured(spec())) == HOME
+
+
+def test_each_policy_proposes_what_it_chooses() -> None:
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    situation = seen(job_spec, as_configured(job_spec), num_unfinished=8, num_unsubmitted=8, remembered=Remembered())
+    static = chosen(StaticPolicy(), situation)
+    assert (static.proposal.placement, static.proposal.trains) == (job_spec.placement, True)
+    assert static.remembered == Remembered()
+    rlinf = chosen(PRE, situation)
+    assert rlinf.proposal.placement[Role.ROLLOUT] == Placed(gpus(0, 6), Layout(dp=6))
+    assert rlinf.proposal.placement[Role.ACTOR] is None
+    assert (rlinf.proposal.trains, rlinf.remembered.trains) == (False, False)
+    dynarl = chosen(DynaRLPolicy(DynaRLRules(request_priority=True)), situation)
+    assert dynarl.proposal.placement[Role.ROLLOUT] == Placed((*gpus(2, 6), *gpus(0, 2), *gpus(6, 8)), Layout(dp=8))
+    assert (dynarl.proposal.placement[Role.INFERENCE], dynarl.proposal.trains) == (None, False)
+    assert dynarl.proposal.group_order == tuple(range(8))
+    assert all(each.proposal.reason.startswith(name) for name, each in [("rlinf", rlinf), ("dynarl", dynarl)])
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Wants the trainer on so many GPUs, and it to train."""
+
+    num_gpus: int
+
+    def check(self, spec: JobSpec) -> None:
+        """Every job will do."""
+
+    def choose(self, situation: Situation) -> Choice:
+        trainer = Placed(gpus(0, self.num_gpus), Layout(dp=self.num_gpus))
+        return Choice(Assignment((), trainer, ()), trains=True, remembered=Remembered(), reason="growing")
+
+
+@pytest.mark.parametrize(("num_gpus", "want"), [(2, True), (4, False)])
+def test_a_trainer_that_is_to_change_begins_no_minibatch_before(num_gpus: int, want: bool) -> None:
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    got = chosen(Growing(num_gpus), seen(job_spec, as_configured(job_spec)))
+    assert (got.proposal.trains, got.remembered.trains) == (want, want)
+
+
+BACK: dict[str, tuple[dict[str, Any], Assignment, str]] = {
+    "sequences and no engine": (
+        {"num_unfinished": 3, "num_unsubmitted": 3},
+        Assignment((), Placed(gpus(0, 2), Layout(dp=2)), gpus(6, 8)),
+        "3 sequences are unfinished and nobody has a GPU for them: everything where it is placed, against forgetful",
+    ),
+    "groups to infer and no inference": (
+        {"ready": (0, 2)},
+        Assignment((), Placed(gpus(0, 2), Layout(dp=2)), ()),
+        "6 groups are not inferred and nobody has a GPU for them: everything where it is placed, against forgetful",
+    ),
+    "minibatches and no trainer": (
+        {"num_done": 1},
+        Assignment(as_engines(gpus(2, 6), 1), None, gpus(6, 8)),
+        "1 minibatches are not trained and nobody has a GPU for them: everything where it is placed, against forgetful",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetful:
+    """Wants what it wants, whatever there is to do."""
+
+    assignment: Assignment
+
+    def check(self, spec: JobSpec) -> None:
+        """Every job will do."""
+
+    def choose(self, situation: Situation) -> Choice:
+        return Choice(self.assignment, trains=True, remembered=situation.remembered, reason="forgetful")
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_work_that_a_policy_forgot_gets_its_own_gpus_back(name: str) -> None:
+    fields, assignment, want = BACK[name]
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    got = chosen(Forgetful(assignment), seen(job_spec, as_configured(job_spec), **fields))
+    assert (got.proposal.placement, got.proposal.reason) == (job_spec.placement, want)
+    assert got.remembered.assignment == as_configured(job_spec), "its policy goes on from there"
+
+
+def test_what_has_no_work_needs_no_gpus_and_what_is_on_its_way_is_waited_for() -> None:
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    nobody = Forgetful(Assignment((), None, ()))
+    done = seen(job_spec, as_configured(job_spec), num_done=2, num_taken=8)
+    assert set(chosen(nobody, done).proposal.placement.values()) == {None}
+    engines = Assignment(as_engines(gpus(2, 5), 1), None, ())
+    moving = seen(job_spec, engines, num_unfinished=3, moving=gpus(5, 6))
+    assert chosen(nobody, moving).proposal.reason == "forgetful"
+
+
+def test_a_running_jobs_policy_is_asked_of_what_was_told() -> None:
+    state = running()
+    got = proposal_of(state, Asking(ask_at_ms=2_000_000), 1_000_000)
+    assert got.proposal.placement == ALL_ROLLOUT
+    assert (got.proposal.reason, got.ask_at_ms, got.remembered.num_moves) == ("asking", 2_000_000, 1)
+
+
+@pytest.mark.parametrize("ask_at_ms", [None, 999_999, 1_000_000])
+def test_a_time_that_has_come_is_not_asked_at(ask_at_ms: int | None) -> None:
+    """It would be asked at once, again and again."""
+    assert proposal_of(running(), Asking(ask_at_ms), 1_000_000).ask_at_ms is None
+
+
+def without_ranks(state: ClusterState) -> ClusterState:
+    actor = state.components[Role.ACTOR]
+    return replace(state, components={**state.components, Role.ACTOR: replace(actor, grants=actor.grants[:1])})
+
+
+NOT_ASKED: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
+    "a job that starts": (lambda state: replace(state, phase=Phase.STARTING), "the job is starting"),
+    "a job that stops": (lambda state: replace(state, phase=Phase.STOPPING), "the job is stopping"),
+    "a paused job": (lambda state: replace(state, phase=Phase.PAUSED), "the job is paused"),
+    "no open iteration": (lambda state: replace(state, iteration=None), "no iteration is open"),
+    "no picture": (lambda state: replace(state, seen=Seen()), "nothing was told of the iteration yet"),
+    "an actor that lost a rank": (without_ranks, "the actor waits for ranks that it lost"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ASKED)
+def test_it_is_not_asked_and_everything_is_where_it_is_placed(name: str) -> None:
+    change, want = NOT_ASKED[name]
+    state = replace(change(running()), remembered=Remembered(iteration=7, assignment=LENT, trains=False))
+    got = proposal_of(state, Asking(ask_at_ms=2_000_000), 1_000_000)
+    assert (got.proposal.placement, got.proposal.trains) == (HOME, True)
+    assert (got.remembered, got.ask_at_ms) == (state.remembered, None)
+    assert got.proposal.reason == f"{want}: GPUs as they are (actor 2, rollout 3, inference 2)"
+
+
+def test_while_it_is_not_asked_everything_stays_where_it_put_it_in_this_iteration() -> None:
+    state = running()
+    assert state.iteration is not None
+    remembered = Remembered(state.incarnation, state.iteration.plan.iteration, LENT, trains=False)
+    paused = replace(state, phase=Phase.PAUSED, remembered=remembered)
+    got = proposal_of(paused, Asking(), 1_000_000)
+    assert (got.proposal.placement, got.proposal.trains) == (ALL_ROLLOUT, False)
+    restarted = replace(paused, remembered=replace(remembered, incarnation=state.incarnation - 1))
+    assert proposal_of(restarted, Asking(), 1_000_000).proposal.placement == HOME
+
+
+def test_who_was_given_no_gpus_and_has_a_new_lead_gets_some_and_everything_else_goes_home_for_it() -> None:
+    state = running()
+    assert state.iteration is not None
+    remembered = Remembered(state.incarnation, state.iteration.plan.iteration, LENT, trains=False)
+    silent = replace(state, remembered=remembered, seen=replace(state.seen, generation=None))
+    assert proposal_of(silent, Asking(), 1_000_000).proposal.placement == ALL_ROLLOUT
+    mute = replace(silent, seen=replace(silent.seen, inferring=None))
+    got = proposal_of(mute, Asking(), 1_000_000)
+    assert (got.proposal.placement, got.proposal.trains) == (HOME, True)
+
+
+def test_a_persons_word_comes_first_and_everything_else_goes_home_for_it() -> None:
+    state = running()
+    assert state.iteration is not None
+    asked = Placed((gpu("n1", 0),), Layout())
+    remembered = Remembered(state.incarnation, state.iteration.plan.iteration, LENT, trains=False)
+    got = proposal_of(replace(state, asked=asked, remembered=remembered), Asking(), 1_000_000)
+    assert got.proposal.placement == {**HOME, Role.ACTOR: asked}
+    assert got.proposal.trains, "the trainer goes on where a person wants it"
+    assert got.remembered == remembered
+
+
+def test_where_a_person_moved_the_actor_is_its_place_for_every_policy() -> None:
+    moved = Placed((gpu("n1", 0),), Layout())
+    state = replace(running(), moved=moved)
+    for policy in (StaticPolicy(), RLinfPolicy(RLinfRules(max_running_requests=8))):
+        assert proposal_of(state, policy, 1_000_000).proposal.placement == {**HOME, Role.ACTOR: moved}
+
+
+def test_what_a_policy_remembers_is_written_with_what_is_issued_and_is_no_structural_change() -> None:
+    state = running()
+    decision = decide(state, 1_000_000, policy=Asking(ask_at_ms=1_000_500))
+    after = after_decision(state, decision, 1_000_000)
+    assert (after.remembered.assignment, after.remembered.trains) == (LENT, False)
+    assert (after.ask_at_ms, next_due_ms(after)) == (1_000_500, 1_000_500)
+    assert after.version == state.version
+    assert "asking" in decision.reason
+
+
+def test_who_no_longer_wants_to_be_asked_is_not() -> None:
+    state = replace(running(), ask_at_ms=1_000_000)
+    assert after_decision(state, decide(state, 1_000_000, policy=Asking()), 1_000_000).ask_at_ms is None

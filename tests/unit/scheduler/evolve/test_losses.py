@@ -1,0 +1,495 @@
+"""What a death costs: an engine, a world, or an incarnation; and how GPUs come back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from services.scheduler.decide.decision import decide
+from services.scheduler.evolve.fold import evolve
+from services.scheduler.evolve.losses import MAX_DEATHS
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.values import total
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
+from tidegate.ownership.records import GpuRecord, GpuState, Outcome
+from tidegate.types import Grant, NodeId, Role, Token, instance_id
+
+ROLLOUT_GPU = gpu("n1", 3)
+INFERENCE_GPU = gpu("n1", 2)
+ACTOR_GPU = gpu("n1", 0)
+
+
+def iterating(*, keeps_state: bool = True, **settings: int) -> Drive:
+    """A job whose first iteration every component took."""
+    job = spec(**settings)  # type: ignore[arg-type]  # only numbers are varied here
+    drive = booted(FakeCluster(job, keeps_state=keeps_state))
+    drive.run_until(is_iterating)
+    while drive.cluster.outbox:
+        drive.step()
+    return drive
+
+
+def is_iterating(state: ClusterState) -> bool:
+    return state.iteration is not None and len(state.iteration.opened) == len(Role)
+
+
+def deliver_all(drive: Drive) -> None:
+    while drive.cluster.outbox:
+        drive.step()
+
+
+def ups_of(drive: Drive, role: Role) -> list[cmd.ScaleUp]:
+    ups = [command for command in drive.cluster.log if isinstance(command, cmd.ScaleUp)]
+    return [command for command in ups if command.header.role is role]
+
+
+def starts_of_actor(drive: Drive) -> list[cmd.ScaleUp]:
+    """Those of all its ranks; others replace the ranks that it lost."""
+    return [command for command in ups_of(drive, Role.ACTOR) if command.grants == command.members]
+
+
+def test_a_rollout_engine_that_dies_leaves_the_others_at_work_and_comes_back_under_a_newer_token() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    drive.step()
+
+    left = drive.state.components[Role.ROLLOUT]
+    assert [grant.gpu for grant in left.grants] == [gpu("n0", 1), gpu("n1", 1)]
+    assert left.is_up
+    assert left.loaded is not None
+    assert (drive.state.incarnation, drive.state.phase) == (1, Phase.RUNNING)
+
+    deliver_all(drive)
+    first, again = ups_of(drive, Role.ROLLOUT)
+    assert len(first.grants) == 3
+    assert again.grants == (Grant(ROLLOUT_GPU, Token(1, 2)),)
+    assert [grant.gpu for grant in again.members] == [gpu("n0", 1), gpu("n1", 1), ROLLOUT_GPU]
+    assert again.weights == drive.state.snapshots[0]
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_an_inference_rank_that_dies_has_all_ranks_started_again_in_the_same_incarnation() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(INFERENCE_GPU)
+    drive.step()
+
+    assert not drive.state.components[Role.INFERENCE].is_up
+    assert drive.state.incarnation == 1
+
+    state = drive.run()
+    first, again = ups_of(drive, Role.INFERENCE)
+    assert [grant.gpu for grant in again.grants] == [grant.gpu for grant in first.grants]
+    assert all(new.token > old.token for new, old in zip(again.grants, first.grants, strict=True))
+    assert again.reference is not None
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_an_actor_rank_that_dies_in_an_iteration_is_replaced_in_the_same_incarnation() -> None:
+    drive = iterating()
+    iteration = drive.state.iteration
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+
+    left = drive.state.components[Role.ACTOR]
+    assert (left.is_up, left.lacks_ranks, [grant.gpu for grant in left.grants]) == (True, True, [gpu("n0", 0)])
+    assert (drive.state.iteration, left.num_deaths) == (iteration, 1)
+
+    state = drive.run()
+    _, again = ups_of(drive, Role.ACTOR)
+    assert again.grants == (Grant(ACTOR_GPU, Token(1, 2)),)
+    assert [grant.gpu for grant in again.members] == [gpu("n0", 0), ACTOR_GPU]
+    assert (state.phase, state.incarnation, state.num_restarts) == (Phase.FINISHED, 1, 0)
+    assert not any(summary.is_superseded for summary in state.summaries)
+    assert not any(component.num_failed_starts for component in state.components.values())
+
+
+@pytest.mark.parametrize("is_told_first", [True, False], ids=["told before", "told after"])
+def test_an_iteration_that_is_closed_at_an_actor_that_lacks_a_rank_is_saved_and_published_once_it_is_back(
+    is_told_first: bool,
+) -> None:
+    drive = iterating()
+    drive.cluster.work()
+    drive.cluster.kill_worker(ACTOR_GPU)
+    death = drive.cluster.outbox.pop()
+    if is_told_first:
+        drive.deliver(death)
+    drive.run_until(lambda _: bool(_closes_of_actor(drive)))
+    assert drive.cluster.checkpoints == {}
+    if not is_told_first:
+        drive.deliver(death)
+
+    drive.run_until(lambda state: state.next_iteration == 1 and is_iterating(state))
+
+    assert list(drive.cluster.checkpoints) == ["step-1-1"]
+    assert len(_closes_of_actor(drive)) == 1
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+def _closes_of_actor(drive: Drive) -> list[cmd.CloseIteration]:
+    closes = [command for command in drive.cluster.log if isinstance(command, cmd.CloseIteration)]
+    return [command for command in closes if command.header.role is Role.ACTOR]
+
+
+def test_an_actor_rank_that_dies_between_two_iterations_is_replaced_in_the_same_incarnation() -> None:
+    drive = iterating()
+    drive.run_until(lambda state: state.next_iteration == 1 and state.iteration is None)
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.deliver(drive.cluster.outbox.pop())
+    assert drive.state.components[Role.ACTOR].lacks_ranks
+
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_an_actor_rank_that_dies_before_the_first_iteration_opens_costs_the_incarnation() -> None:
+    drive = booted(FakeCluster(spec()))
+    drive.run_until(lambda state: state.components[Role.ACTOR].is_up)
+    assert drive.state.phase is Phase.STARTING
+    drive.cluster.kill_worker(ACTOR_GPU)
+
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 2)
+
+
+def kill_and_replace(drive: Drive) -> None:
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+    drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
+
+
+def test_an_iteration_outlives_so_many_deaths_and_no_more() -> None:
+    drive = iterating()
+    for _ in range(MAX_DEATHS):
+        kill_and_replace(drive)
+    assert drive.state.incarnation == 1
+
+    drive.cluster.kill_worker(ACTOR_GPU)
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+
+def test_each_iteration_outlives_as_many_deaths() -> None:
+    drive = iterating()
+    for iteration in range(2):
+        drive.run_until(lambda state, iteration=iteration: is_iterating(state) and state.next_iteration == iteration)  # type: ignore[misc]
+        deliver_all(drive)
+        for _ in range(MAX_DEATHS):
+            kill_and_replace(drive)
+
+    assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_rank_that_dies_each_time_it_is_brought_back_costs_the_incarnation_in_the_end() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+    num_tries = 0
+    while drive.state.incarnation == 1:
+        drive.run_until(lambda state: state.resize() is not None or state.incarnation == 2)
+        if drive.state.resize() is not None:
+            num_tries += 1
+            drive.cluster.gates[ACTOR_GPU].highest = drive.cluster.gpus[ACTOR_GPU].token
+            drive.run_until(lambda state: state.resize() is None)
+
+    assert num_tries == MAX_DEATHS
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_the_node_of_a_dead_rank_that_is_lost_as_well_costs_the_incarnation() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.step()
+    assert drive.state.incarnation == 1
+
+    drive.cluster.kill_instance(instance_id(Role.ACTOR, NODES[1]), tells=True)
+    drive.run_until(lambda state: state.incarnation == 2)
+
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_an_actor_rank_whose_state_is_gone_starts_a_new_incarnation_from_the_last_checkpoint() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=3), keeps_state=False))
+    drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 1)
+    drive.cluster.kill_worker(ACTOR_GPU)
+
+    state = drive.run()
+
+    assert [command.checkpoint for command in starts_of_actor(drive)] == ["", "step-1-1"]
+    assert (state.phase, state.incarnation, state.num_restarts) == (Phase.FINISHED, 2, 1)
+    assert [(each.iteration, each.incarnation) for each in state.summaries if not each.is_superseded] == [
+        (0, 1),
+        (1, 2),
+        (2, 2),
+    ]
+
+
+def test_iterations_after_the_last_checkpoint_are_superseded_and_their_samples_discarded_with_the_reason() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=3), checkpoint_every=3, keeps_state=False))
+    drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
+    drive.cluster.kill_worker(ACTOR_GPU)
+
+    state = drive.run()
+
+    assert [command.checkpoint for command in starts_of_actor(drive)] == ["", ""]
+    redone = [each for each in state.summaries if each.is_superseded]
+    assert [each.iteration for each in redone] == [0, 1, 2]
+    for summary in redone[:2]:
+        assert summary.trained.num_samples == 0
+        reasons = {fate.reason: fate.num_samples for fate in summary.discarded}
+        assert reasons == {"incarnation_superseded": 5, "invalid": 1}
+        assert summary.generated.num_samples == total((*summary.filtered, *summary.discarded)).num_samples
+
+
+def test_an_iteration_that_breaks_off_tells_what_the_rollout_had_generated_as_far_as_is_known() -> None:
+    drive = iterating(keeps_state=False)
+    name = instance_id(Role.ROLLOUT, NODES[0])
+    drive.cluster.say(name, ev.Progress((), 3, 4, "generate"), incarnation=1, iteration=0)
+    deliver_all(drive)
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.run_until(lambda state: state.incarnation == 2)
+
+    (summary,) = drive.state.summaries
+    assert summary.is_superseded
+    assert summary.generated.num_samples == 6, "3 prompts, 2 samples each"
+    assert [(fate.reason, fate.num_samples) for fate in summary.discarded] == [("incarnation_superseded", 6)]
+
+
+def test_an_actor_that_dies_more_often_than_allowed_fails_the_job_with_the_numbers() -> None:
+    drive = iterating(max_actor_restarts=1, keeps_state=False)
+    for _ in range(2):
+        drive.run_until(is_iterating)
+        drive.cluster.kill_worker(ACTOR_GPU)
+        drive.run_until(lambda state: state.iteration is None or state.phase is Phase.STOPPING)
+
+    state = drive.run()
+
+    assert state.phase is Phase.FAILED
+    assert "what a dead rank held is gone" in state.message
+    assert "the actor was restarted 1 times and runtime.max_actor_restarts=1" in state.message
+    assert not any(gate.is_held for gate in drive.cluster.gates.values())
+
+
+def test_an_actor_that_restarts_in_a_paused_job_leaves_it_paused_with_what_a_person_has_to_do() -> None:
+    drive = iterating()
+    drive.cluster.say_as("actor", ev.DeadLettered("samples.tide", "not a group", 7))
+    drive.run_until(lambda state: state.phase is Phase.PAUSED)
+    want = drive.state.message
+    drive.cluster.kill_worker(ACTOR_GPU)
+    drive.run_until(lambda state: state.incarnation == 2)
+
+    assert (drive.state.phase, drive.state.message) == (Phase.PAUSED, want)
+
+    drive.cluster.say_as("control", ev.JobResumeRequested())
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_new_lead_of_the_rollout_is_asked_again_under_its_epoch() -> None:
+    drive = iterating()
+    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[0]), tells=True)
+
+    state = drive.run()
+
+    opened = [
+        (command.plan.iteration, command.header.lead_epoch)
+        for command in drive.cluster.log
+        if isinstance(command, cmd.OpenIteration) and command.header.role is Role.ROLLOUT
+    ]
+    assert opened == [(0, 1), (0, 2), (1, 2)]
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_new_lead_of_the_actor_starts_a_new_incarnation() -> None:
+    drive = iterating()
+    drive.cluster.elect(instance_id(Role.ACTOR, NODES[1]))
+
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+
+def test_a_lost_gpu_is_not_taken_back_while_its_gate_says_that_a_worker_holds_it() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.say_as("scheduler", ev.InstanceLost(name, 1))
+    drive.step()
+
+    lost = [each.gpu for each in drive.state.gpus.values() if each.state is GpuState.LOST]
+    assert lost == [gpu("n1", 1), gpu("n1", 3)]
+    assert all(drive.cluster.gates[each].is_held for each in lost)
+
+    drive.cluster.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
+    state = drive.run()
+
+    cleared = [
+        command.grants
+        for command in drive.cluster.log
+        if isinstance(command, cmd.ScaleDown) and not command.header.transition_id
+    ]
+    assert sorted(grants[0].gpu for grants in cleared) == lost
+    assert state.phase is Phase.FINISHED
+
+
+def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one() -> None:
+    drive = iterating()
+    earlier = Grant(ROLLOUT_GPU, Token(1, 0))
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    event = drive.cluster.outbox.pop()
+    state = evolve(drive.state, event)
+    gate = ev.GateReported(NODES[1], (ev.GateState(ROLLOUT_GPU, Token(1, 0), held=False),))
+
+    late = ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(earlier,))
+    answer = ev.Event(
+        job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(Grant(ROLLOUT_GPU, Token(1, 1)),)
+    )
+
+    assert evolve(state, late).released == ()
+    assert evolve(state, answer).released == (Grant(ROLLOUT_GPU, Token(1, 1)),)
+
+
+def test_a_gpu_that_nobody_passed_to_is_free_though_its_gate_does_not_list_it() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    grant = Grant(ROLLOUT_GPU, Token(1, 1))
+    state = evolve(drive.state, drive.cluster.outbox.pop())
+
+    def answer(node: NodeId) -> ev.Event:
+        gate = ev.GateReported(node, ())
+        return ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(grant,))
+
+    assert evolve(state, answer(NODES[0])).released == ()
+    assert evolve(state, answer(NODES[1])).released == (grant,)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_lost_gpu_whose_last_owner_nobody_knows_is_taken_back_through_its_gate(is_held: bool) -> None:
+    cluster = FakeCluster(spec())
+    lost = GpuRecord(ROLLOUT_GPU, GpuState.LOST, None, Token(1, 7))
+    cluster.gpus[ROLLOUT_GPU] = lost
+    cluster.gates[ROLLOUT_GPU].highest, cluster.gates[ROLLOUT_GPU].is_held = lost.token, is_held
+    drive = booted(cluster)
+
+    drive.run_until(is_iterating)
+
+    assert Grant(ROLLOUT_GPU, Token(1, 8)) in drive.state.components[Role.ROLLOUT].grants
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_the_rollout_goes_on_for_good_without_a_node_that_does_not_come_back() -> None:
+    drive = iterating()
+    drive.cluster.has_supervisor = False
+    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[1]), tells=True)
+
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_component_that_fails_to_start_again_and_again_fails_the_job_after_pauses() -> None:
+    drive = booted(FakeCluster(spec(), has_supervisor=False))
+    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[1]), tells=False)
+    began_ms = drive.now_ms
+
+    state = drive.run()
+
+    assert state.phase is Phase.FAILED
+    assert state.message.startswith(
+        "the rollout failed to start 4 times in a row, the last time: rollout@n0: rollout@n1 is gone; see its logs"
+    )
+    assert drive.now_ms - began_ms >= 42_000
+
+
+@pytest.mark.parametrize("role", [Role.ROLLOUT, Role.INFERENCE])
+def test_an_iteration_that_failed_is_taken_up_once_its_component_was_started_anew_and_loaded_the_weights(
+    role: Role,
+) -> None:
+    drive = iterating()
+    drive.cluster.fail_iteration(role)
+    deliver_all(drive)
+
+    asked = [
+        command
+        for command in drive.cluster.log
+        if isinstance(command, cmd.ScaleUp | cmd.LoadWeights | cmd.OpenIteration) and command.header.role is role
+    ]
+    up, load = asked[-2:]
+    assert isinstance(up, cmd.ScaleUp)
+    assert isinstance(load, cmd.LoadWeights)
+    assert load.weights == drive.state.snapshots[0]
+    state = drive.run()
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_an_instance_that_was_counted_as_lost_and_lives_is_cleared_and_works_again_in_the_same_start() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.lapse(name)
+    deliver_all(drive)
+    assert not drive.state.instances[name].living
+
+    drive.cluster.renew()
+    deliver_all(drive)
+
+    assert drive.state.instances[name].living
+    assert len(drive.state.components[Role.ROLLOUT].grants) == 3
+    assert drive.state.instances[name].boot == 1
+
+
+def test_a_lead_that_was_counted_as_lost_leads_again_under_a_new_epoch_in_the_same_start() -> None:
+    cluster = FakeCluster(spec())
+    drive = Drive(cluster)
+    name, other = (instance_id(Role.INFERENCE, node) for node in NODES)
+    cluster.boot()
+    drive.run_until(is_iterating)
+    deliver_all(drive)
+    cluster.lapse(other)
+    cluster.lapse(name)
+    deliver_all(drive)
+    assert drive.state.lead_of(Role.INFERENCE) is None
+
+    cluster.renew()
+    deliver_all(drive)
+
+    lead = drive.state.lead_of(Role.INFERENCE)
+    assert lead is not None
+    assert (lead.instance, lead.epoch, lead.boot) == (name, 2, 1)
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed() -> None:
+    drive = booted(FakeCluster(spec(deadline_ms=60_000), hung={Role.ROLLOUT}))
+    drive.run_until(lambda state: state.transition_of(Role.ROLLOUT) is not None)
+    transition = drive.state.transition_of(Role.ROLLOUT)
+    assert transition is not None
+    names = itertools.cycle(instance_id(Role.ROLLOUT, node) for node in reversed(NODES))
+    while drive.now_ms < transition.deadline_unix_ms:
+        assert drive.cluster.records[transition.id].is_open, "each lead that comes is asked anew"
+        drive.now_ms += 50_000
+        drive.cluster.elect(next(names))
+        deliver_all(drive)
+
+    assert drive.cluster.records[transition.id].outcome is Outcome.ABORTED
+    rollout = drive.state.components[Role.ROLLOUT]
+    assert (rollout.num_failed_starts, rollout.last_failure) == (1, "it was not done in time")
+    drive.cluster.hung.clear()
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_stop_that_is_not_done_by_its_deadline_ends_the_job_with_what_was_not_given_back() -> None:
+    drive = iterating()
+    drive.cluster.hung.add(Role.INFERENCE)
+    drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
+    deliver_all(drive)
+    transition = drive.state.transition_of(Role.INFERENCE)
+    assert transition is not None
+
+    decision = decide(drive.state, transition.deadline_unix_ms, policy=StaticPolicy())
+
+    (finish,) = decision.commands
+    assert isinstance(finish, cmd.FinishJob)
+    assert f"{transition.id} was not done by its deadline, 2 of 2 GPUs still draining" in finish.message
+    assert "2 GPUs were not given back (n0/2, n1/2)" in finish.message

@@ -1,0 +1,122 @@
+"""A state that the store lost: what the stream alone tells of the job, and how the job goes on from there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.evolve.recovering import recovered
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.invariants import check
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, spec
+from tidegate.ownership.records import GpuRecord, GpuState
+from tidegate.types import Role
+
+
+def history(drive: Drive) -> list[ev.Event]:
+    """What the stream holds of it."""
+    return [replace(event, stream_sequence=number) for number, event in enumerate(drive.delivered, start=1)]
+
+
+def after_two_iterations() -> Drive:
+    drive = booted(FakeCluster(spec(num_iterations=4)))
+    drive.run_until(lambda state: state.next_iteration == 2 and state.iteration is not None)
+    while drive.cluster.outbox:
+        drive.step()
+    return drive
+
+
+def lose_the_store(drive: Drive) -> None:
+    """The server comes back empty and is adopted: the gates alone know of the GPUs."""
+    drive.cluster.records.clear()
+    for gpu, gate in drive.cluster.gates.items():
+        state = GpuState.LOST if gate.is_held else GpuState.FREE
+        drive.cluster.gpus[gpu] = GpuRecord(gpu, state, None, gate.highest)
+    drive.state = recovered(ClusterState(job=JOB), history(drive))
+
+
+def test_a_lost_state_is_made_again_up_to_the_last_checkpoint_in_an_incarnation_of_its_own() -> None:
+    drive = after_two_iterations()
+
+    state = recovered(ClusterState(job=JOB), history(drive))
+
+    assert (state.phase, state.incarnation, state.next_iteration, state.next_version) == (Phase.STARTING, 2, 2, 2)
+    assert [each.iteration for each in state.summaries if not each.is_superseded] == [0, 1]
+    assert state.summaries[:2] == drive.state.summaries
+    assert state.checkpoint == drive.state.checkpoint
+    assert {role: state.lead_of(role) for role in Role} == {role: drive.state.lead_of(role) for role in Role}
+    assert not any(component.grants for component in state.components.values())
+    assert "events were read again, and it goes on from checkpoint step-1-2" in state.message
+    assert check(ClusterState(job=JOB), state) == []
+
+
+def test_a_job_whose_store_came_back_empty_takes_its_gpus_back_from_living_workers_and_finishes() -> None:
+    drive = after_two_iterations()
+    lose_the_store(drive)
+
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+    assert [each.iteration for each in state.summaries if not each.is_superseded] == [0, 1, 2, 3]
+    assert not any(gate.is_held for gate in drive.cluster.gates.values())
+
+
+def test_deaths_that_the_lost_state_outlived_cost_nothing_when_they_are_told_again() -> None:
+    drive = after_two_iterations()
+    drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
+    drive.run_until(lambda state: state.next_iteration == 3 and state.iteration is not None)
+    assert drive.state.incarnation == 1
+
+    lose_the_store(drive)
+
+    assert (drive.state.incarnation, drive.state.next_iteration) == (2, 3)
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_restarts_that_the_lost_state_had_decided_are_seen_by_what_came_after_them() -> None:
+    drive = after_two_iterations()
+    drive.cluster.keeps_state = False
+    drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
+    drive.run_until(lambda state: state.incarnation == 2 and state.next_iteration == 3 and state.iteration is not None)
+
+    lose_the_store(drive)
+
+    assert (drive.state.incarnation, drive.state.next_iteration) == (3, 3)
+    lineage = [(each.iteration, each.incarnation) for each in drive.state.summaries if not each.is_superseded]
+    assert lineage == [(0, 1), (1, 1), (2, 2)]
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_job_that_was_ending_goes_on_ending() -> None:
+    drive = after_two_iterations()
+    drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
+    drive.step()
+    lose_the_store(drive)
+
+    assert (drive.state.phase, drive.state.outcome) == (Phase.STOPPING, Phase.CANCELLED)
+    assert drive.run().phase is Phase.CANCELLED
+    assert not any(gate.is_held for gate in drive.cluster.gates.values())
+
+
+def test_a_paused_job_stays_paused_with_what_a_person_has_to_do() -> None:
+    drive = after_two_iterations()
+    drive.cluster.say_as("actor", ev.DeadLettered("samples.tide", "not a group", 7))
+    drive.run_until(lambda state: state.phase is Phase.PAUSED)
+    want = drive.state.message
+    lose_the_store(drive)
+
+    assert (drive.state.phase, drive.state.message) == (Phase.PAUSED, want)
+
+
+def test_before_a_submission_there_is_nothing_to_go_on_from() -> None:
+    drive = booted(FakeCluster(spec()))
+    drive.cluster.outbox.pop()
+    while drive.cluster.outbox:
+        drive.step()
+
+    state = recovered(ClusterState(job=JOB), history(drive))
+
+    assert (state.phase, state.incarnation, state.spec) == (Phase.SUBMITTED, 0, None)
+    assert len(state.instances) == 6

@@ -1,0 +1,350 @@
+"""`tide`: what it chooses at each turn of an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.costs import Rates
+from services.scheduler.state.observed import TrainerRate, Training
+from services.scheduler.state.remembered import Assignment, Remembered, as_configured
+from services.scheduler.state.values import JobSpec
+from tests.unit.scheduler.situations import generation, job, seen
+from tidegate.types import Layout, NodeId, Role, gpu_id
+
+SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=4)
+RATES = (TrainerRate(SPEC.placement[Role.ACTOR].layout, 500.0),)
+POLICY = TidePolicy()
+SPARE = tuple(gpu_id(NodeId("n9"), index) for index in range(4))
+"""Placed nowhere."""
+
+
+def opening(
+    spec: JobSpec = SPEC, *, measured: tuple[TrainerRate, ...] = RATES, shortest_tokens: float = 4000.0
+) -> Situation:
+    """Nothing is generated yet, and nothing remembered."""
+    home = as_configured(spec)
+    count = spec.num_prompts * spec.group_size
+    told = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
+    told = replace(told, hints=tuple(shortest_tokens + 3 * prompt for prompt in range(spec.num_prompts)))
+    return seen(spec, home, told=told, measured=measured, remembered=Remembered())
+
+
+def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now_ms: int = 50_000) -> Situation:
+    """The minibatch `done` is open, half of the iteration generated."""
+    assert remembered.assignment is not None
+    situation = seen(
+        SPEC,
+        remembered.assignment,
+        num_unfinished=64,
+        measured=RATES,
+        remembered=remembered,
+        now_ms=now_ms,
+        num_done=done,
+        num_taken=8 * (done + 1),
+        is_at_boundary=False,
+    )
+    told = replace(situation.trainer.training, closes_at_ms=closes_at_ms)
+    return replace(situation, trainer=replace(situation.trainer, training=told))
+
+
+def begun() -> Remembered:
+    """The first minibatch's GPUs have been moved, and the trainer was seen on them."""
+    opened = POLICY.choose(opening())
+    memory = opened.remembered
+    assert memory.assignment is not None
+    situation = seen(SPEC, memory.assignment, num_unfinished=64, measured=RATES, remembered=memory, now_ms=10**6)
+    memory = POLICY.choose(situation).remembered
+    assert memory.assignment is not None
+    assert memory.assignment.trainer is not None
+    return replace(memory, trained_on=(memory.assignment.trainer.layout.dp,))
+
+
+def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts_between_the_longest() -> None:
+    choice = POLICY.choose(opening())
+    assert sorted(gpu for engine in choice.assignment.engines for gpu in engine) == sorted(SPEC.gpus)
+    assert choice.group_order[:4] == (0, 31, 1, 30)
+    assert sorted(choice.group_order) == list(range(32))
+    assert choice.ask_at_ms is not None
+
+
+def test_hints_that_are_off_by_more_than_prompts_differ_order_nothing() -> None:
+    situation = opening()
+    law = replace(situation.lengths, sigma_hint=1.1 * situation.lengths.sigma_prompt)
+    assert not POLICY.choose(replace(situation, lengths=law)).group_order
+    better = replace(law, sigma_hint=0.9 * law.sigma_prompt)
+    assert POLICY.choose(replace(situation, lengths=better)).group_order
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_everything_at_home(
+    minibatches: int,
+) -> None:
+    spec = replace(SPEC, num_minibatches=minibatches)
+    choice = POLICY.choose(opening(spec, shortest_tokens=20.0))
+    assert choice.assignment == as_configured(spec)
+    assert choice.trains
+    assert "would not pay" in choice.reason
+    open_one = seen(
+        spec,
+        choice.assignment,
+        num_unfinished=64,
+        measured=RATES,
+        remembered=choice.remembered,
+        num_taken=8,
+        is_at_boundary=False,
+    )
+    assert POLICY.choose(open_one).assignment == choice.assignment
+
+
+def test_what_is_placed_nowhere_generates_where_an_iteration_opens_at_home() -> None:
+    situation = replace(opening(shortest_tokens=20.0), free=SPARE)
+    choice = POLICY.choose(situation)
+    home = as_configured(SPEC)
+    assert (choice.assignment.trainer, choice.assignment.inference) == (home.trainer, home.inference)
+    assert set(SPARE) < {gpu for engine in choice.assignment.engines for gpu in engine}
+
+
+def test_a_trainer_that_is_elsewhere_is_not_kept_there() -> None:
+    situation = opening(shortest_tokens=20.0)
+    choice = POLICY.choose(replace(situation, trainer=replace(situation.trainer, placed=None)))
+    assert choice.assignment.trainer is None
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize("num_unfinished", [0, 8])
+def test_an_iteration_in_which_it_was_not_asked_before_goes_on_from_where_all_are(
+    minibatches: int, num_unfinished: int
+) -> None:
+    spec = replace(SPEC, num_minibatches=minibatches)
+    home = as_configured(spec)
+    for num_done in range(minibatches):
+        for is_at_boundary in (False, True) if num_done else (False,):
+            situation = seen(
+                spec,
+                home,
+                num_unfinished=num_unfinished,
+                measured=RATES,
+                remembered=Remembered(),
+                num_done=num_done,
+                num_taken=min(32 // minibatches * (num_done + (not is_at_boundary)), 32 - num_unfinished // 4),
+                is_at_boundary=is_at_boundary,
+            )
+            choice = POLICY.choose(situation)
+            assert choice.trains
+            assert choice.assignment.trainer is not None
+            if not is_at_boundary:
+                assert choice.assignment.trainer.gpus[:4] == SPEC.placement[Role.ACTOR].gpus
+
+
+def test_a_home_that_lost_a_gpu_is_not_opened_at() -> None:
+    situation = opening(shortest_tokens=20.0)
+    lost = as_configured(SPEC).engines[0][0]
+    engines = tuple(engine for engine in situation.engines if lost not in engine.gpus)
+    choice = POLICY.choose(replace(situation, generation=replace(situation.generation, engines=engines)))
+    assert lost not in choice.assignment.gpus
+    assert choice.assignment.trainer is None
+
+
+def test_before_a_rate_was_measured_the_start_is_planned_with_the_one_that_was_told() -> None:
+    slow, fast = (
+        opening(replace(SPEC, rates=Rates(((4, rate),), inference_tokens_per_s_per_gpu=1e9)), measured=())
+        for rate in (50.0, 50_000.0)
+    )
+    late, early = (POLICY.choose(situation).remembered.plan for situation in (slow, fast))
+    assert late is not None
+    assert early is not None
+    assert late.ends_at_ms > early.ends_at_ms
+
+
+def test_without_gpus_for_a_copy_of_the_trainer_every_gpu_generates() -> None:
+    alone = replace(opening(), free=(), moving=(), inference=replace(opening().inference, gpus=()))
+    one_engine = replace(alone.generation, engines=())
+    lost = replace(alone, generation=one_engine, trainer=replace(alone.trainer, placed=None), free=SPEC.gpus[:1])
+    assert "too few for a copy of the trainer" in POLICY.choose(lost).reason
+
+
+def test_the_trainer_starts_when_its_plan_says() -> None:
+    memory = begun()
+    assert memory.assignment is not None
+    assert memory.assignment.trainer is not None
+    assert memory.assignment.engines
+    assert memory.assignment.inference
+
+
+def test_while_a_minibatch_is_open_nothing_moves() -> None:
+    memory = begun()
+    choice = POLICY.choose(training(0, closes_at_ms=None, remembered=memory))
+    assert choice.remembered == memory
+
+
+def test_engines_are_told_just_ahead_of_a_minibatchs_end() -> None:
+    memory = begun()
+    early = POLICY.choose(training(0, closes_at_ms=60_000, remembered=memory))
+    assert early.remembered == memory
+    assert early.ask_at_ms == 60_000 - 2300
+    late = POLICY.choose(training(0, closes_at_ms=60_000, remembered=memory, now_ms=57_700))
+    assert late.remembered.num_answered == 2
+    again = training(0, closes_at_ms=60_000, remembered=late.remembered, now_ms=58_000)
+    assert POLICY.choose(again).assignment == late.assignment
+
+
+def test_what_the_rollouts_end_leaves_is_inferences_and_then_the_trainers() -> None:
+    memory = begun()
+    assert memory.assignment is not None
+    assert memory.assignment.trainer is not None
+    done = seen(
+        SPEC, memory.assignment, ready=(0, 1), num_taken=2, is_at_boundary=False, measured=RATES, remembered=memory
+    )
+    choice = POLICY.choose(done)
+    assert not choice.assignment.engines
+    assert choice.assignment.trainer == memory.assignment.trainer
+    assert sorted(choice.assignment.gpus) == sorted(SPEC.gpus)
+    inferred = seen(
+        SPEC, choice.assignment, num_taken=2, is_at_boundary=False, measured=RATES, remembered=choice.remembered
+    )
+    last = POLICY.choose(inferred).assignment
+    assert last.trainer is not None
+    assert len(last.trainer.gpus) == 16
+    assert not last.inference
+
+
+def test_a_lost_gpu_leaves_at_once_and_the_others_stay_where_they_are() -> None:
+    home = as_configured(SPEC)
+    memory = Remembered(iteration=0, assignment=home, is_begun=True, num_answered=1)
+    lost = home.engines[0][0]
+    left = Assignment(home.engines[1:], home.trainer, home.inference)
+    situation = seen(
+        SPEC, left, num_unfinished=64, measured=RATES, remembered=memory, num_taken=1, is_at_boundary=False
+    )
+    situation = replace(situation, free=tuple(gpu for gpu in situation.free if gpu != lost))
+    choice = POLICY.choose(situation)
+    assert lost not in choice.assignment.gpus
+    assert choice.assignment.trainer == home.trainer
+    assert set(left.engines) <= set(choice.assignment.engines)
+
+
+def test_after_the_last_minibatch_everything_goes_home() -> None:
+    memory = begun()
+    assert memory.assignment is not None
+    done = seen(SPEC, memory.assignment, num_done=4, num_taken=32, measured=RATES, remembered=memory)
+    assert POLICY.choose(done).assignment == as_configured(SPEC)
+
+
+def before_the_last(
+    *, num_waiting: int, trainer_tokens_per_s: float, now_ms: int = 50_000, remembered: Remembered | None = None
+) -> Situation:
+    """16 GPUs of which a copy of the trainer takes 8, one sequence an engine at a time, the last of two minibatches to
+    begin."""
+    spec = job(actor=8, rollout=6, inference=2, actor_tp=8, rollout_tp=2, prompts=128, group_size=4, minibatches=2)
+    return seen(
+        spec,
+        as_configured(spec) if remembered is None or remembered.assignment is None else remembered.assignment,
+        num_unfinished=num_waiting + 3,
+        num_unsubmitted=num_waiting,
+        max_running=1,
+        measured=(TrainerRate(spec.placement[Role.ACTOR].layout, trainer_tokens_per_s),),
+        num_done=1,
+        num_taken=64,
+        now_ms=now_ms,
+        remembered=remembered,
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "num_waiting", "trainer_tokens_per_s", "want"),
+    [
+        ("the engines need the trainer's GPUs for long, and it is fast", 253, 3000.0, True),
+        ("the rollout is nearly over", 5, 3000.0, False),
+        ("the trainer needs longer than the rollout", 253, 200.0, False),
+    ],
+)
+def test_the_last_minibatch_waits_for_the_rollout_where_that_ends_the_iteration_sooner(
+    told: str, num_waiting: int, trainer_tokens_per_s: float, want: bool
+) -> None:
+    choice = POLICY.choose(before_the_last(num_waiting=num_waiting, trainer_tokens_per_s=trainer_tokens_per_s))
+    assert (choice.assignment.trainer is None) is want, told
+    assert ("the last minibatch waits" in choice.reason) is want
+    assert choice.remembered.is_begun is not want
+
+
+def test_a_wait_lends_the_trainers_gpus_to_engines_and_ends_when_its_start_has_come() -> None:
+    waits = POLICY.choose(before_the_last(num_waiting=253, trainer_tokens_per_s=3000.0))
+    assert len(waits.assignment.engines) == 7
+    assert waits.assignment.inference
+    memory = waits.remembered
+    assert memory.plan is not None
+    assert waits.ask_at_ms == memory.plan.starts_at_ms > 50_000
+    spec, assignment = before_the_last(num_waiting=0, trainer_tokens_per_s=1.0).spec, waits.assignment
+    rates = (TrainerRate(spec.placement[Role.ACTOR].layout, 3000.0),)
+
+    def at(now_ms: int, *, num_unfinished: int, num_waiting: int = 0) -> Assignment:
+        situation = seen(
+            spec,
+            assignment,
+            num_unfinished=num_unfinished,
+            num_unsubmitted=num_waiting,
+            max_running=1,
+            measured=rates,
+            num_done=1,
+            num_taken=64,
+            now_ms=now_ms,
+            remembered=memory,
+        )
+        return POLICY.choose(situation).assignment
+
+    assert at(51_000, num_unfinished=207, num_waiting=200) == assignment
+    assert at(memory.plan.starts_at_ms, num_unfinished=5).trainer is not None, "its start has come"
+    assert at(51_000, num_unfinished=0).trainer is not None, "the rollout was over earlier"
+
+
+def test_a_trainer_of_any_number_of_copies_can_be_chosen() -> None:
+    """48 GPUs, copies of 4, 128 prompts of 2: the copies divide no minibatch."""
+    spec = job(actor=12, rollout=32, inference=4, actor_tp=4, rollout_tp=2, prompts=128, group_size=2, minibatches=1)
+    rates = (TrainerRate(Layout(tp=4, dp=3), 500.0),)
+    situation = opening(spec, measured=rates)
+    opened = POLICY.choose(situation)
+    done = seen(spec, opened.assignment, measured=rates, remembered=opened.remembered, now_ms=1000)
+    choice = POLICY.choose(done)
+    assert choice.assignment.trainer is not None
+    assert len(choice.assignment.trainer.gpus) == 48
+
+
+def test_a_reproducible_trainer_has_copies_that_divide_its_logical_shards() -> None:
+    """48 GPUs, copies of 4: of 12 copies 8 divide 8 shards."""
+    spec = job(actor=8, rollout=36, inference=4, actor_tp=4, rollout_tp=2, prompts=128, group_size=2, minibatches=1)
+    rates = (TrainerRate(Layout(tp=4, dp=2), 500.0),)
+    spec = replace(spec, num_logical_shards=8)
+    opened = POLICY.choose(opening(spec, measured=rates))
+    done = seen(spec, opened.assignment, measured=rates, remembered=opened.remembered, now_ms=1000)
+    trainer = POLICY.choose(done).assignment.trainer
+    assert trainer is not None
+    assert trainer.layout == Layout(tp=4, dp=8)
+
+
+def test_the_same_situation_gives_the_same_choice() -> None:
+    situation = opening()
+    assert POLICY.choose(situation) == POLICY.choose(situation)
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"least_gain_s": -1.0}, "least_gain_s=-1.0 is below 0"),
+        ({"short_share": 1.5}, "short_share=1.5"),
+        ({"rounds": 0}, "rounds=0 is below 1"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(rules: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TideRules(**rules)  # type: ignore[arg-type]  # the table's values are of several types
+
+
+def test_a_picture_before_anything_was_told_of_training_is_planned_for() -> None:
+    situation = opening()
+    assert situation.trainer.training == Training(measured=RATES)
+    assert POLICY.choose(situation).remembered.plan is not None

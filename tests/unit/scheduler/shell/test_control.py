@@ -1,0 +1,287 @@
+"""What a person may ask of a live job, over real gRPC: it reads the last state written, and asks by events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.scheduler.shell.codecs.state_codec import job_spec
+from services.scheduler.shell.control import ControlServicer, write_endpoint
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import Component, Lead
+from services.scheduler.state.course import Evaluation, Summary
+from services.scheduler.state.values import Fate, Snapshot
+from tests.component_bench import JOB, PATIENCE_S
+from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
+from tests.watched_samples import generated_group
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import Service, serve
+from tidegate.codec import decode_layout, encode_layout
+from tidegate.ports.bus import Stage
+from tidegate.ports.rpc import PeerRefused
+from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token
+from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
+
+CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"]
+LED = Component(
+    lead=Lead(InstanceId("actor@n0"), "at-n0", 3, 1), grants=(Grant(GpuId("n0/0"), Token(1, 2)),), layout=Layout(dp=1)
+)
+FATE = Fate(num_samples=8, ids_digest=5)
+STATE = ClusterState(
+    job=JOB,
+    incarnation=2,
+    phase=Phase.RUNNING,
+    next_iteration=1,
+    components={**{role: Component() for role in Role}, Role.ACTOR: LED},
+    snapshots={1: Snapshot(2, 1, "files-1", "sum-1", b"")},
+    summaries=(
+        Summary(0, 1, 0, FATE, Fate(), (), (), (), is_superseded=True),
+        Summary(0, 2, 0, FATE, replace(FATE, num_samples=6), (Fate("zero_std", 2, 0),), (), (("reward_mean", 0.5),)),
+    ),
+    evaluations=(Evaluation(1, 2, 8, 2, (("exact_match/pass@2", 0.5),)),),
+)
+
+
+class Controlled:
+    """A job's Control API, and a client of it."""
+
+    def __init__(self, cluster: WireCluster, stub: control_pb2_grpc.ControlAsyncStub, logs: Path) -> None:
+        self.cluster = cluster
+        self.stub = stub
+        self.logs = logs
+        self.state: ClusterState | None = STATE
+
+    async def bodies(self) -> list[str]:
+        return [event.WhichOneof("body") or "" async for _, event in self.cluster.bus.events.read(JOB)]
+
+    async def bury(self, prompt: int) -> int:
+        """A dead letter of that prompt's group; its id."""
+
+        async def ignore(letter: object) -> None:
+            pass
+
+        samples = self.cluster.bus.samples
+        await samples.publish(Stage.GENERATED, generated_group(prompt))
+        consumer = await samples.consumer(JOB, Stage.GENERATED, "inference", on_dead_letter=ignore)
+        (delivery,) = await consumer.fetch(1, timeout_s=PATIENCE_S)
+        await delivery.dead_letter(f"prompt {prompt} is odd")
+        return (await self.cluster.bus.dead_letters.list(JOB))[-1].id
+
+
+@asynccontextmanager
+async def controlled(tmp_path: Path) -> AsyncIterator[Controlled]:
+    async with wire_cluster(tmp_path) as cluster:
+        logs = tmp_path / "logs"
+        logs.mkdir()
+        channels = Channels(default_timeout_s=PATIENCE_S)
+        held: list[Controlled] = []
+        servicer = ControlServicer(
+            JOB,
+            state=lambda: held[0].state,
+            reason=lambda: "static: nothing to do",
+            gpus=await cluster.client(),
+            log=cluster.bus.events,
+            dead_letters=cluster.bus.dead_letters,
+            announcer=cluster.announcer("control"),
+            logs=logs,
+        )
+        service = Service(CONTROL, lambda to: control_pb2_grpc.add_ControlServicer_to_server(servicer, to))
+        server = await serve([service], "127.0.0.1:0")
+        held.append(Controlled(cluster, control_pb2_grpc.ControlStub(channels.connect(server.endpoint)), logs))
+        try:
+            yield held[0]
+        finally:
+            await channels.close()
+            await server.stop(grace_s=0)
+
+
+async def test_a_job_is_described_from_the_state_with_the_reason_of_the_last_decision(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        job = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))
+        assert (job.job, job.incarnation, job.phase, job.iteration, job.version) == (JOB, 2, "running", 1, 1)
+        assert (job.last_reason, job.final_checksum) == ("static: nothing to do", "")
+        actor = job.components[0]
+        assert (actor.lead, actor.lead_epoch, actor.state) == ("actor@n0", 3, "up")
+        assert [grant.gpu for grant in actor.grants] == ["n0/0"]
+        assert [component.state for component in job.components] == ["up", "down", "down"]
+        (iteration,) = job.iterations
+        assert (iteration.incarnation, iteration.num_generated, iteration.num_trained, iteration.num_filtered) == (
+            2,
+            8,
+            6,
+            2,
+        )
+        assert (iteration.num_lost, iteration.num_duplicates) == (0, 0)
+        (evaluation,) = job.evaluations
+        assert (evaluation.version, evaluation.num_prompts, evaluation.samples_per_prompt) == (1, 8, 2)
+        assert dict(evaluation.metrics) == {"exact_match/pass@2": 0.5}
+
+
+async def test_a_job_has_a_final_checksum_once_the_weights_after_its_last_iteration_are_published(
+    tmp_path: Path,
+) -> None:
+    async with controlled(tmp_path) as of:
+        last = replace(job_spec(of.cluster.config), num_iterations=1)
+        of.state = replace(STATE, spec=last, next_version=1)
+        assert (await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))).final_checksum == "sum-1"
+        of.state = replace(of.state, next_iteration=0)
+        assert (await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))).final_checksum == ""
+
+
+async def test_before_any_state_was_written_the_job_is_submitted(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        of.state = None
+        job = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))
+        assert (job.phase, job.iteration, list(job.iterations)) == ("submitted", 0, [])
+
+
+@pytest.mark.parametrize(
+    ("method", "request_type"),
+    [
+        ("GetJob", control_pb2.GetJobRequest),
+        ("CancelJob", control_pb2.CancelJobRequest),
+        ("ListDeadLetters", control_pb2.ListDeadLettersRequest),
+        ("DropDeadLetter", control_pb2.DropDeadLetterRequest),
+        ("ReplayDeadLetter", control_pb2.ReplayDeadLetterRequest),
+        ("ResizeActor", partial(control_pb2.ResizeActorRequest, layout=encode_layout(Layout()))),
+    ],
+)
+async def test_another_job_is_refused_by_name_and_nothing_is_told(
+    tmp_path: Path, method: str, request_type: Any
+) -> None:
+    async with controlled(tmp_path) as of:
+        with pytest.raises(PeerRefused, match="job 'another' is not here; this scheduler runs 'bench'") as refused:
+            await getattr(of.stub, method)(request_type(job="another"))
+        assert (refused.value.status, refused.value.error) == ("INVALID_ARGUMENT", "UnknownJob")
+        assert await of.bodies() == []
+
+
+def resizable(of: Controlled) -> ClusterState:
+    """An actor on n0/0 and n0/1 that runs."""
+    grants = tuple(Grant(GpuId(f"n0/{index}"), Token(1, 1)) for index in range(2))
+    actor = replace(LED, grants=grants, layout=Layout(dp=2))
+    return replace(STATE, spec=job_spec(of.cluster.config), components={**STATE.components, Role.ACTOR: actor})
+
+
+async def test_a_resize_becomes_an_event_and_is_told_with_its_gpus(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        of.state = resizable(of)
+        request = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(Layout(tp=2)))
+        answer = await of.stub.ResizeActor(request)
+        assert list(answer.gpus) == ["n0/0", "n0/1"]
+        events = [event async for _, event in of.cluster.bus.events.read(JOB)]
+        (asked,) = [event.resize_requested for event in events if event.WhichOneof("body") == "resize_requested"]
+        assert (decode_layout(asked.layout), list(asked.gpus)) == (Layout(tp=2), ["n0/0", "n0/1"])
+        assert of.state.asked is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "phase", "want"),
+    [
+        (Layout(dp=3), ["n0/0", "n0/1"], Phase.RUNNING, "= 1 \\* 1 \\* 3 \\* 1 = 3 ranks on 2 GPUs"),
+        (Layout(dp=3), [], Phase.RUNNING, "3 ranks on 2 GPUs; name 3 of n0/0, n0/1"),
+        (Layout(dp=2), ["n0/0", "n0/2"], Phase.RUNNING, "n0/2: no slot of the actor, whose slots are n0/0, n0/1"),
+        (Layout(tp=2), [], Phase.PAUSED, "bench is paused: an actor is resized while its job is running"),
+    ],
+    ids=["ranks and GPUs differ", "not that many slots", "another's GPU", "a job that does not run"],
+)
+async def test_a_resize_that_cannot_be_is_refused_with_the_numbers(
+    tmp_path: Path, layout: Layout, gpus: list[str], phase: Phase, want: str
+) -> None:
+    async with controlled(tmp_path) as of:
+        of.state = replace(resizable(of), phase=phase)
+        request = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(layout), gpus=gpus)
+        with pytest.raises(PeerRefused, match=want) as refused:
+            await of.stub.ResizeActor(request)
+        assert refused.value.error == "ResizeRefused"
+        assert await of.bodies() == []
+
+
+async def test_a_cancel_becomes_an_event_and_changes_nothing_itself(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        await of.stub.CancelJob(control_pb2.CancelJobRequest(job=JOB, reason="a better idea"))
+        events = [event async for _, event in of.cluster.bus.events.read(JOB)]
+        assert [event.job_cancel_requested for event in events] == [
+            events_pb2.JobCancelRequested(reason="a better idea")
+        ]
+        assert (events[0].source, events[0].incarnation) == ("control", 2)
+        assert of.cluster.written_state() == ClusterState(job=JOB)
+
+
+async def test_dead_letters_are_listed_and_the_job_goes_on_once_the_last_is_dealt_with(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        first, second = await of.bury(0), await of.bury(1)
+        listed = (await of.stub.ListDeadLetters(control_pb2.ListDeadLettersRequest(job=JOB))).dead_letters
+        assert [(letter.id, letter.reason) for letter in listed] == [
+            (first, "prompt 0 is odd"),
+            (second, "prompt 1 is odd"),
+        ]
+        await of.stub.DropDeadLetter(control_pb2.DropDeadLetterRequest(job=JOB, id=first))
+        assert await of.bodies() == []
+        await of.stub.ReplayDeadLetter(control_pb2.ReplayDeadLetterRequest(job=JOB, id=second))
+        assert await of.bodies() == ["job_resume_requested"]
+        assert await of.cluster.bus.dead_letters.list(JOB) == []
+
+
+async def test_a_dead_letter_that_is_not_there_is_not_found_and_nothing_goes_on(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        with pytest.raises(PeerRefused) as refused:
+            await of.stub.DropDeadLetter(control_pb2.DropDeadLetterRequest(job=JOB, id=7))
+        assert refused.value.status == "NOT_FOUND"
+        assert await of.bodies() == []
+
+
+async def test_gpus_are_listed_with_their_owner_and_token(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        store = await of.cluster.client()
+        await store.register((GpuId("n0/1"), GpuId("n0/0")))
+        await store.mark_lost(GpuId("n0/1"), (await store.gpus())[GpuId("n0/1")].token)
+        listed = (await of.stub.ListGpus(control_pb2.ListGpusRequest())).gpus
+        assert [(gpu.gpu, gpu.state, gpu.job) for gpu in listed] == [("n0/0", "free", ""), ("n0/1", "lost", "")]
+
+
+async def test_events_are_read_from_where_one_asks_and_followed(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        announcer = of.cluster.announcer("launcher")
+        for number in range(3):
+            await announcer.tell(events_pb2.Progress(num_done=number), incarnation=1)
+        request = control_pb2.ListEventsRequest(job=JOB, after_sequence=1)
+        got = [(each.stream_sequence, each.event.progress.num_done) async for each in of.stub.ListEvents(request)]
+        assert got == [(2, 1), (3, 2)]
+        following = of.stub.ListEvents(control_pb2.ListEventsRequest(job=JOB, after_sequence=3, follow=True))
+        coming = asyncio.ensure_future(anext(aiter(following)))
+        await announcer.tell(events_pb2.Progress(num_done=9), incarnation=1)
+        assert (await coming).event.progress.num_done == 9
+
+
+async def test_logs_are_read_whole_lines_only_of_all_or_of_one_source(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        (of.logs / "actor@n0.jsonl").write_text("one\ntwo\nhalf a li")
+        (of.logs / "scheduler.jsonl").write_text("three\n")
+
+        async def lines(source: str) -> list[str]:
+            request = control_pb2.ReadLogsRequest(job=JOB, source=source)
+            return [each.line async for each in of.stub.ReadLogs(request)]
+
+        assert await lines("") == ["one", "two", "three"]
+        assert await lines("scheduler") == ["three"]
+        with pytest.raises(PeerRefused, match="no log of 'nobody'; there are actor@n0, scheduler"):
+            await lines("nobody")
+
+
+def test_only_this_user_may_read_where_the_control_api_answers(tmp_path: Path) -> None:
+    path = tmp_path / "endpoint.json"
+    path.write_text("of an earlier run")
+    path.chmod(0o644)
+    write_endpoint(path, endpoint="127.0.0.1:5", pid=42)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text()) == {"control": "127.0.0.1:5", "pid": 42}

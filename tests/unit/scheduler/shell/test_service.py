@@ -1,0 +1,301 @@
+"""The scheduler's shell on bus and store in memory: whole jobs, replicas side by side and after one another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing
+from pathlib import Path
+
+from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
+from tests.component_bench import JOB, NODES, PATIENCE_S
+from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
+from tidegate.adapters.cells import Cell
+from tidegate.ports.bus import EventDelivery
+from tidegate.ports.store import Identity
+from tidegate.types import Role, instance_id
+from tidegate.v1 import commands_pb2, events_pb2
+
+NUM_ITERATIONS = 3
+
+
+async def ended(of: WireCluster) -> Phase:
+    """How the job ended, once it has."""
+    await of.changes.until(lambda: of.written_state().phase in TERMINAL)
+    return of.written_state().phase
+
+
+async def assert_whole_job(of: WireCluster) -> None:
+    """It finished, every command went out once, every role took every iteration once."""
+    assert await ended(of) is Phase.FINISHED
+    state = of.written_state()
+    assert [(each.iteration, each.num_lost, each.num_duplicates) for each in state.summaries] == [
+        (iteration, 0, 0) for iteration in range(NUM_ITERATIONS)
+    ]
+    ids = Counter(request.header.id for request in of.sent)
+    assert {name: count for name, count in ids.items() if count != 1} == {}
+    opened = [request.plan.iteration for request in of.sent if isinstance(request, commands_pb2.OpenIterationRequest)]
+    assert Counter(opened) == dict.fromkeys(range(NUM_ITERATIONS), len(Role))
+
+
+async def told(of: WireCluster, body: str) -> events_pb2.Event:
+    """The first event that carries it, as it comes."""
+    async with asyncio.timeout(PATIENCE_S), aclosing(of.bus.events.read(JOB, follow=True)) as events:
+        async for _, event in events:
+            if event.WhichOneof("body") == body:
+                return event
+    raise AssertionError("the stream ended")
+
+
+async def test_one_replica_runs_a_job_from_its_submission_to_its_end(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        service = await of.replica()
+        async with running(service):
+            await assert_whole_job(of)
+            assert service.reason, "a decision has its reason, also the one that does nothing"
+        records = await (await of.client()).gpus()
+        assert {record.state for record in records.values()} == {"free"}
+
+
+async def test_a_job_goes_on_from_one_structural_event_to_the_next_however_seldom_progress_is_decided_on(
+    tmp_path: Path,
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.decide_every_s = 3600.0
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+
+
+async def test_progress_is_written_and_not_decided_on_before_its_time(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.decide_every_s = 3600.0
+        of.does_iterations = False
+        await of.boot()
+        await of.submit()
+        store = await of.client()
+        async with running(await of.replica(store=store)):
+            await of.changes.until(lambda: is_open(of.written_state()))
+            num_reads, rollout = store.num_ownership_reads, instance_id(Role.ROLLOUT, NODES[0])
+            for number in range(40):
+                progress = events_pb2.Progress(phase="generate", num_done=number, num_total=40)
+                await of.announcer(rollout, Role.ROLLOUT).tell(progress, incarnation=1)
+            await of.changes.until(lambda: num_done(of.written_state()) == 39)
+            assert store.num_ownership_reads <= num_reads + 2, "a beat may come before and after them"
+
+
+def is_open(state: ClusterState) -> bool:
+    return state.iteration is not None and len(state.iteration.opened) == len(Role)
+
+
+def num_done(state: ClusterState) -> int:
+    return state.progress[Role.ROLLOUT].num_done if Role.ROLLOUT in state.progress else 0
+
+
+async def test_two_replicas_side_by_side_send_every_command_once(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()), running(await of.replica()):
+            await assert_whole_job(of)
+
+
+async def test_what_a_replica_left_in_the_middle_another_finishes(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        opened = commands_pb2.OpenIterationRequest
+        async with running(await of.replica()):
+            await of.changes.until(lambda: any(isinstance(request, opened) for request in of.sent))
+        num_sent_by_the_first = len(of.sent)
+        async with running(await of.replica()):
+            assert await ended(of) is Phase.FINISHED
+        assert len(of.sent) > num_sent_by_the_first
+
+
+async def test_an_event_whose_acknowledgement_was_lost_is_applied_once(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        seen: Counter[int] = Counter()
+
+        def lose_the_first(delivery: EventDelivery) -> bool:
+            seen[delivery.sequence] += 1
+            return seen[delivery.sequence] > 1
+
+        of.before_ack = lose_the_first
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await of.changes.until(lambda: seen[10] == 2)
+            state = of.written_state()
+            assert state.incarnation == 1, "submitted once"
+            assert state.ignored["applied before"] >= 9
+            of.before_ack = lambda _: True
+            await assert_whole_job(of)
+
+
+async def test_an_event_is_acknowledged_after_the_state_that_holds_it_is_written(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        written: list[int] = []
+
+        def is_written(delivery: EventDelivery) -> bool:
+            written.append(of.written_state().applied_seq - delivery.sequence)
+            return True
+
+        of.before_ack = is_written
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+        assert len(written) > 10
+        assert min(written) >= 0
+
+
+async def test_a_command_goes_out_after_the_state_says_that_it_was_issued(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+
+        def is_expected(request: object) -> None:
+            header = request.header  # type: ignore[attr-defined]
+            assert any(header.id.startswith(key) for key in of.written_state().expectations), header.id
+
+        of.before_send = is_expected
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+
+
+async def test_a_state_that_another_wrote_meanwhile_is_read_again(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        service = await of.replica()
+        async with running(service):
+            await of.changes.until(lambda: service.state is not None and service.state.applied_seq == 9)
+            other = await of.client()
+            held = await other.load(JOB)
+            assert held is not None
+            await other.save(JOB, held.payload, expected_write=held.write, version=held.version)
+            await of.submit()
+            await assert_whole_job(of)
+
+
+async def test_a_lost_answer_of_the_store_costs_nothing(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        of.server.num_answers_to_lose = 2
+        async with running(await of.replica()):
+            assert await ended(of) is Phase.FINISHED
+        assert of.server.num_answers_to_lose == 0
+
+
+async def test_a_store_that_nobody_adopted_is_adopted_first(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path, adopted=False) as of:
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica(store=of.detached_client())):
+            await told(of, "layout_committed")
+            assert of.server.identity.is_open
+            await assert_whole_job(of)
+
+
+class _GoesAwayWhenAdopted(WatchedStore):
+    """The server restarts once more between its adoption and the adopter's return to it."""
+
+    def __init__(self, of: WireCluster) -> None:
+        super().__init__(of.server, of.changes)
+        self._server = of.server
+        self._has_gone_away = False
+
+    async def attach(self) -> Identity:
+        if not self._has_gone_away:
+            self._has_gone_away = True
+            self._server.restart()
+        return await super().attach()
+
+
+async def test_a_store_that_goes_away_again_while_it_is_adopted_is_adopted_anew(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path, adopted=False) as of:
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica(store=_GoesAwayWhenAdopted(of))):
+            assert await ended(of) is Phase.FINISHED
+
+
+async def test_an_instance_whose_lease_expired_is_told_lost_once(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        store, name = await of.client(), instance_id(Role.ACTOR, NODES[0])
+        await store.renew(name, ttl_ms=10)
+        of.server.pass_ms(11)
+        await of.boot()
+        async with running(await of.replica()):
+            lost = await told(of, "instance_lost")
+            assert lost.instance_lost == events_pb2.InstanceLost(instance=name, boot=1)
+            assert lost.source == "scheduler"
+            await of.changes.until(lambda: not of.written_state().instances[name].living)
+        assert await store.expired() == ()
+
+
+async def test_the_lease_of_an_instance_that_is_counted_as_lost_is_cleared_so_that_it_learns_of_it(
+    tmp_path: Path,
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        store, name = await of.client(), instance_id(Role.ACTOR, NODES[0])
+        await of.boot()
+        await store.renew(name, ttl_ms=60_000)
+        lost = events_pb2.InstanceLost(instance=name, boot=1)
+        await of.announcer("scheduler").tell(lost, incarnation=0)
+        async with running(await of.replica()):
+            lease = Cell("leases", name)
+            await of.changes.until(lambda: of.server.read_cell(lease) is None)
+
+
+async def test_an_event_that_cannot_be_understood_is_dead_lettered_and_the_job_goes_on(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        wrong = events_pb2.JobSubmitted(config_json='{"job": "bench", "colour": 3}')
+        await of.announcer("launcher").tell(wrong, incarnation=1)
+        async with running(await of.replica()):
+            letter = (await told(of, "dead_lettered")).dead_lettered
+            assert "JobSubmitted.config_json" in letter.reason
+            assert "unknown key 'colour'" in letter.reason
+            kept = await of.bus.dead_letters.list(JOB)
+            assert [each.id for each in kept] == [letter.dead_letter]
+            await of.bus.dead_letters.drop(JOB, letter.dead_letter)
+            await of.changes.until(lambda: of.written_state().phase is Phase.PAUSED)
+            await of.announcer("control").tell(events_pb2.JobResumeRequested(), incarnation=1)
+            await of.submit()
+            assert await ended(of) is Phase.FINISHED
+
+
+async def test_a_job_whose_state_the_store_lost_goes_on_from_the_stream_in_a_new_incarnation(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await of.changes.until(lambda: len(of.written_state().summaries) >= 1)
+        of.server.tables.clear()
+        async with running(await of.replica()):
+            name = instance_id(Role.ACTOR, NODES[0])
+            elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=2)
+            await of.announcer(name, Role.ACTOR).tell(elected, incarnation=0)
+            assert await ended(of) is Phase.FINISHED
+        state = of.written_state()
+        assert state.incarnation == 2
+        lineage = [each.iteration for each in state.summaries if not each.is_superseded]
+        assert lineage == list(range(NUM_ITERATIONS))
+        assert [each.incarnation for each in state.summaries if each.is_superseded][:1] == [1]
+
+
+async def test_it_stops_when_told_to_and_waits_for_nobody(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        service = await of.replica()
+        stopping = asyncio.Event()
+        task = asyncio.create_task(service.run(stopping))
+        await of.changes.until(lambda: service.state is not None and service.state.applied_seq >= 1)
+        stopping.set()
+        await asyncio.wait_for(task, PATIENCE_S)
+        assert task.done()

@@ -1,0 +1,121 @@
+"""What the trainer's switches take by their sizes, and that policies count it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.scheduler.policy.situation import Situation, Trainer
+from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
+from services.scheduler.policy.tide.cluster import gpus_there
+from services.scheduler.policy.tide.foresight import Foresight, TideRules
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.observed import TrainerRate
+from services.scheduler.state.remembered import Assignment, Remembered
+from services.scheduler.state.switch_costs import ReshardCosts, TrainerSwitchCosts, switch_seconds
+from services.scheduler.state.values import Placed
+from tests.unit.scheduler.situations import gpus, job, seen
+from tidegate.types import Layout
+
+# Of copies of one GPU: 8 bytes of weights, 24 of the optimizer's, a byte a second.
+RESHARD = ReshardCosts(
+    setup_s=1.0, communicators_s=5.0, bytes_per_s=1.0, weight_bytes=8, optimizer_bytes=24, gpus_per_host=8
+)
+COSTS = TrainerSwitchCosts(load_s=7.0, reshard_s=3.0, reshard=RESHARD)
+MOVES = {
+    "a copy that joins receives its weights and half of the state": (1, 2, 8 + 12),
+    "one copy gives the weights to three": (1, 4, 3 * 8 + 24 * 3 / 4),
+    "two copies share what they give to four": (2, 6, 2 * 8 + 12),
+    "a copy that joins four receives all and each gives a quarter": (4, 5, 8 + 24 / 5),
+    "the copy that is left receives what it had not": (4, 1, 24 * 3 / 4),
+    "of four that become three the last keeps least": (4, 3, 24 * (1 / 3 - 1 / 12)),
+}
+
+
+@pytest.mark.parametrize("told", MOVES)
+def test_a_change_takes_its_setup_its_groups_and_its_busiest_ranks_bytes(told: str) -> None:
+    before, after, want = MOVES[told]
+    seconds = switch_seconds(COSTS, copy_size=1, most=6)
+    assert seconds[before, after] == pytest.approx(1 + 5 + want)
+
+
+def test_groups_that_are_there_are_not_built_and_no_change_takes_no_time() -> None:
+    new, known = switch_seconds(COSTS, copy_size=1, most=6), switch_seconds(COSTS, copy_size=1, most=6, known=(2, 5))
+    assert new[4, 2] - known[4, 2] == new[1, 5] - known[1, 5] == 5.0
+    assert new[4, 3] == known[4, 3]
+    assert not known.diagonal().any()
+
+
+def test_a_trainer_that_had_no_gpus_is_loaded_and_without_bytes_every_reshard_is_alike() -> None:
+    assert switch_seconds(COSTS, copy_size=1, most=3, known=(2,))[0].tolist() == [0.0, 7.0, 7.0, 7.0]
+    flat = switch_seconds(replace(COSTS, reshard=None), copy_size=1, most=3, known=(2,))
+    assert flat[1:, 1:].tolist() == [[0.0, 3.0, 3.0], [3.0, 0.0, 3.0], [3.0, 3.0, 0.0]]
+
+
+def test_copies_on_a_host_that_is_half_full_serve_those_that_join_them_alone() -> None:
+    """Three copies of four GPUs on hosts of eight become seven: the third serves the fourth, and a third of three."""
+    weights, state = 8 / 4, 24 / 4
+    moved = RESHARD.busiest_bytes(np.array(3.0), np.array(7.0), copy_size=4)
+    assert float(moved) == pytest.approx(weights * (1 + 3 / 3) + state / 3)
+    on_full_hosts = replace(RESHARD, gpus_per_host=4).busiest_bytes(np.array(3.0), np.array(7.0), copy_size=4)
+    assert float(on_full_hosts) == pytest.approx(weights * 4 / 3 + state / 3)
+
+
+# Policies: two copies of two GPUs train, and 16 GPUs are there.
+
+SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=4)
+AT_WORK = Assignment(
+    tuple(gpus(at, at + 2) for at in range(4, 14, 2)), Placed(gpus(0, 4), Layout(tp=2, dp=2)), gpus(14, 16)
+)
+RATES = (TrainerRate(Layout(tp=2, dp=2), 40.0),)
+FAST = ReshardCosts(
+    setup_s=0.0, communicators_s=0.0, bytes_per_s=1e15, weight_bytes=1, optimizer_bytes=1, gpus_per_host=8
+)
+
+
+def between_updates(reshard: ReshardCosts, *, trained_on: tuple[int, ...] = ()) -> Situation:
+    """The first of four minibatches is done and half of the iteration generated."""
+    remembered = Remembered(iteration=0, assignment=AT_WORK, is_begun=True, num_answered=1, trained_on=trained_on)
+    situation = seen(
+        SPEC, AT_WORK, num_unfinished=64, measured=RATES, num_done=1, num_taken=8, remembered=remembered, now_ms=50_000
+    )
+    return replace(situation, costs=replace(situation.costs, reshard=reshard))
+
+
+def planned_copies(situation: Situation) -> int:
+    found = Foresight(TideRules()).plan(situation, situation.remembered, gpus_there(situation), is_move=True)
+    return int(found.plan.trainer[0, 0]) // 2
+
+
+@pytest.mark.parametrize("known", [3, 4])
+def test_of_two_sizes_that_serve_alike_tide_takes_the_one_whose_groups_are_there(known: int) -> None:
+    assert planned_copies(between_updates(FAST)) > 2
+    slow = replace(FAST, communicators_s=200.0)
+    assert planned_copies(between_updates(slow, trained_on=(2, known))) == known
+
+
+def test_a_move_whose_bytes_take_longer_than_it_gains_is_not_made() -> None:
+    heavy = replace(FAST, bytes_per_s=1.0, weight_bytes=10_000, optimizer_bytes=60_000)
+    assert planned_copies(between_updates(heavy)) == 2
+
+
+def test_tide_remembers_the_trainers_sizes_of_this_iteration_until_it_has_no_gpus() -> None:
+    situation = between_updates(FAST, trained_on=(1, 5))
+    assert TidePolicy().choose(situation).remembered.trained_on == (1, 2, 5)
+    of_another = replace(situation, remembered=replace(situation.remembered, iteration=7))
+    assert TidePolicy().choose(of_another).remembered.trained_on == (2,)
+    without = replace(situation, trainer=Trainer(None, situation.trainer.training), free=gpus(0, 4))
+    assert TidePolicy().choose(without).remembered.trained_on == ()
+
+
+def test_dynarls_score_counts_what_the_change_moves() -> None:
+    heavy = replace(FAST, setup_s=2.0, bytes_per_s=10.0, weight_bytes=400, optimizer_bytes=0)
+    splits = Split(3, 8, 2), Split(1, 12, 2)
+    small, large = (
+        [slowest_stage_s(situation, outlook(situation, uses_hints=False), split) for split in splits]
+        for situation in (between_updates(FAST), between_updates(heavy))
+    )
+    # 200 bytes a rank: two copies that join two receive 20 s; of four that join each of two gives two, 40 s.
+    assert [after - before for before, after in zip(small, large, strict=True)] == pytest.approx([22.0, 42.0])

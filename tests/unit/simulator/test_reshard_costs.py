@@ -1,0 +1,117 @@
+"""What reshards of a simulated trainer move and take, and that a policy's closed form says the same as their plans."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from services.scheduler.state.switch_costs import ReshardCosts
+from simulator.faults import GpuFault
+from simulator.happenings import What
+from simulator.model import ModelSection
+from simulator.reshard_costs import change_of, moved_bytes
+from simulator.world import World
+from tests.unit.simulator.small import CLUSTER, COSTS, workload, world
+from tidegate.types import GpuId, Layout, NodeId, Precision, gpu_id
+
+GPUS = tuple(gpu_id(NodeId(f"n{index // 8}"), index % 8) for index in range(128))
+QWEN25_7B = ModelSection()
+QWEN25_32B = ModelSection(num_layers=64, hidden_size=5120, ffn_hidden_size=27_648, num_heads=40, num_kv_heads=8)
+GROUPS = [((30 + 7 * group,), (90,)) for group in range(8)]
+SWITCH = COSTS.switch
+
+
+def bytes_of(model: ModelSection, tp: int, before: int, after: int) -> int:
+    """Between numbers of copies on GPUs side by side."""
+    source, target = Layout(tp=tp, dp=before), Layout(tp=tp, dp=after)
+    return moved_bytes(model, change_of(GPUS[: source.num_ranks], source, GPUS[: target.num_ranks], target))
+
+
+def resized(over: World, gpus: tuple[GpuId, ...]) -> float:
+    """Seconds that it takes from now; the trainer has begun nothing."""
+    began_s = over.now_s
+    over.resize_trainer(gpus, Layout(dp=len(gpus)))
+    ended = next(happening for happening in over.happenings() if happening.what is What.TRAINER_RESIZED)
+    return ended.at_s - began_s
+
+
+def held(model: ModelSection | None, faults: tuple[GpuFault, ...] = ()) -> World:
+    """Two GPUs train, once they may."""
+    over = world(workload(GROUPS), model=model, faults=faults)
+    over.hold_training(math.inf)
+    return over
+
+
+def test_a_7b_and_a_32b_model_have_the_parameters_that_they_are_named_for() -> None:
+    assert QWEN25_7B.num_parameters == 7_615_616_512
+    assert QWEN25_32B.num_parameters == 32_763_876_352
+    assert (QWEN25_7B.weight_bytes, QWEN25_7B.optimizer_bytes) == (2 * 7_615_616_512, 12 * 7_615_616_512)
+    in_fp32 = QWEN25_7B.model_copy(update={"precision": Precision.FP32})
+    assert (in_fp32.weight_bytes, in_fp32.optimizer_bytes) == (4 * 7_615_616_512, 8 * 7_615_616_512)
+
+
+def test_who_stays_keeps_its_shards_and_who_joins_gets_all_of_its_own() -> None:
+    """In bf16, 2 bytes of weights and 12 of the optimizer's a parameter, within the padding of the vocabulary."""
+    num = QWEN25_7B.num_parameters
+    assert bytes_of(QWEN25_7B, 1, 2, 1) == pytest.approx(12 * num / 2, rel=1e-4)
+    assert bytes_of(QWEN25_7B, 1, 1, 2) == pytest.approx(2 * num + 12 * num / 2, rel=1e-4)
+    same = Layout(tp=4, dp=2)
+    assert moved_bytes(QWEN25_7B, change_of(GPUS[:8], same, GPUS[:8], same)) == 0
+    assert moved_bytes(QWEN25_7B, change_of(GPUS[:8], same, GPUS[8:16], same)) == pytest.approx(
+        (2 * num + 12 * num / 2) / 4, rel=1e-4
+    )
+
+
+def test_what_moves_depends_on_places_and_shared_hosts_and_not_on_the_gpus_names() -> None:
+    before, after = Layout(tp=2, dp=2), Layout(tp=2, dp=4)
+    here = change_of(GPUS[:4], before, GPUS[:8], after)
+    there = change_of(GPUS[64:68], before, GPUS[64:72], after)
+    across = change_of(GPUS[4:8], before, GPUS[4:12], after)
+    assert here == there
+    assert here != across
+
+
+def test_a_reshard_that_moves_twice_the_bytes_takes_that_much_longer() -> None:
+    sizes = {"num_layers": 56, "vocab_size": 2 * 152_064, "padded_vocab_size": 2 * 152_064}
+    twice = QWEN25_7B.model_copy(update=sizes)
+    once_s, twice_s = (resized(held(model), CLUSTER[:1]) for model in (QWEN25_7B, twice))
+    transfer_s = 12 * QWEN25_7B.num_parameters / 2 / SWITCH.reshard_bytes_per_s
+    assert once_s == pytest.approx(SWITCH.reshard_setup_s + SWITCH.communicators_s + transfer_s, rel=1e-4)
+    assert twice_s - once_s == pytest.approx(transfer_s, rel=1e-4)
+
+
+def test_without_a_model_every_reshard_takes_the_published_time() -> None:
+    over = held(None)
+    assert resized(over, CLUSTER[:1]) == SWITCH.reshard_s
+    assert resized(over, CLUSTER[:2]) == pytest.approx(SWITCH.reshard_s)
+
+
+def test_communicators_are_built_once_for_a_layout_on_its_gpus_and_anew_after_a_death() -> None:
+    over = held(QWEN25_7B, (GpuFault(20.0, CLUSTER[1], back_after_s=1.0),))
+    resized(over, CLUSTER[:1])
+    growing_s = 8 * QWEN25_7B.num_parameters / SWITCH.reshard_bytes_per_s
+    assert resized(over, CLUSTER[:2]) == pytest.approx(SWITCH.reshard_setup_s + growing_s, rel=1e-4)
+    assert any(happening.what is What.TRAINER_DIED for happening in over.happenings())
+    assert resized(over, CLUSTER[:1]) == pytest.approx(SWITCH.trainer_cold_s)
+    anew_s = SWITCH.reshard_setup_s + SWITCH.communicators_s + growing_s
+    assert resized(over, CLUSTER[:2]) == pytest.approx(anew_s, rel=1e-4)
+
+
+SMALL_STEPS = ((1, 2), (2, 5), (3, 4), (3, 7), (7, 12), (8, 14), (15, 16), (16, 15), (14, 4), (4, 1))
+CASES = {
+    "7B, tp 4": (QWEN25_7B, 4, SMALL_STEPS),
+    "7B, tp 2": (QWEN25_7B, 2, ((4, 10), (6, 9), (20, 12))),
+    "32B, tp 4": (QWEN25_32B, 4, ((3, 7), (4, 10), (14, 4))),
+    "32B, tp 8": (QWEN25_32B, 8, ((1, 4), (2, 3), (8, 5))),
+}
+
+
+@pytest.mark.parametrize("told", CASES)
+def test_the_closed_form_is_within_five_percent_of_what_the_plan_moves(told: str) -> None:
+    model, tp, pairs = CASES[told]
+    costs = ReshardCosts(0.0, 0.0, 1.0, model.weight_bytes, model.optimizer_bytes, gpus_per_host=8)
+    for before, after in pairs:
+        closed = costs.busiest_bytes(np.array(float(before)), np.array(float(after)), copy_size=tp)
+        assert float(closed) == pytest.approx(bytes_of(model, tp, before, after), rel=0.05), (before, after)

@@ -1,0 +1,1 @@
+"""What no single key can be checked for: faults and warnings of a config as a whole."""

@@ -1,0 +1,57 @@
+"""What must hold between `evaluation` and the other sections: one fault a text.
+
+Invariant: a job on data names data to evaluate on, and a built-in task has held-out prompts of its own: training data
+is never evaluated on.
+"""
+
+from __future__ import annotations
+
+from tidegate.config.sections.evaluation import EvaluationSection
+from tidegate.config.sections.job import JobSections
+
+
+def evaluation_faults(config: JobSections) -> list[str]:
+    evaluation = config.evaluation
+    if evaluation is None:
+        return []
+    return [*_prompt_faults(config, evaluation), *_sampling_faults(config, evaluation)]
+
+
+def longest_evaluated(config: JobSections) -> int:
+    """Tokens of the longest response to a held-out prompt."""
+    own = config.evaluation.max_new_tokens if config.evaluation else None
+    return own or config.algorithm.max_new_tokens
+
+
+def _prompt_faults(config: JobSections, evaluation: EvaluationSection) -> list[str]:
+    if config.data is not None:
+        lacks = "evaluation.data is empty: name a file, or a folder, whose prompts are not trained on"
+        return [] if evaluation.data else [lacks]
+    faults = []
+    if evaluation.data:
+        faults.append("evaluation.data is given, and a built-in task has held-out prompts of its own: remove it")
+    if evaluation.num_prompts is None:
+        faults.append("evaluation.num_prompts is missing: a built-in task's held-out prompts have no end; set it to 64")
+    return faults
+
+
+def _sampling_faults(config: JobSections, evaluation: EvaluationSection) -> list[str]:
+    faults = []
+    num_samples, longest, limit = evaluation.samples_per_prompt, longest_evaluated(config), config.model.max_seq_len
+    if not evaluation.pass_at or max(evaluation.pass_at) > num_samples:
+        faults.append(
+            f"evaluation.pass_at={list(evaluation.pass_at)} needs numbers of 1 to evaluation.samples_per_prompt="
+            f"{num_samples}: pass@k is estimated from k responses to a prompt, or more"
+        )
+    if evaluation.temperature == 0 and num_samples > 1:
+        faults.append(
+            f"evaluation.samples_per_prompt={num_samples} with evaluation.temperature=0 makes the same response "
+            f"{num_samples} times: set the temperature to that of the training, {config.algorithm.temperature:g}, or "
+            "the samples to 1"
+        )
+    if longest >= limit:
+        faults.append(
+            f"evaluation.max_new_tokens={longest} leaves no token for the prompt: it must be less than "
+            f"model.max_seq_len={limit}"
+        )
+    return faults

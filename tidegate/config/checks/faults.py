@@ -1,0 +1,69 @@
+"""A fault that pydantic found in a config -> one line for the person who wrote it.
+
+Invariant: a line gives the dotted key, what is there or missing, and what may stand there; nobody has to know pydantic.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from pydantic import BaseModel
+
+from tidegate.config.base import section_of
+
+_LEAST_LIKENESS = 0.5
+"""Below it (difflib's ratio, 0 to 1) two words only share a few letters: naming one as nearest would mislead."""
+
+
+def described(root: type[BaseModel], fault: Any) -> str:
+    """`fault` is one of `ValidationError.errors()`, of a value that was to be a `root`."""
+    where = ".".join(str(part) for part in fault["loc"])
+    match fault["type"]:
+        case "extra_forbidden":
+            return _unknown_key(where, str(fault["loc"][-1]), _section_at(root, fault["loc"][:-1]))
+        case "missing":
+            return f"key {where!r} is missing: it has no default"
+        case "value_error":
+            return str(fault["ctx"]["error"])
+        case "model_type":
+            section = _section_at(root, fault["loc"])
+            return _no_section(where or "the config", fault["input"], f"{next(iter(section.model_fields))}:")
+        case "dict_type":
+            return _no_section(where, fault["input"], "n0: 4")
+        case "tuple_type":
+            return f"{where} must be a list such as - name: exact_match, found {fault['input']!r}"
+    return f"{where}={fault['input']!r}: {fault['msg']}{_nearest_word(fault)}"
+
+
+def _nearest_word(fault: Any) -> str:
+    """Of those that may stand there, where the text is near to one."""
+    if fault["type"] not in ("literal_error", "enum") or not isinstance(fault["input"], str):
+        return ""
+    known = re.findall(r"'([^']+)'", fault["ctx"]["expected"])
+    near = difflib.get_close_matches(fault["input"], known, n=1, cutoff=_LEAST_LIKENESS)
+    return f"; the nearest is {near[0]!r}" if near else ""
+
+
+def _unknown_key(where: str, name: str, section: type[BaseModel]) -> str:
+    known = sorted(section.model_fields)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_LEAST_LIKENESS)
+    hint = f"; the nearest known key is {near[0]!r}" if near else ""
+    return f"unknown key {where!r}{hint} (known here: {', '.join(known)})"
+
+
+def _no_section(where: str, value: object, example: str) -> str:
+    found = "nothing" if value is None else repr(value)
+    return f"{where} must hold keys and values such as {example}, found {found}"
+
+
+def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    section = root
+    for part in path:
+        # A number is a place in a list, whose items are of the section found already.
+        if isinstance(part, str):
+            found = section_of(section.model_fields[part].annotation)
+            assert found is not None, f"{path} is not a section"
+            section = found
+    return section

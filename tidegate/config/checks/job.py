@@ -1,0 +1,229 @@
+"""What must hold between the sections of a job's config: each `*_faults` names every fault of its kind, one a text.
+
+GPUs exist and are named once, layouts fit their GPUs, minibatches divide into groups, times and batches fit each other.
+`config_warnings` names what is allowed and seldom meant, once there is no fault.
+Invariant: a text gives the key, the numbers and the remedy; an empty list is a config without fault.
+"""
+
+from __future__ import annotations
+
+from tidegate.config.checks.lr import lr_warnings
+from tidegate.config.gpu_lists import gpu_indices, list_fault
+from tidegate.config.sections.job import JobSections
+from tidegate.megatron.packing import TokenCap
+from tidegate.types import Role, job_id
+
+MAX_RUNNING_REQUESTS = 256
+"""Of an embedded engine: the largest batch whose rows are tried to repeat bit for bit (its `probe`)."""
+
+
+def job_faults(config: JobSections) -> list[str]:
+    faults = []
+    for name, value in [("job", config.job), *(("node", node) for node in config.cluster.nodes)]:
+        try:
+            job_id(value)
+        except ValueError as error:
+            faults.append(str(error).replace("job name", f"{name} name"))
+    return faults
+
+
+def model_faults(config: JobSections) -> list[str]:
+    """Of a shape that is named, and of one that is named beside a checkpoint's."""
+    model = config.model
+    fields = type(model).model_fields
+    sizes = [name for name, field in fields.items() if name != "path" and field.default is None]
+    if model.path:
+        shape = [*sizes, "rope_theta", "rms_norm_eps", "tied_embeddings"]
+        given = [f"model.{name}" for name in shape if getattr(model, name) != fields[name].default]
+        remedy = "leave them out, or the path, for a model drawn at random"
+        return [f"model.path says the shape, and so do {', '.join(given)}: {remedy}"] if given else []
+    if missing := [f"model.{name}" for name in sizes if getattr(model, name) is None]:
+        return [f"{', '.join(missing)} missing: name the whole shape, or a checkpoint's folder by model.path"]
+    try:
+        config.model.shape(vocab_size=1)
+    except ValueError as error:
+        # Of a shape it says "model num_layers=0": here it is a key of the config.
+        return [str(error).replace("model ", "model.", 1)]
+    return []
+
+
+def placement_faults(config: JobSections) -> list[str]:
+    faults: list[str] = []
+    num_gpus = len(config.cluster.gpus())
+    holder: dict[int, str] = {}
+    for role in Role:
+        key = f"cluster.component_placement.{role}"
+        try:
+            indices = gpu_indices(getattr(config.cluster.component_placement, role.value))
+        except ValueError as error:
+            faults.append(f"{key}: {error}")
+            continue
+        fault = list_fault(key, indices, own=str(role), num_gpus=num_gpus, holder=holder)
+        if fault is None and role is not Role.ROLLOUT:
+            fault = _layout_fault(config, role, len(indices))
+        faults += [fault] if fault else []
+        holder = dict.fromkeys(indices, str(role)) | holder
+    return faults + _standby_faults(config, holder) + _shards_faults(config)
+
+
+def _standby_faults(config: JobSections, holder: dict[int, str]) -> list[str]:
+    text, num_gpus = config.actor.standby, len(config.cluster.gpus())
+    try:
+        indices = gpu_indices(text) if text else []
+    except ValueError as error:
+        return [f"actor.standby: {error}"]
+    faults = [f"actor.standby names a GPU twice: {text}"] if len(set(indices)) < len(indices) else []
+    fault = list_fault("actor.standby", sorted(set(indices)), own="actor", num_gpus=num_gpus, holder=holder)
+    return [*faults, fault] if fault else faults
+
+
+def _shards_faults(config: JobSections) -> list[str]:
+    num_shards, dp = config.actor.num_logical_shards, config.actor.layout.dp
+    if num_shards is None or (num_shards.bit_count() == 1 and num_shards % dp == 0):
+        return []
+    return [
+        f"actor.num_logical_shards={num_shards} must be a power of two that every dp of the actor divides, and "
+        f"actor.layout.dp is {dp}: set it to one such as 8, and dp to a power of two up to it"
+    ]
+
+
+def _layout_fault(config: JobSections, role: Role, num_gpus: int) -> str | None:
+    layout = config.layout(role)
+    if layout.num_ranks == num_gpus:
+        return None
+    model_ranks = layout.tp * layout.pp
+    legal = (
+        f"with tp={layout.tp} pp={layout.pp} use dp={num_gpus // model_ranks}"
+        if num_gpus % model_ranks == 0 and num_gpus
+        else f"tp * pp = {model_ranks} does not divide {num_gpus}"
+    )
+    return (
+        f"{role}.layout: tp * pp * dp = {layout.tp} * {layout.pp} * {layout.dp} = {layout.num_ranks} ranks, but "
+        f"cluster.component_placement.{role} gives {num_gpus} GPUs; {legal}"
+    )
+
+
+def algorithm_faults(config: JobSections) -> list[str]:
+    faults = []
+    algorithm = config.algorithm
+    if algorithm.prompts_per_iteration % algorithm.n_minibatches:
+        legal = [n for n in range(1, algorithm.prompts_per_iteration + 1) if algorithm.prompts_per_iteration % n == 0]
+        faults.append(
+            f"algorithm.n_minibatches={algorithm.n_minibatches} does not divide prompts_per_iteration="
+            f"{algorithm.prompts_per_iteration}; legal: {', '.join(map(str, legal))}"
+        )
+    if algorithm.max_new_tokens >= config.model.max_seq_len:
+        faults.append(
+            f"algorithm.max_new_tokens={algorithm.max_new_tokens} leaves no room for a prompt in "
+            f"model.max_seq_len={config.model.max_seq_len}: raise the one or lower the other"
+        )
+    if algorithm.max_extra_prompts and not algorithm.filter_zero_std:
+        faults.append(
+            f"algorithm.max_extra_prompts={algorithm.max_extra_prompts} replaces groups that filter_zero_std drops, "
+            "and filter_zero_std is false: set it to true, or max_extra_prompts to 0"
+        )
+    if algorithm.filter_zero_std and algorithm.group_size == 1:
+        faults.append(
+            "algorithm.filter_zero_std=true drops every group of group_size=1, whose one reward has no spread: raise "
+            "group_size to 2 or more"
+        )
+    if config.runtime.lead_ttl_s > config.runtime.lease_ttl_s:
+        faults.append(
+            f"runtime.lead_ttl_s={config.runtime.lead_ttl_s} is longer than lease_ttl_s={config.runtime.lease_ttl_s}: "
+            "an instance would lead after its lease is gone"
+        )
+    return faults
+
+
+def microbatch_faults(config: JobSections) -> list[str]:
+    """Of how the actor cuts minibatches."""
+    actor, longest = config.actor, config.model.max_seq_len
+    max_tokens, refuses = actor.max_tokens_per_microbatch, actor.oversize_samples == "refuse"
+    faults = []
+    if actor.packing == "thd" and config.cluster.device == "cpu":
+        faults.append(
+            "actor.packing=thd runs in the attention of Transformer Engine, which needs CUDA, and cluster.device is "
+            "cpu: set packing to padded"
+        )
+    if max_tokens is None:
+        if refuses:
+            faults.append(
+                "actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too"
+            )
+        if actor.packing == "thd":
+            faults.append("actor.packing=thd is of what actor.max_tokens_per_microbatch packs: set that too")
+        return faults
+    if actor.micro_batch_size != (default := type(actor).model_fields["micro_batch_size"].default):
+        faults.append(
+            f"actor.micro_batch_size={actor.micro_batch_size} counts sequences and max_tokens_per_microbatch="
+            f"{max_tokens} tokens: give one of them (the first is {default} where it is not given)"
+        )
+    if refuses and (needed := TokenCap(max_tokens).row_length(longest)) > max_tokens:
+        faults.append(
+            f"actor.max_tokens_per_microbatch={max_tokens} is less than the {needed} positions of a sample of "
+            f"model.max_seq_len={longest}, at which oversize_samples: refuse would end the job: raise it to {needed}, "
+            "or set oversize_samples to alone"
+        )
+    return faults
+
+
+def rollout_faults(config: JobSections) -> list[str]:
+    faults = []
+    rollout, deadline_s = config.rollout, config.runtime.command_deadline_s
+    if rollout.engine == "embedded" and rollout.max_running_requests > MAX_RUNNING_REQUESTS:
+        faults.append(
+            f"rollout.max_running_requests={rollout.max_running_requests} is more than an embedded engine generates at "
+            f"once: lower it to {MAX_RUNNING_REQUESTS} or less, and give the rollout more GPUs for more"
+        )
+    if rollout.engine == "sglang" and not rollout.sglang.python:
+        faults.append(
+            "rollout.engine=sglang needs rollout.sglang.python, the interpreter of an environment with SGLang, such as "
+            ".venv-sglang/bin/python (`make .venv-sglang` makes it)"
+        )
+    start_s = rollout.sglang.start_timeout_s
+    if rollout.engine == "sglang" and start_s >= deadline_s:
+        faults.append(
+            f"rollout.sglang.start_timeout_s={start_s:g} is not below runtime.command_deadline_s={deadline_s:g}, of "
+            "the command that starts the server: lower the one or raise the other"
+        )
+    return faults
+
+
+def config_warnings(config: JobSections) -> tuple[str, ...]:
+    """Of a config without fault."""
+    warnings = lr_warnings(config)
+    if config.algorithm.top_p != 1:
+        warnings.append(
+            f"algorithm.top_p={config.algorithm.top_p:g}: responses are drawn from the likeliest tokens only, while "
+            "all log-probabilities are of the whole distribution, so that the update is biased; set it to 1 for GRPO "
+            "as published"
+        )
+    if config.algorithm.importance_cap is not None and config.algorithm.old_logprobs == "engine":
+        warnings.append(
+            f"algorithm.importance_cap={config.algorithm.importance_cap:g} corrects nothing with old_logprobs: engine, "
+            "whose ratio is to the engine's own log-probabilities already; set old_logprobs to trainer, or the cap to "
+            "null"
+        )
+    if config.actor.warm_up.steps == 0 and not (config.model.path or config.model.torch_dist):
+        remedy = "" if config.task is None else "set it to 200 or so, as examples/grpo.yaml does, or "
+        warnings.append(
+            "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; it learns only "
+            f"where random responses earn some reward; {remedy}name a checkpoint by model.path"
+        )
+    if config.rollout.engine == "sglang" and config.cluster.device == "cpu":
+        warnings.append(
+            "rollout.engine=sglang draws without seeds on a CPU: another run of this job draws other responses; set it "
+            "to embedded for runs that repeat"
+        )
+    if idle := _unused_gpus(config):
+        warnings.append(
+            f"cluster.component_placement leaves {len(idle)} of {len(config.cluster.gpus())} GPUs to no component: "
+            f"{', '.join(idle)}; give them to one, or lower cluster.nodes"
+        )
+    return tuple(warnings)
+
+
+def _unused_gpus(config: JobSections) -> list[str]:
+    """Each as its index, as the placement counts, and its name."""
+    used = {gpu for role in Role for gpu in config.placement(role)} | set(config.standby())
+    return [f"{index} ({gpu})" for index, gpu in enumerate(config.cluster.gpus()) if gpu not in used]

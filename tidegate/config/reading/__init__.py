@@ -1,0 +1,1 @@
+"""From YAML files and `key=value` words to the values of a config, each with its origin."""

@@ -1,0 +1,266 @@
+"""The config's sections on where a job runs and what it computes, and `JobSections`: all of them as one value.
+
+`JobSections` has the fields and what follows from them alone, so that checks know its type; `JobConfig` is the same,
+checked.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tidegate.config.base import ConfigPath, Count, GpuList, Nodes, NonNegativeFloat, Positive, PositiveFloat
+from tidegate.config.base import Section as _Section
+from tidegate.config.gpu_lists import gpu_indices
+from tidegate.config.sections.costs import AssumptionsSection
+from tidegate.config.sections.data import DataSection, RewardSection
+from tidegate.config.sections.evaluation import EvaluationSection
+from tidegate.config.sections.lr import LrScheduleSection
+from tidegate.config.sections.record import SamplesSection, TrackingSection
+from tidegate.config.sections.scheduler import SchedulerSection
+from tidegate.megatron.packing import PAD_MULTIPLE
+from tidegate.model_config import ModelConfig
+from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
+
+
+class LayoutSection(_Section):
+    """Axis sizes; the product tp * pp * dp is the component's number of GPUs."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    dp: Positive = 1
+
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp)
+
+
+class PlacementSection(_Section):
+    """Which GPUs each component has, counted over the nodes in order: `0-3`, `0,2,5`, `4`."""
+
+    actor: GpuList
+    rollout: GpuList
+    inference: GpuList
+
+
+class ClusterSection(_Section):
+    """Nodes, in order, with their number of GPU slots; on `cpu` a slot is a process."""
+
+    nodes: Nodes
+    device: Literal["cpu", "cuda"] = "cpu"
+    component_placement: PlacementSection
+
+    def gpus(self) -> tuple[GpuId, ...]:
+        return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))
+
+
+class ModelSection(_Section):
+    """A checkpoint, or a shape of a Llama, drawn at random, whose vocabulary is the tokenizer's."""
+
+    num_layers: Positive | None = None
+    hidden_size: Positive | None = None
+    ffn_hidden_size: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    max_seq_len: Positive
+    rope_theta: PositiveFloat = 10_000.0
+    rms_norm_eps: PositiveFloat = 1e-5
+    tied_embeddings: bool = True
+    path: ConfigPath = ""
+    """Folder of a Hugging Face checkpoint, relative to the config's folder; the shape is the checkpoint's then."""
+    torch_dist: ConfigPath = ""
+    """Folder of one saved iteration of Megatron's, relative to the config's folder: the weights, of the same shape."""
+    tokenizer: ConfigPath = ""
+    """Path of a `tokenizer.json`, relative to the config's folder; empty takes the checkpoint's, or makes one from the
+    task's words."""
+
+    def shape(self, vocab_size: int) -> ModelConfig:
+        """Of a model that is no checkpoint's."""
+        fields = self.model_dump(exclude={"path", "torch_dist", "tokenizer"})
+        return ModelConfig(vocab_size=vocab_size, **fields)
+
+
+class TaskSection(_Section):
+    """A built-in task to train on; `data` and `rewards` stand in its place for prompts of one's own."""
+
+    name: str
+
+
+class AlgorithmSection(_Section):
+    """GRPO. One iteration samples `prompts_per_iteration * group_size` responses and makes `n_minibatches` updates."""
+
+    iterations: Positive
+    prompts_per_iteration: Positive
+    group_size: Positive
+    n_minibatches: Positive = 1
+    minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Positive
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    kl_coefficient: NonNegativeFloat = 0.0
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    normalize_std: bool = True
+    mask_truncated: bool = False
+    filter_zero_std: bool = False
+    max_extra_prompts: Count = 0
+    """Which an iteration may take to replace the groups that `filter_zero_std` drops."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    importance_cap: PositiveFloat | None = None
+    """Truncates the trainer/engine importance weights; null leaves the correction off."""
+
+
+class WarmUpSection(_Section):
+    """Supervised training on the task's demonstrations before iteration 0; 0 steps leaves it out."""
+
+    steps: Count = 0
+    batch_size: Positive = 64
+    learning_rate: PositiveFloat = 1e-3
+
+
+class ActorSection(_Section):
+    """Training."""
+
+    layout: LayoutSection = LayoutSection()
+    standby: GpuList = ""
+    """GPUs that it may get while it works, besides those it is placed on; written as the placement is."""
+    standby_memory_mib: Positive = 2048
+    """Of the process that stands by on a slot for the actor; one that takes more is ended, and its slot starts cold."""
+    precision: Precision = Precision.FP32
+    """Of the weights, in training, in snapshots and in the inference, whose log-probabilities are to be the actor's."""
+    recompute: Recompute = Recompute.NONE
+    num_logical_shards: Positive | None = None
+    """A power of two that every dp divides: updates then have the same bits for every dp and pp."""
+    copies: Literal["nowhere", "node", "peer"] = "nowhere"
+    """Where each rank's two last states are kept besides the one that is trained; with `peer`, by another rank too."""
+    learning_rate: PositiveFloat
+    lr_warm_up_samples: Count = 0
+    lr_schedule: LrScheduleSection = LrScheduleSection()
+    weight_decay: NonNegativeFloat = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_epsilon: PositiveFloat = 1e-8
+    clip_grad: PositiveFloat = 1.0
+    micro_batch_size: Positive = 16
+    max_tokens_per_microbatch: Annotated[int, Field(ge=PAD_MULTIPLE)] | None = None
+    """In place of `micro_batch_size`: positions of a micro-batch, padding included."""
+    oversize_samples: Literal["alone", "refuse"] = "alone"
+    """Of a sample that is longer than that: it has a micro-batch of its own, or the job does not start."""
+    packing: Literal["padded", "thd"] = "padded"
+    """How the model is given a micro-batch under that cap: as rows, or as sequences one after the other."""
+    max_skipped_updates: Count = 3
+    """Consecutive updates with a non-finite gradient that are skipped; one more ends the job."""
+    warm_up: WarmUpSection = WarmUpSection()
+
+
+class SglangSection(_Section):
+    """A real SGLang server for each engine, in an environment of its own."""
+
+    python: ConfigPath = ""
+    """Its environment's interpreter, relative to the config's folder; engine: sglang needs it."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    start_timeout_s: PositiveFloat = 110.0
+    """Of a server's start, which a command waits for: below runtime.command_deadline_s."""
+
+
+class RolloutSection(_Section):
+    """Generation; one engine a GPU."""
+
+    max_running_requests: Positive = 32
+    num_reward_workers: Positive = 2
+    """Processes that run the rewards of `data`; a built-in task's need none."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SglangSection = SglangSection()
+
+
+class InferenceSection(_Section):
+    """Log-probabilities."""
+
+    layout: LayoutSection = LayoutSection()
+    max_tokens_per_microbatch: Positive = 4096
+
+
+class CheckpointSection(_Section):
+    """A checkpoint every `every` iterations; the newest `keep` stay."""
+
+    every: Positive = 1
+    keep: Positive = 2
+    export: bool = False
+    """The final weights as a Hugging Face checkpoint, in the job's folder."""
+
+
+class RuntimeSection(_Section):
+    """Times and bounds of the machinery."""
+
+    lease_ttl_s: PositiveFloat = 20.0
+    lead_ttl_s: PositiveFloat = 10.0
+    ack_wait_s: PositiveFloat = 30.0
+    command_deadline_s: PositiveFloat = 120.0
+    work_timeout_s: PositiveFloat = 3600.0
+    """Of one call that warms up, trains, generates or scores. A worker's death is noticed at once, whatever this is."""
+    collective_timeout_s: PositiveFloat = 60.0
+    max_deliveries: Positive = 8
+    max_actor_restarts: Count = 3
+    host_memory_root: str = "/dev/shm"
+    """Where snapshots of weights live, in memory; a folder of the job's own is made in it."""
+    events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
+    """Some 200 bytes an event, most of them progress: half a million of them. Reserved on the disk of NATS."""
+    samples_max_bytes: Positive = 2 * 2**30
+    """Of all samples since the last checkpoint, generated and scored."""
+    dead_max_bytes: Positive = 256 * 2**20
+
+
+class ServersSection(_Section):
+    """URLs of real servers; empty starts embedded ones on free loopback ports."""
+
+    nats_url: str = ""
+    redis_url: str = ""
+
+
+class JobSections(_Section):
+    """All of a job's keys."""
+
+    job: str
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    output_dir: str = "jobs"
+    cluster: ClusterSection
+    model: ModelSection
+    task: TaskSection | None = None
+    data: DataSection | None = None
+    rewards: tuple[RewardSection, ...] = ()
+    algorithm: AlgorithmSection
+    actor: ActorSection
+    rollout: RolloutSection = RolloutSection()
+    inference: InferenceSection = InferenceSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    assumptions: AssumptionsSection = AssumptionsSection()
+    evaluation: EvaluationSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    samples: SamplesSection = SamplesSection()
+    tracking: TrackingSection = TrackingSection()
+    runtime: RuntimeSection = RuntimeSection()
+    servers: ServersSection = ServersSection()
+
+    def placement(self, role: Role) -> tuple[GpuId, ...]:
+        """The role's GPUs in rank order."""
+        text = getattr(self.cluster.component_placement, role.value)
+        return tuple(self.cluster.gpus()[index] for index in gpu_indices(text))
+
+    def standby(self) -> tuple[GpuId, ...]:
+        """GPUs that the actor may get besides those it is placed on."""
+        text = self.actor.standby
+        return tuple(self.cluster.gpus()[index] for index in gpu_indices(text)) if text else ()
+
+    def layout(self, role: Role) -> Layout:
+        """The role's layout; the rollout's is one engine a GPU."""
+        match role:
+            case Role.ACTOR:
+                return self.actor.layout.layout()
+            case Role.INFERENCE:
+                return self.inference.layout.layout()
+            case Role.ROLLOUT:
+                return Layout(dp=len(self.placement(role)))

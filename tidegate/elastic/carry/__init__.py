@@ -1,0 +1,1 @@
+"""Transports: what carries out a plan between the tensors of two layouts."""

@@ -1,0 +1,267 @@
+"""Whether the target holds what the source held: every rank sums its tensors, and all compare the same sums.
+
+- `full`: all that is held before and after. Ranks that hold one region have one sum, and so do the pipeline stages
+  that hold copies of one tensor; a tensor's regions add up to its sum, which is the same at both ends.
+- `new`: only what came from other ranks, as its sender and as its receiver have it. Cheaper, and blind to what a rank
+  copied at home.
+- `off`: nothing.
+A source rank that is gone has sums only if somebody makes them of what it left; without, a stage of it that is not
+whole is not compared, and a tensor that no stage of the source has whole is named in the certificate.
+Invariants: the outcome is a function of the sums alone, so that all who have them decide alike; no sum travels as
+anything but plain integers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from tidegate.elastic.check.sums import WeightedSums
+from tidegate.elastic.model.tensors import TensorKey, Tensors
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.plan import Holding, Part, RegionCopy
+from tidegate.elastic.plan.regions import Block
+
+_KINDS = tuple(StateKind)
+_HEAD = struct.Struct("<3Q4I")
+_ENTRY = struct.Struct("<HBQQQ")
+_RANK = struct.Struct("<qQ")
+
+
+class Level(StrEnum):
+    OFF = "off"
+    NEW = "new"
+    FULL = "full"
+
+
+class CertificateMismatch(RuntimeError):
+    """The target does not hold what the source holds; nothing was switched."""
+
+
+class RegionSum(NamedTuple):
+    name: str
+    kind: StateKind
+    region: int
+    """Of what is held: a digest of its boxes. Of what travels: the rank at the other end."""
+    num_elements: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankSums:
+    """One rank's, of its part."""
+
+    wanted_bytes: int = 0
+    local_bytes: int = 0
+    received_bytes: int = 0
+    held: tuple[RegionSum, ...] = ()
+    wanted: tuple[RegionSum, ...] = ()
+    sent: tuple[RegionSum, ...] = ()
+    received: tuple[RegionSum, ...] = ()
+
+    def encode(self) -> bytes:
+        lists = (self.held, self.wanted, self.sent, self.received)
+        encoded = [_HEAD.pack(self.wanted_bytes, self.local_bytes, self.received_bytes, *map(len, lists))]
+        for name, kind, region, num_elements, total in (entry for entries in lists for entry in entries):
+            text = name.encode()
+            encoded += [_ENTRY.pack(len(text), _KINDS.index(kind), region, num_elements, total), text]
+        return b"".join(encoded)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> RankSums:
+        wanted_bytes, local_bytes, received_bytes, *lengths = _HEAD.unpack_from(payload)
+        at, lists = _HEAD.size, []
+        for length in lengths:
+            entries = []
+            for _ in range(length):
+                size, kind, region, num_elements, total = _ENTRY.unpack_from(payload, at)
+                at += _ENTRY.size + size
+                entries.append(RegionSum(payload[at - size : at].decode(), _KINDS[kind], region, num_elements, total))
+            lists.append(tuple(entries))
+        return cls(wanted_bytes, local_bytes, received_bytes, *lists)
+
+
+def encode_all(sums: Mapping[int, RankSums]) -> bytes:
+    """By rank: of one that a member stands in for, too."""
+    payloads = {rank: of.encode() for rank, of in sums.items()}
+    return b"".join(_RANK.pack(rank, len(payload)) + payload for rank, payload in payloads.items())
+
+
+def decode_all(payload: bytes) -> dict[int, RankSums]:
+    """Inverse of `encode_all`."""
+    found, at = {}, 0
+    while at < len(payload):
+        rank, size = _RANK.unpack_from(payload, at)
+        at += _RANK.size + size
+        found[rank] = RankSums.decode(payload[at - size : at])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What all ranks have found in common."""
+
+    digest: str
+    """Of the logical tensors' sums, the same in every layout; of what travelled with `new`; empty with `off`."""
+    moved_bytes: int
+    """Received from other ranks."""
+    minimum_bytes: int
+    """What the target's ranks want and did not hold."""
+    local_bytes: int
+    unchecked: tuple[TensorKey, ...] = ()
+    """Tensors, or parts of them, of which nobody had the source's sums."""
+
+
+def sum_part(level: Level, part: Part, sources: Tensors, targets: Tensors) -> RankSums:
+    """After the transfer. Where a rank that is gone left its tensors, `sources` may be those, with its part."""
+    sums = WeightedSums()
+    wanted_bytes = sum(block.num_elements * holding.itemsize for holding in part.wanted for block in holding.blocks)
+    local_bytes = sum(copy.size_bytes for copy in part.local)
+    counted = wanted_bytes, local_bytes, part.received_bytes
+    match level:
+        case Level.OFF:
+            return RankSums(*counted)
+        case Level.NEW:
+            sent = _travelling(sums, sources, part.sends, is_sent=True)
+            received = _travelling(sums, targets, part.receives, is_sent=False)
+            return RankSums(*counted, sent=sent, received=received)
+        case Level.FULL:
+            held = tuple(_held(sums, sources, holding) for holding in part.held)
+            wanted = tuple(_held(sums, targets, holding) for holding in part.wanted)
+            return RankSums(*counted, held=held, wanted=wanted)
+
+
+def certify(level: Level, sums: Mapping[int, RankSums], source: Mesh, target: Mesh) -> Certificate:
+    """By world rank: of all target ranks, and of the source ranks that are there. Raises CertificateMismatch."""
+    found: Mapping[tuple[object, ...], int] = {}
+    unchecked: tuple[TensorKey, ...] = ()
+    if level is Level.NEW:
+        found, unchecked = _compare_travelling(sums, target)
+    elif level is Level.FULL:
+        found, unchecked = _compare_held(sums, source, target)
+    return Certificate(
+        digest=_digest(found) if level is not Level.OFF else "",
+        moved_bytes=sum(of.received_bytes for of in sums.values()),
+        minimum_bytes=sum(sums[rank].wanted_bytes - sums[rank].local_bytes for rank in target.ranks),
+        local_bytes=sum(of.local_bytes for of in sums.values()),
+        unchecked=unchecked,
+    )
+
+
+def _held(sums: WeightedSums, tensors: Tensors, holding: Holding) -> RegionSum:
+    boxes = sorted((block.row, block.col, block.rows, block.cols) for block in holding.blocks)
+    region = int.from_bytes(hashlib.blake2b(repr(boxes).encode(), digest_size=8).digest())
+    num_elements = sum(block.num_elements for block in holding.blocks)
+    total = sums.of(tensors[holding.name, holding.kind], holding.blocks)
+    return RegionSum(holding.name, holding.kind, region, num_elements, total)
+
+
+def _travelling(
+    sums: WeightedSums, tensors: Tensors, copies: Iterable[RegionCopy], *, is_sent: bool
+) -> tuple[RegionSum, ...]:
+    """One sum for each tensor and other end."""
+    found: defaultdict[tuple[str, StateKind, int], list[Block]] = defaultdict(list)
+    for copy in copies:
+        other = copy.target_rank if is_sent else copy.source_rank
+        offset, stride = (
+            (copy.source_offset, copy.source_stride) if is_sent else (copy.target_offset, copy.target_stride)
+        )
+        found[copy.name, copy.kind, other].append(Block(copy.row, copy.col, copy.rows, copy.cols, offset, stride))
+    return tuple(
+        RegionSum(name, kind, other, sum(block.num_elements for block in blocks), sums.of(tensors[name, kind], blocks))
+        for (name, kind, other), blocks in found.items()
+    )
+
+
+def _compare_travelling(
+    sums: Mapping[int, RankSums], target: Mesh
+) -> tuple[Mapping[tuple[object, ...], int], tuple[TensorKey, ...]]:
+    sent = {(entry.name, entry.kind, rank, entry.region): entry.total for rank, of in sums.items() for entry in of.sent}
+    found: dict[tuple[object, ...], int] = {}
+    unchecked: set[TensorKey] = set()
+    for rank in target.ranks:
+        for entry in sums[rank].received:
+            key = (entry.name, entry.kind, entry.region, rank)
+            if entry.region not in sums:
+                unchecked.add((entry.name, entry.kind))
+            elif sent.get(key) != entry.total:
+                raise CertificateMismatch(
+                    f"{entry.name} {entry.kind}: rank {entry.region} sent {entry.num_elements} elements to rank {rank} "
+                    f"with the sum {sent.get(key)}, which there is {entry.total}; the old layout stays"
+                )
+            found[key] = entry.total
+    return found, tuple(sorted(unchecked))
+
+
+class _Reading(NamedTuple):
+    """A tensor as the ranks of one pipeline stage hold it together."""
+
+    num_elements: int
+    total: int
+    ranks: tuple[int, ...]
+
+
+def _compare_held(
+    sums: Mapping[int, RankSums], source: Mesh, target: Mesh
+) -> tuple[Mapping[tuple[object, ...], int], tuple[TensorKey, ...]]:
+    before = _readings({rank: sums[rank].held for rank in source.ranks if rank in sums}, source)
+    after = _readings({rank: sums[rank].wanted for rank in target.ranks}, target)
+    is_complete = all(rank in sums for rank in source.ranks)
+    found: dict[tuple[object, ...], int] = {}
+    unchecked: list[TensorKey] = []
+    for key, (want, *others) in after.items():
+        # Some of a stage's ranks may be gone; the target is always whole.
+        held = [reading for reading in before.get(key, []) if is_complete or reading.num_elements == want.num_elements]
+        if not held and not is_complete:
+            unchecked.append(key)
+        elif not held:
+            raise CertificateMismatch(f"{key[0]} {key[1]}: ranks {want.ranks} hold it, and no rank of the source did")
+        for reading in (*held, *others):
+            if reading[:2] != want[:2]:
+                raise CertificateMismatch(
+                    f"{key[0]} {key[1]}: target ranks {want.ranks} hold {want.num_elements} elements with the sum "
+                    f"{want.total}, and ranks {reading.ranks} {reading.num_elements} with {reading.total}; the old "
+                    "layout stays"
+                )
+        found[key] = want.total
+    return found, tuple(unchecked)
+
+
+def _readings(sums: Mapping[int, tuple[RegionSum, ...]], mesh: Mesh) -> dict[TensorKey, list[_Reading]]:
+    """Of each tensor, stage by stage. Raises CertificateMismatch where two ranks have two sums of one region."""
+    regions: dict[TensorKey, dict[int, dict[int, tuple[RegionSum, list[int]]]]] = {}
+    stages = {rank: index // mesh.num_stage_ranks for index, rank in enumerate(mesh.ranks)}
+    for rank in sorted(sums):
+        for entry in sums[rank]:
+            of_stage = regions.setdefault((entry.name, entry.kind), {}).setdefault(stages[rank], {})
+            first, ranks = of_stage.setdefault(entry.region, (entry, []))
+            if first != entry:
+                raise CertificateMismatch(
+                    f"{entry.name} {entry.kind}: ranks {ranks[0]} and {rank} hold the same {entry.num_elements} "
+                    f"elements with the sums {first.total} and {entry.total}; the old layout stays"
+                )
+            ranks.append(rank)
+    return {
+        key: [
+            _Reading(
+                sum(entry.num_elements for entry, _ in of_stage.values()),
+                sum(entry.total for entry, _ in of_stage.values()) % 2**64,
+                tuple(sorted(rank for _, ranks in of_stage.values() for rank in ranks)),
+            )
+            for _, of_stage in sorted(by_stage.items())
+        ]
+        for key, by_stage in regions.items()
+    }
+
+
+def _digest(found: Mapping[tuple[object, ...], int]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(found, key=str):
+        digest.update(f"{' '.join(map(str, key))}={found[key]}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Membership epochs: which processes belong together, how they meet, decide and part."""

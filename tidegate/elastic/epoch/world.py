@@ -1,0 +1,264 @@
+"""The processes of one membership epoch: their torch WORLD, the groups among them, and its end, orderly or not.
+
+A membership is an epoch's number and the ids of its members; torch's rank is the index among them. Every key in the
+store begins with the epoch, so that an epoch never meets what an older one left; numbers are never used twice.
+Groups are cached by their ordered tuple of members (one backend a world); a role whose tuple equals another's shares
+its group, whatever layout asks. Only members make a group, which waits for all of them: `prepare` therefore makes them
+in one order that all ranks share, by which some group can always be completed, and must be called by every member of
+the epoch, those in no group too, in one sequence. From that sequence alone each rank derives which groups are dropped.
+Invariants: a member id has one place; no group of the list just prepared is dropped; after `leave` this process has no
+open connection of the epoch, whoever still holds a group of it, and may join the next. Not safe for several threads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from tidegate.elastic.epoch.connections import listening, shut
+from tidegate.elastic.epoch.epoch_store import EpochStore
+from tidegate.elastic.epoch.rendezvous import use_interface
+
+MAX_GROUPS = 64
+"""Of one rank. With gloo, one of n members costs each n + 3 descriptors and 3 threads; the usual limit is 1,024."""
+
+
+class PeerLost(RuntimeError):
+    """A collective or transfer failed because a peer is gone or too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    epoch: int
+    members: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.members or len(set(self.members)) != len(self.members):
+            raise ValueError(
+                f"epoch {self.epoch} names members {self.members}; it needs one member or more, each of them once"
+            )
+
+
+def epoch_prefix(epoch: int) -> str:
+    """Of all keys of an epoch in the members' store."""
+    return f"epoch/{epoch}"
+
+
+@contextmanager
+def peers_needed(what: str) -> Iterator[None]:
+    """Raise PeerLost for what torch raises when a peer is gone; other errors pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no exception type of its own; its messages begin with the path of its source file.
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
+            raise PeerLost(
+                f"{what}: a peer is gone or too late: {error}; leave(abort=True) and join the next"
+            ) from error
+        raise
+
+
+def surplus(
+    recency: Iterable[tuple[int, ...]], *, keep: frozenset[tuple[int, ...]], bound: int
+) -> list[tuple[int, ...]]:
+    """Of groups, least recently used first, those to drop so that no member is in more than `bound`, `keep` aside."""
+    groups = list(recency)
+    counts = Counter(member for group in groups for member in group)
+    dropped = []
+    for group in groups:
+        if group not in keep and any(counts[member] > bound for member in group):
+            dropped.append(group)
+            counts.subtract(group)
+    return dropped
+
+
+class World:
+    """This process's part in a membership epoch; made by `join`."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        me: int,
+        store: Store,
+        device: torch.device,
+        timeout_s: float,
+        max_groups: int,
+    ) -> None:
+        self.membership = membership
+        self.me = me
+        # Torch knows only the C++ part of a store of ours, which does nothing without this one.
+        self._epoch_store = EpochStore(store, membership.epoch, timeout_s=timeout_s)
+        self.store = PrefixStore(epoch_prefix(membership.epoch), self._epoch_store)
+        self.device = device
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._timeout = timedelta(seconds=timeout_s)
+        self._max_groups = max_groups
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._addresses: dict[tuple[int, ...], frozenset[str]] = {}
+        self._recency: dict[tuple[int, ...], None] = {}
+        self._made: Counter[tuple[int, ...]] = Counter()
+
+    @classmethod
+    def join(
+        cls,
+        membership: Membership,
+        *,
+        me: int,
+        store: Store,
+        device: torch.device,
+        timeout_s: float,
+        interface: str = "lo",
+        max_groups: int = MAX_GROUPS,
+    ) -> World:
+        """Meet all members. PeerLost when one does not come in time; the process may then join a later epoch."""
+        if me not in membership.members:
+            raise ValueError(f"member {me} cannot join epoch {membership.epoch}: its members are {membership.members}")
+        world = cls(membership, me=me, store=store, device=device, timeout_s=timeout_s, max_groups=max_groups)
+        use_interface(interface)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        world._meet()
+        return world
+
+    def group(self, members: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of these members in this order, one of which asks; all must ask if it is not there yet."""
+        if members not in self._groups:
+            self._make(members)
+        return self._groups[members]
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Have this rank's among these groups ready. Called by every member of the epoch with the same groups."""
+        wanted = sorted({group for group in groups if group != self.membership.members})
+        for group in wanted:
+            self._recency.pop(group, None)
+            self._recency[group] = None
+        for group in surplus(self._recency, keep=frozenset(wanted), bound=self._max_groups):
+            del self._recency[group]
+            self._drop(group)
+        for group in wanted:
+            if self.me in group:
+                self.group(group)
+
+    def is_prepared(self, groups: Iterable[tuple[int, ...]]) -> bool:
+        """Whether all of these are cached; the same on every member of the epoch."""
+        return all(group in self._recency or group == self.membership.members for group in groups)
+
+    def gather(self, members: tuple[int, ...], payload: bytes) -> dict[int, bytes]:
+        """Each member's payload, by member."""
+        group = self.group(members)
+        with peers_needed(f"gathering from members {members}"):
+            return dict(zip(members, gather_bytes(group, payload, device=self.device), strict=True))
+
+    def barrier(self, members: tuple[int, ...]) -> None:
+        group = self.group(members)
+        with peers_needed(f"barrier of members {members}"):
+            arrived = torch.ones((), device=self.device)
+            dist.all_reduce(arrived, group=group)
+            arrived.item()
+
+    def leave(self, abort: bool = False) -> None:
+        """End this rank's part: together with all members, or, after a failure, at once and alone.
+
+        An abort closes this rank's connections, which fails what peers wait for from it. PeerLost, after having left,
+        when a member did not come to the end. A second call does nothing."""
+        if not self._groups:
+            return
+        try:
+            if not abort:
+                self.barrier(self.membership.members)
+        except PeerLost:
+            abort = True
+            raise
+        finally:
+            if abort and self.backend == "nccl":
+                c10d._abort_process_group()
+            for members in list(self._addresses):
+                self._disconnect(members)
+            self._groups.clear()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _meet(self) -> None:
+        members = self.membership.members
+        before = listening()
+        # torch wraps the hook at every start and never unwraps it.
+        hook = sys.excepthook
+        try:
+            with peers_needed(f"member {self.me} joining epoch {self.membership.epoch} of members {members}"):
+                dist.init_process_group(
+                    self.backend,
+                    store=self.store,
+                    rank=members.index(self.me),
+                    world_size=len(members),
+                    timeout=self._timeout,
+                )
+                self._addresses[members] = self._exchanged("world", members, listening() - before)
+        except PeerLost:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            # torch names WORLD by a counter that only its destruction resets; all members must count alike.
+            c10d._world.group_count = 0
+            raise
+        finally:
+            sys.excepthook = hook
+        assert dist.group.WORLD is not None
+        self._groups[members] = dist.group.WORLD
+
+    def _make(self, members: tuple[int, ...]) -> None:
+        epoch = self.membership
+        if self.me not in members or not set(members) <= set(epoch.members):
+            raise ValueError(
+                f"member {self.me} asks for a group of {members}; a group is made by its members, "
+                f"which are among those of epoch {epoch.epoch}: {epoch.members}"
+            )
+        ranks = [epoch.members.index(member) for member in members]
+        name = c10d.GroupName(f"{epoch.epoch}/{'-'.join(map(str, members))}/{self._made[members]}")
+        before = listening()
+        # new_group names a group by the number of groups this rank has, which members need not share.
+        with peers_needed(f"making the group of members {members}"):
+            group, _ = c10d._new_process_group_helper(
+                len(ranks), ranks.index(dist.get_rank()), ranks, self.backend, self.store, name, timeout=self._timeout
+            )
+            self._addresses[members] = self._exchanged(name, members, listening() - before)
+        c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
+        self._made[members] += 1
+        self._groups[members] = group
+
+    def _exchanged(self, name: str, members: tuple[int, ...], mine: frozenset[str]) -> frozenset[str]:
+        """The addresses on which the members listen for a group; none with NCCL, which can be told to abort."""
+        self.store.set(f"{name}/listens/{self.me}", "\n".join(sorted(mine)))
+        texts = self.store.multi_get([f"{name}/listens/{member}" for member in members])
+        return frozenset(address for text in texts for address in text.decode().splitlines())
+
+    def _drop(self, members: tuple[int, ...]) -> None:
+        group = self._groups.pop(members, None)
+        if group is not None:
+            self._disconnect(members)
+            dist.destroy_process_group(group)
+
+    def _disconnect(self, members: tuple[int, ...]) -> None:
+        # Whoever holds a gloo group keeps it alive, and gloo has no abort; a peer must not wait for that.
+        shut(self._addresses.pop(members))
+
+
+def gather_bytes(group: dist.ProcessGroup, payload: bytes, *, device: torch.device) -> list[bytes]:
+    """Each rank's payload, in the group's order."""
+    mine = torch.tensor([len(payload)], device=device)
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, mine, group=group)
+    width = max(int(sizes.max()), 1)
+    sent = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8).to(device)
+    received = torch.empty(group.size() * width, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(received, sent, group=group)
+    rows = received.view(group.size(), width).cpu().numpy()
+    return [rows[rank, : int(size)].tobytes() for rank, size in enumerate(sizes)]

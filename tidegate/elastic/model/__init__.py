@@ -1,0 +1,1 @@
+"""A rank's model and optimizer in one layout, and the memory in which they live."""

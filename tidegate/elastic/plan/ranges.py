@@ -1,0 +1,71 @@
+"""Which flat ranges of its shards each rank's distributed optimizer keeps, where no optimizer is there to be asked.
+
+As Megatron's buffers have them without buckets: of each stage's virtual chunk, dense parameters and experts apart, in
+reverse order, each from a multiple of 64 elements on; the whole is dealt out over the replicas in equal shares,
+multiples of 128. A built optimizer says its own ranges (`skeleton`); these are for plans of what is not built.
+Invariant: each trainable shard's ranges follow each other from 0 to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Edge, Mesh
+from tidegate.elastic.plan.optimizers import ADAM, DistributedOptimizer, FlatRange, StateTensor
+from tidegate.elastic.plan.parameters import Parameter, shard_of
+
+PARAMETER_STEP = 64
+SHARE_STEP = 128
+"""Elements; Megatron's `start_index` and `bucket_end` are padded so, for NCCL and cuBLAS."""
+
+_Buffer = tuple[int, int, int]
+"""(stage, virtual chunk, ep coordinate), the last -1 for dense parameters."""
+
+
+def with_optimizer(
+    parameters: Sequence[Parameter],
+    mesh: Mesh,
+    *,
+    states: tuple[StateTensor, ...] = ADAM,
+    step_itemsize: int | None = 4,
+) -> State:
+    """Raises LayoutRefused for a model that cannot be cut so."""
+    ranges: dict[int, dict[str, FlatRange]] = {rank: {} for rank in mesh.ranks}
+    buffers: dict[_Buffer, list[Parameter]] = {}
+    homes = [(home.stage, home.chunk) for home in mesh.homes()]
+    for parameter in reversed(parameters):
+        ep = -1 if parameter.expert is None else parameter.expert.ep_rank(mesh.layout.ep)
+        for stage, chunk in _places(parameter, mesh, homes) if parameter.trainable else ():
+            buffers.setdefault((stage, chunk, ep), []).append(parameter)
+    for (stage, _, ep), held in sorted(buffers.items(), key=lambda entry: entry[0]):
+        for tp_rank in range(mesh.layout.tp):
+            ranks = mesh.holders(stage, tp=tp_rank, ep=None if ep < 0 else ep)
+            _deal_out(held, ranks, mesh.layout.tp, ranges)
+    return State(mesh, DistributedOptimizer(ranges, states, step_itemsize))
+
+
+def _places(parameter: Parameter, mesh: Mesh, homes: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    """Every (stage, chunk) that has it: two of tied embeddings over several stages."""
+    if isinstance(parameter.place, int):
+        return (homes[parameter.place],)
+    first, last = (0, 0), (mesh.layout.pp - 1, len(mesh.chunks) - 1)
+    ends = {Edge.INPUT: (first,), Edge.OUTPUT: (last,), Edge.BOTH: (first, last) if mesh.layout.pp > 1 else (first,)}
+    return ends[parameter.place]
+
+
+def _deal_out(
+    held: Iterable[Parameter], ranks: tuple[int, ...], tp: int, ranges: dict[int, dict[str, FlatRange]]
+) -> None:
+    """One buffer, over the ranks that have a replica each."""
+    starts: list[tuple[Parameter, int, int]] = []
+    end = 0
+    for parameter in held:
+        start = -(-end // PARAMETER_STEP) * PARAMETER_STEP
+        end = start + shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=0).num_elements
+        starts.append((parameter, start, end))
+    share = -(-end // (len(ranks) * SHARE_STEP)) * SHARE_STEP
+    for parameter, start, end in starts:
+        for index in range(start // share, -(-end // share)):
+            low, high = max(index * share, start), min((index + 1) * share, end)
+            ranges[ranks[index]][parameter.name] = FlatRange(low - start, high - start)

@@ -1,0 +1,231 @@
+"""What each rank's file of a saved state holds, and how the files of all ranks stand for a source. Pure.
+
+Of the replicas of a shard one writes, the lightest so far; tied copies and the tensor-parallel copies of a whole
+parameter are replicas too, of which those of the first stage and the first tp rank write. A distributed optimizer's
+state is written by its owners, as far as they are such. A source's ranks get ids below 0, apart from those of the
+living, so that all that a reader wants is received; a file serves for every replica of what it holds.
+Invariants: all ranks see alike who writes what; over all files each element is there once, but for steps, which each
+writer of other state of the parameter has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import JsonValue
+
+from tidegate.elastic.plan.holders import Group, Holders, State
+from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import DistributedOptimizer, FlatRange, PlainOptimizer, StateKind, StateTensor
+from tidegate.elastic.plan.parameters import Parameter, Whole
+from tidegate.elastic.plan.plan import Holding, RegionCopy
+
+_MOST_NAMES_SHOWN = 3
+
+_Key = tuple[str, StateKind]
+
+
+class SavedStateRefused(ValueError):
+    """Files that are in order, and are of another model, of two saves, or without what is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """What must be the same where it is read; the cut as a text."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    cut: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOptimizer:
+    states: tuple[StateTensor, ...]
+    step_itemsize: int | None
+    ranges: dict[str, FlatRange] | None
+    """Of the shards, what this file has the state of; None for a plain optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileHead:
+    """What a rank's file says of itself."""
+
+    mesh: Mesh
+    rank: int
+    optimizer: SavedOptimizer | None
+    parameters: dict[str, SavedParameter]
+    """Those of which the file holds something."""
+    num_parameters: int
+    """Of the whole model."""
+    notes: dict[str, JsonValue]
+    """The caller's, the same in all files of a save."""
+
+    def __post_init__(self) -> None:
+        if self.rank not in self.mesh.ranks:
+            raise ValueError(f"rank {self.rank} is not one of the layout's {self.mesh.ranks}")
+
+
+def written_by(
+    parameters: Sequence[Parameter], state: State, me: int, notes: Mapping[str, JsonValue]
+) -> tuple[FileHead, tuple[Holding, ...]]:
+    """The head of a rank's file and the tensors that go into it. `state` needs no other rank's ranges."""
+    holders, mesh = Holders(state), state.mesh
+    at = mesh.coordinates(mesh.ranks.index(me))
+    loads: dict[Group, list[int]] = {}
+    held: list[Holding] = []
+    for parameter in parameters:
+        group = holders.group(parameter)
+        whole = isinstance(parameter.cut, Whole)
+        if at.stage != group.stages[0] or group.ep not in (None, at.ep) or (whole and at.tp):
+            continue
+        replicas = mesh.holders(at.stage, tp=at.tp, ep=group.ep)
+        load = loads.setdefault(group, [0] * len(replicas))
+        writer = load.index(min(load))
+        load[writer] += _size(parameter)
+        for slot in holders.slots(parameter):
+            if holders.has(parameter, slot, me) if not holders.is_uniform(slot) else replicas[writer] == me:
+                held += holders.holdings(parameter, slot, me)
+    named = {parameter.name: parameter for parameter in parameters}
+    described = {name: _described(named[name]) for name in dict.fromkeys(holding.name for holding in held)}
+    # By place in the mesh: the ids of members that came and went are no part of the state.
+    placed = replace(mesh, ranks=tuple(range(len(mesh.ranks))))
+    rank = mesh.ranks.index(me)
+    return FileHead(placed, rank, _optimizer(state, held, me), described, len(named), dict(notes)), tuple(held)
+
+
+class SavedState:
+    """The files of one save, by name: their heads and what they hold. Raises SavedStateRefused when not of one save."""
+
+    def __init__(self, files: Mapping[str, tuple[FileHead, Collection[_Key]]]) -> None:
+        if not files:
+            raise SavedStateRefused("a saved state of no files: nothing was saved, or nothing is named")
+        (first, (head, _)) = next(iter(files.items()))
+        for file, (other, _) in files.items():
+            if (other.mesh, _kept(other), other.notes) != (head.mesh, _kept(head), head.notes):
+                raise SavedStateRefused(
+                    f"{file} is of {_save(other)}, and {first} of {_save(head)}: read the files of one save"
+                )
+        self.mesh = head.mesh
+        self.optimizer = head.optimizer
+        self.notes = head.notes
+        self._heads = [other for other, _ in files.values()]
+        self._parameters = {name: saved for other, _ in files.values() for name, saved in other.parameters.items()}
+        self._files: dict[tuple[str, StateKind, int], str] = {}
+        for file, (other, keys) in files.items():
+            index = self.mesh.ranks.index(other.rank)
+            for name, kind in keys:
+                self._files[name, kind, self._shard(name, kind, index)] = file
+
+    def check_model(self, parameters: Iterable[Parameter]) -> None:
+        """Raises SavedStateRefused unless the parameters are the saved ones, and cut alike, and all have a file."""
+        if len(self._parameters) < self._heads[0].num_parameters:
+            raise SavedStateRefused(
+                f"the files hold {len(self._parameters)} of {self._heads[0].num_parameters} parameters; {self._named()}"
+            )
+        wanted = {parameter.name: _described(parameter) for parameter in parameters}
+        for what, names in (
+            ("are not in the files", wanted.keys() - self._parameters.keys()),
+            ("are in the files and not in the model", self._parameters.keys() - wanted.keys()),
+        ):
+            if names:
+                raise SavedStateRefused(
+                    f"another model was saved: of {len(wanted)} parameters here and {len(self._parameters)} there "
+                    f"{len(names)} {what}: {_some(names)}"
+                )
+        differing = sorted(name for name, saved in self._parameters.items() if saved != wanted[name])
+        if differing:
+            name = differing[0]
+            raise SavedStateRefused(
+                f"another model was saved: {len(differing)} parameters differ: {_some(differing)}; {name} is "
+                f"{_text(wanted[name])} here and {_text(self._parameters[name])} there"
+            )
+
+    def source(self, *, with_optimizer: bool) -> State:
+        """As one end of a reshard; SavedStateRefused when optimizer state is asked for and there is none."""
+        mesh = replace(self.mesh, ranks=tuple(_source_rank(index) for index in range(len(self.mesh.ranks))))
+        if not with_optimizer:
+            return State(mesh)
+        if self.optimizer is None:
+            raise SavedStateRefused(
+                "the files hold weights and no optimizer state: ask for the weights alone, or read a checkpoint"
+            )
+        states, step = self.optimizer.states, self.optimizer.step_itemsize
+        if self.optimizer.ranges is None:
+            return State(mesh, PlainOptimizer(states, step))
+        ranges = {
+            _source_rank(self.mesh.ranks.index(head.rank)): head.optimizer.ranges
+            for head in self._heads
+            if head.optimizer is not None and head.optimizer.ranges is not None
+        }
+        return State(mesh, DistributedOptimizer(ranges, states, step))
+
+    def file_of(self, copy: RegionCopy) -> str:
+        """Which file has what a copy from a rank of the source brings; a replica's serves as well."""
+        index = _source_rank(copy.source_rank)
+        file = self._files.get((copy.name, copy.kind, self._shard(copy.name, copy.kind, index)))
+        if file is None:
+            raise SavedStateRefused(
+                f"no file holds {copy.name} {copy.kind} of rank {self.mesh.ranks[index]} of {self.mesh.layout}, nor of "
+                f"its replicas; {self._named()}"
+            )
+        return file
+
+    def _named(self) -> str:
+        ranks = sorted(head.rank for head in self._heads)
+        return f"the files are those of ranks {ranks} of {self.mesh.layout}: name the others too"
+
+    def _shard(self, name: str, kind: StateKind, index: int) -> int:
+        """The same for the ranks, by their index, that hold the same of a tensor."""
+        if kind is not StateKind.WEIGHT and self.optimizer is not None and self.optimizer.ranges is not None:
+            return index
+        whole = kind is StateKind.STEP or self._parameters[name].cut == str(Whole())
+        return 0 if whole else self.mesh.coordinates(index).tp
+
+
+def _source_rank(index: int) -> int:
+    """The id of the saved rank at an index of the mesh; its own inverse."""
+    return -1 - index
+
+
+def _optimizer(state: State, held: Iterable[Holding], me: int) -> SavedOptimizer | None:
+    if state.optimizer is None:
+        return None
+    ranges: dict[str, FlatRange] | None = None
+    if isinstance(state.optimizer, DistributedOptimizer):
+        own = state.optimizer.ranges.get(me, {})
+        ranges = {holding.name: own[holding.name] for holding in held if holding.kind is not StateKind.WEIGHT}
+    return SavedOptimizer(state.optimizer.states, state.optimizer.step_itemsize, ranges)
+
+
+def _save(head: FileHead) -> str:
+    mesh = head.mesh
+    return f"{mesh.layout} on ranks {mesh.ranks}, stages {mesh.chunks}, with {_kept(head)}, notes {head.notes}"
+
+
+def _kept(head: FileHead) -> str:
+    if head.optimizer is None:
+        return "weights"
+    form = "whole shards" if head.optimizer.ranges is None else "ranges"
+    kinds = ", ".join(tensor.kind for tensor in head.optimizer.states)
+    return f"weights, {form} of {kinds}, steps of {head.optimizer.step_itemsize} bytes"
+
+
+def _size(parameter: Parameter) -> int:
+    size = parameter.itemsize
+    for extent in parameter.shape:
+        size *= extent
+    return size
+
+
+def _described(parameter: Parameter) -> SavedParameter:
+    return SavedParameter(parameter.shape, parameter.itemsize, str(parameter.cut))
+
+
+def _text(parameter: SavedParameter) -> str:
+    return f"{parameter.shape} of {parameter.itemsize}-byte elements, {parameter.cut}"
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:_MOST_NAMES_SHOWN]) + (", ..." if len(shown) > _MOST_NAMES_SHOWN else "")

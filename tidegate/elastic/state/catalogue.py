@@ -1,0 +1,106 @@
+"""What each member of a mesh announces of its tensors: which ranges of the optimizer it owns, and where they lie.
+
+A planner needs the ranges of all ranks of both ends, and a reader of shared memory the places; both are announced once
+for each mesh and epoch. Invariants: an entry is whole or absent; what is decoded is what was encoded, and nothing that
+came over a wire is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from pydantic import TypeAdapter
+
+from tidegate.elastic.model.memory import Place
+from tidegate.elastic.model.tensors import TensorKey
+from tidegate.elastic.plan.optimizers import FlatRange, StateKind
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)}
+
+
+class Extent(NamedTuple):
+    """Of a flat tensor."""
+
+    num_elements: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One member's tensors in one mesh."""
+
+    host: str
+    ranges: Mapping[str, FlatRange]
+    tensors: Mapping[TensorKey, Extent]
+    """In their order, which is that of their copies too."""
+    places: Mapping[TensorKey, Place] = field(default_factory=dict)
+    """In shared memory; none where tensors are sent."""
+    record: Place | None = None
+    """Where the member's stamp is, in shared memory."""
+    copies: str = ""
+    """The file of the copies that the member keeps; none where they are not in shared memory, or there are none."""
+
+
+_WiredPlace = tuple[str, int, int, str]
+_Wired = tuple[
+    str, dict[str, FlatRange], list[tuple[str, StateKind, int, str]], list[_WiredPlace], _WiredPlace | None, str
+]
+_ONE = TypeAdapter(_Wired)
+_MESH = TypeAdapter(dict[int, _Wired])
+
+
+def encode_all(announcements: Mapping[int, Announcement]) -> bytes:
+    """Of all ranks of a mesh."""
+    return _MESH.dump_json({rank: _wired(entry) for rank, entry in announcements.items()})
+
+
+def decode_all(payload: bytes) -> dict[int, Announcement]:
+    """Inverse of `encode_all`; raises as `decode` does."""
+    return {rank: _read(wired) for rank, wired in _MESH.validate_json(payload).items()}
+
+
+def encode(announcement: Announcement) -> bytes:
+    return _ONE.dump_json(_wired(announcement))
+
+
+def decode(payload: bytes) -> Announcement:
+    """Inverse of `encode`; raises pydantic's ValidationError, or ValueError, on anything else."""
+    return _read(_ONE.validate_json(payload))
+
+
+def _wired(entry: Announcement) -> _Wired:
+    tensors = [(name, kind, extent.num_elements, str(extent.dtype)) for (name, kind), extent in entry.tensors.items()]
+    places = [_wired_place(entry.places[key]) for key in entry.tensors] if entry.places else []
+    record = None if entry.record is None else _wired_place(entry.record)
+    return entry.host, dict(entry.ranges), tensors, places, record, entry.copies
+
+
+def _read(wired: _Wired) -> Announcement:
+    host, ranges, tensors, places, record, copies = wired
+    extents = {(name, kind): Extent(size, _dtype(dtype)) for name, kind, size, dtype in tensors}
+    return Announcement(
+        host,
+        ranges,
+        extents,
+        dict(zip(extents, map(_read_place, places), strict=True)) if places else {},
+        None if record is None else _read_place(record),
+        copies,
+    )
+
+
+def _wired_place(place: Place) -> _WiredPlace:
+    return place.path, place.offset_bytes, place.num_elements, str(place.dtype)
+
+
+def _read_place(wired: _WiredPlace) -> Place:
+    path, offset_bytes, num_elements, dtype = wired
+    return Place(path, offset_bytes, num_elements, _dtype(dtype))
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"a tensor is announced as {name}; known: {', '.join(_DTYPES)}")
+    return _DTYPES[name]

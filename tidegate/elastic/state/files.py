@@ -1,0 +1,208 @@
+"""Saved state as safetensors files, a file a rank, which any rank of any layout reads.
+
+A file holds tensors of its rank, flat as they are held, as `KIND/NAME`, and tells layout, ranges and parameters in its
+metadata. Order of a write: a partial file, fsync, rename. Order of a read: the heads of all files, the plan, the
+checksum of each file that serves, then the regions, from memory maps straight into the targets; each rank begins with
+another file.
+Invariants: a file never changes after it has its name; no value is taken from a file whose checksum is not the one
+expected; nothing is written to a target before all files that serve it are known to be good; values go through
+unchanged, bit for bit, each wanted one once; what no region names (padding) is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue, TypeAdapter
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tidegate.checksums import WrittenFile, combined_checksum, file_checksum
+from tidegate.elastic.carry.transport import copy_regions
+from tidegate.elastic.check.sums import WeightedSums
+from tidegate.elastic.model.tensors import TensorKey, Tensors
+from tidegate.elastic.plan.holders import State
+from tidegate.elastic.plan.layout import Mesh, even_chunks
+from tidegate.elastic.plan.optimizers import StateKind
+from tidegate.elastic.plan.parameters import Parameter
+from tidegate.elastic.plan.plan import Holding, RegionCopy
+from tidegate.elastic.plan.planner import Planner
+from tidegate.elastic.plan.saved import FileHead, SavedState, written_by
+from tidegate.types import Layout
+
+_HEAD = TypeAdapter(FileHead)
+_HEAD_KEY = "tidegate.head"
+
+
+class FileCorrupt(ValueError):
+    """A file of a saved state is missing, unreadable, or not what its writer said it is."""
+
+
+def write_rank(
+    folder: Path,
+    file: str,
+    *,
+    parameters: Sequence[Parameter],
+    state: State,
+    me: int,
+    tensors: Tensors,
+    notes: Mapping[str, JsonValue] | None = None,
+) -> WrittenFile | None:
+    """Write a rank's share of the state as `folder/file`; None when its replicas write all that it holds.
+
+    `tensors` are all that the rank holds, of which its share is taken; `state` needs no other rank's ranges; `notes`
+    are the same for all ranks. ValueError, before anything is written, when a tensor is not what `state` says.
+    """
+    head, held = written_by(parameters, state, me, notes or {})
+    if not held:
+        return None
+    tensors = {(holding.name, holding.kind): _checked(holding, tensors, "to write") for holding in held}
+    # Copies, since views of one buffer share memory, which safetensors refuses to write.
+    copies = {_key(*key): tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{file}.partial"
+    save_file(copies, partial, metadata={_HEAD_KEY: _HEAD.dump_json(head).decode()})
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
+    written = WrittenFile(file=file, size_bytes=partial.stat().st_size, checksum=file_checksum(partial))
+    os.rename(partial, folder / file)
+    return written
+
+
+def weights_sum(parameters: Sequence[Parameter], state: State, me: int, tensors: Tensors) -> int:
+    """Of the weights that `write_rank` would write. Over all ranks these add up, modulo 2**64, to a sum that is the
+    model's, bit for bit and name for name, whatever its layout."""
+    _, held = written_by(parameters, state, me, {})
+    sums = WeightedSums()
+    return sum(
+        _odd_number(holding.name) * sums.of(tensors[holding.name, holding.kind], holding.blocks)
+        for holding in held
+        if holding.kind is StateKind.WEIGHT
+    ) % (1 << 64)
+
+
+class StateFiles:
+    """The files of one save on this node, by name with their checksums.
+
+    Raises FileCorrupt when one is missing or has no readable head, SavedStateRefused when they are of two saves.
+    """
+
+    def __init__(self, folder: Path, checksums: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._checksums = dict(sorted(checksums.items()))
+        self._good: set[str] = set()
+        self._saved = SavedState({file: _head(folder / file) for file in self._checksums})
+        self.checksum = combined_checksum(checksums)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The layout in which the state was saved."""
+        return self._saved.mesh
+
+    @property
+    def notes(self) -> Mapping[str, JsonValue]:
+        """What the writers noted."""
+        return self._saved.notes
+
+    def read(self, *, parameters: Sequence[Parameter], state: State, me: int, targets: Tensors) -> None:
+        """Fill all that a rank of `state` holds: flat tensors; without an optimizer in `state` the weights alone.
+
+        Raises SavedStateRefused when another model or no optimizer state was saved; FileCorrupt; SourceMissing when
+        files are not named; ValueError when a target is not what `state` says.
+        """
+        wanted, copies = self._planned(parameters, state, me)
+        for holding in wanted:
+            _checked(holding, targets, "to read into")
+        with torch.no_grad():
+            self._fill(copies, targets, first=state.mesh.ranks.index(me))
+
+    def read_whole(self, parameters: Sequence[Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each unsharded weight, without padding, one after another. Raises as `read` does, once it is begun."""
+        alone = State(Mesh(Layout(), (0,), even_chunks(self.mesh.num_layers, pp=1)))
+        wanted, copies = self._planned(parameters, alone, 0)
+        by_name: defaultdict[str, list[RegionCopy]] = defaultdict(list)
+        for copy in copies:
+            by_name[copy.name].append(copy)
+        for parameter, holding in zip(parameters, wanted, strict=True):
+            key = (parameter.name, StateKind.WEIGHT)
+            of_one = by_name[parameter.name]
+            flat = torch.empty(holding.num_elements, dtype=self._dtype(of_one[0]))
+            self._fill(of_one, {key: flat}, first=0)
+            yield parameter.name, flat[: torch.Size(parameter.shape).numel()].view(parameter.shape)
+
+    def _planned(
+        self, parameters: Sequence[Parameter], state: State, me: int
+    ) -> tuple[tuple[Holding, ...], tuple[RegionCopy, ...]]:
+        self._saved.check_model(parameters)
+        source = self._saved.source(with_optimizer=state.optimizer is not None)
+        part = Planner(parameters, source, state).part(me)
+        return part.wanted, part.receives
+
+    def _fill(self, copies: Iterable[RegionCopy], targets: Tensors, *, first: int) -> None:
+        by_file: defaultdict[str, defaultdict[TensorKey, list[RegionCopy]]] = defaultdict(lambda: defaultdict(list))
+        for copy in copies:
+            by_file[self._saved.file_of(copy)][copy.name, copy.kind].append(copy)
+        for file in by_file:
+            self._check(file)
+        names = sorted(by_file)
+        begin = first % len(names) if names else 0
+        jobs: list[tuple[list[RegionCopy], Tensors]] = []
+        for file in (*names[begin:], *names[:begin]):
+            with safe_open(self._folder / file, framework="pt") as opened:
+                for key, of_tensor in by_file[file].items():
+                    source, target = opened.get_tensor(_key(*key)), targets[key]
+                    if source.dtype != target.dtype:
+                        raise ValueError(
+                            f"{_key(*key)} was saved in {source.dtype}, the target is {target.dtype}: they must agree"
+                        )
+                    jobs.append((of_tensor, {key: source}))
+        for of_tensor, sources in jobs:
+            copy_regions(of_tensor, sources, targets)
+
+    def _dtype(self, copy: RegionCopy) -> torch.dtype:
+        with safe_open(self._folder / self._saved.file_of(copy), framework="pt") as opened:
+            dtype: torch.dtype = opened.get_tensor(_key(copy.name, copy.kind)).dtype
+            return dtype
+
+    def _check(self, file: str) -> None:
+        path, want = self._folder / file, self._checksums[file]
+        if file not in self._good:
+            if (found := file_checksum(path)) != want:
+                raise FileCorrupt(f"file {path} has checksum {found}, its writer said {want}: fetch it again")
+            self._good.add(file)
+
+
+def _head(path: Path) -> tuple[FileHead, tuple[TensorKey, ...]]:
+    if not path.is_file():
+        raise FileCorrupt(f"file {path} is missing; its version was dropped or never arrived")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            head = _HEAD.validate_json((opened.metadata() or {})[_HEAD_KEY])
+            keys = [key.split("/", 1) for key in opened.keys()]  # noqa: SIM118 - not a mapping
+            return head, tuple((name, StateKind(kind)) for kind, name in keys)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise FileCorrupt(f"file {path} has no readable head ({error}): fetch it again") from error
+
+
+def _checked(holding: Holding, tensors: Tensors, verb: str) -> torch.Tensor:
+    tensor = tensors.get((holding.name, holding.kind))
+    found = None if tensor is None else (tuple(tensor.shape), tensor.itemsize, tensor.is_contiguous())
+    if tensor is None or found != ((holding.num_elements,), holding.itemsize, True):
+        raise ValueError(
+            f"{holding.name} {holding.kind} {verb}: {holding.num_elements} elements of {holding.itemsize} bytes, flat, "
+            f"are expected, there is {'nothing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'}"
+        )
+    return tensor
+
+
+def _odd_number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1
+
+
+def _key(name: str, kind: StateKind) -> str:
+    return f"{kind}/{name}"

@@ -1,0 +1,45 @@
+"""Random numbers of an update: a pure function of (seed, number of committed updates, coordinates in the mesh).
+
+There is no state to carry through a reshard, a death or a checkpoint: each update begins by seeding every stream anew.
+An update that was not committed is drawn again as before. Megatron's streams, and what each is seeded by besides seed
+and update:
+- the default generators, of CPU and device: the place in (stage, dp, cp); the same over tp, whose ranks drop the same
+  elements of what they all hold;
+- `model-parallel-rng`: the place and tp, for what tp ranks hold parts of;
+- `expert-parallel-rng`: the place, tp and ep;
+- `data-parallel-rng`: nothing, for Megatron draws from it what all ranks are to share.
+So replicas and pipeline stages drop different elements, and the same layout has the same numbers whichever way, and
+over whatever members, it was reached. Another layout has others: with dropout a resized run is statistically, not
+bitwise, the fixed one. Invariant: streams of different coordinates are independent: their seeds are digests, not sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+from tidegate.elastic.plan.layout import Mesh
+
+
+def seed_update(seed: int, num_updates: int, mesh: Mesh, me: int) -> None:
+    """Begin the update after `num_updates` committed ones, as member `me` of the mesh."""
+    at = mesh.coordinates(mesh.ranks.index(me))
+    place = (at.stage, at.dp, at.cp)
+    streams = {
+        megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME: (*place, at.tp),
+        megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME: (*place, at.tp, at.ep),
+        megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME: (),
+    }
+    tracker = megatron_random.get_cuda_rng_tracker()
+    tracker.reset()
+    for name, coordinates in streams.items():
+        tracker.add(name, stream_seed(seed, num_updates, name, coordinates))
+    # The last: the tracker makes its streams by way of the default generator.
+    torch.manual_seed(stream_seed(seed, num_updates, "default", place))
+
+
+def stream_seed(seed: int, num_updates: int, stream: str, coordinates: tuple[int, ...]) -> int:
+    digest = hashlib.sha256(repr((seed, num_updates, stream, coordinates)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,289 @@
+"""Who owns which GPU, and the record of a transition that moves GPUs. Pure values and their JSON, no I/O.
+
+Invariants, each checked when the value is made:
+- a GPU is `owned` or `lost` with its last owner known, or `free` with none;
+- a transition names each GPU once and each role once, and moves no GPU to where it is;
+- decoding an encoded value gives an equal one; anything else is refused with a ValueError.
+What may follow what is in `tidegate.ownership.transitions`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from tidegate.types import GpuId, JobId, Layout, Role, Token, TransitionId
+
+
+class StoreUnavailable(ConnectionError):
+    """The store did not answer. Whether the last write took effect is unknown; every store call may be repeated."""
+
+
+class StoreNotAdopted(RuntimeError):
+    """The store is not open under the (run id, term) of this client: it restarted, failed over or was never adopted."""
+
+
+class StaleToken(RuntimeError):
+    """A write carried a token that is no longer the GPU's: somebody owned it since."""
+
+
+class VersionConflict(RuntimeError):
+    """The record changed since it was read. Read again, decide again."""
+
+
+class GpuBusy(RuntimeError):
+    """The GPU is lost, or an open transition holds it."""
+
+
+class IllegalStep(RuntimeError):
+    """The record does not allow this step as it stands; no repetition will change that by itself."""
+
+
+class UnknownGpu(LookupError):
+    """The cluster has no such GPU registered."""
+
+
+class UnknownTransition(LookupError):
+    """The store has no such transition."""
+
+
+class GpuState(StrEnum):
+    """`lost`: nobody knows whether its last owner still uses it; it is free only when its gate has said so."""
+
+    FREE = "free"
+    OWNED = "owned"
+    LOST = "lost"
+
+
+class MoveState(StrEnum):
+    """How far one GPU's move is. Released, it has no owner; acquiring, it belongs to the target under a new token."""
+
+    PLANNED = "planned"
+    DRAINING = "draining"
+    RELEASED = "released"
+    ACQUIRING = "acquiring"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class PartState(StrEnum):
+    """How far one component's layout switch is."""
+
+    PLANNED = "planned"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class Outcome(StrEnum):
+    """`partial`: some components switched their layout and others did not."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    PARTIAL = "partial"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Owner:
+    """One component of one job."""
+
+    job: JobId
+    role: Role
+
+    def __str__(self) -> str:
+        return f"{self.job}/{self.role}"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRecord:
+    """One GPU in the ownership map. `token` is the largest it was ever granted under; a free GPU keeps it."""
+
+    gpu: GpuId
+    state: GpuState
+    owner: Owner | None
+    token: Token
+    transition: TransitionId | None = None
+
+    def __post_init__(self) -> None:
+        if self.state is GpuState.FREE and self.owner is not None:
+            raise ValueError(f"GPU {self.gpu} is free and owned by {self.owner}: a free GPU has no owner")
+        if self.state is GpuState.OWNED and self.owner is None:
+            raise ValueError(f"GPU {self.gpu} is owned by nobody: name its owner or make it free")
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """One GPU as its node's gate knows it. `highest_token` is None when nobody ever passed."""
+
+    gpu: GpuId
+    highest_token: Token | None
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One GPU from source to target; None is the free pool. `granted_token` is known from `acquiring` on."""
+
+    gpu: GpuId
+    source: Owner | None
+    target: Owner | None
+    planned_token: Token
+    state: MoveState = MoveState.PLANNED
+    granted_token: Token | None = None
+
+    @property
+    def token(self) -> Token:
+        """The token that the GPU has while this move is as it is."""
+        return self.granted_token or self.planned_token
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One component's part of a transition: None is a component that holds no GPU."""
+
+    role: Role
+    old_layout: Layout | None
+    new_layout: Layout | None
+    state: PartState = PartState.PLANNED
+
+    @property
+    def layout_in_force(self) -> Layout | None:
+        return self.new_layout if self.state is PartState.COMMITTED else self.old_layout
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The saga's record. `moves` are in the planner's order, which is rank order; `planned_version` is the job's."""
+
+    id: TransitionId
+    job: JobId
+    incarnation: int
+    moves: tuple[Move, ...]
+    parts: tuple[Part, ...]
+    planned_version: int
+    deadline_unix_ms: int
+    reason: str
+    outcome: Outcome = Outcome.OPEN
+
+    def __post_init__(self) -> None:
+        gpus: list[str] = [move.gpu for move in self.moves]
+        roles: list[str] = [part.role for part in self.parts]
+        for name, names in (("GPU", gpus), ("role", roles)):
+            repeated = sorted(each for each, count in Counter(names).items() if count > 1)
+            if repeated:
+                raise ValueError(f"transition {self.id} names a {name} twice: {', '.join(repeated)}; name each once")
+        for move in self.moves:
+            if move.source == move.target:
+                raise ValueError(f"transition {self.id} moves {move.gpu} from {move.source} to itself: leave it out")
+            for owner in (move.source, move.target):
+                if owner is not None and owner.job == self.job and owner.role not in roles:
+                    raise ValueError(f"transition {self.id} moves {move.gpu} of {owner} but has no part for that role")
+
+    @property
+    def is_open(self) -> bool:
+        return self.outcome is Outcome.OPEN
+
+    def move(self, gpu: GpuId) -> Move:
+        """UnknownGpu when this transition does not move it."""
+        for move in self.moves:
+            if move.gpu == gpu:
+                return move
+        held = ", ".join(each.gpu for each in self.moves)
+        raise UnknownGpu(f"transition {self.id} does not move GPU {gpu}; it moves {held or 'none'}")
+
+    def part(self, role: Role) -> Part:
+        """ValueError when this transition has no part for the role."""
+        for part in self.parts:
+            if part.role is role:
+                return part
+        named = ", ".join(each.role for each in self.parts)
+        raise ValueError(f"transition {self.id} has no part for the {role}; its parts: {named or 'none'}")
+
+    def with_move(self, move: Move) -> Transition:
+        return replace(self, moves=tuple(move if each.gpu == move.gpu else each for each in self.moves))
+
+    def with_part(self, part: Part) -> Transition:
+        return replace(self, parts=tuple(part if each.role is part.role else each for each in self.parts))
+
+
+def encode_gpu(record: GpuRecord) -> bytes:
+    return _encode(record)
+
+
+def encode_transition(transition: Transition) -> bytes:
+    return _encode(transition)
+
+
+def decode_gpu(encoded: bytes) -> GpuRecord:
+    """Inverse of `encode_gpu`; ValueError on anything else."""
+    try:
+        fields = json.loads(encoded)
+        return GpuRecord(
+            gpu=GpuId(fields["gpu"]),
+            state=GpuState(fields["state"]),
+            owner=_owner(fields["owner"]),
+            token=_token(fields["token"]),
+            transition=fields["transition"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a GPU record: {encoded[:200]!r} ({error})") from error
+
+
+def decode_transition(encoded: bytes) -> Transition:
+    """Inverse of `encode_transition`; ValueError on anything else."""
+    try:
+        fields = json.loads(encoded)
+        return Transition(
+            id=TransitionId(fields["id"]),
+            job=JobId(fields["job"]),
+            incarnation=int(fields["incarnation"]),
+            moves=tuple(_move(each) for each in fields["moves"]),
+            parts=tuple(_part(each) for each in fields["parts"]),
+            planned_version=int(fields["planned_version"]),
+            deadline_unix_ms=int(fields["deadline_unix_ms"]),
+            reason=fields["reason"],
+            outcome=Outcome(fields["outcome"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a transition record: {encoded[:200]!r} ({error})") from error
+
+
+def _encode(record: GpuRecord | Transition) -> bytes:
+    return json.dumps(asdict(record), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _owner(fields: Mapping[str, str] | None) -> Owner | None:
+    return None if fields is None else Owner(JobId(fields["job"]), Role(fields["role"]))
+
+
+def _token(fields: Mapping[str, int]) -> Token:
+    return Token(term=int(fields["term"]), counter=int(fields["counter"]))
+
+
+def _layout(fields: Mapping[str, int] | None) -> Layout | None:
+    return None if fields is None else Layout(**fields)
+
+
+def _move(fields: Mapping[str, Any]) -> Move:
+    granted = fields["granted_token"]
+    return Move(
+        gpu=GpuId(fields["gpu"]),
+        source=_owner(fields["source"]),
+        target=_owner(fields["target"]),
+        planned_token=_token(fields["planned_token"]),
+        state=MoveState(fields["state"]),
+        granted_token=None if granted is None else _token(granted),
+    )
+
+
+def _part(fields: Mapping[str, Any]) -> Part:
+    return Part(
+        role=Role(fields["role"]),
+        old_layout=_layout(fields["old_layout"]),
+        new_layout=_layout(fields["new_layout"]),
+        state=PartState(fields["state"]),
+    )
