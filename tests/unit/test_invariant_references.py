@@ -1,0 +1,52 @@
+"""An invariant that a module head states names the test that holds it: `[test_planner: every_element_is_covered]`.
+
+The part before the colon is the stem of a test file, the part behind it stands in the name of exactly one test there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = re.compile(r"\[(test_\w+):\s+(\w+)\]")
+CODE = [path for top in ("services", "tidegate", "simulator", "cli") for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+def tests_by_file() -> dict[str, list[str]]:
+    """The names of the tests in each file, by the file's stem."""
+    found: dict[str, list[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names = re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+        found.setdefault(path.stem, []).extend(names)
+    return found
+
+
+def head(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def references() -> list[tuple[str, str, str]]:
+    """(module, file stem, part of the test's name)."""
+    return [(str(path.relative_to(ROOT)), *found) for path in CODE for found in REFERENCE.findall(head(path))]
+
+
+def faults() -> list[str]:
+    tests, wrong = tests_by_file(), []
+    for module, stem, part in references():
+        matches = [name for name in tests.get(stem, []) if part in name]
+        if len(matches) != 1:
+            wrong.append(f"{module}: [{stem}: {part}] names {len(matches)} tests of {stem}.py, not one")
+    return wrong
+
+
+def test_every_reference_to_a_test_names_exactly_one() -> None:
+    assert faults() == []
+
+
+@pytest.mark.parametrize(("text", "want"), [("[test_x: two_words]", [("test_x", "two_words")]), ("[test_x]", [])])
+def test_a_reference_has_a_file_and_a_part_of_a_name(text: str, want: list[tuple[str, str]]) -> None:
+    assert REFERENCE.findall(text) == want
