@@ -25,7 +25,7 @@ from simulator.store import REFUSED, Store
 from simulator.views import inferring
 from simulator.voice import Voice
 from simulator.world import World
-from tidegate.ownership.records import Outcome
+from tidegate.ownership.records import Outcome, PartKind
 from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token, TransitionId, instance_id, node_of
 
 DIGEST_STEP = 0x9E3779B97F4A7C15
@@ -167,9 +167,7 @@ class Cluster:
         members: tuple[Grant, ...],
         layout: Layout | None,
     ) -> None:
-        part = self.store.part(header.transition_id, lead.role)
-        brings_back = lead.role is not Role.ACTOR and part.old_layout == part.new_layout
-        is_lead_to_commit = part.old_layout is not None and part.new_layout is not None and not brings_back
+        is_lead_to_commit = self.store.part(header.transition_id, lead.role).kind is PartKind.RESIZE
         self._highest.update({grant.gpu: grant.token for grant in coming})
         change = Change(header.transition_id, coming, leaving, members, layout, is_lead_to_commit)
         if dead := tuple(grant for grant in coming if self._is_dead(grant.gpu)):

@@ -28,6 +28,7 @@ from simulator.outcome import Decided
 from simulator.store import REFUSED, TERM, Store
 from simulator.watched_policy import Watched
 from tidegate.config.sections.scheduler import SchedulerSection
+from tidegate.ownership.records import PartKind
 from tidegate.types import JobId, Role
 
 MAX_TURNS = 10_000
@@ -145,13 +146,11 @@ class _Replay:
         self._other.note((now_ms - self._recorded[0].at_ms) / 1000)
 
     def _commit(self, event: ev.Event, body: ev.LayoutCommitted) -> None:
-        """What a lead commits by itself: a start is the scheduler's to commit."""
+        """A lead commits a resize by itself. The scheduler commits everything else."""
         transition = self._state.transition_of(event.role) if event.role else None
         if transition is None or transition.id != event.transition_id or event.role is None:
             return
-        part = transition.part(event.role)
-        brings_back = event.role is not Role.ACTOR and part.old_layout == part.new_layout
-        if part.old_layout is not None and part.new_layout is not None and not brings_back:
+        if transition.part(event.role).kind is PartKind.RESIZE:
             self._operate_commit(transition.id, event.role, body)
 
     def _operate_commit(self, transition: str, role: Role, body: ev.LayoutCommitted) -> None:

@@ -23,6 +23,7 @@ from tidegate.ownership.records import (
     Outcome,
     Owner,
     Part,
+    PartKind,
     PartState,
     StaleToken,
     StoreNotAdopted,
@@ -96,7 +97,7 @@ def start_of_actor(*gpus: GpuId, name: str = "start", tokens: Token = UNUSED) ->
         job=JOB,
         incarnation=1,
         moves=tuple(Move(gpu, None, ACTOR, tokens) for gpu in gpus),
-        parts=(Part(Role.ACTOR, None, Layout(dp=len(gpus))),),
+        parts=(Part(Role.ACTOR, PartKind.START, None, Layout(dp=len(gpus))),),
         planned_version=0,
         deadline_unix_ms=2_000_000,
         reason="the job starts",
@@ -107,7 +108,10 @@ def handover(gpu: GpuId, token: Token, *, name: str = "handover") -> Transition:
     return replace(
         start_of_actor(gpu, name=name),
         moves=(Move(gpu, ACTOR, ROLLOUT, token),),
-        parts=(Part(Role.ACTOR, Layout(), None), Part(Role.ROLLOUT, None, Layout())),
+        parts=(
+            Part(Role.ACTOR, PartKind.SUSPEND, Layout(), None),
+            Part(Role.ROLLOUT, PartKind.START, None, Layout()),
+        ),
     )
 
 
@@ -115,7 +119,7 @@ def stop_of_actor(gpu: GpuId, token: Token) -> Transition:
     return replace(
         start_of_actor(gpu, name="stop"),
         moves=(Move(gpu, ACTOR, None, token),),
-        parts=(Part(Role.ACTOR, Layout(), None),),
+        parts=(Part(Role.ACTOR, PartKind.STOP, Layout(), None),),
     )
 
 
@@ -289,7 +293,7 @@ class TestOwnership:
         back = replace(
             stop_of_actor(gpu, Token(1, 2)),
             moves=(Move(gpu, ROLLOUT, None, Token(1, 2)),),
-            parts=(Part(Role.ROLLOUT, Layout(), None),),
+            parts=(Part(Role.ROLLOUT, PartKind.STOP, Layout(), None),),
         )
         await release(store, await store.plan(back), gpu)
         await store.commit(back, Role.ROLLOUT, None)

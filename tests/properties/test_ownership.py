@@ -38,6 +38,7 @@ from tidegate.ownership.records import (
     Outcome,
     Owner,
     Part,
+    PartKind,
     PartState,
     StaleToken,
     Transition,
@@ -112,7 +113,7 @@ class OwnershipMachine(RuleBasedStateMachine):
             if records[gpu].owner != target
         )
         self.num_plans += 1
-        parts = tuple(Part(role, None, Layout()) for role in (Role.ACTOR, Role.ROLLOUT))
+        parts = tuple(Part(role, PartKind.START, None, Layout()) for role in (Role.ACTOR, Role.ROLLOUT))
         transition = Transition(TransitionId(f"{self.num_plans}"), job, 1, moves, parts, 0, 0, "")
         planned = self.tried(self.store.plan(transition))
         return multiple() if planned is None else planned
@@ -206,7 +207,14 @@ records = st.one_of(
     st.builds(GpuRecord, names, st.just(GpuState.FREE), st.none(), tokens, st.none() | names),
     st.builds(GpuRecord, names, st.sampled_from([GpuState.OWNED, GpuState.LOST]), owners, tokens, st.none() | names),
 )
-parts = st.builds(Part, st.just(Role.ACTOR), st.none() | layouts, st.none() | layouts, st.sampled_from(list(PartState)))
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> Part:
+    kind, state = draw(st.sampled_from(PartKind)), draw(st.sampled_from(PartState))
+    old = draw(layouts) if kind.works_before else None
+    new = draw(layouts) if kind.works_after else None
+    return Part(Role.ACTOR, kind, old, old if kind is PartKind.REPLACE else new, state)
 
 
 @given(records)
@@ -217,9 +225,7 @@ def test_every_gpu_record_survives_its_json(want: GpuRecord) -> None:
 @given(
     gpus=st.lists(names, max_size=3, unique=True),
     state=st.sampled_from(list(MoveState)),
-    part=st.builds(
-        Part, st.just(Role.ACTOR), st.none() | layouts, st.none() | layouts, st.sampled_from(list(PartState))
-    ),
+    part=parts(),
     token=tokens,
     granted=st.none() | tokens,
     reason=names,

@@ -33,14 +33,14 @@ from services.scheduler.state.observed import (
 from services.scheduler.state.values import JobSpec
 from tests.unit.scheduler.fake_parts import JOB, gpu
 from tests.unit.scheduler.situations import job
-from tidegate.ownership.records import GpuRecord, GpuState, Move, Owner, Part, Transition
+from tidegate.ownership.records import GpuRecord, GpuState, Move, Owner, Part, PartKind, Transition
 from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token, TransitionId
 
 SPEC = job(actor=4, rollout=6, inference=2, actor_tp=2, rollout_tp=2, prompts=4, group_size=2, minibatches=2)
 SLOTS = tuple(gpu("n0", index) for index in range(14))
 TOKENS = (Token(1, 1), Token(1, 2))
 OWNERS = (*(Owner(JOB, role) for role in Role), Owner(JOB, Role.ROLLOUT))
-LAYOUTS = (None, Layout(tp=2), Layout(tp=2, dp=2), Layout(dp=3), Layout(tp=2, dp=3))
+LAYOUTS = (Layout(tp=2), Layout(tp=2, dp=2), Layout(dp=3), Layout(tp=2, dp=3))
 
 
 @st.composite
@@ -65,7 +65,10 @@ def transitions(draw: st.DrawFn, number: int, slots: tuple[GpuId, ...]) -> Trans
         Move(each, owner, None, TOKENS[0]) if draw(st.booleans()) else Move(each, None, owner, TOKENS[0])
         for each in moved
     )
-    part = Part(role, draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS)))
+    kind = draw(st.sampled_from(PartKind))
+    old = draw(st.sampled_from(LAYOUTS)) if kind.works_before else None
+    new = draw(st.sampled_from(LAYOUTS)) if kind.works_after else None
+    part = Part(role, kind, old, old if kind is PartKind.REPLACE else new)
     return Transition(TransitionId(f"tide/1/t{number}"), JOB, 1, moves, (part,), 1, 1000, "")
 
 
@@ -104,7 +107,7 @@ trainings = st.builds(
 def components(draw: st.DrawFn) -> Component:
     slots = draw(st.lists(st.sampled_from(SLOTS), unique=True, max_size=6))
     grants = tuple(Grant(slot, draw(st.sampled_from(TOKENS))) for slot in slots)
-    return Component(grants=grants, layout=draw(st.sampled_from(LAYOUTS)))
+    return Component(grants=grants, layout=draw(st.sampled_from((None, *LAYOUTS))))
 
 
 @st.composite

@@ -1,10 +1,16 @@
-"""Who owns which GPU, and the record of a transition that moves GPUs. Pure values and their JSON, no I/O.
+"""The owner of each GPU, and the record of a transition that moves GPUs. Pure values and their JSON, no I/O.
+
+A lost GPU keeps its last owner where that is known. `tidegate.ownership.transitions` has the steps that a record takes.
 
 Invariants, each checked when the value is made:
-- a GPU is `owned` or `lost` with its last owner known, or `free` with none;
-- a transition names each GPU once and each role once, and moves no GPU to where it is;
-- decoding an encoded value gives an equal one; anything else is refused with a ValueError.
-What may follow what is in `tidegate.ownership.transitions`.
+- An owned GPU has an owner. [test_records: a_damaged_gpu_record]
+- A free GPU has no owner. [test_records: a_free_gpu_has_no_owner]
+- A transition names each GPU once. [test_records: names_each_gpu_once]
+- A transition names each role once. [test_records: names_each_role_once]
+- A transition moves no GPU to where it is. [test_records: no_gpu_to_where_it_is]
+- The layouts of a part are those that its kind needs. [test_records: not_of_its_kind]
+- Decoding an encoded value gives an equal value. [test_records: a_transition_survives_its_json]
+- Decoding anything else raises ValueError. [test_records: damaged_transition_record]
 """
 
 from __future__ import annotations
@@ -68,6 +74,40 @@ class MoveState(StrEnum):
     ACQUIRING = "acquiring"
     COMMITTED = "committed"
     ABORTED = "aborted"
+
+
+class PartKind(StrEnum):
+    """What a transition does to a component. The table shows whether the component works before it and after it.
+
+    | kind | before | after | |
+    |---|---|---|---|
+    | `start` | no | yes | nothing of it is kept from before |
+    | `resume` | no | yes | a suspended component comes back; an actor has kept its state |
+    | `resize` | yes | yes | it changes its GPUs, its layout or both |
+    | `replace` | yes | yes | replicas that died are made again, in the same layout |
+    | `suspend` | yes | no | it lets go of all GPUs and goes on later |
+    | `stop` | yes | no | it lets go of all GPUs because the job ends |
+    """
+
+    START = "start"
+    RESUME = "resume"
+    RESIZE = "resize"
+    REPLACE = "replace"
+    SUSPEND = "suspend"
+    STOP = "stop"
+
+    @property
+    def works_before(self) -> bool:
+        return self not in (PartKind.START, PartKind.RESUME)
+
+    @property
+    def works_after(self) -> bool:
+        return self not in (PartKind.SUSPEND, PartKind.STOP)
+
+    @property
+    def is_change(self) -> bool:
+        """The component works now and goes on afterwards: elsewhere, with more GPUs, with fewer, or later."""
+        return self.works_before and self is not PartKind.STOP
 
 
 class PartState(StrEnum):
@@ -143,12 +183,22 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One component's part of a transition: None is a component that holds no GPU."""
+    """One component's part of a transition. A layout is None where the component has no GPUs."""
 
     role: Role
+    kind: PartKind
     old_layout: Layout | None
     new_layout: Layout | None
     state: PartState = PartState.PLANNED
+
+    def __post_init__(self) -> None:
+        has = (self.old_layout is not None, self.new_layout is not None)
+        needs = (self.kind.works_before, self.kind.works_after)
+        if has != needs or (self.kind is PartKind.REPLACE and self.old_layout != self.new_layout):
+            raise ValueError(
+                f"a {self.kind} of the {self.role} cannot go from layout {self.old_layout or 'none'} to "
+                f"{self.new_layout or 'none'}: give it the kind that these layouts make"
+            )
 
     @property
     def layout_in_force(self) -> Layout | None:
@@ -283,6 +333,7 @@ def _move(fields: Mapping[str, Any]) -> Move:
 def _part(fields: Mapping[str, Any]) -> Part:
     return Part(
         role=Role(fields["role"]),
+        kind=PartKind(fields["kind"]),
         old_layout=_layout(fields["old_layout"]),
         new_layout=_layout(fields["new_layout"]),
         state=PartState(fields["state"]),

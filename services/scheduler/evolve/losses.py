@@ -78,11 +78,11 @@ def lose(
 def _breaks(state: ClusterState, role: Role, transition: Transition, gone: set[Grant]) -> bool:
     """Whoever was to come is gone, or the world that was to change is, or nobody of a rollout is left to stay."""
     had = set(state.components[role].grants)
-    is_change = transition.part(role).new_layout is not None
-    if gone & set(_coming(state, role)) or (is_change and role is Role.INFERENCE and gone & had):
+    is_to_work = transition.part(role).kind.works_after
+    if gone & set(_coming(state, role)) or (is_to_work and role is Role.INFERENCE and gone & had):
         return True
     leaving, coming = state.moving(role, transition)
-    return is_change and role is Role.ROLLOUT and bool(gone & had) and not had - gone - set(leaving) and not coming
+    return is_to_work and role is Role.ROLLOUT and bool(gone & had) and not had - gone - set(leaving) and not coming
 
 
 def waits_for_ranks(state: ClusterState) -> bool:

@@ -16,7 +16,7 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Component, role_of_instance
 from services.scheduler.state.values import Placed
-from tidegate.ownership.records import GpuState, Part, PartState, Transition
+from tidegate.ownership.records import GpuState, Part, PartKind, PartState, Transition
 from tidegate.types import Grant, Role, TransitionId, node_of
 
 
@@ -66,12 +66,12 @@ def transition_id(state: ClusterState) -> TransitionId:
 
 
 def _closed(state: ClusterState, transition: Transition) -> ClusterState:
-    """An unfinished start, or change, counts against its component; a resize is over, whatever came of it."""
+    """An unfinished start or change counts against its component. A change of the actor is over, whatever came of it.
+    A stop counts for nothing: the job ends."""
     for part in transition.parts:
-        is_move = part.new_layout is not None or transition.id in state.targets
-        if part.role is Role.ACTOR and part.old_layout is not None and is_move:
+        if part.role is Role.ACTOR and part.kind.is_change:
             state = resizes.over(state, transition)
-        elif is_move:
+        elif part.kind is not PartKind.STOP:
             state = _ended(state, part, transition)
     return state
 
@@ -79,7 +79,7 @@ def _closed(state: ClusterState, transition: Transition) -> ClusterState:
 def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterState:
     role, component = part.role, state.components[part.role]
     if part.state is PartState.COMMITTED:
-        has_nothing = part.new_layout is None and not component.is_up
+        has_nothing = part.kind is PartKind.SUSPEND and not component.is_up
         return with_component(state, role, resizes.suspended(component, transition)) if has_nothing else state
     why = component.last_failure if transition.id in component.broken else "it was not done in time"
     num_failed = component.num_failed_starts + 1
@@ -120,8 +120,8 @@ def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> Clu
     transition = state.transition_of(role)
     leaving = state.moving(role, transition)[0] if transition is not None else ()
     asked = tuple(grant for grant in free if grant in leaving)
-    if transition is not None and asked and transition.part(role).new_layout is None:
-        # A change of layout takes its GPUs out of the component with the layout that does without them.
+    if transition is not None and asked and not transition.part(role).kind.works_after:
+        # A resize takes its GPUs out of the component later, with the layout that does without them.
         state = with_component(state, role, _without(state, role, transition, asked))
     gone = [grant for grant in free if grant not in asked]
     state = lose(state, role, gone, why=f"{event.source} gave up {', '.join(grant.gpu for grant in gone)} unasked")
@@ -134,7 +134,7 @@ def _without(state: ClusterState, role: Role, transition: Transition, asked: tup
     if not component.is_up:
         return component
     left = tuple(grant for grant in component.grants if grant not in asked)
-    is_suspended = transition.id in state.targets and state.phase not in OVER
+    is_suspended = transition.part(role).kind is PartKind.SUSPEND and state.phase not in OVER
     if is_suspended and (role is not Role.ROLLOUT or not left):
         return resizes.suspended(component, transition)
     return shrunk(component, left)
@@ -176,7 +176,7 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
         return Refused("of a transition that is broken")
     if body.layout != transition.part(role).new_layout:
         return Refused("of another layout than planned")
-    if transition == state.resize():
+    if role is Role.ACTOR and transition.part(role).kind is PartKind.RESIZE:
         return resizes.switched(state, transition, body)
     leaving, coming = state.moving(role, transition)
     if not set(coming) <= set(body.grants) or set(leaving) & set(body.grants):

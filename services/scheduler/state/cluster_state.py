@@ -33,7 +33,7 @@ from services.scheduler.state.learned import Learned
 from services.scheduler.state.observed import Seen
 from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed, Snapshot
-from tidegate.ownership.records import GpuRecord, GpuState, Owner, Transition
+from tidegate.ownership.records import GpuRecord, GpuState, Owner, PartKind, Transition
 from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, TransitionId
 
 
@@ -82,7 +82,8 @@ class ClusterState:
     transitions: Mapping[TransitionId, Transition] = field(default_factory=dict)
     num_transitions: int = 0
     targets: Mapping[TransitionId, Target] = field(default_factory=dict)
-    """Of the open transitions, and the one that was planned last, but for stops: those follow from no proposal."""
+    """The targets of the open transitions and of the one that was planned last. A stop has none: it follows from no
+    proposal."""
     components: Mapping[Role, Component] = field(default_factory=lambda: {role: Component() for role in Role})
     asked: Placed | None = None
     """Where a person wants the actor, while it is not there yet."""
@@ -178,20 +179,15 @@ class ClusterState:
         return None
 
     def changing(self, role: Role) -> Transition | None:
-        """The open transition of a component that works and goes on afterwards: elsewhere, with more, less or none."""
+        """The open transition of a component that works now and goes on afterwards (`PartKind.is_change`)."""
         transition = self.transition_of(role)
-        if transition is None or transition.part(role).old_layout is None:
-            return None
-        goes_on = transition.part(role).new_layout is not None or transition.id in self.targets
-        return transition if goes_on else None
+        return transition if transition is not None and transition.part(role).kind.is_change else None
 
     def resize(self) -> Transition | None:
-        """The open transition of an actor that is to change while it works."""
+        """The open resize of the actor."""
         transition = self.transition_of(Role.ACTOR)
-        if transition is None:
-            return None
-        part = transition.part(Role.ACTOR)
-        return transition if part.old_layout is not None and part.new_layout is not None else None
+        is_resize = transition is not None and transition.part(Role.ACTOR).kind is PartKind.RESIZE
+        return transition if is_resize else None
 
     def moving(self, role: Role, transition: Transition) -> tuple[tuple[Grant, ...], tuple[Grant, ...]]:
         """The grants that leave the role, and those that come to it, in the transition's order."""

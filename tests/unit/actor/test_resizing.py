@@ -16,7 +16,7 @@ from tests.unit.actor.fake_ranks import PLENTY
 from tests.unit.actor.test_lead import FIRST, SECOND, Training, ids, training
 from tidegate.adapters.cell_store import CellStore
 from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout, fate_of
-from tidegate.ownership.records import GpuState, Move, MoveState, Outcome, Owner, Part, PartState, Transition
+from tidegate.ownership.records import GpuState, Move, MoveState, Outcome, Owner, Part, PartKind, PartState, Transition
 from tidegate.ownership.transitions import earned_outcome
 from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, Role, TransitionId, node_of
 from tidegate.v1 import commands_pb2, events_pb2
@@ -48,7 +48,8 @@ class Resized:
         records = await self.store.gpus()
         moves = [Move(gpu, ACTOR, None, grant.token) for gpu, grant in have.items() if gpu not in gpus]
         moves += [Move(GpuId(gpu), None, ACTOR, records[GpuId(gpu)].token) for gpu in gpus if gpu not in have]
-        part = Part(Role.ACTOR, self.layout, layout)
+        kind = PartKind.RESIZE if self.layout else PartKind.START
+        part = Part(Role.ACTOR, kind, self.layout, layout)
         transition = await self.store.plan(
             Transition(name, JOB, 1, tuple(moves), (part,), 0, DEADLINE_MS, "the test asks")
         )

@@ -17,6 +17,7 @@ from tidegate.ownership.records import (
     Outcome,
     Owner,
     Part,
+    PartKind,
     PartState,
     StaleToken,
     Transition,
@@ -37,7 +38,10 @@ HANDOVER = Transition(
     job=JOB,
     incarnation=2,
     moves=(Move(A, ACTOR, ROLLOUT, T1), Move(B, ACTOR, None, T1)),
-    parts=(Part(Role.ACTOR, Layout(dp=2), None), Part(Role.ROLLOUT, None, Layout())),
+    parts=(
+        Part(Role.ACTOR, PartKind.SUSPEND, Layout(dp=2), None),
+        Part(Role.ROLLOUT, PartKind.START, None, Layout()),
+    ),
     planned_version=7,
     deadline_unix_ms=1_700_000_000_000,
     reason="the tail: 3 of 64 sequences left",
@@ -72,6 +76,22 @@ class TestValues:
         with pytest.raises(ValueError, match="not a GPU record"):
             decode_gpu(json.dumps(fields | damaged).encode())
 
+    @pytest.mark.parametrize(
+        ("drop", "damaged"),
+        [
+            pytest.param("kind", {}, id="no kind, as code before kinds wrote it"),
+            pytest.param("", {"kind": "melt"}, id="a kind that there is not"),
+            pytest.param("", {"kind": "start"}, id="a kind that its layouts are not of"),
+            pytest.param("state", {}, id="no state"),
+        ],
+    )
+    def test_a_damaged_transition_record_is_refused(self, drop: str, damaged: dict[str, object]) -> None:
+        fields = json.loads(encode_transition(HANDOVER))
+        (actor, rollout) = fields["parts"]
+        part = {key: value for key, value in actor.items() if key != drop} | damaged
+        with pytest.raises(ValueError, match="not a transition record"):
+            decode_transition(json.dumps(fields | {"parts": [part, rollout]}).encode())
+
     @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{}", b"null"])
     def test_what_is_no_transition_is_refused(self, text: bytes) -> None:
         with pytest.raises(ValueError, match="not a transition record"):
@@ -87,7 +107,27 @@ class TestValues:
 
     def test_a_transition_names_each_role_once(self) -> None:
         with pytest.raises(ValueError, match="names a role twice: actor"):
-            replace(HANDOVER, parts=(*HANDOVER.parts, Part(Role.ACTOR, None, None)))
+            replace(HANDOVER, parts=(*HANDOVER.parts, Part(Role.ACTOR, PartKind.START, None, Layout())))
+
+    @pytest.mark.parametrize(
+        ("kind", "old", "new"),
+        [
+            (PartKind.START, Layout(), Layout(dp=2)),
+            (PartKind.START, None, None),
+            (PartKind.RESUME, Layout(), Layout()),
+            (PartKind.RESIZE, None, Layout()),
+            (PartKind.RESIZE, Layout(), None),
+            (PartKind.REPLACE, Layout(), Layout(dp=2)),
+            (PartKind.SUSPEND, None, None),
+            (PartKind.SUSPEND, Layout(), Layout()),
+            (PartKind.STOP, Layout(), Layout()),
+        ],
+    )
+    def test_a_part_with_layouts_that_are_not_of_its_kind_is_refused(
+        self, kind: PartKind, old: Layout | None, new: Layout | None
+    ) -> None:
+        with pytest.raises(ValueError, match=f"a {kind} of the actor cannot go from layout"):
+            Part(Role.ACTOR, kind, old, new)
 
     def test_a_transition_moves_no_gpu_to_where_it_is(self) -> None:
         with pytest.raises(ValueError, match="from job/actor to itself"):

@@ -18,7 +18,7 @@ from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Target
 from services.scheduler.state.layouts import Replica, in_rank_order, num_gpus, replicas_of, stays
 from services.scheduler.state.values import Placed
-from tidegate.ownership.records import Move, MoveState, Part, Transition
+from tidegate.ownership.records import Move, MoveState, Part, PartKind, Transition
 from tidegate.types import Grant, Role
 
 
@@ -27,7 +27,7 @@ def planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
     component = state.components[role]
     if not component.grants:
         return None
-    part = Part(role=role, old_layout=component.layout, new_layout=None)
+    part = Part(role=role, kind=PartKind.STOP, old_layout=component.layout, new_layout=None)
     reason = f"stop the {role}: the job ends {state.outcome}"
     return plan(state, _moves(state, role, component.grants), part, reason=reason, now_ms=now_ms)
 
@@ -46,11 +46,11 @@ def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_
         return Wanted((), (f"the {role} gives {len(grants)} GPUs back once it has a lead",))
     if (paused := pause(state, role, now_ms)) is not None:
         return paused
-    layout, target = None, Target(None)
+    kind, layout, target = PartKind.SUSPEND, None, Target(None)
     if placed is not None and component.layout is not None and kept:
-        layout = replace(component.layout, dp=len(kept))
+        kind, layout = PartKind.RESIZE, replace(component.layout, dp=len(kept))
         target = Target(Placed(in_rank_order(kept, placed), layout))
-    part = Part(role=role, old_layout=component.layout, new_layout=layout)
+    part = Part(role=role, kind=kind, old_layout=component.layout, new_layout=layout)
     return plan(
         state,
         _moves(state, role, grants),
@@ -72,7 +72,7 @@ def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int
     planned = [move for move in transition.moves if move.state is MoveState.PLANNED]
     draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
     if now_ms >= transition.deadline_unix_ms and (planned or draining):
-        if transition.id in state.targets:
+        if transition.part(role).kind is PartKind.SUSPEND:
             return close(transition)
         left = f"{len(planned) + len(draining)} of {len(transition.moves)} GPUs still draining"
         return Wanted(failure=f"{transition.id} was not done by its deadline, {left}")
@@ -90,7 +90,8 @@ def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int
 
 
 def _asked(state: ClusterState, role: Role, transition: Transition, working: tuple[Grant, ...], now_ms: int) -> Wanted:
-    lead, is_stop = state.lead_of(role), transition.id not in state.targets or state.phase is Phase.STOPPING
+    lead = state.lead_of(role)
+    is_stop = transition.part(role).kind is PartKind.STOP or state.phase is Phase.STOPPING
     if lead is None:
         if is_stop:
             return waiting(state, role, "lead", what=f"a lead of the {role}")

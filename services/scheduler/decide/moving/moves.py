@@ -26,7 +26,7 @@ from services.scheduler.decide.wanted import Wanted
 from services.scheduler.policy import Proposal
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from tidegate.ownership.records import GpuState, PartState, Transition
+from tidegate.ownership.records import GpuState, PartKind, PartState, Transition
 from tidegate.types import Role
 
 
@@ -53,20 +53,23 @@ def _continued(state: ClusterState, role: Role, transition: Transition, now_ms: 
     if _is_hopeless(state, role, transition):
         return close(transition)
     part = transition.part(role)
-    brings_back = role is not Role.ACTOR and part.old_layout == part.new_layout
-    if transition == state.changing(role) and part.new_layout is not None and not brings_back:
+    if part.kind is PartKind.RESIZE:
         return changed(state, role, transition, now_ms)
     if part.state is PartState.COMMITTED:
         return close(transition)
-    if part.new_layout is None:
-        return emptied(state, role, transition, now_ms)
-    return started(state, role, transition, now_ms)
+    if part.kind.works_after:
+        return started(state, role, transition, now_ms)
+    return emptied(state, role, transition, now_ms)
 
 
 def _is_hopeless(state: ClusterState, role: Role, transition: Transition) -> bool:
-    starts = transition.part(role).new_layout is not None
+    part = transition.part(role)
     lost = any(state.gpus[move.gpu].state is GpuState.LOST for move in transition.moves if move.gpu in state.gpus)
-    return lost or transition.id in state.components[role].broken or (starts and state.phase is Phase.STOPPING)
+    return (
+        lost
+        or transition.id in state.components[role].broken
+        or (part.kind.works_after and state.phase is Phase.STOPPING)
+    )
 
 
 def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -> Wanted | None:

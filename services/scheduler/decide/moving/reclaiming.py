@@ -8,7 +8,7 @@ from __future__ import annotations
 from services.scheduler.decide.wanted import Wanted, header, waiting
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
-from tidegate.ownership.records import GpuState
+from tidegate.ownership.records import GpuState, PartKind
 from tidegate.types import CommandId, GpuId, Grant, Role, node_of
 
 
@@ -35,9 +35,9 @@ def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[G
 
 
 def _is_leaving(state: ClusterState, role: Role, grant: Grant) -> bool:
-    """By a change of layout that is under way: its lead has the worker stand down."""
-    transition = state.changing(role)
-    if transition is None or transition.part(role).new_layout is None:
+    """Whether an open resize takes the GPU away: the component's lead then has the worker stand down."""
+    transition = state.transition_of(role)
+    if transition is None or transition.part(role).kind is not PartKind.RESIZE:
         return False
     return grant in state.moving(role, transition)[0]
 

@@ -31,7 +31,7 @@ from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Target
 from services.scheduler.state.values import Placed
-from tidegate.ownership.records import Move, MoveState, Part, PartState, Transition
+from tidegate.ownership.records import Move, MoveState, Part, PartKind, PartState, Transition
 from tidegate.types import GpuId, Grant, Role, instance_id, node_of
 
 
@@ -67,7 +67,7 @@ def planned_resize(
     return plan(
         state,
         moves,
-        Part(role=Role.ACTOR, old_layout=component.layout, new_layout=placed.layout),
+        Part(role=Role.ACTOR, kind=PartKind.RESIZE, old_layout=component.layout, new_layout=placed.layout),
         reason=f"the actor from {component.layout} to {target}",
         now_ms=now_ms,
         deadline_ms=change_deadline_ms(state),

@@ -26,10 +26,10 @@ from services.scheduler.evolve.losses import MAX_FAILED_STARTS
 from services.scheduler.evolve.resizes import is_free
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.components import Target
+from services.scheduler.state.components import Component, Target
 from services.scheduler.state.layouts import Replica, comes, in_rank_order, num_gpus, stays
 from services.scheduler.state.values import Placed, Snapshot
-from tidegate.ownership.records import Move, MoveState, Part, Transition
+from tidegate.ownership.records import Move, MoveState, Part, PartKind, Transition
 from tidegate.types import CommandId, GpuId, Grant, Layout, Role, instance_id, node_of
 
 START_PAUSE_MS = 2_000
@@ -98,8 +98,8 @@ def _plan(state: ClusterState, role: Role, placed: Placed, there: tuple[Replica,
         layout = replace(layout, dp=len(after))
     gpus = tuple(gpu for each in there for gpu in each)
     moves = tuple(Move(gpu=gpu, source=None, target=owner, planned_token=state.gpus[gpu].token) for gpu in gpus)
-    part = Part(role=role, old_layout=component.layout, new_layout=layout)
-    verb = "resume" if role is Role.ACTOR and component.is_suspended else "start"
+    part = Part(role=role, kind=_kind(component, layout), old_layout=component.layout, new_layout=layout)
+    verb = "resume" if role is Role.ACTOR and part.kind is PartKind.RESUME else "start"
     return plan(
         state,
         moves,
@@ -109,6 +109,12 @@ def _plan(state: ClusterState, role: Role, placed: Placed, there: tuple[Replica,
         deadline_ms=change_deadline_ms(state) if is_change else None,
         target=Target(Placed(in_rank_order(after, placed), layout)),
     )
+
+
+def _kind(component: Component, layout: Layout) -> PartKind:
+    if not component.is_up:
+        return PartKind.RESUME if component.is_suspended else PartKind.START
+    return PartKind.REPLACE if layout == component.layout else PartKind.RESIZE
 
 
 def pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
@@ -144,7 +150,7 @@ def started(state: ClusterState, role: Role, transition: Transition, now_ms: int
         return waiting(state, role, "lead", what=f"a lead of the {role}")
     head = header(state, role, lead, step=f"{transition.id}/up", now_ms=now_ms, transition_id=transition.id)
     members = ranked(state, transition, (*component.grants, *coming))
-    if role is Role.ACTOR and component.is_suspended:
+    if role is Role.ACTOR and transition.part(role).kind is PartKind.RESUME:
         resume = cmd.Resume(head, members, layout)
         return Wanted((resume,), (f"resumes the actor on {len(members)} GPUs",))
     return Wanted(

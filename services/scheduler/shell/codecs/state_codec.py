@@ -24,9 +24,9 @@ from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 3
-"""Raised with every change of what a state has: one of the old form would be read wrongly, or refused for a field
-that says nothing of what to do."""
+STATE_FORMAT = 4
+"""Raise it with every change of the fields of a state. A state of the old form would otherwise be read wrongly, or be
+refused for a field, without a remedy."""
 
 
 def job_spec(config: JobConfig) -> JobSpec:

@@ -30,7 +30,7 @@ from services.scheduler.state.observed import (
 from services.scheduler.state.values import Fate, JobSpec, Placed
 from tests.unit.scheduler.fake_parts import JOB
 from tests.unit.scheduler.situations import gpus, job
-from tidegate.ownership.records import GpuRecord, GpuState, Move, Owner, Part, Transition
+from tidegate.ownership.records import GpuRecord, GpuState, Move, Owner, Part, PartKind, Transition
 from tidegate.types import GpuId, Grant, Layout, Role, Token, TransitionId, gpu_index
 
 TOKEN = Token(1, 5)
@@ -92,7 +92,7 @@ def moving(
 ) -> ClusterState:
     owner = Owner(JOB, role)
     moves = (*(Move(gpu, owner, None, TOKEN) for gpu in leaving), *(Move(gpu, None, owner, TOKEN) for gpu in coming))
-    part = Part(role, state.components[role].layout, new)
+    part = Part(role, PartKind.RESIZE if new else PartKind.SUSPEND, state.components[role].layout, new)
     transition = Transition(TransitionId("tide/3/t1"), JOB, 3, moves, (part,), 1, 1000, "")
     return replace(state, transitions={transition.id: transition})
 

@@ -93,6 +93,10 @@ NOT_A_STATE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda document: changed(document, "absent", drop=True) | {"format": 1},
         f"format 1, this code reads {STATE_FORMAT}: use the code that wrote it",
     ),
+    "of code that knew of no kinds of a part": (
+        lambda document: document | {"format": 3},
+        f"format 3, this code reads {STATE_FORMAT}: use the code that wrote it",
+    ),
     "no state": (lambda document: {"format": STATE_FORMAT}, "format None"),
     "a list": (lambda document: [1], "format None"),
     "a field is missing": (lambda document: changed(document, "spec", drop=True), "spec missing or unknown"),

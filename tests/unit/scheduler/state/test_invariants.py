@@ -16,7 +16,7 @@ from services.scheduler.state.values import Fate
 from tests.unit.scheduler.drive import booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import gpu, spec
-from tidegate.ownership.records import GpuState, Move, Part, Transition
+from tidegate.ownership.records import GpuState, Move, Part, PartKind, Transition
 from tidegate.types import Grant, Layout, Role, Token, TransitionId
 
 ACTOR_GPU = gpu("n0", 0)
@@ -50,7 +50,7 @@ def with_wrong_samples(state: ClusterState) -> ClusterState:
 
 def with_transitions(state: ClusterState, *, deadline_unix_ms: int) -> ClusterState:
     move = Move(ACTOR_GPU, None, state.owner(Role.ACTOR), Token(1, 1))
-    part = Part(Role.ACTOR, None, Layout())
+    part = Part(Role.ACTOR, PartKind.START, None, Layout())
     made = [
         Transition(TransitionId(f"tide/1/t{k}"), state.job, 1, (move,), (part,), 1, deadline_unix_ms, "")
         for k in (7, 8)
