@@ -24,13 +24,12 @@ from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Absence
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import JobSpec
-from tests.properties.test_scheduler import NUM_ITERATIONS, SLOTS, finished, happen
-from tests.properties.test_scheduler import histories as histories_of_jobs
+from tests.properties.job_histories import NUM_ITERATIONS, SLOTS, finished, happen
+from tests.properties.job_histories import histories as histories_of_jobs
 from tests.unit.scheduler.drive import MAX_STEPS, Drive, booted
-from tests.unit.scheduler.evolve.test_absences import on_either_node
-from tests.unit.scheduler.evolve.test_losses import is_iterating
 from tests.unit.scheduler.fake_cluster import FakeCluster
-from tests.unit.scheduler.fake_parts import JOB, NODES, spec
+from tests.unit.scheduler.fake_parts import JOB, NODES, on_either_node, spec
+from tests.unit.scheduler.open_iteration import is_iterating
 from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.types import GpuId, Role, instance_id
 

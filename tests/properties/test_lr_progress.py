@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lr_training import Plan, train, updates_of
-from tests.unit.lr.test_lr_schedule import SHAPES, Groups, schedule_of
+from tests.unit.lr.schedules import SHAPES, Groups, schedule_of
 from tidegate.lr.checkpoint import decoded, encoded
 from tidegate.lr.progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, projected_overshoot
 from tidegate.lr.schedule import Decay, LrSchedule

@@ -20,11 +20,11 @@ from services.scheduler.policy import Proposal
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.values import JobSpec, Placed
-from tests.properties.test_scheduler import SLOTS, blow, happen, ordinary
-from tests.unit.scheduler.decide.test_moving import Proposed
+from tests.properties.job_histories import SLOTS, blow, happen, ordinary
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, gpu, spec
+from tests.unit.scheduler.proposals import Proposed
 from tidegate.ownership.records import GpuState
 from tidegate.types import Layout, Role
 

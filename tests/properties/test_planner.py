@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.plan.buckets import Batch, schedule
+from tests.unit.elastic.carrying_out import carry_out
+from tidegate.elastic.plan.buckets import schedule
 from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
 from tidegate.elastic.plan.holders import State
 from tidegate.elastic.plan.layout import Mesh
@@ -222,31 +223,6 @@ def test_far_ranks_serve_only_what_nobody_on_the_host_holds(resize: Resize) -> N
             taken = cutter.view(source[copy.source_rank][key], copy.source_offset, copy.source_stride, copy)
             near = [tensors[key] for tensors in neighbours if key in tensors]
             assert not np.isin(taken, np.concatenate([*near, np.array([cutter.PADDING])])).any()
-
-
-def carry_out(batches: dict[int, tuple[Batch, ...]], source: cutter.World, target: cutter.World) -> None:
-    """Every rank finishes a batch before the next; a message passes when both of its ends are at it, as with blocking
-    sends and receives. AssertionError when nobody can go on."""
-    at = dict.fromkeys(batches, 0)
-    done: dict[int, set[tuple[int, int, int]]] = {rank: set() for rank in batches}
-    while waiting := [rank for rank in batches if at[rank] < len(batches[rank])]:
-        offered: Counter[tuple[int, int, int]] = Counter()
-        for rank in waiting:
-            for bucket in batches[rank][at[rank]]:
-                message = (bucket.source_rank, bucket.target_rank, bucket.number)
-                offered[message] += message not in done[rank]
-        passing = {message for message, ends in offered.items() if ends == 2}
-        assert passing, f"ranks {waiting} wait for each other"
-        for rank in waiting:
-            for bucket in batches[rank][at[rank]]:
-                message = (bucket.source_rank, bucket.target_rank, bucket.number)
-                if message in passing:
-                    done[rank].add(message)
-                    if rank == bucket.target_rank:
-                        contents = cutter.packed(bucket, source[bucket.source_rank])
-                        cutter.unpack(bucket, contents, target[bucket.target_rank])
-            if all((b.source_rank, b.target_rank, b.number) in done[rank] for b in batches[rank][at[rank]]):
-                at[rank] += 1
 
 
 @settings(max_examples=50)

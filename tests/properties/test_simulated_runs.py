@@ -19,8 +19,8 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from simulator.happenings import What
 from simulator.scenario import Scenario, parse_scenario
 from simulator.scheduled import JobFailed
-from tests.unit.simulator.test_run import check_whole
 from tests.unit.simulator.waiting import Waiting
+from tests.unit.simulator.whole_runs import check_whole
 
 POLICIES: list[Policy] = [
     PhasesPolicy(),

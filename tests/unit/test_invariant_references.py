@@ -16,7 +16,7 @@ REFERENCE = re.compile(r"\[(test_\w+):\s+(\w+)\]")
 CODE = [path for top in ("services", "tidegate", "simulator", "cli") for path in sorted((ROOT / top).rglob("*.py"))]
 
 
-def tests_by_file() -> dict[str, list[str]]:
+def functions_by_file() -> dict[str, list[str]]:
     """The names of the tests in each file, by the file's stem."""
     found: dict[str, list[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -35,7 +35,7 @@ def references() -> list[tuple[str, str, str]]:
 
 
 def faults() -> list[str]:
-    tests, wrong = tests_by_file(), []
+    tests, wrong = functions_by_file(), []
     for module, stem, part in references():
         matches = [name for name in tests.get(stem, []) if part in name]
         if len(matches) != 1:

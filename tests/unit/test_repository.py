@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -99,6 +100,30 @@ def test_a_lock_pins_one_public_version_of_each_package_its_source_names(name: s
 def test_a_lock_never_contradicts_those_before_it(name: str, earlier: list[str]) -> None:
     pinned = {canonicalize_name(pin.name) for before in earlier for pin in requirement_lines(f"{before}.txt")}
     assert [str(pin) for pin in requirement_lines(f"{name}.txt") if canonicalize_name(pin.name) in pinned] == []
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Each module that the file imports, and each name that it imports, as `module.name`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{each.name}" for each in node.names}
+    return found
+
+
+def test_no_file_imports_from_a_test_file() -> None:
+    """What several tests share is in a module of its own, so that a test file may be changed without a look around."""
+    files = [path.relative_to(ROOT) for path in repository_files() if path.suffix == ".py"]
+    test_modules = {".".join(path.with_suffix("").parts) for path in files if path.name.startswith("test_")}
+    imports = [
+        f"{path} imports {name}"
+        for path in files
+        for name in sorted(imported_modules(ROOT / path))
+        if name in test_modules or name.rpartition(".")[0] in test_modules
+    ]
+    assert imports == []
 
 
 PACKAGES = ("benchmarks", "cli", "services", "simulator", "tidegate")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.elastic.test_deaths import NEW, OLD, check_as_undisturbed, killed, undisturbed
+from tests.integration.elastic.killed_members import NEW, OLD, check_as_undisturbed, run_with_kill, undisturbed
 from tests.ranks import RankServer, Results
 from tidegate.elastic.preparing import POINTS
 
@@ -28,7 +28,7 @@ IN_DEFAULT_SUITE = {("in both layouts", "introduced"), ("in the target only", "s
 def test_a_kill_leaves_the_old_or_the_new_layout_and_training_goes_on(
     ranks: RankServer, undisturbed: list[Results], victim: str, point: str
 ) -> None:
-    said, *members = killed(ranks, VICTIMS[victim], point=point)
+    said, *members = run_with_kill(ranks, VICTIMS[victim], point=point)
 
     check(said, members, undisturbed, point=point)
 
@@ -39,7 +39,7 @@ def test_a_kill_leaves_the_old_or_the_new_layout_and_training_goes_on(
 def test_so_does_one_where_copies_are_kept(
     ranks: RankServer, undisturbed: list[Results], copies: dict[str, Any], point: str
 ) -> None:
-    said, *members = killed(ranks, VICTIMS["in both layouts"], point=point, **copies)
+    said, *members = run_with_kill(ranks, VICTIMS["in both layouts"], point=point, **copies)
 
     check(said, members, undisturbed, point=point)
 

@@ -11,7 +11,7 @@ import pytest
 
 from cli.views import LinesView, UnfailingStream
 from tests.unit.cli.configs import small_config
-from tests.unit.cli.test_following import LeavingScheduler
+from tests.unit.cli.leaving_scheduler import LeavingScheduler
 from tidegate.job import JobFolder
 from tidegate.launcher.follow import JobFollower
 from tidegate.runtime.embedded import EmbeddedServers

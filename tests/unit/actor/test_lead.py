@@ -3,76 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.actor.checkpoints import CheckpointStore
-from services.actor.lead import ActorLead
 from services.scheduler.shell.codecs.observed_codec import training_of
 from services.scheduler.state.observed import Training as Seen
-from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, bench, snapshot
-from tests.unit.actor.fake_ranks import PLENTY, FakeRank, Ranks
-from tests.watched_samples import WatchedSamples, scored_group
+from tests.component_bench import ACK_WAIT_S, JOB, NODES, snapshot
+from tests.unit.actor.actor_bench import FIRST, SECOND, ids, training
+from tests.watched_samples import scored_group
 from tidegate.codec import fate_of
 from tidegate.ports.bus import Stage
-from tidegate.types import Layout, Role, SampleId
+from tidegate.types import Layout, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2
-
-FIRST, SECOND = "n0/0", "n0/1"
-
-
-class Training:
-    """The bench with its ranks and what was done on the stream."""
-
-    def __init__(self, bench: Bench[ActorLead, FakeRank], ranks: Ranks) -> None:
-        self.bench = bench
-        self.ranks = ranks
-        assert isinstance(bench.samples, WatchedSamples)
-        self.watch = bench.samples
-
-    def take(self, *commands: Any) -> ActorLead:
-        """By the lead, which is made by the first."""
-        lead = self.bench.leads[-1] if self.bench.leads else self.bench.new_lead()
-        for command in commands:
-            lead.take(command)
-        return lead
-
-    def start(self) -> ActorLead:
-        return self.take(self.bench.scale_up(), self.bench.open_iteration())
-
-    def close(self, iteration: int = 0, *, incarnation: int = 1) -> None:
-        """The scheduler's word that the iteration's accounts add up."""
-        header = self.bench.header(incarnation=incarnation)
-        self.take(commands_pb2.CloseIterationRequest(header=header, iteration=iteration))
-
-    async def scored(self, prompts: Iterable[int], **fields: Any) -> None:
-        for prompt in prompts:
-            await self.bench.bus.samples.publish(Stage.SCORED, scored_group(prompt, **fields))
-
-    async def report(self) -> events_pb2.IterationReported:
-        return (await self.bench.told("iteration_reported"))[-1].iteration_reported
-
-    def journal(self) -> list[dict[str, Any]]:
-        path = self.bench.folder.journal
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    async def until_acked(self, *prompts: int) -> None:
-        await self.bench.changes.until(lambda: self.watch.prompts("ack") == list(prompts))
-
-
-@asynccontextmanager
-async def training(tmp_path: Path, *, num_permits: int = PLENTY, **sections: Any) -> AsyncIterator[Training]:
-    ranks = Ranks(num_permits=num_permits)
-    async with bench(tmp_path, Role.ACTOR, ActorLead, ranks.make, wrap=WatchedSamples, **sections) as opened:
-        yield Training(opened, ranks)
-
-
-def ids(*prompts: int, incarnation: int = 1, iteration: int = 0) -> list[SampleId]:
-    return [SampleId(incarnation, iteration, prompt, draw) for prompt in prompts for draw in range(2)]
 
 
 async def test_in_fixed_order_minibatches_are_runs_of_prompts_whatever_the_order_of_arrival(tmp_path: Path) -> None:

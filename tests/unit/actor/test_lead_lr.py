@@ -14,7 +14,7 @@ from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.ledger import SampleLedger
 from services.actor.lr import LrUpdate, ledger_of, passed_budget
 from tests.component_bench import job_config
-from tests.unit.actor.test_lead import SECOND, Training, training
+from tests.unit.actor.actor_bench import SECOND, Training, training
 from tidegate.lr.errors import BudgetMismatch, RanksDisagree
 from tidegate.lr.progress import LrLedger, LrRules
 from tidegate.lr.schedule import Decay, LrSchedule

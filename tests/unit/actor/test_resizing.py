@@ -12,8 +12,8 @@ import pytest
 
 from services.actor.checkpoints import CheckpointStore
 from tests.component_bench import JOB, NODES
+from tests.unit.actor.actor_bench import FIRST, SECOND, Training, ids, training
 from tests.unit.actor.fake_ranks import PLENTY
-from tests.unit.actor.test_lead import FIRST, SECOND, Training, ids, training
 from tidegate.adapters.cell_store import CellStore
 from tidegate.codec import decode_grants, decode_layout, encode_grants, encode_layout, fate_of
 from tidegate.ownership.records import GpuState, Move, MoveState, Outcome, Owner, Part, PartKind, PartState, Transition

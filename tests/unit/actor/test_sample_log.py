@@ -10,7 +10,7 @@ import pytest
 
 from services.actor.sample_log import chosen_draws
 from tests.component_bench import job_config
-from tests.unit.actor.test_lead import Training, training
+from tests.unit.actor.actor_bench import Training, training
 from tests.watched_samples import scored_group
 from tidegate.job import load_job
 from tidegate.ports.bus import Stage

@@ -10,7 +10,7 @@ import pytest
 from cli.__main__ import main
 from simulator.model import ModelSection
 from simulator.scenario import load_scenario
-from tests.unit.test_recorded import run_directory
+from tests.unit.run_directory import run_directory
 from tidegate.config.job_config import JobConfig
 from tidegate.job import load_job
 from tidegate.types import Precision

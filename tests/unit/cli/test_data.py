@@ -12,35 +12,12 @@ import pytest
 
 from cli.__main__ import main
 from tests.unit.cli.configs import small, small_file
+from tests.unit.cli.configs_on_data import RIGHT, function, on_data
 from tidegate.config.files import load_config
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start, claimed, saved_config
 from tidegate.launcher.data_check import with_checked_data
-from tidegate.tasks.tokenizer import build_tokenizer
-
-RIGHT = {"prompt": "two and two", "answer": "four"}
-
-
-def on_data(
-    tmp_path: Path, rows: list[Any], *, rewards: Any = ({"name": "exact_match"},), **data: Any
-) -> dict[str, Any]:
-    """The changes that make the small config one on data, whose files lie beside it."""
-    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    (tmp_path / "train.jsonl").write_text(text)
-    (tmp_path / "grading.py").write_text("def score(response, level):\n    return 1.0\n\nNUMBER = 3\n")
-    build_tokenizer(["two", "and", "four"]).save(tmp_path / "words.json")
-    return {
-        "task": None,
-        "data": {"train": "train.jsonl", "answer_key": "answer", **data},
-        "rewards": list(rewards),
-        "model": {**small(tmp_path)["model"], "tokenizer": "words.json"},
-    }
-
-
-def function(path: str) -> dict[str, Any]:
-    return {"rewards": [{"name": "function", "path": path}]}
-
 
 WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a line that is no JSON": ([RIGHT, '{"prompt": "two"'], {}, "train.jsonl:2: not JSON at column 17"),

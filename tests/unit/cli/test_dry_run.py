@@ -11,7 +11,7 @@ import yaml
 
 from cli.__main__ import main
 from tests.unit.cli.configs import small, small_file
-from tests.unit.cli.test_data import RIGHT, function, on_data
+from tests.unit.cli.configs_on_data import RIGHT, function, on_data
 from tidegate.config.files import load_config
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder, load_job

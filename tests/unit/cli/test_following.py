@@ -3,64 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.json_format import MessageToDict
 
 from cli import following
 from cli.jobs import UnknownJob
 from tests.unit.cli.configs import small_config
+from tests.unit.cli.leaving_scheduler import LeavingScheduler, event_row, log_of
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claimed
 from tidegate.launcher.control import NotRunning
 from tidegate.launcher.event_file import EventFile
-from tidegate.launcher.outcome import End, Outcome
 from tidegate.ports.rpc import PeerRefused
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
-
-
-def event_row(sequence: int) -> control_pb2.ListEventsResponse:
-    return control_pb2.ListEventsResponse(stream_sequence=sequence, event=events_pb2.Event(id=f"e{sequence}"))
-
-
-def log_of(*words: str) -> list[str]:
-    return [json.dumps({"time": f"t{place}", "event": word}) for place, word in enumerate(words)]
-
-
-class LeavingScheduler(control_pb2_grpc.ControlServicer):
-    """Tells two rows; the job then ends with a third, and each stream breaks as at a server's stop."""
-
-    code = grpc.StatusCode.UNAVAILABLE
-
-    def __init__(self, folder: JobFolder) -> None:
-        self._folder = folder
-
-    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
-        return control_pb2.GetJobResponse(job="small", phase="running")
-
-    async def ListEvents(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ListEventsResponse]:
-        for sequence in (1, 2):
-            yield event_row(sequence)
-        await self._leave(context)
-
-    async def ReadLogs(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ReadLogsResponse]:
-        for line in log_of("a", "b"):
-            yield control_pb2.ReadLogsResponse(line=line)
-        await self._leave(context)
-
-    async def _not_asked(self, request: Any, context: Any) -> Any:
-        raise AssertionError("nobody who follows asks this")
-
-    CancelJob = ListGpus = ListDeadLetters = ReplayDeadLetter = DropDeadLetter = ResizeActor = _not_asked
-
-    async def _leave(self, context: Any) -> None:
-        end_job(self._folder, [event_row(sequence) for sequence in (1, 2, 3)], log_of("a", "b", "c"))
-        await context.abort(self.code, "Cancelling all calls")
 
 
 class FailingScheduler(LeavingScheduler):
@@ -90,13 +50,6 @@ class RestartedScheduler(LeavingScheduler):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
         yield event_row(2)
         await self._leave(context)
-
-
-def end_job(folder: JobFolder, rows: Iterable[control_pb2.ListEventsResponse], lines: Iterable[str]) -> None:
-    folder.events.write_text("".join(json.dumps(MessageToDict(row)) + "\n" for row in rows))
-    (folder.attempt().logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    status = control_pb2.GetJobResponse(job="small")
-    Outcome(End.CANCELLED, "cancelled: enough", seed=0, wall_s=1.0, job=status).write(folder.result)
 
 
 @asynccontextmanager

@@ -7,20 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.unit.cli.configs import small
+from tests.unit.config.config_files import written
 from tidegate.config.files import SourcedConfig, Sources, load_sources
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.layers import is_override
 from tidegate.types import Role
-
-
-def written(folder: Path, name: str, values: dict[str, Any] | str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values, sort_keys=False))
-    return path
 
 
 def loaded(tmp_path: Path, *overrides: str, over: dict[str, Any] | str | None = None, **changes: Any) -> SourcedConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.properties.test_planner import carry_out
+from tests.unit.elastic.carrying_out import carry_out
 from tidegate.elastic.plan.buckets import Bucket, schedule
 from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.plan.plan import Holding, Part, RegionCopy

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.lr.test_lr_schedule import Groups
+from tests.unit.lr.schedules import Groups
 from tidegate.lr.checkpoint import LegacyPolicy, OnMismatch, adopted, decoded, encoded, resumed
 from tidegate.lr.errors import BudgetMismatch, CheckpointRefused, ForeignCheckpoint
 from tidegate.lr.progress import LrLedger, LrMode, LrRules, OnSkip

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.lr.test_lr_schedule import RATES, SHAPES, Groups, schedule_of
+from tests.unit.lr.schedules import RATES, SHAPES, Groups, schedule_of
 from tidegate.lr.errors import ScheduleRefused
 from tidegate.lr.progress import LrLedger, LrRules
 from tidegate.lr.schedule import Decay, LrSchedule

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cli.__main__ import main
-from tests.unit.config.test_layers import written
+from tests.unit.config.config_files import written
 from tidegate.config.files import SourcedConfig, Sources, load_sources
 from tidegate.config.job_config import ConfigError
 from tidegate.config.sections.scheduler import RLinfSection, SchedulerSection

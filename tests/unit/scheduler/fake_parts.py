@@ -4,7 +4,7 @@ accounts of its samples."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.values import Fate, IterationPlan, JobSpec, Placed
@@ -46,6 +46,13 @@ def spec(
         max_extra_prompts=max_extra_prompts,
         evaluate_every=evaluate_every,
     )
+
+
+def on_either_node(**settings: int) -> JobSpec:
+    """A job each of whose components has whole copies on n0 alone."""
+    made = spec(max_actor_restarts=99, **settings)  # type: ignore[arg-type]  # only numbers are varied here
+    inference = Placed((gpu("n0", 2), gpu("n1", 2)), Layout(dp=2))
+    return replace(made, placement={**made.placement, Role.INFERENCE: inference})
 
 
 def role_of(name: InstanceId) -> Role:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simulator.phase_errors import PhaseError, of_run
-from tests.unit.simulator.test_calibration import recorded_run
+from tests.unit.simulator.simulated_recording import recorded_run
 from tidegate.recorded import RecordedIteration, RecordedRun
 
 

@@ -28,6 +28,7 @@ from simulator.run import Run
 from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
 from simulator.scheduled import JobFailed
 from tests.unit.simulator.waiting import Waiting
+from tests.unit.simulator.whole_runs import check_whole, numbers_of
 from tidegate.types import GpuId, Layout, Role
 
 PUBLISHED = Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml"
@@ -65,23 +66,6 @@ def small(**changes: object) -> Scenario:
 
 
 LONG = small(costs={"engine": {"max_running": 2, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}})
-
-
-def told(run: Run, what: What) -> list[int]:
-    return [happening.number for happening in run.history if happening.what is what]
-
-
-def check_whole(run: Run, scenario: Scenario) -> None:
-    """Each sample trained once, each GPU's time accounted for."""
-    own = scenario.algorithm
-    want = own.prompts_per_iteration * own.group_size
-    assert (run.num_samples, run.num_lost) == (want, 0)
-    assert Counter(told(run, What.SEQUENCE_FINISHED)) == Counter(range(want))
-    for spans in run.timeline.values():
-        assert spans[0].start_s == 0
-        assert spans[-1].end_s == run.iteration_s
-        assert all(each.end_s == after.start_s for each, after in pairwise(spans))
-        assert all(each.state is not after.state for each, after in pairwise(spans))
 
 
 def test_the_published_scenario_has_the_defaults_of_every_cost() -> None:
@@ -265,7 +249,7 @@ def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
         }
     )
     run = simulate(scenario, POLICIES["dynarl"], seed=5, directly=True)
-    assert told(run, What.MOVE_DROPPED)
+    assert numbers_of(run, What.MOVE_DROPPED)
     check_whole(run, scenario)
 
 
@@ -336,7 +320,7 @@ def test_what_is_chosen_is_carried_out_when_it_can_be() -> None:
     started = next(each.at_s for each in run.history if each.what is What.MINIBATCH_STARTED)
     inferred = next(each.at_s for each in run.history if each.what is What.INFERENCE_FINISHED)
     assert started == inferred
-    assert told(run, What.GROUP_FINISHED)[0] > 7, "the last prompts were to be first"
+    assert numbers_of(run, What.GROUP_FINISHED)[0] > 7, "the last prompts were to be first"
 
 
 def test_a_component_without_a_home_is_refused_by_its_key() -> None:

@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
+from tests.unit.tracking.fake_sinks import PATIENCE_S, Written, outlet
 from tests.unit.tracking.rows import a_row
-from tidegate.tracking.metrics import Row
-from tidegate.tracking.outlet import MAX_FAILURES, Account, Outlet, Sink, close_all
+from tidegate.tracking.outlet import MAX_FAILURES, Account, Outlet, close_all
 
-PATIENCE_S = 20.0
 AT_ONCE_S = 0.5
-
-
-class Written:
-    """Takes every row for which `fails` does not hold, once it is let go."""
-
-    def __init__(self, *, fails: Callable[[Row], bool] = lambda _: False, is_free: bool = True) -> None:
-        self.rows: list[Row] = []
-        self.is_closed = False
-        self.reached = threading.Event()
-        self.let_go = threading.Event()
-        self._wrote = threading.Condition()
-        self._fails = fails
-        if is_free:
-            self.let_go.set()
-
-    def write(self, row: Row) -> None:
-        self.reached.set()
-        self.let_go.wait()
-        if self._fails(row):
-            raise ConnectionError("no route to host")
-        with self._wrote:
-            self.rows.append(row)
-            self._wrote.notify_all()
-
-    @property
-    def steps(self) -> list[int]:
-        return [row.step for row in self.rows]
-
-    def until(self, num_rows: int) -> None:
-        """Waits until it has so many."""
-        with self._wrote:
-            assert self._wrote.wait_for(lambda: len(self.rows) >= num_rows, PATIENCE_S)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def outlet(sink: Sink, *, capacity: int = 100) -> Outlet:
-    return Outlet("sink", lambda: sink, capacity=capacity)
 
 
 def test_rows_are_written_in_order_and_the_sink_is_closed_after_the_last() -> None:

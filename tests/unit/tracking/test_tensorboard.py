@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.tracking.job_events import ROLLOUT, begun, evaluation, event, rows
 from tests.unit.tracking.rows import Scalar, a_row, read_scalars
-from tests.unit.tracking.test_metrics import ROLLOUT, begun, evaluation, event, rows
 from tidegate.tracking.tensorboard import TensorBoardSink
 from tidegate.v1 import events_pb2
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tracking.test_metrics import report
-from tests.unit.tracking.test_outlet import PATIENCE_S, Written, outlet
+from tests.unit.tracking.fake_sinks import PATIENCE_S, Written, outlet
+from tests.unit.tracking.job_events import report
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.config.sections.record import TrackingSection, WandbSection, tracking_faults
 from tidegate.events import EventSource

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
 from services.scheduler.decide.decision import decided
 from services.scheduler.evolve.losses import MAX_FAILED_STARTS
-from services.scheduler.policy import Proposal
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -16,6 +15,7 @@ from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import NODES, gpu, spec
+from tests.unit.scheduler.proposals import Proposed
 from tidegate.ownership.records import GpuState, Outcome
 from tidegate.types import GpuId, Grant, Layout, NodeId, Role, Token, instance_id
 
@@ -29,19 +29,6 @@ def engines(*gpus: GpuId) -> Placed:
 
 
 HOME = spec().placement
-
-
-@dataclass
-class Proposed:
-    """Home while no iteration is open; in one, what a test sets. The actor trains nothing, so that it stays open."""
-
-    placement: dict[Role, Placed | None] = field(default_factory=dict)
-    trains: bool = False
-
-    def __call__(self, state: ClusterState) -> Proposal:
-        if state.spec is None or state.iteration is None or state.phase is not Phase.RUNNING:
-            return Proposal({} if state.spec is None else dict(state.spec.placement), "home")
-        return Proposal({**state.spec.placement, **self.placement}, "as a test proposes", trains=self.trains)
 
 
 def running(job: JobSpec | None = None) -> tuple[Drive, Proposed]:

@@ -24,8 +24,8 @@ from services.scheduler.state.layouts import as_engines
 from services.scheduler.state.observed import QUEUED, Inferring, Seen, Training
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
-from tests.unit.scheduler.evolve.test_losses import iterating
 from tests.unit.scheduler.fake_parts import gpu, spec
+from tests.unit.scheduler.open_iteration import iterating
 from tests.unit.scheduler.situations import generation, gpus, job, seen
 from tidegate.types import Layout, Role
 

@@ -20,11 +20,11 @@ from services.scheduler.state.components import Absence, Instance
 from services.scheduler.state.invariants import check
 from services.scheduler.state.issued import Expectation, Kind
 from services.scheduler.state.remembered import Remembered, as_configured
-from services.scheduler.state.values import JobSpec, Placed
+from services.scheduler.state.values import Placed
 from tests.unit.scheduler.drive import Drive, booted
-from tests.unit.scheduler.evolve.test_losses import is_iterating
 from tests.unit.scheduler.fake_cluster import FakeCluster
-from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
+from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, on_either_node, spec
+from tests.unit.scheduler.open_iteration import is_iterating
 from tidegate.ownership.records import GpuRecord, GpuState, Owner
 from tidegate.types import Grant, InstanceId, Layout, Role, Token, instance_id
 
@@ -37,13 +37,6 @@ POLICIES: dict[str, Policy] = {
 }
 LOST_GPU, FREE_GPU = gpu("n1", 1), gpu("n1", 3)
 TOKEN = Token(1, 5)
-
-
-def on_either_node(**settings: int) -> JobSpec:
-    """Each component has whole copies on n0 alone."""
-    made = spec(max_actor_restarts=99, **settings)  # type: ignore[arg-type]  # only numbers are varied here
-    inference = Placed((gpu("n0", 2), gpu("n1", 2)), Layout(dp=2))
-    return replace(made, placement={**made.placement, Role.INFERENCE: inference})
 
 
 def placed(*, alive: tuple[str, ...] = ("rollout@n0",)) -> ClusterState:

@@ -12,31 +12,18 @@ from services.scheduler.evolve.losses import MAX_DEATHS
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
-from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.cluster_state import Phase
 from services.scheduler.state.values import total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
+from tests.unit.scheduler.open_iteration import is_iterating, iterating
 from tidegate.ownership.records import GpuRecord, GpuState, Outcome
 from tidegate.types import Grant, NodeId, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
 INFERENCE_GPU = gpu("n1", 2)
 ACTOR_GPU = gpu("n1", 0)
-
-
-def iterating(*, keeps_state: bool = True, **settings: int) -> Drive:
-    """A job whose first iteration every component took."""
-    job = spec(**settings)  # type: ignore[arg-type]  # only numbers are varied here
-    drive = booted(FakeCluster(job, keeps_state=keeps_state))
-    drive.run_until(is_iterating)
-    while drive.cluster.outbox:
-        drive.step()
-    return drive
-
-
-def is_iterating(state: ClusterState) -> bool:
-    return state.iteration is not None and len(state.iteration.opened) == len(Role)
 
 
 def deliver_all(drive: Drive) -> None:

@@ -12,7 +12,7 @@ from services.scheduler.shell.requests import Request
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
 from tests.component_bench import JOB, NODES, PATIENCE_S, Changes
-from tests.unit.scheduler.shell.test_requests import HEADER
+from tests.unit.scheduler.shell.command_header import HEADER
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
 from tidegate.codec import encode_grants
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable

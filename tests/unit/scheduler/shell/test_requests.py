@@ -10,23 +10,10 @@ from services.scheduler.shell.requests import encode_command
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.values import IterationPlan, Snapshot
 from tests import component_bench
+from tests.unit.scheduler.shell.command_header import FIRST, HEADER, SECOND
 from tidegate.codec import decode_grants, decode_layout
-from tidegate.types import CommandId, GpuId, Grant, InstanceId, JobId, Layout, Role, Token
+from tidegate.types import Layout
 from tidegate.v1 import commands_pb2, types_pb2
-
-FIRST, SECOND = Grant(GpuId("n0/0"), Token(2, 5)), Grant(GpuId("n1/0"), Token(2, 6))
-HEADER = cmd.Header(
-    id=CommandId("bench/t1/up/actor/e3"),
-    job=JobId("bench"),
-    incarnation=4,
-    role=Role.ACTOR,
-    endpoint="127.0.0.1:1",
-    lead_epoch=3,
-    deadline_ms=1_234_567,
-    instances=(cmd.Address(InstanceId("actor@n0"), "127.0.0.1:1", 9),),
-    members=(FIRST, SECOND),
-    transition_id="t1",
-)
 
 
 def as_published(version: int) -> tuple[Snapshot, types_pb2.Snapshot]:
