@@ -10,10 +10,14 @@
 # PYTHON       the interpreter .venv is made of (3.11 or newer)
 # TORCH_INDEX  an extra package index that serves torch, such as PyTorch's CPU one; your pip settings apply as well
 # ARGS         passed on to `tidegate demo` and to pytest: make demo ARGS="--seed 1"
+# JOBS         test processes side by side, 0 for none: make test JOBS=0 ARGS="tests/unit -k layout"
+# PART         the K-th of N parts of the long tests: make test-long PART=2/4
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 3
+PART ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,11 +71,12 @@ $(DEV): requirements/data.txt requirements/dev.txt $(RUNTIME)
 demo: $(RUNTIME)
 	@$(BIN)/tidegate demo $(ARGS)
 
+# Tests of whole jobs wait more than they compute: three processes keep two cores busy.
 test: lint
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(DEV)
-	@$(BIN)/python -m pytest -m long $(ARGS)
+	@$(BIN)/python -m pytest -m long $(if $(PART),--part $(PART)) $(ARGS)
 
 mutations: $(DEV)
 	@$(BIN)/python -m tests.mutations

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
+
+from tests.parts import dealt
 
 # Before the first import of torch: its sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,3 +15,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same examples in every run; a shared machine is no reason to fail.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of what is collected")
+
+
+# Last, because the tests that -m and -k leave out are then gone.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part: str | None = config.getoption("--part")
+    if part is None:
+        return
+    try:
+        kept = dealt(items, part)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    ids = {item.nodeid for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
+    items[:] = kept
