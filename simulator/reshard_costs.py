@@ -1,7 +1,8 @@
 """What a reshard of the simulated trainer moves: the bytes of the plan that the elastic trainer would carry out.
 
-A GPU is one member of the job's epoch for as long as it lasts, standing by or not (`services.actor.resizing`), so that
-who is in both layouts keeps its shards, wherever it stands in them; holders on the same host serve first.
+A GPU is one member of the job's epoch for as long as it lasts, standing by or not
+(`services.actor.two_phase_resize`), so that who is in both layouts keeps its shards, wherever it stands in them;
+holders on the same host serve first.
 Plans are kept by what they depend on: the model, both layouts, which place of the old layout each rank of the new one
 had, and which ranks share a host. A search that runs the same resizes on other GPUs plans them once.
 Invariant: the bytes are those of `Planner.whole`, of the rank that sends or receives most.

@@ -1,8 +1,10 @@
-"""What all ranks of the actor's layout do together, one thing at a time, and again when one of them died of it.
+"""Requests to all ranks of the actor's layout: one at a time, and repeated when a rank dies during one.
 
-Who asks waits until every rank of the layout is there: a death leaves the layout without one until a resize is in force
-that brings it back. What is asked may have been done before by the ranks that live, and must come to the same when it
-is done again. Invariant: while something is asked, or a resize is at work, nothing else is.
+A request waits until every rank of the layout is present. A death leaves the layout one rank short until a resize
+brings the rank back. The living ranks may have served a request before it is repeated, so a repeat must have the same
+result.
+
+Invariant: at most one request or one resize is at work at a time. [test_two_phase_resize: changes_between_two_updates]
 """
 
 from __future__ import annotations
@@ -21,54 +23,56 @@ from tidegate.v1 import workers_pb2 as wire
 Result = TypeVar("Result")
 
 LAST_WORDS_S = 2.0
-"""Within which a death shows at the instance that has the worker, after others lost it as their peer."""
+"""A death shows at the worker's own instance within this time after its peers lost it."""
 
 
 class AllRanks:
-    """See the module. The ranks are the crew's members."""
+    """The ranks are the crew's members; see the module."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self.layout = Layout()
-        """In force."""
+        """The layout in force."""
         self._asking = asyncio.Lock()
         self._switched = asyncio.Event()
-        """Set by the next resize that is in force."""
+        """The next committed resize sets it."""
         self._log = structlog.get_logger("all_ranks")
 
     @property
-    def are_there(self) -> bool:
+    def are_present(self) -> bool:
         return len(self._crew.members) == self.layout.num_ranks
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Nothing else is asked of the ranks meanwhile."""
+        """Send the ranks no other request within this context."""
         async with self._asking:
             yield
 
     def switch(self, layout: Layout) -> None:
-        """A resize to this layout is in force."""
+        """Record that a resize to this layout is in force."""
         self.layout = layout
         self._switched.set()
         self._switched = asyncio.Event()
 
     async def do(self, what: str, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """What comes of it. Raises WorkerUnreachable, and what a rank does that refuses though all of them live."""
+        """The result of `ask`, repeated after each death until it succeeds.
+
+        Raises WorkerUnreachable. Raises a rank's WorkerRefused, or a WorkerGone, where all ranks live."""
         while True:
             async with self._asking:
                 switched = self._switched
-                if self.are_there:
+                if self.are_present:
                     try:
                         return await ask()
                     except WorkerUnreachable:
                         raise
                     except (WorkerGone, WorkerRefused) as error:
                         await self._crew.forget_dead()
-                        if self.are_there:
+                        if self.are_present:
                             raise
                         self._log.warning("broken off", what=what, error=str(error))
             await switched.wait()
 
     async def ask(self, call: wire.WorkerCall) -> list[wire.WorkerReply]:
-        """Each one's reply to the same call, in rank order. Raises as Crew.ask_bound."""
+        """The replies of all ranks to one call, in rank order. Raises as Crew.ask_bound."""
         return await self._crew.ask_bound(dict.fromkeys(self._crew.members, call), last_words_s=LAST_WORDS_S)

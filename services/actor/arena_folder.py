@@ -1,8 +1,8 @@
-"""Where the actor's members on a node keep their state: in files in memory that they all read, or each for itself.
+"""Chooses where the actor's members on a node keep their state: in shared files in memory, or each in private memory.
 
-What lies in such files is read in place by the others of the node and outlives a member that dies. They are in the
-job's folder in host memory, which the launcher removes at the end of a run, or at the next start where it could not.
-Each member decides alone: state that any of them keeps for itself is sent instead, which is slower and not wrong.
+The other members of the node read shared files in place. Shared files outlive a member that dies. They are in the job's
+folder in host memory. The launcher removes that folder at the end of a run, or at the next start if it could not then.
+Each member chooses alone: the members send the state that one of them keeps privately, which is slower but still right.
 """
 
 from __future__ import annotations
@@ -21,25 +21,33 @@ from tidegate.types import Precision
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _OPTIMIZER_BYTES = {Precision.FP32: 8, Precision.BF16: 12}
-"""Of a parameter: Adam's moments, and where the weights are not in fp32 the main parameter."""
+"""Bytes per parameter: Adam's moments, and the fp32 main parameter where the weights are not in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     folder: Path | None
-    """None: each for itself."""
+    """None: each member keeps its state in private memory."""
     reason: str
 
 
 def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo, precision: Precision) -> int:
-    """What a node's members hold at most, in the middle of a reshard: two layouts, in which each has all the weights
-    and all have the optimizer's state between them, besides two copies of that, or as many again of others'."""
+    """The most bytes that a node's members hold, which is in the middle of a reshard.
+
+    bytes = layouts * (1 + copies) * parameters * (members * weight_bytes + optimizer_bytes)
+
+    - layouts: 2, the old one and the new one.
+    - copies: 0 without copies; NUM_SLOTS for copies on the node; twice that for copies on a peer, since the node also
+      holds a peer's copies.
+    - weight_bytes: the size of a weight; each member may hold all weights.
+    - optimizer_bytes: the optimizer's bytes per parameter; the members hold its state once among them.
+    """
     num_copies = {CopyTo.NOWHERE: 0, CopyTo.NODE: NUM_SLOTS, CopyTo.PEER: 2 * NUM_SLOTS}[copies]
     return 2 * (1 + num_copies) * num_parameters * (num_members * precision.itemsize + _OPTIMIZER_BYTES[precision])
 
 
 def choose(folder: Path, *, needed_bytes: int, device: torch.device) -> Choice:
-    """`folder`, made where it serves."""
+    """Shared memory in `folder`, which is created, or private memory with the reason."""
     if device.type != "cpu":
         return Choice(None, f"state is on {device}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,14 +59,14 @@ def choose(folder: Path, *, needed_bytes: int, device: torch.device) -> Choice:
     if room_bytes < needed_bytes:
         return Choice(
             None,
-            f"state is not shared: it takes up to {needed_bytes} bytes in {folder}, which has {room_bytes}: give it "
-            "more room (docker run --shm-size)",
+            f"state is not shared: it takes up to {needed_bytes} bytes in {folder}, which has {room_bytes}; make that "
+            "file system larger (docker run --shm-size)",
         )
     return Choice(folder, f"state is shared in {folder}: up to {needed_bytes} of {room_bytes} bytes")
 
 
 def file_system(path: Path, mounts: str) -> str:
-    """The kind of the one that `path` is on, by the lines of a mount table; the last mount of a point counts."""
+    """The kind of file system that holds `path`, from the lines of a mount table. The last mount of a point counts."""
     parts = path.resolve().parts
     found, kind = 0, "nothing known"
     for line in mounts.splitlines():
@@ -70,7 +78,7 @@ def file_system(path: Path, mounts: str) -> str:
 
 
 def _taken_bytes(folder: Path) -> int:
-    """By the members' own files, some of which may go meanwhile."""
+    """Bytes of the members' own files. A file may disappear while this runs."""
     taken = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):

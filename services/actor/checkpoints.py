@@ -1,9 +1,18 @@
 """Job checkpoints on disk: all that a resume needs, atomic, the newest few kept.
 
-A checkpoint is a folder `inc<incarnation>-it<next iteration>` with a file a rank and `manifest.json`, which names
-every file's checksum, the layout, the ledgers and the versions. Order of a save: files into a partial folder, the
-manifest, fsync, rename; older ones go in a step of their own. Invariants: a folder with its final name is complete and
-never changes; a checkpoint is checked whole before it is used; the newest is never removed.
+A checkpoint is a folder `inc<incarnation>-it<next iteration>` with one file per rank and `manifest.json`. The manifest
+names the layout, the ledgers, the versions and every file's checksum. A save takes these steps:
+1. The ranks write their files into a partial folder.
+2. The manifest is written there and synced to disk.
+3. The partial folder is renamed to its final name.
+
+Removing older checkpoints is a step of its own.
+
+Invariants:
+- A folder with its final name is complete. [test_checkpoints: save_that_did_not_end]
+- A folder with its final name never changes. [test_checkpoints: repeat_changes_nothing]
+- All files of a checkpoint are checked before it is used. [test_checkpoints: damaged_file_is_named]
+- The newest checkpoint is never removed. [test_checkpoints: newest_stay]
 """
 
 from __future__ import annotations
@@ -24,19 +33,19 @@ from tidegate.lr.progress import LrLedger
 from tidegate.types import Layout
 
 FORMAT_VERSION = 3
-_WITHOUT_LR = 2
-"""The format before: its learning rate followed the samples trained."""
+_FORMAT_WITHOUT_LR = 2
+"""The format before this one. Its learning rate followed the number of trained samples."""
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message says which file and what to do."""
+    """A checkpoint cannot be used; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint holds besides the ranks' files."""
+    """The contents of a checkpoint besides the ranks' files."""
 
     next_iteration: int
     version: int
@@ -44,7 +53,7 @@ class Checkpoint:
     ledger: SampleLedger
     files: tuple[WrittenFile, ...]
     lr: LrLedger | None = None
-    """None in one that was saved before there was a learning-rate ledger, or whose counters say not what they count."""
+    """None where the checkpoint predates the learning-rate ledger, or where its counters do not name their unit."""
 
     @property
     def name(self) -> str:
@@ -59,16 +68,16 @@ class CheckpointStore:
         self._keep = keep
 
     def begin(self) -> Path:
-        """An empty folder for the ranks to write into; what an unfinished save left is removed."""
+        """An empty folder for the ranks' files. This removes the remains of an unfinished save."""
         partial = self._folder / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
     def commit(self, checkpoint: Checkpoint) -> Path:
-        """Give the partial folder its name.
+        """Give the partial folder its final name.
 
-        Raises CheckpointError when a rank's file is not what it said it wrote.
+        Raises CheckpointError when a file differs from its rank's report.
         """
         partial = self._folder / _PARTIAL
         _check_files(partial, checkpoint.files)
@@ -83,7 +92,7 @@ class CheckpointStore:
         }
         _write_durably(partial / _MANIFEST, json.dumps(manifest, indent=1))
         final = self._folder / checkpoint.name
-        if final.exists():  # saved before; a repeat of the command changes nothing
+        if final.exists():  # avoid a change: a repeated command finds its checkpoint saved
             shutil.rmtree(partial)
             return final
         os.rename(partial, final)
@@ -91,12 +100,14 @@ class CheckpointStore:
         return final
 
     def prune(self) -> None:
-        """Remove the oldest beyond those to keep; to be called once the newest is known to whoever resumes."""
+        """Remove the oldest beyond the number to keep.
+
+        Call it only after the newest was announced, for a resume needs it."""
         for name in self.names()[: -self._keep]:
             shutil.rmtree(self._folder / name)
 
     def names(self) -> list[str]:
-        """Complete checkpoints, oldest first."""
+        """The complete checkpoints, oldest first."""
         named = ((place_of(path.parent.name), path.parent.name) for path in self._folder.glob(f"*/{_MANIFEST}"))
         return [name for _, name in sorted((place, name) for place, name in named if place is not None)]
 
@@ -104,7 +115,9 @@ class CheckpointStore:
         return self._folder / name
 
     def load(self, name: str) -> Checkpoint:
-        """Read and check one; CheckpointError when it is incomplete, damaged or of a newer format."""
+        """Read and check a checkpoint.
+
+        Raises CheckpointError when it is incomplete, damaged or of an unknown format."""
         folder = self._folder / name
         try:
             raw: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
@@ -113,9 +126,9 @@ class CheckpointStore:
             raise CheckpointError(
                 f"checkpoint {folder} has no readable manifest ({error}); complete: {known}"
             ) from error
-        if raw.get("format") not in (_WITHOUT_LR, FORMAT_VERSION):
+        if raw.get("format") not in (_FORMAT_WITHOUT_LR, FORMAT_VERSION):
             raise CheckpointError(
-                f"checkpoint {folder} has format {raw.get('format')}, this version reads {_WITHOUT_LR} and "
+                f"checkpoint {folder} has format {raw.get('format')}; this version reads {_FORMAT_WITHOUT_LR} and "
                 f"{FORMAT_VERSION}"
             )
         try:
@@ -129,7 +142,7 @@ class CheckpointStore:
 
 
 def _lr_ledger(written: Any) -> LrLedger | None:
-    """None where its counters say not what they count: the job's `legacy_policy` says what is made of those."""
+    """None where the counters do not name their unit: the job's `legacy_policy` then decides how to use them."""
     try:
         return decoded(written) if written is not None else None
     except ForeignCheckpoint:
@@ -151,7 +164,7 @@ def _check_files(folder: Path, files: tuple[WrittenFile, ...]) -> None:
             raise CheckpointError(f"checkpoint file {path} is missing; resume from another checkpoint")
         if (found := file_checksum(path)) != file.checksum:
             raise CheckpointError(
-                f"checkpoint file {path} has checksum {found}, its writer said {file.checksum}; "
+                f"checkpoint file {path} has checksum {found}, its writer reported {file.checksum}; "
                 "resume from another checkpoint"
             )
 

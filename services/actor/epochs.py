@@ -1,8 +1,12 @@
-"""One actor worker's way through the membership epochs.
+"""The membership epochs that one actor worker joins and leaves, one after another.
 
-The first member of an epoch serves its store on the socket that the instance bound for it. Invariants: a process serves
-one store, for as long as it lives; an epoch is left before the next one is joined, alone and at once, for nobody waits
-for anything of it then but who has failed; in no epoch, nothing is asked of others.
+The first member of an epoch serves its store on the socket that the instance bound for it. A process serves one store,
+for as long as it lives.
+
+Invariants:
+- A worker leaves its epoch before it joins the next. It leaves alone and at once: by then, only failed members can
+  still wait for it. [test_worker: train_on_in_the_next_epoch]
+- A worker in no epoch sends nothing to its peers. [test_worker: members_that_lost_a_peer]
 """
 
 from __future__ import annotations
@@ -17,28 +21,30 @@ from tidegate.v1 import workers_pb2 as wire
 
 
 class Epochs:
-    """See the module."""
-
     def __init__(self, channel: WorkerChannel) -> None:
         self._listener = channel.store_listener
         self._served: TCPStore | None = None
         self._world: World | None = None
-        self._why_none = "it has not joined one"
+        self._reason_for_none = "it has not joined one"
 
     @property
     def world(self) -> World:
-        """The present epoch's. Raises CallRefused in none."""
+        """The world of the present epoch. Raises CallRefused where there is no epoch."""
         if self._world is None:
-            raise CallRefused(f"this worker is in no epoch, for {self._why_none}: send JoinWorld to all first")
+            raise CallRefused(f"this worker is in no epoch ({self._reason_for_none}): send JoinWorld to all first")
         return self._world
 
     def enter(self, wired: wire.JoinWorld, device: torch.device) -> World:
-        """Raises PeerLost when not all come, or whoever is to serve the store is gone; CallRefused for an epoch that is
-        not later than the last."""
+        """Leave the present epoch and join this one.
+
+        Raises PeerLost when a member does not come or nobody serves the store. Raises CallRefused for an epoch that is
+        not later than the present one."""
         seat, membership = wired.rendezvous, Membership(wired.epoch, tuple(wired.members))
         if self._world is not None and wired.epoch <= self._world.membership.epoch:
-            raise CallRefused(f"epoch {wired.epoch} is not after {self._world.membership.epoch}, where this worker is")
-        self.leave(f"not all came to epoch {wired.epoch}")
+            raise CallRefused(
+                f"epoch {wired.epoch} does not follow {self._world.membership.epoch}, this worker's present epoch"
+            )
+        self.leave(f"not all members came to epoch {wired.epoch}")
         with peers_needed(f"reaching the store of epoch {wired.epoch}"):
             store = self._serve(seat) if seat.rank == 0 else _connected(seat)
         self._world = World.join(
@@ -47,8 +53,8 @@ class Epochs:
         return self._world
 
     def leave(self, why: str) -> None:
-        """In no epoch, alone: whoever waits for this worker there hears of it."""
-        self._why_none = why
+        """Leave the epoch without waiting for the others. A peer that waits for this worker sees an error."""
+        self._reason_for_none = why
         if self._world is not None:
             self._world.leave(abort=True)
             self._world = None
@@ -56,7 +62,7 @@ class Epochs:
     def _serve(self, seat: wire.Rendezvous) -> TCPStore:
         if self._served is None:
             if self._listener is None:
-                raise CallRefused("this worker was started without a socket for a store; another must be first")
+                raise CallRefused("this worker was started without a socket for a store; make another member the first")
             self._served = serve_store(self._listener.detach(), timeout_s=seat.timeout_s, host=seat.host)
         return self._served
 

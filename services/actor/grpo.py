@@ -1,10 +1,16 @@
 """GRPO around its loss: advantages within a group, the weight of each token, the metrics of an update. Pure numpy.
 
-The loss of an update is the sum over all its response tokens of `token weight * token loss`; the weights hold the
-global denominators, so that micro-batches, replicas and stages only ever add. Invariants: prompt, padding and masked
-samples weigh nothing and are in no denominator; groups of zero spread or of one sample get advantage 0 and stay in the
-denominators. The advantages are those of DeepSeekMath (arXiv 2402.03300); those of Dr.GRPO (arXiv 2503.20783) are not
-divided by the standard deviation, and its sequences are divided by a constant.
+    loss of an update = sum over its response tokens of (token_weight * token_loss)
+
+The token weights include the global denominators, so micro-batches, replicas and stages only add. The advantages are
+those of DeepSeekMath (arXiv 2402.03300). Dr.GRPO (arXiv 2503.20783) does not divide advantages by the standard
+deviation, and divides its sequences by a constant.
+
+Invariants:
+- Prompt, padding and masked samples have weight 0. [test_microbatch: masked_samples_and_fillers]
+- Masked samples are in no denominator. [test_grpo: hold_the_denominators]
+- Groups of zero spread or of one sample have advantage 0. [test_grpo: groups_without_spread]
+- Groups of zero spread stay in the denominators. [test_grpo: zero_advantage_stays_in_the_denominators]
 """
 
 from __future__ import annotations
@@ -22,21 +28,21 @@ from services.actor.microbatch import TrainSample
 from services.actor.mismatch import mismatch
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation: keeps nearly equal rewards from dividing by nearly nothing."""
+"""Added to a group's standard deviation. It avoids a division by nearly 0 where rewards are nearly equal."""
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number."""
+    """The way in which token losses become one number."""
 
     TOKEN_MEAN = "token-mean"
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
     SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
-    """The sum of a sequence's token losses over the longest response that there may be, however long it is itself."""
+    """The sum of a sequence's token losses, divided by the longest permitted response, not by its own length."""
 
 
 class OldLogProbs(StrEnum):
-    """Whose log-probabilities the ratio is taken to."""
+    """The source of the old log-probabilities in the ratio."""
 
     TRAINER = "trainer"
     ENGINE = "engine"
@@ -44,7 +50,7 @@ class OldLogProbs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrpoSettings:
-    """What the loss depends on."""
+    """The settings that the loss depends on."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -52,22 +58,23 @@ class GrpoSettings:
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     old_log_probs: OldLogProbs = OldLogProbs.TRAINER
     importance_cap: float | None = None
-    """Cap of the weights p_trainer / p_engine on the policy term; None leaves them off."""
+    """The cap of the weights p_trainer / p_engine on the policy term. None: the term has no such weights."""
     max_new_tokens: int | None = None
     """The longest response; `seq-mean-token-sum-norm` divides by it."""
 
     def __post_init__(self) -> None:
         if self.aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM and self.max_new_tokens is None:
-            raise ValueError(f"aggregation={self.aggregation} divides by max_new_tokens: say how long responses may be")
+            raise ValueError(f"aggregation={self.aggregation} divides by max_new_tokens: set max_new_tokens")
 
 
 SUMS = ("loss", "kl", "clipped_tokens", "ratio", "absolute_terms")
-"""The sums over tokens of an update, added up over micro-batches and replicas: `loss` and `absolute_terms` weighted,
-`kl`, `clipped_tokens` and `ratio` one a token."""
+"""The names of an update's sums over tokens, over all micro-batches and replicas.
+
+`loss` and `absolute_terms` are sums of weighted values. `kl`, `clipped_tokens` and `ratio` count each token once."""
 
 
 def group_advantages(rewards: Sequence[float], *, normalize_std: bool = True) -> npt.NDArray[np.float64]:
-    """The advantages of one group's responses, in fp64."""
+    """The advantages of one group's responses, in fp64, in the order of `rewards`."""
     values = np.asarray(rewards, dtype=np.float64)
     if len(values) < 2 or np.all(values == values[0]):
         return np.zeros_like(values)
@@ -76,17 +83,17 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool = True) ->
 
 
 def check_samples(samples: Sequence[TrainSample], settings: GrpoSettings) -> None:
-    """ValueError when the settings need what a sample has not got."""
+    """Raise ValueError when a sample lacks what the settings need."""
     missing = sum(not sample.reference_log_probs for sample in samples)
     if settings.kl_coefficient and missing:
         raise ValueError(
-            f"kl_coefficient={settings.kl_coefficient} needs reference log-probabilities, {missing} of {len(samples)} "
-            "samples have none: let the inference compute them, or set kl_coefficient to 0"
+            f"kl_coefficient={settings.kl_coefficient} needs reference log-probabilities, and {missing} of "
+            f"{len(samples)} samples have none: let the inference compute them, or set kl_coefficient to 0"
         )
 
 
 def token_weights(samples: Sequence[TrainSample], settings: GrpoSettings) -> list[float]:
-    """The weight of each token of each sample; a minibatch without a token to train weighs nothing."""
+    """The weight of each token, by sample. All weights are 0 in a minibatch without a token to train."""
     counts = [sample.num_trained_tokens for sample in samples]
     num_tokens, num_sequences = sum(counts), sum(count > 0 for count in counts)
     match settings.aggregation:
@@ -104,7 +111,7 @@ def token_weights(samples: Sequence[TrainSample], settings: GrpoSettings) -> lis
 def update_metrics(
     samples: Sequence[TrainSample], sums: Sequence[float], *, importance_cap: float | None
 ) -> dict[str, float]:
-    """An update's metrics, from its samples and the global `SUMS`."""
+    """An update's metrics, from its samples and its global sums in the order of `SUMS`."""
     num_tokens = sum(sample.num_trained_tokens for sample in samples)
     _, kl, clipped_tokens, ratio, absolute_terms = sums
     divisor = max(num_tokens, 1)
@@ -118,19 +125,23 @@ def update_metrics(
     return metrics | mismatch(samples, importance_cap=importance_cap)
 
 
-_OVER_TOKENS = frozenset({"kl", "clip_fraction", "ratio", "mismatch_mean", "mismatch_kl", "mismatch_truncated"})
-"""Means over the tokens of an update, hence of an iteration over those of all its updates."""
+_TOKEN_MEANS = frozenset({"kl", "clip_fraction", "ratio", "mismatch_mean", "mismatch_kl", "mismatch_truncated"})
+"""Metrics that are means over tokens: over an update's tokens in an update, over all tokens in an iteration."""
 
 
 def iteration_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """An iteration's metrics from those of its updates: means of the finite ones, over all tokens where an update's are
-    over its own, but tokens added up, the greatest mismatch, the last learning rate."""
+    """An iteration's metrics, from the finite metrics of its updates.
+
+    - A metric that is a mean over tokens (`_TOKEN_MEANS`): the mean over all tokens of the iteration.
+    - `num_tokens`: the sum. `mismatch_max`: the maximum. `lr`: the last.
+    - Any other metric: the mean over the updates.
+    """
     metrics: dict[str, float] = {}
     for key in sorted({key for update in updates for key in update}):
-        told = [update for update in updates if math.isfinite(update.get(key, math.nan))]
-        values = [update[key] for update in told]
-        num_tokens = [update.get("num_tokens", 0.0) for update in told]
-        if key in _OVER_TOKENS and any(num_tokens):
+        reporting = [update for update in updates if math.isfinite(update.get(key, math.nan))]
+        values = [update[key] for update in reporting]
+        num_tokens = [update.get("num_tokens", 0.0) for update in reporting]
+        if key in _TOKEN_MEANS and any(num_tokens):
             metrics[key] = statistics.fmean(values, num_tokens)
         elif values:
             metrics[key] = _COMBINED.get(key, statistics.fmean)(values)

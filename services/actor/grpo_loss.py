@@ -1,8 +1,12 @@
 """GRPO's loss of a micro-batch: the clipped policy gradient, truncated importance weights and a KL penalty.
 
-Invariants: positions outside the mask and fillers add exactly 0; the shares of an update's micro-batches add up to its
-loss. The objective: DeepSeekMath (arXiv 2402.03300); the k3 estimate of the KL divergence:
+Sources: the objective is that of DeepSeekMath (arXiv 2402.03300). The estimate of the KL divergence is k3 of
 http://joschu.net/blog/kl-approx.html. Legend of shapes: B sequences of a micro-batch, S positions.
+
+Invariants:
+- Positions outside the mask add exactly 0. [test_grpo: loss_of_a_token]
+- A filler adds exactly 0. [test_grpo: filler_adds_nothing]
+- The losses of an update's micro-batches add up to its loss. [test_grpo: micro_batches_add_up]
 """
 
 from __future__ import annotations
@@ -17,15 +21,15 @@ from services.actor.microbatch import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A micro-batch's share of the loss, and of the metrics that are sums over tokens."""
+    """A micro-batch's part of the loss, and of the metrics that are sums over tokens."""
 
     loss: torch.Tensor
     sums: torch.Tensor
-    """The numbers that `grpo.SUMS` names, detached."""
+    """The sums in the order of `grpo.SUMS`, detached."""
 
 
 def grpo_loss(log_probs_BS: torch.Tensor, batch: TrainBatch, settings: GrpoSettings) -> LossTerms:
-    """The micro-batch's share, from the log-probabilities of the policy being trained."""
+    """The micro-batch's terms, from the log-probabilities of the policy that is trained."""
     trainer_BS, engine_BS, reference_BS, mask_BS, weight_BS, advantage_BS = (
         torch.from_numpy(array).to(log_probs_BS.device)
         for array in (
@@ -38,7 +42,7 @@ def grpo_loss(log_probs_BS: torch.Tensor, batch: TrainBatch, settings: GrpoSetti
         )
     )
     old_BS = trainer_BS if settings.old_log_probs is OldLogProbs.TRAINER else engine_BS
-    # Outside the mask differences are 0: a padding position must not turn into an infinity that 0 cannot weigh down.
+    # Set differences outside the mask to 0: avoid an infinity at a padding position, for 0 * infinity is NaN.
     ratio_BS = torch.exp((log_probs_BS - old_BS) * mask_BS)
     clipped_BS = ratio_BS.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     unclipped_gain_BS, clipped_gain_BS = ratio_BS * advantage_BS, clipped_BS * advantage_BS

@@ -1,6 +1,7 @@
-"""What one GRPO update trains on: all its samples, cut by each rank for its own place in the layout.
+"""The minibatch of one GRPO update: all its samples, from which each rank takes those of its place in the layout.
 
-Invariant: the weights of the losses hold the global denominators, whichever rank runs which micro-batch.
+Invariant: the weights of the losses include the global denominators, whichever rank runs a micro-batch.
+[test_token_cap: gradients_do_not_depend]
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tidegate.megatron.schedule import OnLogits
 
 @dataclass(frozen=True, slots=True)
 class GrpoMinibatch:
-    """Raises ValueError when the settings need what a sample has not got."""
+    """The constructor raises ValueError when a sample lacks what the settings need."""
 
     samples: Sequence[TrainSample]
     settings: TrainerSettings
@@ -41,13 +42,12 @@ class GrpoMinibatch:
         return len(SUMS)
 
     def packed(self, place: ReplicaPlace) -> Packed:
-        """Which samples go together, found once a place. Raises SampleOverCap."""
+        """The packing of the samples into micro-batches, computed once per place. Raises SampleOverCap."""
         if place not in self._packed:
             self._packed[place] = packed_samples(self.samples, self.settings.limits, place)
         return self._packed[place]
 
     def micro_batches(self, place: ReplicaPlace) -> list[TrainBatch]:
-        """Of a replica."""
         return train_batches(self.samples, token_weights(self.samples, self.settings.grpo), self.packed(place))
 
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:

@@ -1,15 +1,29 @@
-"""The actor's lead: forms minibatches of complete groups, has them trained, keeps the ledger, publishes the weights.
+"""The actor's lead: forms minibatches of complete groups, requests updates, keeps the ledger, publishes the weights.
 
-A resize takes place between two updates, saves or publishes; groups that wait for their minibatch stay held. What a
-rank's death breaks off (an update, a save, a publish) waits for the resize that replaces the rank, and is asked of all
-ranks again: an update under its id, a save into an empty folder, a publish of the same version. The warm-up is not:
-nothing but its steps is lost with an incarnation.
-Order around an update: the optimizer's commit on all ranks, the ledger, the journal, the learning rate's ledger, then
-events and acknowledgements.
-Order at an iteration's end: the report, the scheduler's word that the accounts add up, the checkpoint, the new version:
-a checkpoint holds only iterations whose accounts added up. Invariants: a sample enters the lineage once; a group of
-another incarnation or iteration is never trained on; what is published is a state between two updates that no later
-update changes; a checkpoint or a version is of ranks that all wrote their share of it in one layout.
+A resize takes place between two updates, saves or publishes. Groups that wait for their minibatch stay held meanwhile.
+A rank's death interrupts an update, a save or a publish. The lead waits for the resize that replaces the rank. It then
+repeats the request to all ranks: an update under its id, a save into an empty folder, a publish of the same version.
+It does not repeat the warm-up: a new incarnation loses only the warm-up's steps.
+
+An update takes these steps:
+1. All ranks commit the optimizer's update.
+2. The sample ledger, the journal and the learning-rate ledger record it, in this order.
+3. The lead publishes the events and acknowledges the groups.
+
+The end of an iteration takes these steps:
+1. The lead publishes its report.
+2. The scheduler confirms that the accounts add up. A checkpoint thus holds only iterations whose accounts add up.
+3. The lead saves the checkpoint.
+4. The lead publishes the new version.
+
+Invariants:
+- A sample enters the lineage once. [test_lead: after_its_update_is_dropped]
+- A group of another incarnation is never trained. [test_lead: older_incarnation_is_acknowledged_untrained]
+- A group of another iteration is never trained. [test_lead: future_incarnation_or_iteration]
+- A published version is a state between two updates, and no later update changes it.
+  [test_snapshots: published_version_is_not_changed]
+- All ranks of one layout wrote their shards of a checkpoint or a version.
+  [test_two_phase_resize: is_done_again_by_all_ranks]
 """
 
 from __future__ import annotations
@@ -21,16 +35,16 @@ from collections.abc import Sequence
 
 from services.actor.all_ranks import AllRanks
 from services.actor.checkpoints import Checkpoint, CheckpointStore
+from services.actor.iteration_state import IterationState, iteration_report, journal_row, update_report, update_samples
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.lr import LrUpdate, ledger_of, lr_metrics, passed_budget, without_update
 from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.rates import TrainingRates
-from services.actor.resizing import Resize, ResizeAborted, Resizing, resize_of
 from services.actor.sample_log import Fate, SampleLog, fate_of_update
-from services.actor.showing import Showing
 from services.actor.snapshots import SnapshotShelf
-from services.actor.training import IterationTraining, iteration_report, journal_row, told_update, train_samples
+from services.actor.training_picture import TrainingPicture
+from services.actor.two_phase_resize import Resize, ResizeAborted, TwoPhaseResize, resize_of
 from tidegate.candidates import has_spread
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
@@ -52,12 +66,10 @@ NONFINITE_UPDATE = "nonfinite_update"
 
 
 class UpdatesSkipped(ArithmeticError):
-    """Too many updates in a row had a gradient that was not finite."""
+    """Too many updates in a row had a non-finite gradient."""
 
 
 class ActorLead(Lead):
-    """See the module."""
-
     can_change = True
     can_migrate = True
 
@@ -71,9 +83,9 @@ class ActorLead(Lead):
             timeout_s=config.runtime.collective_timeout_s,
             standby_bytes=config.actor.standby_memory_mib << 20,
         )
-        self._resizing = Resizing(tools, self._world)
-        self._resizes: set[asyncio.Task[None]] = set()
-        """One at work; one whose transition was closed meanwhile may wait for the ranks before it."""
+        self._two_phase = TwoPhaseResize(tools, self._world)
+        self._resize_tasks: set[asyncio.Task[None]] = set()
+        """One resize at work. Besides it, one whose transition was closed meanwhile may still wait for the ranks."""
         self._ranks = AllRanks(self.crew)
         self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
         self._shelf = SnapshotShelf(tools)
@@ -112,32 +124,32 @@ class ActorLead(Lead):
         self._begin_resize(resize)
 
     def _begin_resize(self, resize: Resize) -> None:
-        """Other commands are taken meanwhile: an update may take long, and the component's end shall not wait."""
+        """Run the resize in the background. An update may take long, and a command to stop must not wait for it."""
         task = asyncio.create_task(self._resize(resize), name=f"resize {resize.transition}")
-        self._resizes.add(task)
-        task.add_done_callback(self._resizes.discard)
+        self._resize_tasks.add(task)
+        task.add_done_callback(self._resize_tasks.discard)
 
     async def _end_resizes(self) -> None:
-        for task in list(self._resizes):
+        for task in list(self._resize_tasks):
             await end_task(task)
 
     async def _resize(self, resize: Resize) -> None:
         try:
             async with self._ranks.alone():
-                report, released = await self._resizing.run(resize, self._ranks.layout)
+                report, released = await self._two_phase.run(resize, self._ranks.layout)
                 self._ranks.switch(resize.layout)
         except ResizeAborted as aborted:
             await self.tell(events_pb2.ResizeFailed(message=str(aborted)), transition=resize.transition)
-        except Exception as error:  # noqa: BLE001 - the edge: whatever it was, the ranks hold no state that goes on
+        except Exception as error:  # noqa: BLE001 - the edge: after any error the ranks hold no usable state
             await self.fail(f"resize {resize.transition}", error)
             return
         else:
-            await self._tell_resized(resize, report, released)
-        # A process more is of the world for the next resize, and for none that is at work.
+            await self._report_resize(resize, report, released)
+        # A new standby joins the world of the next resize, so start it while no resize is at work.
         async with self._ranks.alone():
             await self._world.stand_by()
 
-    async def _tell_resized(self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant]) -> None:
+    async def _report_resize(self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant]) -> None:
         transition = resize.transition
         if resize.coming:
             acquired = events_pb2.GpusAcquired(grants=encode_grants(resize.coming))
@@ -147,8 +159,8 @@ class ActorLead(Lead):
         )
         await self.tell(committed, transition=transition, grants=resize.members)
         if released:
-            gone = events_pb2.GpusReleased(grants=encode_grants(released))
-            await self.tell(gone, transition=transition, grants=released)
+            message = events_pb2.GpusReleased(grants=encode_grants(released))
+            await self.tell(message, transition=transition, grants=released)
 
     async def _start(self, request: commands_pb2.ScaleUpRequest) -> None:
         checkpoint = None
@@ -167,9 +179,9 @@ class ActorLead(Lead):
             checkpoint_dir=str(self._checkpoints.path(request.checkpoint)) if checkpoint else "",
             ranks=self._world.ids(members),
         )
-        # Those that stand by too: all of a world learn where the state is.
+        # Standbys get the call too: all members of a world learn where the state is.
         await self.crew.ask_all(dict.fromkeys(self._world.everyone, wire.WorkerCall(start_actor=start)))
-        self._resizing.began()
+        self._two_phase.note_start()
         if self.crew.standbys:
             num_standbys, num_slots = len(self.crew.standbys), len(self.job.config.standby())
             await self.tell_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)
@@ -183,12 +195,12 @@ class ActorLead(Lead):
             async with self._ranks.alone():
                 await self._warm_up()
         else:
-            # A job that was stopped while it exported has its last checkpoint and no export.
+            # A job that was stopped during its export has its last checkpoint, but no export.
             await self._export_last(checkpoint)
         await self._publish(checkpoint.version if checkpoint else 0)
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
-        raise ValueError("the actor makes the weights and loads none")
+        raise ValueError("the actor makes the weights; it cannot load any")
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         self._ledger = self._ledger.opened(
@@ -204,31 +216,31 @@ class ActorLead(Lead):
         candidates = candidates_of(plan)
         order = self.job.config.algorithm.minibatch_order
         assembly = MinibatchAssembly(candidates, plan.num_minibatches, order)
-        training = IterationTraining(plan, assembly, Showing(assembly, self._rates))
-        pictures = Pictures(training.showing.paint, self.tell, self.pace)
-        training.showing.turn = pictures.turn
-        keeping = asyncio.create_task(self._keep_alive(training), name="keep-alive")
+        state = IterationState(plan, assembly, TrainingPicture(assembly, self._rates))
+        pictures = Pictures(state.picture.paint, self.tell, self.pace)
+        state.picture.turn = pictures.turn
+        keeping = asyncio.create_task(self._keep_alive(state), name="keep-alive")
         try:
             async with pictures.told():
-                await self._train_all(training)
+                await self._train_all(state)
         finally:
             keeping.cancel()
-        num_never_filled = plan.num_minibatches - training.num_minibatches_taken
-        self._follow(without_update(self._lr, num_minibatches=num_never_filled))
+        num_never_filled = plan.num_minibatches - state.num_minibatches_taken
+        self._advance_lr(without_update(self._lr, num_minibatches=num_never_filled))
         self._ledger = self._ledger.taking(len(candidates.prompts))
         fates = self._ledger.open_iteration
-        assert fates is not None, "the iteration is open until it is closed"
+        assert fates is not None, "the iteration stays open until close_iteration"
         await self._samples.written()
-        await self.tell(iteration_report(training, fates, lr_metrics(self._lr)))
+        await self.tell(iteration_report(state, fates, lr_metrics(self._lr)))
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         open_iteration = self._ledger.open_iteration
         if open_iteration is None or open_iteration.iteration != request.iteration:
             return
         self._ledger = self._ledger.closed_now()
-        # Further commands are taken meanwhile: a resize, should a rank die.
-        closing = self._end_of(request.iteration, next_version=open_iteration.version + 1)
-        await self.begin(f"end of iteration {request.iteration}", closing)
+        # Run this in the background: if a rank dies, the lead must accept the resize that replaces it.
+        end = self._end_of(request.iteration, next_version=open_iteration.version + 1)
+        await self.begin(f"end of iteration {request.iteration}", end)
 
     async def _end_of(self, iteration: int, *, next_version: int) -> None:
         await self._save(next_iteration=iteration + 1, version=next_version)
@@ -236,102 +248,105 @@ class ActorLead(Lead):
         await self.crew.drop_snapshots(before_version=next_version, keep=self.versions_to_keep)
 
     async def _warm_up(self) -> None:
-        asked = self.job.config.actor.warm_up
-        if asked.steps == 0:
+        warm_up = self.job.config.actor.warm_up
+        if warm_up.steps == 0:
             return
         call = wire.WorkerCall(
-            warm_up=wire.WarmUp(num_steps=asked.steps, batch_size=asked.batch_size, learning_rate=asked.learning_rate)
+            warm_up=wire.WarmUp(
+                num_steps=warm_up.steps, batch_size=warm_up.batch_size, learning_rate=warm_up.learning_rate
+            )
         )
         first, *others = self.crew.members
         rest = [asyncio.ensure_future(self.crew.ask(grant, call)) for grant in others]
         try:
             async for reply in self.crew.stream(first, call):
-                at = reply.warm_up
-                if at.step % max(1, asked.steps // 20) == 0 or at.step == asked.steps:
-                    await self.tell_progress("warm_up", at.step, at.num_steps, loss=at.loss)
+                done = reply.warm_up
+                if done.step % max(1, warm_up.steps // 20) == 0 or done.step == warm_up.steps:
+                    await self.tell_progress("warm_up", done.step, done.num_steps, loss=done.loss)
             await asyncio.gather(*rest)
         finally:
             for task in rest:
                 task.cancel()
 
-    async def _train_all(self, training: IterationTraining) -> None:
+    async def _train_all(self, state: IterationState) -> None:
         consumer = await self.tools.samples.consumer(
             self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tools.announcer.tell_dead_letter
         )
-        while not training.assembly.is_done:
-            for delivery in await consumer.fetch(training.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):
-                await self._take_in(delivery, training)
-            while (prompts := training.assembly.take()) is not None:
-                await self._train(prompts, training)
+        while not state.assembly.is_done:
+            for delivery in await consumer.fetch(state.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):
+                await self._take_in(delivery, state)
+            while (prompts := state.assembly.take()) is not None:
+                await self._train(prompts, state)
 
-    async def _take_in(self, delivery: SampleDelivery, training: IterationTraining) -> None:
+    async def _take_in(self, delivery: SampleDelivery, state: IterationState) -> None:
         group = delivery.group
         ids = [decode_sample_id(sample.id) for sample in group.samples]
-        if (group.incarnation, group.iteration) > (self.incarnation, training.plan.iteration):
+        if (group.incarnation, group.iteration) > (self.incarnation, state.plan.iteration):
             await delivery.nak(delay_s=put_off_s(delivery.num_deliveries))
             return
         match self._ledger.verdict(ids):
-            case Verdict.NEW if group.prompt in training.held:
-                # It was kept alive too late. Its update is still to come: until then a crash must bring it again.
-                training.num_duplicates_dropped += len(ids)
-                training.held[group.prompt] = delivery
-            case Verdict.NEW if len(ids) == training.plan.group_size and group.version == training.plan.version:
-                training.held[group.prompt] = delivery
-                training.assembly.add(group.prompt, has_spread=has_spread(rewards_of(group)))
+            case Verdict.NEW if group.prompt in state.held:
+                # Its in-progress ack came too late. Its update is still to come, so do not ack it:
+                # after a crash it must be delivered again.
+                state.num_duplicates_dropped += len(ids)
+                state.held[group.prompt] = delivery
+            case Verdict.NEW if len(ids) == state.plan.group_size and group.version == state.plan.version:
+                state.held[group.prompt] = delivery
+                state.assembly.add(group.prompt, has_spread=has_spread(rewards_of(group)))
             case Verdict.SEEN:
-                training.num_duplicates_dropped += len(ids)
+                state.num_duplicates_dropped += len(ids)
                 await delivery.ack()
             case Verdict.SUPERSEDED:
                 await delivery.ack()
             case _:
-                possible = training.assembly.candidates.possible
+                possible = state.assembly.candidates.possible
                 await delivery.dead_letter(
                     f"group of prompt {group.prompt} holds {len(ids)} samples of iteration {group.iteration}, version "
-                    f"{group.version}; iteration {training.plan.iteration} takes prompts {possible[0]}-{possible[-1]} "
-                    f"in groups of {training.plan.group_size} from version {training.plan.version}"
+                    f"{group.version}; iteration {state.plan.iteration} takes prompts {possible[0]}-{possible[-1]} "
+                    f"in groups of {state.plan.group_size} from version {state.plan.version}"
                 )
 
-    async def _train(self, prompts: Sequence[int], training: IterationTraining) -> None:
-        """One minibatch: what is filtered, the optimizer update, and what follows from its commit."""
-        training.num_minibatches_taken += 1
-        deliveries = [training.held[prompt] for prompt in prompts]
+    async def _train(self, prompts: Sequence[int], state: IterationState) -> None:
+        """Train one minibatch: filter its groups, update on the rest, record the fates, acknowledge."""
+        state.num_minibatches_taken += 1
+        deliveries = [state.held[prompt] for prompt in prompts]
         groups = [delivery.group for delivery in deliveries]
         for group in groups:
-            training.rewards.extend(rewards_of(group))
-            training.lengths.extend(len(sample.response_tokens) for sample in group.samples)
+            state.rewards.extend(rewards_of(group))
+            state.lengths.extend(len(sample.response_tokens) for sample in group.samples)
         kept = groups
         if self.job.config.algorithm.filter_zero_std:
             kept = [group for group in groups if has_spread(rewards_of(group))]
-            left_out = [group for group in groups if not has_spread(rewards_of(group))]
-            filtered = [sample for group in left_out for sample in group.samples]
+            without_spread = [group for group in groups if not has_spread(rewards_of(group))]
+            filtered = [sample for group in without_spread for sample in group.samples]
             self._ledger = self._ledger.filtered(_ids(filtered), reason=ZERO_STD)
-            self._samples.note(training.plan, left_out, Fate("filtered", ZERO_STD))
+            self._samples.note(state.plan, without_spread, Fate("filtered", ZERO_STD))
         if kept:
-            await self._update(kept, training)
-        elif training.num_minibatches_taken <= training.plan.num_minibatches:
-            self._follow(without_update(self._lr, num_minibatches=1))
-        training.showing.end_minibatch()
+            await self._update(kept, state)
+        elif state.num_minibatches_taken <= state.plan.num_minibatches:
+            self._advance_lr(without_update(self._lr, num_minibatches=1))
+        state.picture.end_minibatch()
         await asyncio.gather(*(delivery.ack() for delivery in deliveries))
         for prompt in prompts:
-            del training.held[prompt]
+            del state.held[prompt]
 
-    async def _update(self, groups: Sequence[samples_pb2.SampleGroup], training: IterationTraining) -> None:
-        config, plan = self.job.config, training.plan
-        update_id = f"{self.incarnation}.{plan.iteration}.{training.num_minibatches_taken - 1}"
-        samples = [sample for group in groups for sample in train_samples(group, config.algorithm)]
+    async def _update(self, groups: Sequence[samples_pb2.SampleGroup], state: IterationState) -> None:
+        config, plan = self.job.config, state.plan
+        update_id = f"{self.incarnation}.{plan.iteration}.{state.num_minibatches_taken - 1}"
+        samples = [sample for group in groups for sample in update_samples(group, config.algorithm)]
         lr = LrUpdate(self._lr, update_id, len(samples))
         train = wire.Train(update_id=update_id, samples=samples, learning_rate=lr.rate)
         train.lr_before, train.lr_after = lr.before.mark, lr.committed.mark
         num_tokens = sum(len(sample.response_tokens) for sample in samples)
 
-        async def updated() -> list[wire.WorkerReply]:
-            with training.showing.updating(self._ranks.layout, num_tokens):
+        async def ask_update() -> list[wire.WorkerReply]:
+            with state.picture.in_update(self._ranks.layout, num_tokens):
                 return await self._ranks.ask(wire.WorkerCall(train=train))
 
-        replies = await self._ranks.do(f"update {update_id}", updated)
+        replies = await self._ranks.do(f"update {update_id}", ask_update)
         reports = [reply.update for reply in replies]
         lr.check(reports)
-        report = told_update(reports)
+        report = update_report(reports)
         ids = _ids([sample for group in groups for sample in group.samples])
         if report.committed:
             self._ledger = self._ledger.committed(update_id, ids)
@@ -340,20 +355,19 @@ class ActorLead(Lead):
         row = journal_row(update_id, ids, report, lr.rate)
         append_lines(self.tools.folder.journal, (json.dumps(row, allow_nan=False) + "\n").encode())
         self._samples.note(plan, groups, fate_of_update(report, samples, reason=NONFINITE_UPDATE))
-        self._follow(self._after(lr, is_committed=report.committed))
+        self._advance_lr(self._lr_after(lr, is_committed=report.committed))
         figures = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr.rate, **lr_metrics(self._lr)}
         metrics = {**report.metrics, **figures}
-        training.updates.append(metrics)
-        await self.tell_progress("train", training.num_minibatches_taken, plan.num_minibatches, **metrics)
+        state.updates.append(metrics)
+        await self.tell_progress("train", state.num_minibatches_taken, plan.num_minibatches, **metrics)
 
-    def _follow(self, after: LrLedger) -> None:
-        """The learning rate is as far as this."""
-        if beyond := passed_budget(self._lr, after):
-            self._log.warning("learning rate", message=beyond)
+    def _advance_lr(self, after: LrLedger) -> None:
+        if warning := passed_budget(self._lr, after):
+            self._log.warning("learning rate", message=warning)
         self._lr = after
 
-    def _after(self, lr: LrUpdate, *, is_committed: bool) -> LrLedger:
-        """The ledger once the update has ended; UpdatesSkipped."""
+    def _lr_after(self, lr: LrUpdate, *, is_committed: bool) -> LrLedger:
+        """The learning-rate ledger after the update. Raises UpdatesSkipped."""
         if is_committed:
             return lr.committed
         try:
@@ -371,16 +385,16 @@ class ActorLead(Lead):
         if not due:
             return
 
-        async def written() -> Checkpoint:
+        async def write_files() -> Checkpoint:
             folder = await asyncio.to_thread(self._checkpoints.begin)
             replies = await self._ranks.ask(wire.WorkerCall(save=wire.Save(folder=str(folder))))
             saved = [reply.saved for reply in replies if reply.saved.file]
             files = tuple(WrittenFile(each.file, each.size_bytes, each.checksum) for each in saved)
             return Checkpoint(next_iteration, version, self._ranks.layout, self._ledger, files, self._lr)
 
-        checkpoint = await self._ranks.do(f"checkpoint {next_iteration}", written)
+        checkpoint = await self._ranks.do(f"checkpoint {next_iteration}", write_files)
         await asyncio.to_thread(self._checkpoints.commit, checkpoint)
-        # Before the save is told: a job whose actor dies meanwhile comes here again.
+        # Export before announcing the save: if the actor dies meanwhile, the resume exports again.
         await self._export_last(checkpoint)
         await self.tell(
             events_pb2.CheckpointSaved(
@@ -390,7 +404,7 @@ class ActorLead(Lead):
                 num_samples_trained=self._ledger.num_trained,
             )
         )
-        # Only now: until it is told, a resume takes the one before.
+        # Prune only now: until the save is announced, a resume takes the checkpoint before.
         await asyncio.to_thread(self._checkpoints.prune)
         await self.tools.samples.purge(self.tools.job_id, incarnation=self.incarnation, iteration=next_iteration)
 
@@ -406,22 +420,22 @@ class ActorLead(Lead):
     async def _publish(self, version: int) -> None:
         tries = itertools.count()
 
-        async def written() -> types_pb2.Snapshot:
+        async def write_shards() -> types_pb2.Snapshot:
             if next(tries):
-                # What lies there may be of ranks in another layout.
+                # Avoid a mix of layouts: ranks of the former layout may have left files here.
                 await self.crew.drop_snapshots(before_version=version + 1, keep=(*self.versions_to_keep, version - 1))
             return await self._shelf.publish(version, incarnation=self.incarnation)
 
-        snapshot = await self._ranks.do(f"version {version}", written)
+        snapshot = await self._ranks.do(f"version {version}", write_shards)
         reference = await self._shelf.reference(snapshot)
         await self.tell(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
 
-    async def _keep_alive(self, training: IterationTraining) -> None:
-        """Groups held for their minibatch are not delivered again meanwhile."""
+    async def _keep_alive(self, state: IterationState) -> None:
+        """Send in-progress acks for held groups, so that the stream does not deliver them again."""
         while True:
             await asyncio.sleep(self.job.config.runtime.ack_wait_s / _KEEP_ALIVES_PER_ACK_WAIT)
-            held = list(training.held.values())
-            # One that is not told in time is delivered again, and then dropped as seen.
+            held = list(state.held.values())
+            # A group whose ack fails is delivered again, and then dropped as a duplicate.
             await asyncio.gather(*(delivery.in_progress() for delivery in held), return_exceptions=True)
 
 

@@ -1,12 +1,23 @@
-"""The actor's own account of every sample: the authority on what was trained, advanced at the optimizer's commit.
+"""The actor's own account of every sample.
 
-A ledger is a value: each step returns the next one, so that what a checkpoint saves is what was in force.
-Invariants, kept by every step and checked again when one is loaded:
-- a sample has at most one fate (trained, filtered or discarded, the last two with a reason);
-- only samples of the open iteration, in this incarnation, get a fate;
-- an iteration closes only when each of its ids has one, and no other; what is closed never changes;
-- iterations follow each other with no prompt between them, and none in two of them;
+It is the authority on the trained samples, and advances at optimizer commits.
+
+A ledger is a value: each step returns the next ledger. A checkpoint thus saves the ledger that was in force.
+A fate is trained, filtered or discarded; the last two have a reason.
+
+Invariants:
+- A sample has at most one fate. [test_ledger: each_sample_has_at_most_one_fate]
+- Only samples of the open iteration get a fate. [test_ledger: would_break_the_account]
+- Only samples of this incarnation get a fate. [test_ledger: another_incarnation_gets_no_fate]
+- An iteration closes only when each of its samples has a fate. [test_ledger: missing_samples_are_named]
+- An iteration does not close while a sample of a prompt that it did not take has a fate.
+  [test_ledger: closes_with_the_prompts_that_it_took]
+- A closed iteration never changes. [test_ledger: a_closed_iteration_never_changes]
+- Iteration numbers follow each other without a gap. [test_ledger: iterations_follow_one_another]
+- No prompt lies between two iterations, and none is in two of them. [test_ledger: next_iteration_begins_after_them]
 - `num_trained` is the number of samples in the optimizer commits that lead to the present weights.
+  [test_ledger: num_trained_counts_committed_samples]
+- A loaded ledger's numbers add up. [test_ledger: numbers_do_not_add_up]
 """
 
 from __future__ import annotations
@@ -23,11 +34,11 @@ FORMAT_VERSION = 2
 
 
 class LedgerError(ValueError):
-    """A step that would lose or double a sample, refused with nothing changed."""
+    """A step would lose or double a sample. The ledger refuses it and stays as it is."""
 
 
 class Verdict(StrEnum):
-    """What becomes of a group that arrives."""
+    """The ledger's answer for a group that arrives: only a NEW group is trained."""
 
     NEW = "new"
     SEEN = "seen"
@@ -37,7 +48,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OpenIteration:
-    """The ids an iteration expects, and the fate each has so far ("" for trained, else `filtered:...` and so on).
+    """The samples that an iteration expects, and their fates so far: `filtered` and `discarded` are keyed by reason.
 
     `num_prompts` may grow by up to `max_extra_prompts`."""
 
@@ -53,13 +64,13 @@ class OpenIteration:
     updates: tuple[str, ...] = ()
 
     def with_fate(self) -> frozenset[SampleId]:
-        """All ids that have met their fate."""
+        """The ids of all samples that have a fate."""
         return self.trained.union(*self.filtered.values(), *self.discarded.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedIteration:
-    """What is kept of an iteration that is over: counts."""
+    """The counts that the ledger keeps of an iteration after its end."""
 
     iteration: int
     num_trained: int
@@ -69,32 +80,33 @@ class ClosedIteration:
 
 @dataclass(frozen=True, slots=True)
 class SampleLedger:
-    """See the module. `open_iteration` is None between iterations."""
+    """`open_iteration` is None between iterations; see the module."""
 
     incarnation: int
     open_iteration: OpenIteration | None = None
     closed: tuple[ClosedIteration, ...] = ()
     num_trained: int = 0
     next_prompt: int = 0
-    """The first that no iteration has taken."""
+    """The first prompt that no iteration has taken."""
 
     def opened(self, iteration: OpenIteration) -> SampleLedger:
-        """Start an iteration; LedgerError unless it is the one that follows and none is open."""
+        """Start an iteration. Raises LedgerError where another is open, or where this is not the next one."""
         want = self.closed[-1].iteration + 1 if self.closed else 0
         if self.open_iteration is not None:
             raise LedgerError(
                 f"iteration {iteration.iteration} cannot open: iteration {self.open_iteration.iteration} is open"
             )
         if iteration.iteration != want:
-            raise LedgerError(f"iteration {iteration.iteration} cannot open: {want} is the one that follows")
+            raise LedgerError(f"iteration {iteration.iteration} cannot open: iteration {want} is the next one")
         if iteration.first_prompt != self.next_prompt:
             raise LedgerError(
-                f"iteration {want} cannot open at prompt {iteration.first_prompt}: {self.next_prompt} is the next one"
+                f"iteration {want} cannot open at prompt {iteration.first_prompt}: "
+                f"the next prompt is {self.next_prompt}"
             )
         return replace(self, open_iteration=iteration)
 
     def taking(self, num_prompts: int) -> SampleLedger:
-        """The open iteration takes so many prompts, extra ones among them."""
+        """Set the number of prompts that the open iteration takes, extra prompts included."""
         now = self._open()
         most = now.num_prompts + now.max_extra_prompts
         if not now.num_prompts <= num_prompts <= most:
@@ -105,15 +117,15 @@ class SampleLedger:
         return replace(self, open_iteration=grown)
 
     def expected_ids(self) -> frozenset[SampleId]:
-        """Every id of the open iteration."""
+        """The ids of all samples of the open iteration, extra prompts that it may still take excluded."""
         return self._ids(self._open().num_prompts)
 
     def possible_ids(self) -> frozenset[SampleId]:
-        """Those, and the ids of extra prompts."""
+        """The expected ids, and the ids of extra prompts that the iteration may still take."""
         return self._ids(self._open().num_prompts + self._open().max_extra_prompts)
 
     def verdict(self, ids: Iterable[SampleId]) -> Verdict:
-        """Whether a group that arrives is to be used."""
+        """The verdict on a group that arrives with these ids."""
         ids = frozenset(ids)
         if any(sample.incarnation < self.incarnation for sample in ids):
             return Verdict.SUPERSEDED
@@ -125,27 +137,27 @@ class SampleLedger:
         return Verdict.SEEN if ids <= self.open_iteration.with_fate() else Verdict.NEW
 
     def committed(self, update_id: str, ids: Iterable[SampleId]) -> SampleLedger:
-        """The optimizer applied update `update_id` over these samples."""
-        now, fated = self._open(), self._fated(ids)
+        """Record that the optimizer applied update `update_id` to these samples."""
+        now, samples = self._open(), self._checked(ids)
         if update_id in now.updates:
-            raise LedgerError(f"update {update_id} is committed already; an update enters the lineage once")
-        opened = replace(now, trained=now.trained | fated, updates=(*now.updates, update_id))
-        return replace(self, open_iteration=opened, num_trained=self.num_trained + len(fated))
+            raise LedgerError(f"update {update_id} is committed already; an update enters the lineage only once")
+        opened = replace(now, trained=now.trained | samples, updates=(*now.updates, update_id))
+        return replace(self, open_iteration=opened, num_trained=self.num_trained + len(samples))
 
     def filtered(self, ids: Iterable[SampleId], *, reason: str) -> SampleLedger:
-        """These samples take no part in training, by choice of the algorithm."""
+        """Record that the algorithm leaves these samples out of training."""
         now = self._open()
-        fates = {**now.filtered, reason: now.filtered.get(reason, frozenset()) | self._fated(ids)}
+        fates = {**now.filtered, reason: now.filtered.get(reason, frozenset()) | self._checked(ids)}
         return replace(self, open_iteration=replace(now, filtered=fates))
 
     def discarded(self, ids: Iterable[SampleId], *, reason: str) -> SampleLedger:
-        """These samples could not be used."""
+        """Record that these samples could not be used."""
         now = self._open()
-        fates = {**now.discarded, reason: now.discarded.get(reason, frozenset()) | self._fated(ids)}
+        fates = {**now.discarded, reason: now.discarded.get(reason, frozenset()) | self._checked(ids)}
         return replace(self, open_iteration=replace(now, discarded=fates))
 
     def missing(self) -> frozenset[SampleId]:
-        """Ids of the open iteration without a fate."""
+        """The ids of the open iteration's samples without a fate."""
         return self.expected_ids() - self._open().with_fate()
 
     def closed_now(self) -> SampleLedger:
@@ -158,28 +170,30 @@ class SampleLedger:
             )
         if beyond := sorted(now.with_fate() - self.expected_ids()):
             raise LedgerError(
-                f"iteration {now.iteration} cannot close: {len(beyond)} samples have a fate and are of prompts that it "
-                f"did not take, {beyond[0]} among them"
+                f"iteration {now.iteration} cannot close: {len(beyond)} samples have a fate though it did not take "
+                f"their prompts, {beyond[0]} among them"
             )
-        over = ClosedIteration(
+        summary = ClosedIteration(
             iteration=now.iteration,
             num_trained=len(now.trained),
             num_filtered=sum(map(len, now.filtered.values())),
             num_discarded=sum(map(len, now.discarded.values())),
         )
         next_prompt = now.first_prompt + now.num_prompts
-        return replace(self, open_iteration=None, closed=(*self.closed, over), next_prompt=next_prompt)
+        return replace(self, open_iteration=None, closed=(*self.closed, summary), next_prompt=next_prompt)
 
     def resumed(self, incarnation: int) -> SampleLedger:
-        """The ledger of a checkpoint, taken up by a later incarnation of the job."""
+        """This ledger, loaded from a checkpoint, for a later incarnation of the job."""
         if incarnation <= self.incarnation:
             raise LedgerError(f"incarnation {incarnation} does not follow the checkpoint's {self.incarnation}")
         if self.open_iteration is not None:
-            raise LedgerError(f"the checkpoint holds iteration {self.open_iteration.iteration} half done")
+            raise LedgerError(f"the checkpoint holds iteration {self.open_iteration.iteration}, which is not complete")
         return replace(self, incarnation=incarnation)
 
     def to_json(self) -> str:
-        """Of a ledger between iterations, which is when checkpoints are saved."""
+        """JSON of a ledger between iterations.
+
+        Raises LedgerError while one is open: checkpoints are saved between them."""
         if self.open_iteration is not None:
             raise LedgerError(f"iteration {self.open_iteration.iteration} is open; close it before saving")
         rows = [[c.iteration, c.num_trained, c.num_filtered, c.num_discarded] for c in self.closed]
@@ -195,7 +209,7 @@ class SampleLedger:
 
     @classmethod
     def from_json(cls, text: str) -> SampleLedger:
-        """Inverse of `to_json`; LedgerError on a newer format or numbers that do not add up."""
+        """The inverse of `to_json`. Raises LedgerError on an unknown format, or on numbers that do not add up."""
         raw: dict[str, Any] = json.loads(text)
         if raw.get("format") != FORMAT_VERSION:
             raise LedgerError(f"ledger format {raw.get('format')} is not {FORMAT_VERSION}, the one this version reads")
@@ -221,13 +235,14 @@ class SampleLedger:
             for draw in range(now.group_size)
         )
 
-    def _fated(self, ids: Iterable[SampleId]) -> frozenset[SampleId]:
+    def _checked(self, ids: Iterable[SampleId]) -> frozenset[SampleId]:
+        """The ids as a set. Raises LedgerError unless each may get a fate now."""
         listed = list(ids)
-        fated = frozenset(listed)
-        if len(listed) != len(fated):
-            raise LedgerError(f"{len(listed) - len(fated)} samples are named twice in one step")
-        if foreign := sorted(fated - self.possible_ids()):
+        checked = frozenset(listed)
+        if len(listed) != len(checked):
+            raise LedgerError(f"{len(listed) - len(checked)} samples are named twice in one step")
+        if foreign := sorted(checked - self.possible_ids()):
             raise LedgerError(f"{len(foreign)} samples are not of the open iteration, {foreign[0]} among them")
-        if again := sorted(fated & self._open().with_fate()):
-            raise LedgerError(f"{len(again)} samples have met their fate already, {again[0]} among them")
-        return fated
+        if again := sorted(checked & self._open().with_fate()):
+            raise LedgerError(f"{len(again)} samples have a fate already, {again[0]} among them")
+        return checked

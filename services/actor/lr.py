@@ -1,11 +1,19 @@
-"""The actor's learning-rate ledger: how it begins, what an update does to it, and what is told of it.
+"""The actor's learning-rate ledger: its start, the effect of an update, its metrics.
 
-A batch of the ledger is a minibatch, and owns one step of the budget. Order of a start: a checkpoint with a ledger goes
-on where it was, its schedule held against the config's; one that was saved before there was a ledger counts trained
-samples, and is taken over by the config's policy; without a checkpoint progress is 0. Invariants: the ledger that a
-checkpoint holds is of the same updates as its weights; an iteration owns as many steps as minibatches were planned for
-it; ranks whose state is of other progress than the lead's train nothing, and an update after which an optimizer has
-another rate than the ledger's ends the job.
+A batch of the ledger is a minibatch, and owns one step of the budget. At a start, the first of these cases applies:
+1. No checkpoint: progress is 0.
+2. The checkpoint has a learning-rate ledger: it continues, and its schedule is compared with the config's.
+3. The checkpoint predates that ledger and counts trained samples: `legacy_policy` of the config decides how to adopt
+   it.
+
+Invariants:
+- A checkpoint's learning-rate ledger covers the same updates as its weights.
+  [test_lead_lr: run_that_was_never_interrupted]
+- An iteration owns one step for each minibatch planned for it. [test_lead_lr: planned_minibatches_that_no_group_filled]
+- Where a rank's progress differs from the lead's, no update is recorded and the job ends.
+  [test_lead_lr: of_other_progress_ends_the_job]
+- Where an optimizer's rate after an update differs from the ledger's, the job ends.
+  [test_lead_lr: another_rate_than_the_ledger_ends_the_job]
 """
 
 from __future__ import annotations
@@ -22,12 +30,12 @@ from tidegate.lr.errors import RanksDisagree
 from tidegate.lr.progress import LrLedger, agreed
 from tidegate.v1 import workers_pb2 as wire
 
-_NUM_TOLD = 4
-"""Ranks that a message names."""
+_MAX_NAMED_RANKS = 4
+"""The most ranks that a message names."""
 
 
 def ledger_of(config: JobConfig, checkpoint: Checkpoint | None) -> LrLedger:
-    """LrError where the checkpoint's cannot be taken up."""
+    """The ledger at a start. Raises LrError where the checkpoint's ledger cannot be continued."""
     schedule, rules, section = schedule_of(config), rules_of(config), config.actor.lr_schedule
     if checkpoint is None:
         return LrLedger(schedule, rules)
@@ -43,7 +51,7 @@ def ledger_of(config: JobConfig, checkpoint: Checkpoint | None) -> LrLedger:
 
 @dataclass(frozen=True, slots=True)
 class LrUpdate:
-    """The update of one minibatch, whose end nobody knows yet."""
+    """The update of one minibatch, before its outcome is known."""
 
     before: LrLedger
     update_id: str
@@ -65,8 +73,10 @@ class LrUpdate:
         return self._opened.skipped_update(batch, self.update_id, range(self.num_samples)).closed(batch)
 
     def check(self, reports: Sequence[wire.UpdateReport]) -> None:
-        """RanksDisagree unless every rank's state is of the progress that the ledger will have, and every optimizer
-        has the ledger's rate, or after a skipped update the same one as its peers."""
+        """Raise RanksDisagree unless all ranks agree with the ledger after the update.
+
+        Every rank's progress must be the ledger's. Every optimizer must have the ledger's rate or, after a skipped
+        update, the same rate as its peers."""
         mark = agreed({rank: report.lr_mark for rank, report in enumerate(reports)})
         want = self.committed.mark if reports[0].committed else self.before.mark
         if mark != want:
@@ -80,7 +90,7 @@ class LrUpdate:
         if others:
             raise RanksDisagree(
                 f"after update {self.update_id} the optimizers should have the learning rate "
-                f"{_listed(want_rates)}, and {_ranks_told(others)}: resume from a checkpoint"
+                f"{_listed(want_rates)}, and {_rank_rates(others)}: resume from a checkpoint"
             )
 
     @property
@@ -92,21 +102,22 @@ def _listed(rates: Sequence[float]) -> str:
     return " and ".join(map(repr, rates)) or "of no group"
 
 
-def _ranks_told(held: Mapping[int, Sequence[float]]) -> str:
-    """Of many ranks the first few."""
-    told = [f"rank {rank} has {_listed(rates)}" for rank, rates in list(held.items())[:_NUM_TOLD]]
-    return ", ".join(told) + (f" and {len(held) - _NUM_TOLD} more another" if len(held) > _NUM_TOLD else "")
+def _rank_rates(held: Mapping[int, Sequence[float]]) -> str:
+    """The rates of the first few ranks, and the number of the other ranks."""
+    named = [f"rank {rank} has {_listed(rates)}" for rank, rates in list(held.items())[:_MAX_NAMED_RANKS]]
+    num_others = len(held) - len(named)
+    return ", ".join(named) + (f" and {num_others} more ranks have another rate" if num_others else "")
 
 
 def without_update(ledger: LrLedger, *, num_minibatches: int) -> LrLedger:
-    """So many minibatches were planned of which nothing was left to train on."""
+    """The ledger after `num_minibatches` minibatches that were planned and had nothing to train on."""
     for _ in range(num_minibatches):
         ledger = ledger.emptied(ledger.next_batch, 1)
     return ledger
 
 
 def lr_metrics(ledger: LrLedger) -> dict[str, float]:
-    """How far it is, for people and trackers; the ledger itself stays exact."""
+    """The ledger's figures as floats, for people and trackers. The ledger itself stays exact."""
     return {
         "lr_progress": float(ledger.progress),
         "lr_budget": float(ledger.schedule.budget),
@@ -119,7 +130,7 @@ def lr_metrics(ledger: LrLedger) -> dict[str, float]:
 
 
 def passed_budget(before: LrLedger, after: LrLedger) -> str | None:
-    """What to warn of, at the one step at which the budget is passed."""
+    """A warning at the one step that passes the budget, else None."""
     if before.overshoot or not after.overshoot:
         return None
     return (

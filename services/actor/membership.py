@@ -1,8 +1,12 @@
-"""The actor's torch world: its workers, those that stand by too, under ids that each keeps for life, epoch by epoch.
+"""The actor's torch world, epoch by epoch: its workers, standbys included, each under an id that it keeps for life.
 
-An epoch is joined by all of them together; one who dies stays in its epoch, and the next is made without it. The first
-member's node serves the store. Invariants: an id is never given twice in an incarnation; a standby that takes more
-memory than it may is ended, and counts as one who died.
+All workers join an epoch together. A worker that dies stays a member of its epoch; the next epoch excludes it. The node
+of the first member serves the store.
+
+Invariants:
+- An id is given to one process only in an incarnation. [test_two_phase_resize: dead_standby_is_replaced]
+- A standby that exceeds its memory budget is stopped, and counts as dead.
+  [test_two_phase_resize: takes_too_much_memory]
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from tidegate.types import NO_TOKEN, GpuId, Grant
 from tidegate.v1 import workers_pb2 as wire
 
 _EPOCHS_PER_INCARNATION = 1 << 16
-"""An epoch's number is above all of the incarnations before, whose store may be the same."""
+"""Epoch numbers of an incarnation start above those of earlier incarnations, which may have used the same store."""
 
 
 class ActorWorld:
-    """See the module. `slots` are those of the GPUs that the actor has or may get."""
+    """`slots` are the GPUs that the actor has or may get; see the module."""
 
     def __init__(
         self, crew: Crew, slots: Sequence[GpuId], *, config_json: str, timeout_s: float, standby_bytes: int
@@ -39,19 +43,19 @@ class ActorWorld:
 
     @property
     def everyone(self) -> tuple[Grant, ...]:
-        """Members of the actor and standbys that are alive, as far as known."""
+        """The living members of the actor and its living standbys, as far as this instance knows."""
         return (*self._crew.members, *self._crew.standbys)
 
     @property
     def is_whole(self) -> bool:
-        """The epoch is of exactly those that are alive."""
+        """Whether the epoch's members are exactly the living workers."""
         return self._members == {self._ids.get(grant.gpu) for grant in self.everyone}
 
     def ids(self, grants: Sequence[Grant]) -> list[int]:
         return [self._ids[grant.gpu] for grant in grants]
 
     async def begin(self, incarnation: int) -> None:
-        """A new incarnation: whoever stood by was in a world that is over."""
+        """Begin an incarnation. Stop the standbys: they are in the world of the one before."""
         await self._crew.stop(self._crew.standbys, transition="")
         self._ids.clear()
         self._num_ids = 0
@@ -59,24 +63,25 @@ class ActorWorld:
         self.epoch = incarnation * _EPOCHS_PER_INCARNATION
 
     async def start(self, grants: Sequence[Grant], *, transition: str) -> None:
-        """Bring these up; where nobody stands by it is a new process, which the epoch does not have."""
+        """Start these workers. Where a slot has no standby, a new process starts that is not in the epoch yet."""
         new = {grant.gpu for grant in grants} - {grant.gpu for grant in self._crew.standbys}
         for gpu in new:
             self._ids.pop(gpu, None)
         await self._crew.start(grants, transition=transition)
 
     async def stand_by(self) -> None:
-        """A process on every slot that has none, to be in the next epoch. One that does not start is left out: its
-        slot starts cold."""
+        """Start a standby on every free slot, for the next epoch.
+
+        A slot whose standby does not start is skipped: a later move to it starts a process then."""
         taken = {grant.gpu for grant in self.everyone}
         free = [Grant(gpu, NO_TOKEN) for gpu in self._slots if gpu not in taken]
         started = await asyncio.gather(*(self.start([grant], transition="") for grant in free), return_exceptions=True)
         for grant, outcome in zip(free, started, strict=True):
             if isinstance(outcome, BaseException):
-                self._log.warning("nobody stands by", gpu=grant.gpu, error=str(outcome))
+                self._log.warning("standby did not start", gpu=grant.gpu, error=str(outcome))
 
     async def join(self) -> int:
-        """All enter the next epoch; the largest memory of one that stands by, in bytes."""
+        """Have all workers enter the next epoch. Returns the largest memory of a standby, in bytes."""
         self.epoch += 1
         for grant in self.everyone:
             if grant.gpu not in self._ids:
@@ -94,12 +99,13 @@ class ActorWorld:
         self._members = frozenset(members)
         measured = {grant: reply.started.memory_bytes for grant, reply in zip(order, replies, strict=True)}
         standing_by = {grant: size for grant, size in measured.items() if grant.stands_by}
-        if await self._over_budget_ended(standing_by):
-            # The epoch has members that are gone.
+        if await self._stop_over_budget(standing_by):
+            # The epoch has members that were stopped: make another without them.
             return await self.join()
         return max(standing_by.values(), default=0)
 
-    async def _over_budget_ended(self, measured: dict[Grant, int]) -> bool:
+    async def _stop_over_budget(self, measured: dict[Grant, int]) -> bool:
+        """Whether any standby was over budget."""
         over = {grant: size_bytes for grant, size_bytes in measured.items() if size_bytes > self._standby_bytes}
         for grant, size_bytes in over.items():
             self._log.warning(

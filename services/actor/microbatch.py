@@ -1,9 +1,12 @@
 """The samples and demonstrations of an update, and the per-token numbers of their micro-batches. Pure numpy.
 
-Each array is aligned to the token that it is about: position t speaks of token t of the sequence (prompt, then
-response). Invariants: only response tokens of samples that are not masked are in the mask; what is outside a response
-is 0 in every array; a filler's mask is empty, so that it weighs nothing.
+Position t of each array belongs to token t of the sequence: the prompt, then the response.
 Legend of shapes: B sequences of a micro-batch, S padded positions.
+
+Invariants:
+- The mask holds only response tokens of samples that are not masked. [test_microbatch: masked_samples_and_fillers]
+- Every array is 0 outside the responses. [test_microbatch: at_the_position_of_its_token]
+- A filler's mask is empty, so its weight is 0. [test_microbatch: masked_samples_and_fillers]
 """
 
 from __future__ import annotations
@@ -21,25 +24,25 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One response to learn from. The log-probabilities are one a response token, by the version that sampled it."""
+    """One response to learn from. Each tuple of log-probabilities has one value per response token."""
 
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     advantage: float
     old_log_probs: tuple[float, ...]
-    """Recomputed by the trainer's own forward."""
+    """From Megatron's forward pass with the weights of the version that sampled the response."""
     reference_log_probs: tuple[float, ...]
-    """By the reference policy; empty where there is none."""
+    """From the reference policy. Empty where the job has none."""
     engine_log_probs: tuple[float, ...]
-    """As the engine reported them when it sampled."""
+    """From the engine, reported when it sampled the response."""
     masked: bool = False
-    """The length limit cut the response, and it takes no part in the loss."""
+    """Whether the sample is left out of the loss, because the length limit cut its response."""
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens or not self.response_tokens:
             raise ValueError(
                 f"a sample of {len(self.prompt_tokens)} prompt and {len(self.response_tokens)} response tokens cannot "
-                "be trained: it needs one of each at least"
+                "be trained: it needs at least one of each"
             )
         for name in ("old_log_probs", "reference_log_probs", "engine_log_probs"):
             count = len(getattr(self, name))
@@ -57,7 +60,7 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A sequence to imitate: the loss is over the tokens whose mask is True."""
+    """A sequence to imitate. The loss covers the tokens whose mask entry is True."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
@@ -66,18 +69,18 @@ class Demonstration:
         if len(self.tokens) != len(self.loss_mask) or len(self.tokens) < 2:
             raise ValueError(
                 f"a demonstration of {len(self.tokens)} tokens with {len(self.loss_mask)} mask entries cannot be "
-                "trained: it needs two tokens at least and a mask entry for each"
+                "trained: it needs at least two tokens, and a mask entry for each"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """A micro-batch with all that its loss needs."""
+    """A micro-batch with the per-token numbers that its loss needs."""
 
     batch: TokenBatch
     mask_BS: FloatArray
     token_weight_BS: FloatArray
-    """The weight of each token in the update's loss, the global denominator included."""
+    """The weight of each token in the update's loss, with the global denominator."""
     advantage_BS: FloatArray
     old_log_probs_BS: FloatArray
     reference_log_probs_BS: FloatArray
@@ -85,18 +88,18 @@ class TrainBatch:
 
 
 def packed_samples(samples: Sequence[TrainSample], limits: Limits, place: ReplicaPlace = ALONE) -> Packed:
-    """Which samples of an update go together. Raises SampleOverCap."""
+    """The packing of an update's samples into micro-batches. Raises SampleOverCap."""
     return packed([len(sample.tokens) for sample in samples], limits, place)
 
 
-def train_batches(samples: Sequence[TrainSample], token_weights: Sequence[float], together: Packed) -> list[TrainBatch]:
-    """One replica's micro-batches of an update; `token_weights[i]` is the weight of each token of sample i."""
-    batches = together.own([sample.tokens for sample in samples])
+def train_batches(samples: Sequence[TrainSample], token_weights: Sequence[float], packing: Packed) -> list[TrainBatch]:
+    """One replica's micro-batches of an update. `token_weights[i]` is the weight of each token of sample i."""
+    batches = packing.own([sample.tokens for sample in samples])
     return [train_batch(samples, token_weights, batch) for batch in batches]
 
 
 def train_batch(samples: Sequence[TrainSample], token_weights: Sequence[float], batch: TokenBatch) -> TrainBatch:
-    """What the loss needs of the samples that are in a micro-batch."""
+    """The per-token numbers of a micro-batch. `samples` and `token_weights` are those of the whole update."""
     mask_BS, weight_BS, advantage_BS, old_BS, reference_BS, engine_BS = np.zeros((6, *batch.shape), dtype=np.float32)
     for row, index in enumerate(batch.sequences):
         sample = samples[index]

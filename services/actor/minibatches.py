@@ -1,11 +1,19 @@
-"""Which complete groups make the next minibatch. Pure.
+"""Chooses the complete groups that make the next minibatch. Pure.
 
-`fixed`: minibatch m is the run of prompts after the one before, up to the group that fills it, and is ready when all of
-the run are in. `arrival`: the first complete groups that fill one, in order of arrival. Where groups without spread are
-replaced they fill nothing and go with the minibatch that is being filled; should there be too few of the others, what
-is left makes a smaller one in the end.
-Invariants: each prompt is given out exactly once; all minibatches but the last have equally many groups that count; in
-`fixed` order minibatches are a function of which groups have spread, whenever they come.
+- `fixed`: a minibatch takes the prompts that follow the one before, in order, up to the group that fills it. It is
+  ready when all these groups are complete.
+- `arrival`: a minibatch takes the first complete groups, in order of arrival.
+
+Where the config replaces groups without spread, such groups do not count towards a full minibatch. They go with the
+minibatch that is being filled. If too few groups with spread remain, the last minibatch is smaller.
+
+Invariants:
+- Each prompt is in exactly one minibatch, without replacement and with it.
+  [test_minibatches: every_prompt_is_taken_once]
+- All minibatches except the last have the same number of groups that count.
+  [test_minibatches: every_candidate_is_in_one_minibatch]
+- In `fixed` order, minibatches depend only on which groups have spread, not on when groups arrive.
+  [test_minibatches: do_not_depend_on_when_groups_come]
 """
 
 from __future__ import annotations
@@ -20,13 +28,13 @@ from tidegate.types import MinibatchOrder
 
 @dataclass(slots=True)
 class MinibatchAssembly:
-    """Collects an iteration's complete groups and gives them out a minibatch at a time."""
+    """Collects an iteration's complete groups, and returns them minibatch by minibatch."""
 
     candidates: Candidates
     num_minibatches: int
     order: MinibatchOrder
     _waiting: list[int] = field(default_factory=list)
-    _num_given: int = 0
+    _num_taken: int = 0
 
     def __post_init__(self) -> None:
         if self.candidates.num_prompts % self.num_minibatches:
@@ -40,24 +48,24 @@ class MinibatchAssembly:
         return self.candidates.num_prompts // self.num_minibatches
 
     @property
-    def num_given(self) -> int:
-        """Prompts that are in a minibatch."""
-        return self._num_given
+    def num_taken(self) -> int:
+        """The number of prompts in minibatches so far."""
+        return self._num_taken
 
     @property
     def is_done(self) -> bool:
         return self.candidates.is_complete and not self._waiting
 
     def add(self, prompt: int, *, has_spread: bool) -> None:
-        """A group is complete. ValueError on a prompt that is not of the iteration or was added before."""
+        """Add a complete group. Raises ValueError on a prompt of another iteration, or one that was added before."""
         self.candidates.add(prompt, has_spread=has_spread)
         self._waiting.append(prompt)
 
     def take(self) -> tuple[int, ...] | None:
-        """The prompts of the next minibatch; None while they are not all in, or when all were given out."""
+        """The prompts of the next minibatch. None while one is missing, and after the last minibatch."""
         taken: list[int] = []
         num_missing = self.prompts_per_minibatch
-        for prompt in self._next():
+        for prompt in self._ordered():
             taken.append(prompt)
             num_missing -= self.candidates.counts(prompt)
             if not num_missing:
@@ -65,12 +73,12 @@ class MinibatchAssembly:
         if not taken or (num_missing and not self.candidates.is_complete):
             return None
         self._waiting = [prompt for prompt in self._waiting if prompt not in taken]
-        self._num_given += len(taken)
+        self._num_taken += len(taken)
         return tuple(taken)
 
-    def _next(self) -> Iterable[int]:
-        """Those that wait, in the order in which they are to go, up to the first that is not in."""
+    def _ordered(self) -> Iterable[int]:
+        """The waiting prompts in the order of the minibatches, up to the first missing one."""
         if self.order is MinibatchOrder.ARRIVAL:
             return self._waiting
-        first = self.candidates.first_prompt + self._num_given
+        first = self.candidates.first_prompt + self._num_taken
         return takewhile(self._waiting.__contains__, range(first, self.candidates.prompts.stop))

@@ -1,16 +1,28 @@
-"""How fast the actor trains in each layout, and what of an update no GPU makes shorter, as its pictures tell it. Pure.
+"""The actor's training rate in each layout, and the fixed part of an update, for its progress pictures. Pure.
 
-An update of x tokens takes a + b x seconds: a, the same in every layout, is what no GPU makes shorter, and 1/b a
-layout's rate. Updates of one layout whose tokens differ tell a, by least squares over all layouts; as they differ
-little it is known badly at first. So it is drawn to what was known before, or to what the config assumes: by how far
-that may be off (`PRIOR_SHARE` of an update) against how far updates scatter (`NOISE_SHARE`). While that weighs more
-than what updates tell, and for good where they are all of one size, a is as it was known last, or as assumed, or half
-of an update's time where that is less: an assumption that the measurement refutes must not make a rate without bounds.
-What is only assumed is not told, as the scheduler has the assumption, or what an earlier lead measured; what refutes
-the assumption is. Later updates count more; the first in a layout, which builds what the others find there, only until
-there is another.
+    seconds = a + b * tokens
 
-Invariants: a is at least 0, and at most `MOST_SHARE` of the shortest mean update; every rate is finite and above 0.
+- seconds: the time of an update. tokens: its response tokens.
+- a: the fixed part of an update, which more GPUs do not shorten. It is the same in every layout.
+- 1 / b: a layout's rate, in tokens per second.
+
+How a is estimated:
+1. Least squares over the updates of all layouts fit a. Only updates of one layout with different tokens contribute.
+2. Sizes differ little at first, so the fit is drawn towards a prior: the last estimate, or else the config's
+   assumption. Its weight is (NOISE_SHARE / PRIOR_SHARE)^2: the scatter of updates against the possible error of the
+   prior.
+3. While the prior outweighs the updates (for good if all updates have one size), there is no new fit. Then a is the
+   last fit or, without one, the assumption, but at most half of the shortest mean update. The limit guards the rate: an
+   assumption that the measurement refutes must not make it unbounded.
+
+The actor reports a once it was fitted, or once the measurement refutes the assumption. It does not report a mere
+assumption: the scheduler has the assumption itself, or an earlier lead's measurement.
+Later updates count more. The first update in a layout builds what later ones reuse: it counts only until the second.
+
+Invariants:
+- a is at least 0. [test_rates: seconds_that_fall_with_the_tokens]
+- a is at most `MOST_SHARE` of the shortest mean update. [test_rates: most_share_of_the_shortest_mean_update]
+- Every rate is finite and above 0. [test_rates: rates_are_finite_and_above_0]
 """
 
 from __future__ import annotations
@@ -23,19 +35,21 @@ from tidegate.types import Layout
 from tidegate.v1 import events_pb2
 
 KEPT = 0.8
-"""Of what was measured before, at each update: some five of them."""
+"""The factor on earlier updates' sums at each update. The sums thus cover some five updates."""
 PRIOR_SHARE = 0.5
-"""Of a mean update: how far the assumed part may be off."""
+"""The possible error of the assumed fixed part, as a share of a mean update."""
 NOISE_SHARE = 0.05
-"""Of a mean update: how far one is from the line. With both, five updates whose tokens vary by a tenth outvote the
-assumption four to one, and such as vary by a hundredth hardly move it."""
+"""The scatter of updates around the line, as a share of a mean update.
+
+With both shares, five updates whose tokens vary by a tenth outweigh the assumption four to one. Five updates whose
+tokens vary by a hundredth hardly move it."""
 MOST_SHARE = 0.9
-"""Of an update, that no GPU makes shorter: beyond it a rate is a division by nearly nothing."""
+"""The largest fixed part, as a share of an update. Beyond it, a rate is a division by nearly 0."""
 
 
 @dataclass(slots=True)
-class _Measured:
-    """Sums over a layout's updates: of 1, tokens, seconds, and their products."""
+class _UpdateSums:
+    """Weighted sums over a layout's updates: of 1, tokens, seconds, tokens^2 and tokens * seconds."""
 
     num_updates: int = 0
     count: float = 0.0
@@ -59,64 +73,76 @@ class _Measured:
 
 @dataclass(slots=True)
 class TrainingRates:
-    """`assumed_s`: what of an update no GPU makes shorter, by the config."""
+    """`assumed_s` is the fixed part of an update that the config assumes."""
 
     assumed_s: float
-    _measured: dict[Layout, _Measured] = field(default_factory=dict)
-    _known_s: float | None = None
-    """When it was known last."""
+    _sums: dict[Layout, _UpdateSums] = field(default_factory=dict)
+    _last_fit_s: float | None = None
+    """The last fitted fixed part. None before the first fit."""
 
     def note(self, layout: Layout, *, num_tokens: int, seconds: float) -> None:
-        """An update of so many response tokens took so long."""
+        """Note the time of an update of `num_tokens` response tokens."""
         if num_tokens > 0 and seconds > 0:
-            known = self._measured.pop(layout, None) or _Measured()
-            known.note(num_tokens, seconds)
-            self._measured[layout] = known
+            sums = self._sums.pop(layout, None) or _UpdateSums()
+            sums.note(num_tokens, seconds)
+            self._sums[layout] = sums
             prior_s = self._fixed_s()
-            assert prior_s is not None, "an update was noted"
-            fitted_s = _fitted_s(self._measured.values(), prior_s)
-            self._known_s = self._known_s if fitted_s is None else fitted_s
+            assert prior_s is not None, "an update was just noted"
+            fitted_s = _fitted_s(self._sums.values(), prior_s)
+            self._last_fit_s = self._last_fit_s if fitted_s is None else fitted_s
 
     def update_s(self) -> float | None:
-        """What of an update no GPU makes shorter; None while that is only assumed."""
+        """The fixed part of an update. None while it is only assumed."""
         fixed_s = self._fixed_s()
-        return None if self._known_s is None and fixed_s == self.assumed_s else fixed_s
+        return None if self._last_fit_s is None and fixed_s == self.assumed_s else fixed_s
 
     def _fixed_s(self) -> float | None:
-        """Measured or assumed; None before an update."""
-        if not self._measured:
+        """The fixed part, fitted or assumed. None before the first update."""
+        if not self._sums:
             return None
-        least_s = _least_s(self._measured.values())
-        return min(self.assumed_s, least_s / 2) if self._known_s is None else min(self._known_s, MOST_SHARE * least_s)
+        least_s = _least_s(self._sums.values())
+        return (
+            min(self.assumed_s, least_s / 2)
+            if self._last_fit_s is None
+            else min(self._last_fit_s, MOST_SHARE * least_s)
+        )
 
     def expected_s(self, layout: Layout, *, num_tokens: int) -> float | None:
-        """Of an update; None where none was measured in the layout."""
-        known, update_s = self._measured.get(layout), self._fixed_s()
-        if known is None or update_s is None:
+        """The expected time of an update. None where no update was measured in this layout."""
+        sums, update_s = self._sums.get(layout), self._fixed_s()
+        if sums is None or update_s is None:
             return None
-        return update_s + num_tokens / known.rate(update_s)
+        return update_s + num_tokens / sums.rate(update_s)
 
-    def told(self) -> list[events_pb2.TrainerRate]:
-        """The layout that was trained in last is the last."""
+    def by_layout(self) -> list[events_pb2.TrainerRate]:
+        """The rate of each measured layout; the layout of the last update comes last."""
         update_s = self._fixed_s()
         if update_s is None:
             return []
         return [
             events_pb2.TrainerRate(layout=encode_layout(layout), rate_tokens_per_s=each.rate(update_s))
-            for layout, each in self._measured.items()
+            for layout, each in self._sums.items()
         ]
 
 
-def _least_s(measured: Collection[_Measured]) -> float:
+def _least_s(measured: Collection[_UpdateSums]) -> float:
     return min(each.seconds / each.count for each in measured)
 
 
-def _fitted_s(measured: Collection[_Measured], prior_s: float) -> float | None:
-    """Least squares over a and every layout's b, the latter eliminated: a * sum(n - X^2 / XX) = sum(Y - X XY / XX).
-    None while what was known or assumed before weighs more."""
+def _fitted_s(measured: Collection[_UpdateSums], prior_s: float) -> float | None:
+    """The fitted fixed part. None while the prior outweighs the updates.
+
+    Least squares over a and every layout's b, with b eliminated and the prior added:
+
+        a = (weight * prior_s + sum(Y - X * XY / XX)) / (weight + sum(n - X^2 / XX)), at least 0
+
+    - sum: over the layouts; n: the weighted count of updates.
+    - X, Y: the weighted sums of tokens and of seconds; XX, XY: those of tokens^2 and of tokens * seconds.
+    - weight: the weight of the prior, which must not exceed sum(n - X^2 / XX).
+    """
     weight = (NOISE_SHARE / PRIOR_SHARE) ** 2
-    known = sum(each.count - each.tokens**2 / each.tokens_2 for each in measured)
-    told = sum(each.seconds - each.tokens * each.tokens_seconds / each.tokens_2 for each in measured)
-    if known < weight:
+    evidence = sum(each.count - each.tokens**2 / each.tokens_2 for each in measured)
+    evidence_s = sum(each.seconds - each.tokens * each.tokens_seconds / each.tokens_2 for each in measured)
+    if evidence < weight:
         return None
-    return max(0.0, (weight * prior_s + told) / (weight + known))
+    return max(0.0, (weight * prior_s + evidence_s) / (weight + evidence))

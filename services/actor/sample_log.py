@@ -1,10 +1,13 @@
-"""Some samples of each iteration in the job's folder, a line each, for people: texts, rewards, what became of them.
+"""Writes some samples of each iteration into the job's folder, one line each, for people: texts, rewards, fates.
 
-Which ones is decided by the iteration's plan alone: whole groups, evenly over its prompts, as many as
-`samples.per_iteration` has room for. A file holds those of one iteration in one incarnation; its lines come with the
-minibatches. Invariants: a sample is written after it met its fate, once, with the text that the model saw and wrote;
-what cannot be written costs the lines and a warning, never the training, which waits for none of this before the
-iteration's end.
+The iteration's plan alone selects the samples: whole groups, spread evenly over its prompts, as many as
+`samples.per_iteration` allows. A file holds the samples of one iteration in one incarnation. Its lines are written with
+the minibatches. Training waits for the writes only at the end of the iteration.
+
+Invariants:
+- A sample is written once, after it has a fate, with the text that the model read and wrote.
+  [test_sample_log: texts_the_rewards_by_name]
+- A failed write costs the lines and logs a warning; it never stops the training. [test_sample_log: takes_no_samples]
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ _FINISHES = {samples_pb2.FINISH_REASON_STOP: "stop", samples_pb2.FINISH_REASON_L
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """`name` is `trained`, `filtered` or `discarded`; the last two have a reason, and `update` is the one that it met.
+    """The fate of samples: `name` is `trained`, `filtered` or `discarded`, and the last two have a `reason`.
 
-    `masked`: it was trained with, and by `mask_truncated` took no part in the loss.
+    - update: the id of the update that the samples were in.
+    - masked: the samples that were in the minibatch but, by `mask_truncated`, not in the loss.
     """
 
     name: str
@@ -44,7 +48,7 @@ class Fate:
 
 
 def fate_of_update(report: wire.UpdateReport, samples: Sequence[wire.TrainSample], *, reason: str) -> Fate:
-    """Of a minibatch's samples; `reason` is that of an update which was not applied."""
+    """The fate of a minibatch's samples. `reason` counts where the update was not applied."""
     return Fate(
         "trained" if report.committed else "discarded",
         reason="" if report.committed else reason,
@@ -55,29 +59,31 @@ def fate_of_update(report: wire.UpdateReport, samples: Sequence[wire.TrainSample
 
 
 def chosen_draws(plan: types_pb2.IterationPlan, per_iteration: int | None) -> dict[int, int]:
-    """Of which prompts how many draws are kept; None keeps all. Prompts that replace others come after all of these."""
+    """The number of draws to write, by prompt. None writes all samples.
+
+    Prompts that replace others are chosen only where the iteration's own prompts are not enough."""
     size, num_possible = plan.group_size, plan.num_prompts + plan.max_extra_prompts
-    wanted = num_possible * size if per_iteration is None else min(per_iteration, num_possible * size)
-    num_groups = -(-wanted // size)
+    num_samples = num_possible * size if per_iteration is None else min(per_iteration, num_possible * size)
+    num_groups = -(-num_samples // size)
     first, step = plan.first_prompt, max(plan.num_prompts, num_groups)
     prompts = [first + place * step // num_groups for place in range(num_groups)]
-    return {prompt: min(size, wanted - place * size) for place, prompt in enumerate(prompts)}
+    return {prompt: min(size, num_samples - place * size) for place, prompt in enumerate(prompts)}
 
 
 class SampleLog:
-    """Of one actor's lead. `close` it: it may hold a thread."""
+    """The log of one actor's lead. `close` it, for it may hold a thread."""
 
     def __init__(self, folder: Path, tokenizer: TaskTokenizer, *, per_iteration: int | None) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
         self._per_iteration = per_iteration
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sample-log")
-        """One, so that lines come in the order of the updates."""
+        """One thread, so that lines are in the order of the updates."""
         self._pending: set[asyncio.Future[None]] = set()
         self._log = structlog.get_logger("samples")
 
     def note(self, plan: types_pb2.IterationPlan, groups: Sequence[samples_pb2.SampleGroup], fate: Fate) -> None:
-        """Begins to write those of the groups that are to be kept; all of them met this fate."""
+        """Begin to write the chosen samples of these groups, which all have this fate."""
         draws = chosen_draws(plan, self._per_iteration)
         kept = [group for group in groups if group.prompt in draws]
         if kept:
@@ -86,7 +92,7 @@ class SampleLog:
             writing.add_done_callback(self._pending.discard)
 
     async def written(self) -> None:
-        """Waits for what was begun."""
+        """Wait for the writes begun so far."""
         await asyncio.gather(*self._pending, return_exceptions=True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer is built from: pure values, the same on every rank of the actor."""
+"""The settings of a trainer: pure values, the same on every rank of the actor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidegate.types import Precision, Recompute
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """AdamW and clipping."""
+    """The settings of AdamW and of gradient clipping."""
 
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -26,8 +26,6 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """All that a trainer is built from, the same on every rank."""
-
     model: ModelConfig
     padded_vocab: int
     seed: int
@@ -37,13 +35,13 @@ class TrainerSettings:
     optimizer: OptimizerSettings
     copies: CopyTo = CopyTo.NOWHERE
     num_logical_shards: int | None = None
-    """A power of two that every dp divides: updates are bitwise the same for every dp and pp. None: they are faster."""
+    """A power of two that every dp divides. Updates are then bitwise the same for every dp and pp. None is faster."""
     precision: Precision = Precision.FP32
     recompute: Recompute = Recompute.NONE
 
 
 def limits_of(actor: ActorSection, model: ModelConfig) -> Limits:
-    """How the actor's micro-batches are bounded."""
+    """The limits of the actor's micro-batches."""
     if actor.max_tokens_per_microbatch is None:
         return BatchLimits(max_sequences=actor.micro_batch_size)
     return TokenCap.of_model(

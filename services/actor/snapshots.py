@@ -1,7 +1,10 @@
-"""The actor's side of weight snapshots: has every rank write its part, and keeps the reference policy for later runs.
+"""The actor's side of weight snapshots: every rank writes its shards, and the lead keeps the reference policy.
 
-Invariants: a snapshot is told only when all its files are complete; the reference is version 0 of the job, bit for bit,
-in every incarnation; at any moment, a crash's too, a whole one is kept once there was one.
+Invariants:
+- A snapshot is published only when all its files are complete. [test_snapshots: names_each_file_once]
+- The reference is version 0 of the job, bit for bit, in every incarnation. [test_snapshots: later_incarnation_finds]
+- Once there is a reference, a whole one exists at any moment, even after a crash.
+  [test_snapshots: leaves_the_former_one]
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ _MESSAGE = "snapshot.json"
 
 
 class ReferenceMissing(ValueError):
-    """The job's folder has not got the reference policy that a resume needs."""
+    """The job's folder lacks the reference policy that a resume needs."""
 
 
 class SnapshotShelf:
-    """Publishes versions."""
+    """Publishes versions of the weights."""
 
     def __init__(self, tools: LeadTools) -> None:
         self._tools = tools
@@ -38,7 +41,7 @@ class SnapshotShelf:
         self._reference: types_pb2.Snapshot | None = None
 
     async def publish(self, version: int, *, incarnation: int) -> types_pb2.Snapshot:
-        """Every rank writes its shards into its node's host memory; the snapshot once all have."""
+        """Have every rank write its shards into its node's host memory. Returns the snapshot when all are written."""
         crew, config = self._tools.crew, self._tools.job.config
         members = crew.members
         calls = {
@@ -66,7 +69,7 @@ class SnapshotShelf:
         return self._snapshot(version, incarnation, shards, f"{weights_sum:016x}")
 
     async def reference(self, published: types_pb2.Snapshot) -> types_pb2.Snapshot | None:
-        """The reference policy, readable in this incarnation; None when the job has no KL term."""
+        """The reference policy, readable in this incarnation. None where the job has no KL term."""
         if self._tools.job.config.algorithm.kl_coefficient == 0:
             return None
         if published.version == 0:
@@ -106,7 +109,9 @@ class SnapshotShelf:
 
 
 def _copy_in(folder: Path, kept: Path, snapshot: types_pb2.Snapshot) -> None:
-    """Makes the snapshot's files in `folder` the ones that are kept: the former ones go when these are there."""
+    """Replace the kept files with the snapshot's files in `folder`.
+
+    The former files go only when these are complete."""
     partial = partial_of(kept)
     for shard in snapshot.shards:
         shutil.copyfile(folder / shard.file, partial / shard.file)
@@ -115,13 +120,13 @@ def _copy_in(folder: Path, kept: Path, snapshot: types_pb2.Snapshot) -> None:
 
 
 def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapshot:
-    """Brings the kept files, checked, to the folder of their version; what they are."""
+    """Check the kept files and copy them to the folder of their version. Returns the kept snapshot message."""
     recover(kept)
     try:
         snapshot = json_format.Parse((kept / _MESSAGE).read_text(), types_pb2.Snapshot())
     except OSError as error:
         raise ReferenceMissing(
-            f"reference policy {kept}: {error.strerror}; it is written when the job starts and a resume with a KL term "
+            f"reference policy {kept}: {error.strerror}; a job writes it at its start, and a resume with a KL term "
             "needs it: start the job anew"
         ) from error
     folder = folder_of(snapshot.version)

@@ -1,8 +1,11 @@
 """One member of the actor: GRPO and supervised updates of a model that the elastic trainer holds in any layout.
 
-The elastic trainer (`elastic`) has the model, the optimizer, the layout and its changes; here is what the actor trains
-on and what it tells of an update. Invariants: every rank of the layout reports the same of an update; a member that
-stands by takes no part in one.
+The elastic trainer (`elastic`) has the model, the optimizer, the layout and its changes. This module has the
+minibatches that the actor trains on, and the report of an update.
+
+Invariants:
+- Every rank of the layout reports the same of an update. [test_worker: has_the_losses_of_a_fixed_one]
+- A standby takes no part in an update: it refuses one. [test_worker: cannot_be_done_is_refused_by_name]
 """
 
 from __future__ import annotations
@@ -38,17 +41,17 @@ from tidegate.types import Precision
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update did; the same on every rank."""
+    """The result of an update, the same on every rank."""
 
     committed: bool
-    """False: the loss or the gradient was not finite, and nothing was applied."""
+    """False where the loss or the gradient was not finite: then nothing was applied."""
     loss: float
     grad_norm: float
     metrics: dict[str, float]
 
 
 class MegatronTrainer:
-    """Made on every member of an epoch; updates and log-probabilities are asked of all ranks of the layout alike."""
+    """Every member of an epoch has one. All ranks of the layout run each update and each forward pass together."""
 
     def __init__(
         self,
@@ -82,14 +85,14 @@ class MegatronTrainer:
     def train_minibatch(
         self, samples: Sequence[TrainSample], learning_rate: float, *, cursor: Mapping[str, JsonValue] | None = None
     ) -> UpdateReport:
-        """One GRPO update over a whole minibatch, which every rank is given in full; `cursor` as in ElasticTrainer.
+        """One GRPO update over a whole minibatch; every rank gets all samples. `cursor`: as in ElasticTrainer.
 
-        Raises ValueError with nothing begun, NotInLayout, and PeerLost."""
+        Raises ValueError before anything begins, NotInLayout, and PeerLost."""
         minibatch = GrpoMinibatch(samples, self.settings)
         update = self._update(minibatch, learning_rate, cursor)
         metrics = update_metrics(samples, update.sums, importance_cap=self.settings.grpo.importance_cap)
-        filled = minibatch.packed(self._place().of_replicas).filling
-        return _report(update, metrics | {"micro_batches": float(filled.num_batches), "padding": filled.padding})
+        filling = minibatch.packed(self._place().of_replicas).filling
+        return _report(update, metrics | {"micro_batches": float(filling.num_batches), "padding": filling.padding})
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
         """One update on the mean negative log-likelihood of the tokens in the masks. Raises as `train_minibatch`."""
@@ -103,18 +106,18 @@ class MegatronTrainer:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """What this rank's optimizer really has, whatever it was told: each rate of its groups once."""
+        """The rates that this rank's optimizer really has, each different rate of its groups once."""
         return held_rates(self.elastic.state.skeleton.optimizer.param_groups)
 
     def reset_optimizer(self) -> None:
-        """Forget Adam's moments: those of one objective say nothing of the next."""
+        """Reset Adam's moments: the moments of one objective mean nothing for the next."""
         self.elastic.reset_optimizer()
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, npt.NDArray[np.float32]]:
         """Log-probabilities of this replica's sequences by their index, on the last stage; {} on other stages."""
         skeleton, world = self.elastic.state.skeleton, self.elastic.world
         batches = replica_batches(sequences, self.settings.limits, self._place().of_replicas)
-        # Attention draws from Megatron's streams, whether it drops anything or not.
+        # Attention draws from Megatron's random streams even where dropout is 0.
         seed_update(self.settings.seed, self.elastic.progress.num_updates, skeleton.mesh, world.me)
         rows = forward_log_probs(
             skeleton.chunks,

@@ -1,7 +1,9 @@
-"""Where the actor's first weights come from, and where its last ones go: a checkpoint of Hugging Face's or Megatron's.
+"""The source of the actor's first weights (a Hugging Face or Megatron checkpoint), and the export of its last ones.
 
-The checkpoints were opened, and checked against the model, when the job was made; `WEIGHTS_REFUSED` is raised where
-tensors turn out to be damaged. Invariant: an export has the tokenizer that the job was trained with.
+The job opened the checkpoints and checked them against the model when it was loaded. The exceptions in
+`WEIGHTS_REFUSED` report tensors that turn out to be damaged.
+
+Invariant: an export has the tokenizer that the job was trained with. [test_hugging_face: checkpoint_comes_back_trained]
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ WEIGHTS_REFUSED = (CheckpointRefused, TorchDistRefused)
 
 
 def initial_weights(job: Job) -> InitialWeights | None:
-    """None: they are drawn at random."""
+    """The checkpoint's weights. None: the weights are drawn at random."""
     if job.torch_dist is not None:
         return TorchDistWeights(job.torch_dist)
     return CheckpointWeights(job.checkpoint) if job.checkpoint else None
 
 
 def export_weights(job: Job, checkpoint: Path, folder: Path) -> None:
-    """Write a saved checkpoint's weights for Hugging Face, tensor by tensor, from the files of all ranks.
+    """Write a saved checkpoint's weights in Hugging Face's format, tensor by tensor, from the files of all ranks.
 
-    Raises CheckpointError and what `StateFiles` does, with the former export as it was."""
+    Raises CheckpointError, and the errors of `StateFiles`. After an error the former export is as it was."""
     itemsize = job.config.actor.precision.itemsize
     parameters = model_parameters(job.model, padded_vocab=job.padded_vocab, itemsize=itemsize)
     weights = StateFiles(checkpoint, files_of(checkpoint)).read_whole(parameters)
@@ -44,7 +46,7 @@ def export_weights(job: Job, checkpoint: Path, folder: Path) -> None:
 
 
 def _tokenizer_to_export(job: Job) -> TaskTokenizer | None:
-    """The one that the prompts were made by; None where it is the source's, as it lies there."""
+    """The tokenizer that made the prompts. None where it is the source checkpoint's own, to be copied from there."""
     data = job.config.data
     template = None if data is None else template_source(data, job.tokenizer)
     if template is not None and (job.tokenizer.config is None or job.tokenizer.config.chat_template != template):
@@ -55,7 +57,9 @@ def _tokenizer_to_export(job: Job) -> TaskTokenizer | None:
 
 
 def _came_with(source: Path, tokenizer: Path) -> bool:
-    """Whether the job's tokenizer is the source's own, whose further files then go along."""
+    """Whether the job's tokenizer is the source's own.
+
+    The export then copies the source's other tokenizer files too."""
     file = source / TOKENIZER
     if not file.is_file() or file.read_bytes() != tokenizer.read_bytes():
         return False

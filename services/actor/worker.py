@@ -1,11 +1,20 @@
 """An actor worker: one member of the actor's world, driven by its instance's calls.
 
-Order: JoinWorld, of all workers alike, those that stand by too; StartActor, of all alike; then updates, publishes and
-saves of those in the layout, and reshards of all alike: PrepareReshard, then CommitReshard or AbortReshard. A later
-JoinWorld goes on in another epoch; the state comes into it by the next reshard, and nothing is trained before.
-Every rank of the layout gets every call alike, whole minibatches included, and takes its part. Invariants: a call that
-is refused changed nothing; a worker that lost a peer leaves its epoch, keeps its state, and says so; an update is made
-once, however often it is asked for; what a rank publishes or saves has its name only when it is complete.
+The calls come in this order:
+1. All workers, standbys included, get JoinWorld.
+2. All workers get StartActor.
+3. The ranks of the layout get updates, publishes and saves. All workers get reshards: PrepareReshard, then
+   CommitReshard or AbortReshard.
+
+A later JoinWorld begins another epoch. The next reshard brings the state into it; no update may come before that. Every
+rank of the layout gets the same call, with whole minibatches, and does its part. A file of a publish or a save gets its
+final name only when it is complete (`tidegate.elastic.state.files`).
+
+Invariants:
+- A refused call changes nothing. [test_worker: has_the_losses_of_a_fixed_one]
+- A worker that lost a peer leaves its epoch, keeps its state, and reports the loss.
+  [test_worker: members_that_lost_a_peer]
+- An update is made once, however often it is requested. [test_worker: is_not_made_again]
 """
 
 from __future__ import annotations
@@ -47,30 +56,32 @@ from tidegate.v1 import types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _UPDATE = "update"
-"""In the trainer's cursor: which update made its state. It is committed with it, on every rank, and follows the state
-to whoever comes; one that is asked for again is not made again."""
+"""The key in the trainer's cursor of the id of the update that made its state.
+
+Every rank commits it with the update, and it moves with the state to new members. A repeated update is recognised by it
+and is not made again."""
 _LR = "lr"
-"""In the trainer's cursor: the learning-rate progress of that state, as the lead's ledger marks it."""
+"""The key in the trainer's cursor of the state's learning-rate progress, as the mark of the lead's ledger."""
 _RISE_STEPS = 20
-"""Of the warm-up, over which its learning rate rises: Adam's moments mean little before."""
+"""The learning rate rises over this many steps of the warm-up: Adam's moments mean little before."""
 
 
-class _Open(NamedTuple):
-    """A reshard whose first phase is done."""
+class _PreparedReshard(NamedTuple):
+    """A reshard whose first phase is done, and which is neither committed nor aborted."""
 
     id: str
     prepared: Prepared
 
 
 class TrainerWorker:
-    """Handler of one worker's calls."""
+    """Handles one worker's calls; see the module for their order."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
         self._epochs = Epochs(channel)
         self._job: Job | None = None
         self._trainer: MegatronTrainer | None = None
-        self._open: _Open | None = None
+        self._open: _PreparedReshard | None = None
         self._last_committed = ""
         self._last_update = wire.UpdateReport()
 
@@ -97,10 +108,12 @@ class TrainerWorker:
             case "abort_reshard":
                 yield self._abort(call)
             case other:
-                raise CallRefused(f"an actor worker does not do {other!r}; send it to the component that does")
+                raise CallRefused(
+                    f"an actor worker does not handle {other!r}; send the call to the component that does"
+                )
 
     def close(self) -> None:
-        """Give the state's memory back, files that others could read too."""
+        """Free the state's memory, its shared files included."""
         if self._trainer is not None:
             self._trainer.elastic.close()
 
@@ -110,7 +123,7 @@ class TrainerWorker:
         device = slot_device(job, self._channel)
         with self._peers(f"epoch {joined.epoch}"):
             world = self._epochs.enter(joined, device)
-            # What was prepared in an epoch is given up with it.
+            # A reshard that was prepared in an epoch ends with that epoch.
             self._open = None
             if self._trainer is not None:
                 self._trainer.elastic.rejoin(world)
@@ -122,7 +135,7 @@ class TrainerWorker:
         return Answer(call.call_id, wire.Started(memory_bytes=memory.rss - memory.shared, detail=detail))
 
     def _make_trainer(self, job: Job, world: World) -> str:
-        """How the state will be held."""
+        """Make the trainer. Returns the reason for where it keeps its state."""
         config, node = job.config, node_of(self._channel.grant.gpu)
         slots = [gpu for gpu in (*config.placement(Role.ACTOR), *config.standby()) if node_of(gpu) == node]
         parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
@@ -163,18 +176,18 @@ class TrainerWorker:
 
     def _warm_up(self, call: wire.WorkerCall) -> Iterator[Answer]:
         job, trainer = self._training()
-        asked = call.warm_up
-        for step in range(asked.num_steps):
-            first = step * asked.batch_size
-            batch = [_demonstration(job, index) for index in range(first, first + asked.batch_size)]
+        warm_up = call.warm_up
+        for step in range(warm_up.num_steps):
+            first = step * warm_up.batch_size
+            batch = [_demonstration(job, index) for index in range(first, first + warm_up.batch_size)]
             with self._peers(f"warm-up step {step}"):
-                report = trainer.supervised_step(batch, asked.learning_rate * min(1.0, (step + 1) / _RISE_STEPS))
+                report = trainer.supervised_step(batch, warm_up.learning_rate * min(1.0, (step + 1) / _RISE_STEPS))
             if not report.committed:
                 raise ArithmeticError(f"warm-up step {step}: loss {report.loss}, gradient norm {report.grad_norm}")
-            progress = wire.WarmUpProgress(step=step + 1, num_steps=asked.num_steps, loss=report.loss)
-            if step + 1 == asked.num_steps:
+            progress = wire.WarmUpProgress(step=step + 1, num_steps=warm_up.num_steps, loss=report.loss)
+            if step + 1 == warm_up.num_steps:
                 trainer.reset_optimizer()
-            yield Answer(call.call_id, progress, last=step + 1 == asked.num_steps)
+            yield Answer(call.call_id, progress, last=step + 1 == warm_up.num_steps)
 
     def _train(self, call: wire.WorkerCall) -> Answer:
         _, trainer = self._training()
@@ -184,8 +197,11 @@ class TrainerWorker:
             raise CallRefused(str(error)) from error
         update_id = call.train.update_id
         if trainer.elastic.cursor.get(_UPDATE) == update_id:
-            known = self._last_update.update_id == update_id
-            return Answer(call.call_id, self._last_update if known else _made_before(update_id, trainer))
+            # Avoid a second update: a repeated request gets the report of the first.
+            has_report = self._last_update.update_id == update_id
+            return Answer(
+                call.call_id, self._last_update if has_report else _report_without_figures(update_id, trainer)
+            )
         if (held := _lr_mark(trainer)) != call.train.lr_before:
             raise CallRefused(
                 f"update {update_id} follows {call.train.lr_before or 'no update'}, and the state here is of "
@@ -206,78 +222,79 @@ class TrainerWorker:
         return Answer(call.call_id, self._last_update)
 
     def _publish(self, call: wire.WorkerCall) -> Answer:
-        """Every rank writes its share: of replicas one has each weight."""
+        """Write this rank's shard. Among replicas, only one writes each weight."""
         trainer, file = self._holding()
         written = checkpoints.save_weights(trainer.elastic, Path(call.publish.folder), file)
-        shard = wire.PublishedShard(weights_sum=checkpoints.weights_sum(trainer.elastic), **_told(written))
+        shard = wire.PublishedShard(weights_sum=checkpoints.weights_sum(trainer.elastic), **_shard_fields(written))
         return Answer(call.call_id, shard)
 
     def _save(self, call: wire.WorkerCall) -> Answer:
         trainer, file = self._holding()
         written = checkpoints.save(trainer.elastic, Path(call.save.folder), file)
-        return Answer(call.call_id, wire.SavedShard(**_told(written)))
+        return Answer(call.call_id, wire.SavedShard(**_shard_fields(written)))
 
     def _export(self, call: wire.WorkerCall) -> Answer:
-        asked, job = call.export, self._job
+        export, job = call.export, self._job
         if job is None:
             raise CallRefused("the worker has no job yet; send JoinWorld and StartActor first")
         try:
-            export_weights(job, Path(asked.checkpoint_dir), Path(asked.folder))
+            export_weights(job, Path(export.checkpoint_dir), Path(export.folder))
         except (*WEIGHTS_REFUSED, CheckpointError, FileCorrupt, SavedStateRefused, OSError) as error:
-            raise CallRefused(f"export of {asked.checkpoint_dir} to {asked.folder}: {error}") from error
+            raise CallRefused(f"export of {export.checkpoint_dir} to {export.folder}: {error}") from error
         return Answer(call.call_id)
 
     def _prepare(self, call: wire.WorkerCall) -> Answer:
-        asked, elastic = call.prepare_reshard, self._member().elastic
-        if self._open is not None and self._open.id != asked.id:
-            raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it before {asked.id}")
+        request, elastic = call.prepare_reshard, self._member().elastic
+        if self._open is not None and self._open.id != request.id:
+            raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it before {request.id}")
         if self._open is None:
-            with self._peers(f"reshard {asked.id}"):
+            with self._peers(f"reshard {request.id}"):
                 try:
-                    mesh = elastic.mesh_of(decode_layout(asked.layout), tuple(asked.ranks))
-                    self._open = _Open(asked.id, elastic.prepare(mesh, name=asked.id))
+                    mesh = elastic.mesh_of(decode_layout(request.layout), tuple(request.ranks))
+                    self._open = _PreparedReshard(request.id, elastic.prepare(mesh, name=request.id))
                 except PeerLost:
                     raise
-                # Whatever it is, the first phase has given back what it took, and the old layout is as it was.
+                # After any error, the first phase has freed its memory and the old layout is as it was.
                 except Exception as error:
-                    raise CallRefused(f"reshard {asked.id}: {type(error).__name__}: {error}") from error
+                    raise CallRefused(f"reshard {request.id}: {type(error).__name__}: {error}") from error
         return Answer(call.call_id, _encode_report(self._open.prepared.report()))
 
     def _commit(self, call: wire.WorkerCall) -> Answer:
-        asked, elastic = call.commit_reshard.id, self._member().elastic
-        if asked == self._last_committed:
+        name, elastic = call.commit_reshard.id, self._member().elastic
+        if name == self._last_committed:
             return Answer(call.call_id, wire.Committed(in_epoch=True))
-        if self._open is None or self._open.id != asked:
-            raise CallRefused(f"reshard {asked} is not prepared here; open: {self._open.id if self._open else 'none'}")
-        prepared, self._open, self._last_committed = self._open.prepared, None, asked
+        if self._open is None or self._open.id != name:
+            raise CallRefused(f"reshard {name} is not prepared here; open: {self._open.id if self._open else 'none'}")
+        prepared, self._open, self._last_committed = self._open.prepared, None, name
         try:
             elastic.commit(prepared)
         except PeerLost as error:
-            # This member has switched; for one that has not, or was late, the next epoch is made.
-            self._epochs.leave(f"at the commit of reshard {asked}: {error}")
+            # This member has switched. The lead makes the next epoch for one that has not, or was late.
+            self._epochs.leave(f"at the commit of reshard {name}: {error}")
             return Answer(call.call_id, wire.Committed(in_epoch=False))
         return Answer(call.call_id, wire.Committed(in_epoch=True))
 
     def _abort(self, call: wire.WorkerCall) -> Answer:
-        asked = call.abort_reshard.id
-        if asked == self._last_committed:
-            raise CallRefused(f"reshard {asked} is committed: there is no way back")
-        if self._open is not None and self._open.id == asked:
+        name = call.abort_reshard.id
+        if name == self._last_committed:
+            raise CallRefused(f"reshard {name} is committed and cannot be aborted")
+        if self._open is not None and self._open.id == name:
             prepared, self._open = self._open.prepared, None
             self._member().elastic.abort(prepared)
-        # Who lost a peer on the way has nothing to give up, and cannot go on here: refused, so that the caller knows.
+        # A worker that lost a peer has nothing to abort, and cannot go on in this epoch: refuse, to let the caller
+        # know.
         self._member()
         return Answer(call.call_id)
 
     def _member(self) -> MegatronTrainer:
-        """The trainer of a worker that is in an epoch."""
+        """The trainer. Raises CallRefused where this worker is in no epoch."""
         world = self._epochs.world
         assert self._trainer is not None
         assert self._trainer.elastic.world is world
         return self._trainer
 
     def _training(self) -> tuple[Job, MegatronTrainer]:
-        """Of a worker that may train."""
+        """The job and the trainer. Raises CallRefused where this worker may not train."""
         trainer, _ = self._holding()
         held, epoch = trainer.elastic.held, self._epochs.world.membership.epoch
         assert self._job is not None
@@ -286,7 +303,9 @@ class TrainerWorker:
         return self._job, trainer
 
     def _holding(self) -> tuple[MegatronTrainer, str]:
-        """Of a worker that holds a part of the state, with the name of its file."""
+        """The trainer, and the name of this rank's file.
+
+        Raises CallRefused where this worker holds no part of the state."""
         trainer = self._trainer
         if trainer is None or trainer.elastic.held is None:
             raise CallRefused("the trainer is not started; send JoinWorld and StartActor first")
@@ -297,7 +316,7 @@ class TrainerWorker:
 
     @contextmanager
     def _peers(self, what: str) -> Iterator[None]:
-        """Who loses a peer leaves the epoch, so that none of the others waits for it, and goes on in the next."""
+        """On the loss of a peer, leave the epoch, so that no other member waits for this one."""
         try:
             yield
         except PeerLost as error:
@@ -305,8 +324,8 @@ class TrainerWorker:
             raise CallRefused(f"{what}: {error}; this worker has left the epoch: send JoinWorld to all") from error
 
 
-def _made_before(update_id: str, trainer: MegatronTrainer) -> wire.UpdateReport:
-    """By the ranks that were there: this one has come with its state."""
+def _report_without_figures(update_id: str, trainer: MegatronTrainer) -> wire.UpdateReport:
+    """The report of an update that the other ranks made before this one received its state."""
     return wire.UpdateReport(
         update_id=update_id,
         committed=True,
@@ -318,7 +337,7 @@ def _made_before(update_id: str, trainer: MegatronTrainer) -> wire.UpdateReport:
 
 
 def _lr_mark(trainer: MegatronTrainer) -> str:
-    """The learning-rate progress of the state; empty before the first update."""
+    """The learning-rate progress of the state. Empty before the first update."""
     return str(trainer.elastic.cursor.get(_LR, ""))
 
 
@@ -327,8 +346,8 @@ def rank_file(rank: int) -> str:
     return f"rank{rank:05d}.safetensors"
 
 
-def _told(written: WrittenFile | None) -> dict[str, Any]:
-    """Of a share; of none, nothing."""
+def _shard_fields(written: WrittenFile | None) -> dict[str, Any]:
+    """The fields of a written file. Empty where this rank has nothing to write."""
     return {} if written is None else asdict(written)
 
 
@@ -377,10 +396,10 @@ def _settings(job: Job) -> TrainerSettings:
 
 
 def _demonstration(job: Job, index: int) -> Demonstration:
-    assert job.task is not None, "the config was checked: only a built-in task is warmed up on"
-    shown = job.task.demonstration(index)
-    prompt = job.tokenizer.encode_prompt(shown.prompt.text)
-    response = job.tokenizer.encode_response(shown.response)
+    assert job.task is not None, "the config allows a warm-up only with a built-in task"
+    demonstration = job.task.demonstration(index)
+    prompt = job.tokenizer.encode_prompt(demonstration.prompt.text)
+    response = job.tokenizer.encode_response(demonstration.response)
     return Demonstration(tokens=(*prompt, *response), loss_mask=(False,) * len(prompt) + (True,) * len(response))
 
 
@@ -400,5 +419,5 @@ def main(channel: WorkerChannel) -> None:
     """The worker's entry, in the forked process."""
     worker = TrainerWorker(channel)
     run_worker(channel, worker, waits_for="minibatch")
-    # Only after an orderly end: what a failed worker leaves in shared memory may be all that is left of its state.
+    # Close only after an orderly end: a failed worker's shared memory may hold the only copy of its state.
     worker.close()

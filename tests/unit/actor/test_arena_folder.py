@@ -1,4 +1,4 @@
-"""State is shared where it lies in memory and fits; otherwise each member keeps its own, and it is said why."""
+"""State is shared where its folder is in memory and it fits. Otherwise members keep it privately, with a reason."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def test_a_node_needs_room_for_two_layouts_whose_members_all_have_all_weights(
     assert most_bytes(1000, num_members=3, copies=copies, precision=precision) == want
 
 
-def test_what_fits_in_memory_is_shared_there(memory: Path) -> None:
-    found = choose(memory / "state", needed_bytes=1 << 20, device=CPU)
-    assert found.folder == memory / "state"
+def test_state_that_fits_in_memory_is_shared_there(memory: Path) -> None:
+    choice = choose(memory / "state", needed_bytes=1 << 20, device=CPU)
+    assert choice.folder == memory / "state"
     assert (memory / "state").is_dir()
 
 
-def test_what_members_hold_already_is_not_missing_from_the_room(memory: Path) -> None:
-    room = int(choose(memory, needed_bytes=1 << 60, device=CPU).reason.split(" has ")[1].split(":")[0])
+def test_bytes_that_members_hold_already_count_as_free(memory: Path) -> None:
+    room = int(choose(memory, needed_bytes=1 << 60, device=CPU).reason.split(" has ")[1].split(";")[0])
     (memory / "arena").write_bytes(b"x" * (8 << 20))
-    again = int(choose(memory, needed_bytes=1 << 60, device=CPU).reason.split(" has ")[1].split(":")[0])
-    assert abs(again - room) < 4 << 20, "others of the machine may take a little meanwhile"
+    again = int(choose(memory, needed_bytes=1 << 60, device=CPU).reason.split(" has ")[1].split(";")[0])
+    assert abs(again - room) < 4 << 20, "other processes of the machine may take a little meanwhile"
 
 
-def test_what_does_not_fit_is_kept_by_each_for_itself(memory: Path) -> None:
-    found = choose(memory, needed_bytes=1 << 60, device=CPU)
-    assert found.folder is None
-    assert f"takes up to {1 << 60} bytes" in found.reason
-    assert "--shm-size" in found.reason
+def test_state_that_does_not_fit_is_not_shared(memory: Path) -> None:
+    choice = choose(memory, needed_bytes=1 << 60, device=CPU)
+    assert choice.folder is None
+    assert f"takes up to {1 << 60} bytes" in choice.reason
+    assert "--shm-size" in choice.reason
 
 
 def test_state_on_a_device_is_not_shared(memory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there; checked before use; the newest stay."""
+"""A checkpoint is complete or absent, and checked before its use. Pruning keeps the newest."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def _saved(store: CheckpointStore, *, next_iteration: int = 1, incarnation: int 
     return checkpoint
 
 
-def test_a_commit_removes_none_for_the_new_one_is_not_known_yet(tmp_path: Path) -> None:
+def test_a_commit_removes_no_checkpoint_because_the_new_one_is_not_announced_yet(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     for iteration in (1, 2):
         _saved(store, next_iteration=iteration)
     assert store.names() == ["inc000-it000001", "inc000-it000002"]
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     want = _saved(store)
     assert store.load(want.name) == want
 
 
-def test_the_newest_stay(tmp_path: Path) -> None:
+def test_pruning_lets_the_newest_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for iteration in (1, 2, 3):
         _saved(store, next_iteration=iteration)
@@ -49,7 +49,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert store.names() == ["inc000-it000002", "inc000-it000003"]
 
 
-def test_a_later_incarnation_is_newer_than_a_superseded_one_that_was_further(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_later_incarnation_is_newer_than_one_of_a_later_iteration(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     _saved(store, next_iteration=5, incarnation=1)
     _saved(store, next_iteration=3, incarnation=2)
@@ -64,14 +64,14 @@ def test_a_save_that_did_not_end_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert store.names() == ["inc000-it000001"]
 
 
-def test_a_repeat_changes_nothing(tmp_path: Path) -> None:
+def test_a_commit_that_is_a_repeat_changes_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     want = _saved(store)
     assert _saved(store) == want
     assert store.load(want.name) == want
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_when_the_checkpoint_is_loaded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     checkpoint = _saved(store)
     (store.path(checkpoint.name) / "rank00000.safetensors").write_bytes(b"else")
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         store.load(checkpoint.name)
 
 
-def test_a_file_that_is_not_what_its_rank_wrote_is_not_committed(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_missing_file_is_not_committed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     folder = store.begin()
     checkpoint = _checkpoint(folder)
@@ -89,14 +89,14 @@ def test_a_file_that_is_not_what_its_rank_wrote_is_not_committed(tmp_path: Path)
     assert store.names() == []
 
 
-def test_a_name_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
+def test_loading_an_unknown_checkpoint_lists_the_complete_ones(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     _saved(store)
     with pytest.raises(CheckpointError, match="complete: inc000-it000001"):
         store.load("inc000-it000009")
 
 
-def test_counters_that_say_not_what_they_count_are_left_to_the_jobs_legacy_policy(tmp_path: Path) -> None:
+def test_counters_without_a_unit_are_left_to_the_jobs_legacy_policy(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     checkpoint = _saved(store)
     manifest = store.path(checkpoint.name) / "manifest.json"
@@ -106,7 +106,7 @@ def test_counters_that_say_not_what_they_count_are_left_to_the_jobs_legacy_polic
 
 
 @pytest.mark.parametrize("lr", [{}, 3, "{"])
-def test_a_learning_rate_ledger_that_is_none_is_named(tmp_path: Path, lr: object) -> None:
+def test_an_unreadable_learning_rate_ledger_is_named(tmp_path: Path, lr: object) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     checkpoint = _saved(store)
     manifest = store.path(checkpoint.name) / "manifest.json"

@@ -1,4 +1,4 @@
-"""Advantages, token weights and metrics of GRPO, and its loss token by token."""
+"""GRPO's advantages, token weights and metrics, and its loss token by token."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from services.actor.grpo import (
     update_metrics,
 )
 from services.actor.grpo_loss import grpo_loss
-from services.actor.microbatch import TrainBatch, TrainSample
+from services.actor.microbatch import TrainBatch, TrainSample, packed_samples, train_batches
 from services.actor.mismatch import mismatch
-from tidegate.megatron.batching import TokenBatch
+from tidegate.megatron.batching import BatchLimits, TokenBatch
 
 
 def sample(num_tokens: int, *, masked: bool = False, reference: bool = True) -> TrainSample:
@@ -65,13 +65,18 @@ def test_weights_hold_the_denominators_of_the_whole_minibatch(aggregation: Aggre
     assert token_weights([sample(1), sample(4), sample(7, masked=True)], settings) == pytest.approx(want)
 
 
+def test_a_sample_of_zero_advantage_stays_in_the_denominators() -> None:
+    samples = [sample(1), replace(sample(4), advantage=0.0)]
+    assert token_weights(samples, GrpoSettings()) == pytest.approx([1 / 5, 1 / 5])
+
+
 @pytest.mark.parametrize("aggregation", Aggregation)
-def test_a_minibatch_that_is_masked_as_a_whole_weighs_nothing(aggregation: Aggregation) -> None:
+def test_a_minibatch_whose_samples_are_all_masked_weighs_nothing(aggregation: Aggregation) -> None:
     settings = GrpoSettings(aggregation=aggregation, max_new_tokens=10)
     assert token_weights([sample(2, masked=True)], settings) == [0.0]
 
 
-def test_a_constant_divisor_needs_to_know_how_long_responses_may_be() -> None:
+def test_an_aggregation_with_a_constant_divisor_needs_max_new_tokens() -> None:
     with pytest.raises(ValueError, match="seq-mean-token-sum-norm divides by max_new_tokens"):
         GrpoSettings(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM)
 
@@ -98,7 +103,7 @@ def test_metrics_are_means_over_the_tokens_that_count() -> None:
     assert got == pytest.approx(want)
 
 
-def test_the_mismatch_is_of_the_trained_tokens_and_tells_the_share_of_truncated_weights() -> None:
+def test_the_mismatch_is_of_the_trained_tokens_and_includes_the_share_of_truncated_weights() -> None:
     near = replace(sample(3), engine_log_probs=(-1.0, -0.9, -1.1))
     far = replace(sample(5, masked=True), engine_log_probs=(-9.0,) * 5)
     exact = [0.0, -0.1, 0.1]
@@ -113,7 +118,7 @@ def test_the_mismatch_is_of_the_trained_tokens_and_tells_the_share_of_truncated_
 
 
 def one_token(*, advantage: float, old: float, engine: float = -1.0, reference: float = -1.0) -> TrainBatch:
-    """Position 1 counts with weight 1; position 2 is padding with numbers that must not matter."""
+    """Position 1 counts with weight 1. Position 2 is padding, whose numbers must not matter."""
 
     def row(value: float) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         return np.array([[0.0, value, 0.0]], dtype=np.float32)
@@ -128,7 +133,7 @@ TOKENS: dict[str, tuple[TrainBatch, GrpoSettings, float, float]] = {
     "a gain is capped above": (one_token(advantage=1.0, old=-1.0 - LOG(2)), GrpoSettings(clip_high=0.3), -1.3, 0.0),
     "a loss is not capped above": (one_token(advantage=-1.0, old=-1.0 - LOG(2)), GrpoSettings(clip_high=0.3), 2.0, 2.0),
     "a loss is capped below": (one_token(advantage=-1.0, old=-1.0 + LOG(2)), GrpoSettings(clip_low=0.1), 0.9, 0.0),
-    "the ratio is to the engine when told so": (
+    "the ratio is to the engine where the settings ask for it": (
         one_token(advantage=1.0, old=5.0, engine=-1.0 - LOG(1.1)),
         GrpoSettings(old_log_probs=OldLogProbs.ENGINE),
         -1.1,
@@ -160,13 +165,38 @@ def test_the_loss_of_a_token_and_its_derivative(
     assert gradient_BS.tolist()[0] == pytest.approx([0.0, want_gradient, 0.0], abs=1e-6)
 
 
-def test_means_over_tokens_are_over_those_of_the_whole_iteration() -> None:
+def test_a_filler_adds_nothing_to_the_loss() -> None:
+    zeros = np.zeros((1, 3), dtype=np.float32)
+    filler = TrainBatch(TokenBatch((), np.zeros((1, 3), dtype=np.int64)), zeros, zeros, zeros, zeros, zeros, zeros)
+    log_probs_BS = torch.tensor([[0.0, -1.0, -300.0]], requires_grad=True)
+    terms = grpo_loss(log_probs_BS, filler, GrpoSettings(kl_coefficient=0.5, importance_cap=2.0))
+    (gradient_BS,) = torch.autograd.grad(terms.loss, log_probs_BS)
+    assert terms.sums.tolist() == [0.0] * 5
+    assert gradient_BS.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_the_losses_of_micro_batches_add_up_to_the_updates_loss() -> None:
+    samples = [sample(1), replace(sample(3), advantage=-2.0), sample(2)]
+    settings = GrpoSettings(kl_coefficient=0.5)
+
+    def losses(max_sequences: int) -> list[float]:
+        batches = train_batches(
+            samples, token_weights(samples, settings), packed_samples(samples, BatchLimits(max_sequences))
+        )
+        return [float(grpo_loss(torch.full(each.mask_BS.shape, -1.1), each, settings).loss) for each in batches]
+
+    (want,) = losses(3)
+    assert len(losses(1)) == 3
+    assert sum(losses(1)) == pytest.approx(want)
+
+
+def test_an_iterations_token_means_are_over_all_its_tokens() -> None:
     updates = [{"kl": 1.0, "loss": 1.0, "num_tokens": 10.0}, {"kl": 4.0, "loss": 2.0, "num_tokens": 20.0}]
     assert iteration_metrics(updates) == {"kl": 3.0, "loss": 1.5, "num_tokens": 30.0}
     assert iteration_metrics([{"kl": 1.0}, {"kl": 4.0}]) == {"kl": 2.5}
 
 
-def test_an_iterations_metrics_are_of_all_its_updates() -> None:
+def test_an_iterations_metrics_combine_the_finite_metrics_of_all_its_updates() -> None:
     first = {"loss": 1.0, "num_tokens": 10.0, "mismatch_max": 0.5, "lr": 1e-3}
     second = {"loss": 3.0, "num_tokens": 20.0, "mismatch_max": 0.25, "lr": 2e-3}
     broken = {"loss": math.nan, "num_tokens": 5.0, "mismatch_max": 0.0, "lr": 3e-3}

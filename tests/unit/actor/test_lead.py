@@ -51,7 +51,7 @@ async def test_a_minibatch_is_trained_as_soon_as_its_groups_are_complete(tmp_pat
         assert of.ranks.prompts() == [[0, 1], [2, 3]]
 
 
-async def test_pictures_tell_of_each_update_where_it_begins_and_where_it_ends(tmp_path: Path) -> None:
+async def test_pictures_show_each_update_at_its_begin_and_at_its_end(tmp_path: Path) -> None:
     async with training(tmp_path, num_permits=0) as of:
         of.start()
         await of.bench.told("training")
@@ -166,7 +166,9 @@ async def test_a_group_delivered_again_while_it_waits_for_its_minibatch_is_count
 @pytest.mark.parametrize(
     "fields", [{"incarnation": 2}, {"iteration": 1, "version": 1}], ids=["incarnation", "iteration"]
 )
-async def test_a_group_of_what_is_still_to_come_is_put_off_ever_longer(tmp_path: Path, fields: dict[str, int]) -> None:
+async def test_a_group_of_a_future_incarnation_or_iteration_is_delayed_ever_longer(
+    tmp_path: Path, fields: dict[str, int]
+) -> None:
     async with training(tmp_path) as of:
         of.start()
         await of.scored([0], **fields)
@@ -185,7 +187,7 @@ async def test_groups_that_wait_for_their_minibatch_are_reported_in_progress(tmp
         assert (await of.report()).num_duplicates_dropped == 0
 
 
-async def test_a_group_of_an_older_incarnation_is_let_go_untrained(tmp_path: Path) -> None:
+async def test_a_group_of_an_older_incarnation_is_acknowledged_untrained(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         await of.scored([0], incarnation=1)
         await of.scored(range(4), incarnation=2)
@@ -548,7 +550,7 @@ async def test_the_actor_loads_no_weights(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(commands_pb2.LoadWeightsRequest(header=of.bench.header(), weights=snapshot(0)))
         (failed,) = await of.bench.told("failed")
-        assert "the actor makes the weights and loads none" in failed.failed.message
+        assert "the actor makes the weights; it cannot load any" in failed.failed.message
 
 
 @pytest.mark.parametrize(("kl_coefficient", "want"), [(0.0, ()), (0.1, (0,))], ids=["without KL", "with KL"])

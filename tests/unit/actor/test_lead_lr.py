@@ -82,7 +82,7 @@ async def test_an_empty_minibatch_that_passes_the_budget_is_warned_of_and_no_lat
     assert "progress is 2 of a budget of 1 steps" in warning["message"]
 
 
-async def test_minibatches_that_were_planned_and_never_filled_are_empty_ones(tmp_path: Path) -> None:
+async def test_planned_minibatches_that_no_group_filled_count_as_empty(tmp_path: Path) -> None:
     algorithm = {"filter_zero_std": True, "max_extra_prompts": 1}
     async with training(tmp_path, algorithm=algorithm, actor={"lr_schedule": LINEAR}) as of:
         await of.scored(range(3), rewards=(0.0, 0.0))
@@ -210,7 +210,9 @@ def test_optimizers_that_agree_on_another_rate_than_the_ledgers_are_refused_and_
     update = LrUpdate(LrLedger(LrSchedule(1e-3, budget=6), LrRules(4)), "1.0.0", 4)
     mark = update.committed.mark
     reports = [wire.UpdateReport(committed=True, lr_mark=mark, learning_rates=[2e-3])] * 6
-    with pytest.raises(RanksDisagree, match=r"rate 0.001, and rank 0 has 0.002, rank 1 .* 3 has 0.002 and 2 more"):
+    with pytest.raises(
+        RanksDisagree, match=r"rate 0.001, and rank 0 has 0.002, rank 1 .* 3 has 0.002 and 2 more ranks have another"
+    ):
         update.check(reports)
     update.check([wire.UpdateReport(committed=True, lr_mark=mark, learning_rates=[1e-3])] * 6)
 

@@ -1,4 +1,4 @@
-"""Samples refuse what cannot be trained; their numbers land on the tokens they are about."""
+"""Samples that cannot be trained are refused. Each number is at the position of its token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_masked_samples_and_fillers_weigh_nothing() -> None:
         assert not batch.token_weight_BS.any()
 
 
-def test_the_weights_follow_their_samples_through_the_cut() -> None:
+def test_each_weight_stays_with_its_sample_in_the_micro_batches() -> None:
     longer = dataclasses.replace(SAMPLE, prompt_tokens=(1, 2, 3, 4))
     samples = [SAMPLE, longer]
     (batch,) = train_batches(samples, [0.1, 0.2], packed_samples(samples, BatchLimits()))

@@ -1,5 +1,4 @@
-"""Minibatches: every group once, in the order that the config names; groups without spread fill none where they are
-replaced."""
+"""Minibatches take every group once, in the config's order. Replaced groups without spread do not count."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ def _assembly(order: MinibatchOrder, *, max_extra_prompts: int = 0) -> Minibatch
     return MinibatchAssembly(Candidates(10, 4, max_extra_prompts), num_minibatches=2, order=order)
 
 
-def test_fixed_order_waits_for_its_prompts() -> None:
+def test_fixed_order_waits_for_each_prompt_in_turn() -> None:
     assembly = _assembly(MinibatchOrder.FIXED)
     for prompt in (13, 12, 11):
         assembly.add(prompt, has_spread=True)
@@ -38,19 +37,19 @@ def test_arrival_order_takes_the_first_complete_groups() -> None:
 
 @pytest.mark.parametrize("order", MinibatchOrder)
 @given(arrivals=st.permutations(range(10, 14)), spread=st.lists(st.booleans(), min_size=4, max_size=4))
-def test_every_prompt_is_given_out_once(order: MinibatchOrder, arrivals: list[int], spread: list[bool]) -> None:
+def test_every_prompt_is_taken_once(order: MinibatchOrder, arrivals: list[int], spread: list[bool]) -> None:
     assembly = _assembly(order)
-    given_out: list[int] = []
+    taken: list[int] = []
     for prompt in arrivals:
         assembly.add(prompt, has_spread=spread[prompt - 10])
         while (minibatch := assembly.take()) is not None:
             assert len(minibatch) == 2
-            given_out.extend(minibatch)
-    assert sorted(given_out) == [10, 11, 12, 13]
+            taken.extend(minibatch)
+    assert sorted(taken) == [10, 11, 12, 13]
     assert assembly.is_done
 
 
-def test_a_minibatch_holds_as_many_groups_with_spread_as_one_without_filtering_and_those_between() -> None:
+def test_with_replacement_a_minibatch_holds_as_many_groups_with_spread_as_it_would_hold_groups_without_it() -> None:
     assembly = _assembly(MinibatchOrder.FIXED, max_extra_prompts=4)
     for prompt in (10, 11, 12):
         assembly.add(prompt, has_spread=prompt != 11)
@@ -61,7 +60,7 @@ def test_a_minibatch_holds_as_many_groups_with_spread_as_one_without_filtering_a
     assert assembly.is_done
 
 
-def test_when_the_extra_prompts_are_used_up_what_is_left_is_the_last_minibatch() -> None:
+def test_when_the_extra_prompts_are_used_up_the_remaining_groups_are_the_last_minibatch() -> None:
     assembly = _assembly(MinibatchOrder.FIXED, max_extra_prompts=2)
     for prompt in range(10, 16):
         assembly.add(prompt, has_spread=prompt in (10, 11, 13))
@@ -74,7 +73,7 @@ SPREAD = st.lists(st.booleans(), min_size=10, max_size=10)
 
 @pytest.mark.parametrize("order", MinibatchOrder)
 @given(spread=SPREAD, ranking=st.permutations(range(10)))
-def test_with_replacement_too_every_candidate_is_given_out_once(
+def test_with_replacement_every_candidate_is_in_one_minibatch(
     order: MinibatchOrder, spread: list[bool], ranking: list[int]
 ) -> None:
     minibatches, candidates = _run(order, spread, ranking)
@@ -91,7 +90,7 @@ def test_in_fixed_order_minibatches_do_not_depend_on_when_groups_come(spread: li
 
 
 def _run(order: MinibatchOrder, spread: list[bool], ranking: list[int]) -> tuple[list[tuple[int, ...]], Candidates]:
-    """Of the candidates that are known, the one that `ranking` puts first is in next."""
+    """The minibatches and the candidates where, of the known candidates, the first in `ranking` always arrives next."""
     assembly = _assembly(order, max_extra_prompts=6)
     candidates = assembly.candidates
     minibatches: list[tuple[int, ...]] = []
@@ -109,7 +108,7 @@ def test_a_prompt_of_another_iteration_is_refused() -> None:
 
 
 @pytest.mark.parametrize("order", MinibatchOrder)
-def test_a_prompt_added_twice_is_refused_even_after_it_was_given_out(order: MinibatchOrder) -> None:
+def test_a_prompt_added_twice_is_refused_even_after_a_minibatch_took_it(order: MinibatchOrder) -> None:
     assembly = _assembly(order)
     assembly.add(10, has_spread=True)
     assembly.add(11, has_spread=True)

@@ -1,4 +1,4 @@
-"""Published versions and the reference policy: told when complete, and version 0 of the job in every incarnation."""
+"""Versions are published when complete. The reference policy is version 0 of the job in every incarnation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tidegate.v1 import types_pb2
 
 
 class Shelving:
-    """Ranks that are up, and a shelf as each new lead makes one."""
+    """Running ranks, and the snapshot shelves of successive leads."""
 
     def __init__(self, opened: Bench[ActorLead, FakeRank], ranks: Ranks) -> None:
         self.bench = opened
         self.ranks = ranks
 
     async def shelf(self) -> SnapshotShelf:
-        """Of a new lead that found the ranks of the one before, or started them."""
+        """The shelf of a new lead, which takes over the ranks of the one before or starts them."""
         lead = self.bench.new_lead()
         lead.crew.meet(self.bench.header().instances)
         await lead.crew.take_over()
@@ -61,7 +61,7 @@ async def shelving(tmp_path: Path, *, kl_coefficient: float = 0.1) -> AsyncItera
         yield Shelving(opened, ranks)
 
 
-async def test_a_snapshot_names_each_file_once_with_where_it_lies_and_its_checksum(tmp_path: Path) -> None:
+async def test_a_snapshot_names_each_file_once_with_its_place_and_its_checksum(tmp_path: Path) -> None:
     async with shelving(tmp_path) as of:
         of_version = await (await of.shelf()).publish(3, incarnation=2)
         folder = snapshot_folder(of.bench.config, NODES[0], incarnation=2, version=3)
@@ -85,7 +85,7 @@ async def test_a_snapshot_names_each_file_once_with_where_it_lies_and_its_checks
         )
 
 
-async def test_a_published_version_is_not_changed_by_what_is_trained_after_it(tmp_path: Path) -> None:
+async def test_a_published_version_is_not_changed_by_later_updates(tmp_path: Path) -> None:
     async with shelving(tmp_path) as of:
         shelf = await of.shelf()
         first = await shelf.publish(0, incarnation=1)
@@ -103,7 +103,7 @@ async def test_without_a_kl_term_there_is_no_reference(tmp_path: Path) -> None:
         assert not of.bench.folder.reference.exists()
 
 
-async def test_the_reference_is_version_0_whatever_is_published_after_it(tmp_path: Path) -> None:
+async def test_the_reference_stays_version_0_when_later_versions_are_published(tmp_path: Path) -> None:
     async with shelving(tmp_path) as of:
         shelf = await of.shelf()
         first = await shelf.publish(0, incarnation=1)
@@ -156,14 +156,14 @@ async def test_a_crash_while_the_reference_is_replaced_leaves_the_former_one(tmp
         assert reference.checksum == first.checksum
 
 
-async def test_a_resume_without_the_reference_it_needs_says_what_to_do(tmp_path: Path) -> None:
+async def test_a_resume_without_its_reference_fails_with_the_remedy(tmp_path: Path) -> None:
     async with shelving(tmp_path) as of:
         shelf = await of.shelf()
         with pytest.raises(ReferenceMissing, match="a resume with a KL term needs it: start the job anew"):
             await shelf.reference(await shelf.publish(1, incarnation=2))
 
 
-async def test_a_damaged_reference_is_refused_by_its_file(tmp_path: Path) -> None:
+async def test_a_damaged_reference_is_refused_and_its_file_is_named(tmp_path: Path) -> None:
     async with shelving(tmp_path) as of:
         shelf = await of.shelf()
         await shelf.reference(await shelf.publish(0, incarnation=1))

@@ -1,6 +1,7 @@
-"""An iteration's training as the lead sees it: what waits, what was done, and how both are told.
+"""The lead's state of an iteration's training, the journal's row of an update, and the iteration's report.
 
-Invariant: every figure in a journal's row and in a report is one that JSON has a word for.
+Invariant: every figure in a journal's row or in a report is finite or null, as JSON requires.
+[test_lead: null_in_the_journal]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from services.actor.grpo import group_advantages, iteration_metrics
 from services.actor.ledger import OpenIteration
 from services.actor.minibatches import MinibatchAssembly
-from services.actor.showing import Showing
+from services.actor.training_picture import TrainingPicture
 from tidegate.codec import fate_of, finite_only
 from tidegate.config.sections.job import AlgorithmSection
 from tidegate.ports.bus import SampleDelivery
@@ -24,23 +25,23 @@ from tidegate.v1 import workers_pb2 as wire
 
 
 @dataclass(slots=True)
-class IterationTraining:
-    """One iteration's training, as it stands."""
+class IterationState:
+    """The state of one iteration's training; `held` are the groups that wait for their minibatch, by prompt."""
 
     plan: types_pb2.IterationPlan
     assembly: MinibatchAssembly
-    showing: Showing
+    picture: TrainingPicture
     held: dict[int, SampleDelivery] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_minibatches_taken: int = 0
     num_duplicates_dropped: int = 0
     updates: list[dict[str, float]] = field(default_factory=list)
-    """The metrics of each."""
+    """The metrics of each update."""
 
 
-def train_samples(group: samples_pb2.SampleGroup, algorithm: AlgorithmSection) -> list[wire.TrainSample]:
-    """A group's responses with their advantages, as every rank is given them."""
+def update_samples(group: samples_pb2.SampleGroup, algorithm: AlgorithmSection) -> list[wire.TrainSample]:
+    """A group's responses with their advantages, as the lead sends them to every rank."""
     advantages = group_advantages(rewards_of(group), normalize_std=algorithm.normalize_std)
     return [
         wire.TrainSample(
@@ -57,14 +58,17 @@ def train_samples(group: samples_pb2.SampleGroup, algorithm: AlgorithmSection) -
     ]
 
 
-def told_update(reports: Sequence[wire.UpdateReport]) -> wire.UpdateReport:
-    """Of one update, by its ranks: all say the same, but one that came after it was made knows no figures."""
+def update_report(reports: Sequence[wire.UpdateReport]) -> wire.UpdateReport:
+    """The report of an update, from its ranks' reports.
+
+    All reports agree, except that a rank which joined after the update has no figures."""
     return next((report for report in reports if report.metrics), reports[0])
 
 
 def journal_row(update_id: str, ids: Sequence[SampleId], report: wire.UpdateReport, rate: float) -> dict[str, Any]:
-    """Of one update, whether it was applied or not. `rate` is what it was asked with; that of an update that was
-    applied is the optimizer's own."""
+    """The journal's row of one update, applied or not.
+
+    `rate` is the requested learning rate. The row of an applied update has the optimizer's own rate."""
     return {
         "update": update_id,
         "committed": report.committed,
@@ -76,11 +80,11 @@ def journal_row(update_id: str, ids: Sequence[SampleId], report: wire.UpdateRepo
 
 
 def iteration_report(
-    training: IterationTraining, fates: OpenIteration, lr: Mapping[str, float]
+    state: IterationState, fates: OpenIteration, lr: Mapping[str, float]
 ) -> events_pb2.IterationReported:
-    """The actor's account of an iteration whose every sample has met its fate; `lr` is how far the schedule is."""
-    lengths, rewards, spread = sorted(training.lengths), training.rewards, training.assembly.candidates.seen
-    metrics = iteration_metrics(training.updates) | {
+    """The actor's account of an iteration in which every sample has a fate. `lr` are the learning-rate metrics."""
+    lengths, rewards, spread = sorted(state.lengths), state.rewards, state.assembly.candidates.seen
+    metrics = iteration_metrics(state.updates) | {
         "reward_mean": sum(rewards) / len(rewards),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_median": float(lengths[len(lengths) // 2]),
@@ -92,11 +96,11 @@ def iteration_report(
         trained=fate_of(fates.trained),
         filtered=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.filtered.items())],
         discarded=[fate_of(ids, reason=reason) for reason, ids in sorted(fates.discarded.items())],
-        num_duplicates_dropped=training.num_duplicates_dropped,
+        num_duplicates_dropped=state.num_duplicates_dropped,
         metrics=finite_only(metrics),
     )
 
 
 def _number(figure: float) -> float | None:
-    """JSON has no word for NaN and the infinities."""
+    """None for NaN and infinities, which JSON cannot hold."""
     return figure if math.isfinite(figure) else None

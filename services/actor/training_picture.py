@@ -1,7 +1,8 @@
-"""Where an iteration's training is, as the actor's pictures tell it.
+"""The progress of an iteration's training, for the actor's progress pictures.
 
-Invariants: while all ranks are at an update it is not at a boundary; an update that a death broke off counts for no
-rate.
+Invariants:
+- A picture painted during an update is not at a boundary. [test_lead: pictures_show_each_update]
+- An update that a death interrupts counts for no rate. [test_training_picture: interrupted_update_counts_for_no_rate]
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from tidegate.v1 import events_pb2
 
 
 @dataclass(slots=True)
-class Showing:
-    """Of one iteration; `rates` outlive it. `turn` is called where an update begins, and where one ends."""
+class TrainingPicture:
+    """The picture of one iteration. `rates` outlive it. It calls `turn` where an update begins and where one ends."""
 
     assembly: MinibatchAssembly
     rates: TrainingRates
@@ -28,21 +29,21 @@ class Showing:
     num_minibatches_done: int = 0
     is_updating: bool = False
     closes_at_ms: int | None = None
-    """Where updates in the layout were measured: by the wall clock, which the store's is."""
+    """The expected end of the update, by the wall clock, as the store's clock. None before one was measured."""
 
     async def paint(self) -> events_pb2.Training:
         return events_pb2.Training(
             num_minibatches_done=self.num_minibatches_done,
-            num_taken=self.assembly.num_given,
+            num_taken=self.assembly.num_taken,
             is_at_boundary=not self.is_updating,
             closes_at_ms=self.closes_at_ms,
-            measured=self.rates.told(),
+            measured=self.rates.by_layout(),
             update_s=self.rates.update_s(),
         )
 
     @contextmanager
-    def updating(self, layout: Layout, num_tokens: int) -> Iterator[None]:
-        """While the ranks are at an update of so many response tokens."""
+    def in_update(self, layout: Layout, num_tokens: int) -> Iterator[None]:
+        """The context of an update of `num_tokens` response tokens."""
         expected_s = self.rates.expected_s(layout, num_tokens=num_tokens)
         self.is_updating = True
         self.closes_at_ms = None if expected_s is None else round((time.time() + expected_s) * 1000)
@@ -56,6 +57,6 @@ class Showing:
             self.is_updating, self.closes_at_ms = False, None
 
     def end_minibatch(self) -> None:
-        """Updated, or without anything to train on."""
+        """Note the end of a minibatch, which was updated on or had nothing to train on."""
         self.num_minibatches_done += 1
         self.turn()
