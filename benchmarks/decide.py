@@ -2,10 +2,10 @@
 
 1,024 GPUs, 512 engines that run 4,096 sequences together while as many wait. The moments are those at which the
 scheduler of a simulated iteration decides while nearly as many run as ever do, spread over them evenly; a policy that
-keeps GPUs from the rollout then runs fewer. Timed is all of `decide(state, now_ms)`: the situation is made, the policy
-chooses, what its choice needs becomes commands. The figures are `tide`'s; the cases have every policy's, and apart from
-them those decisions of the whole iteration that move GPUs, which are few and take longest. DynaRL publishes under
-200 ms for its planning.
+keeps GPUs from the rollout then runs fewer. Timed is a whole `turn` without events: the situation is made, the policy
+chooses, what its choice needs becomes commands, and the state notes them. The figures are `tide`'s. The cases have
+every policy's, and apart from them those decisions of the whole iteration that move GPUs, which are few and take
+longest. DynaRL publishes under 200 ms for its planning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.iteration_models import SCENARIO, cluster_of, policies
 from benchmarks.report import Report, arguments, publish
-from services.scheduler.decide.decision import decide
+from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Policy
 from services.scheduler.state.cluster_state import ClusterState
 from simulator.iteration import Simulated
@@ -77,7 +77,7 @@ def milliseconds(policy: Policy, moments: Sequence[Moment]) -> list[float]:
     took = []
     for state, now_ms in moments:
         began = time.perf_counter()
-        decide(state, now_ms, policy=policy)
+        turn(state, now_ms, policy)
         took.append((time.perf_counter() - began) * 1000)
     return took
 

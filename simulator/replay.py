@@ -1,7 +1,7 @@
 """A real job's recorded events, told again to its scheduler: what that decided, and what another policy would have.
 
-The events are folded by `evolve`, and decided on at the times at which they came and at deadlines between them, by the
-policy that the job had. The ownership store is not in the record: it follows from the commands to it, and from what
+The events go through `turn`, at the times at which they came, and the policy that the job had decides. So it does at
+deadlines between them. The ownership store is not in the record: it follows from the commands to it, and from what
 leads say that they committed. Lead commands are not carried out: what came of them is in the record.
 The other policy looks at the same job: it is asked whenever the job's own is, and remembers what it chose, but nothing
 that it chose happens, so it tells when it would have moved GPUs, not what would have come of it.
@@ -14,10 +14,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.scheduler.decide.decision import after_decision, decide
 from services.scheduler.decide.expectations import next_due_ms
 from services.scheduler.decide.proposing import proposal_of
-from services.scheduler.evolve.fold import evolve
+from services.scheduler.decide.turn import begin, finish
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.state import commands as cmd
@@ -96,8 +95,7 @@ class _Replay:
                 break
         if isinstance(recorded.event.body, ev.LayoutCommitted):
             self._commit(recorded.event, recorded.event.body)
-        self._state = evolve(self._state, recorded.event)
-        self._decide(recorded.at_ms)
+        self._decide(recorded.at_ms, recorded.event)
 
     def result(self, name: str) -> Replayed:
         issued = {command.header.id for command in self._commands}
@@ -113,30 +111,29 @@ class _Replay:
             decisions=tuple(self._other.decisions),
         )
 
-    def _decide(self, now_ms: int) -> bool:
+    def _decide(self, now_ms: int, *events: ev.Event) -> bool:
         """Whether there was anything to ask for."""
-        for turn in range(MAX_TURNS):
-            self._observe()
-            decision = decide(self._state, now_ms, policy=self._own)
-            self._state = after_decision(self._state, decision, now_ms)
+        for number in range(MAX_TURNS):
+            begun = begin(self._state, events if number == 0 else ())
+            made = finish(begun, now_ms, self._own, observed=self._observed(begun.after))
+            self._state, decision = made.after, made.decided
             self._store.saved_version = self._state.version
             self._commands.extend(each for each in decision.commands if isinstance(each, cmd.LeadCommand))
-            if turn == 0:
+            if number == 0:
                 self._ask_the_other(now_ms)
             operations = [each for each in decision.commands if isinstance(each, cmd.StoreCommand)]
             for operation in operations:
                 self._operate(operation)
             if not operations:
-                return bool(turn or decision.commands)
+                return bool(number or decision.commands)
         raise AssertionError(f"{MAX_TURNS} decisions at {now_ms} ms came to no end: {decision.reason}")
 
-    def _observe(self) -> None:
-        if self._state.spec is None:
-            return
-        self._store.register(self._state.spec.gpus)
-        if (observed := self._store.observed()) is not None:
-            event = ev.Event(job=self._state.job, source="scheduler", boot=0, sequence=0, body=observed)
-            self._state = evolve(self._state, event)
+    def _observed(self, state: ClusterState) -> ev.OwnershipObserved | None:
+        """What the store says of the job's GPUs; None where it said so before."""
+        if state.spec is None:
+            return None
+        self._store.register(state.spec.gpus)
+        return self._store.observed()
 
     def _ask_the_other(self, now_ms: int) -> None:
         if self._state.spec is None or self._state.phase in TERMINAL:

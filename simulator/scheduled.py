@@ -1,7 +1,8 @@
-"""A simulated iteration under a policy through the scheduler itself: the same `evolve`, `decide` and `check`.
+"""A simulated iteration under a policy through the scheduler itself, by the same `turn`.
 
-At every instant at which a policy is asked, the components tell what they see, and then events are folded, decisions
-taken and commands obeyed until nothing is left to say or to ask: that takes no time.
+At every instant at which a policy is asked, the components report what they see. Turns and the commands that come of
+them then follow one another until no event and no command is left. That takes no time.
+
 Invariants: every state that follows from an event or a decision passes `check`; the same scenario, policy and seed give
 the same events, commands and happenings, byte for byte.
 """
@@ -11,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.scheduler.decide.decision import Decision, after_decision, decide
+from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.expectations import next_due_ms
-from services.scheduler.evolve.fold import evolve
+from services.scheduler.decide.turn import checked, turn
 from services.scheduler.policy import Policy
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
-from services.scheduler.state.invariants import check
 from simulator.cluster import Cluster
 from simulator.happenings import What
 from simulator.iteration import Pace, Simulated
@@ -83,11 +83,14 @@ class Scheduled:
 
     def _settle(self, now_ms: int) -> None:
         for _ in range(MAX_TURNS):
-            self._fold(now_ms)
-            self._watch(self._state, now_ms)
-            decision = decide(self._state, now_ms, policy=self._policy)
+            events = self._events()
+            made = turn(self._state, now_ms, self._policy, events=events)
+            decision = made.decided
+            for event in events:
+                self._record((event, now_ms, None))
+            self._watch(made.folded, now_ms)
             self._record((None, now_ms, decision))
-            self._take(after_decision(self._state, decision, now_ms))
+            self._state = checked(*made.states)
             self._policy.note(now_ms / 1000)
             self._cluster.store.saved_version = self._state.version
             self._cluster.execute(decision.commands)
@@ -97,25 +100,13 @@ class Scheduled:
                 return
         raise JobFailed(f"after {now_ms / 1000:g} s {MAX_TURNS} decisions came to no end: {decision.reason}")
 
-    def _fold(self, now_ms: int) -> None:
-        outbox = self._cluster.voice.outbox
-        while outbox:
-            self._see(outbox.popleft(), now_ms)
-        observed = self._cluster.store.observed() if self._state.spec is not None else None
-        if observed is not None:
-            event = ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=observed)
-            self._see(event, now_ms)
-
-    def _see(self, event: ev.Event, now_ms: int) -> None:
-        self._record((event, now_ms, None))
-        self._take(evolve(self._state, event))
-
-    def _take(self, state: ClusterState) -> None:
-        if state is self._state:
-            return
-        if violations := check(self._state, state):
-            raise AssertionError("; ".join(map(str, violations)))
-        self._state = state
+    def _events(self) -> list[ev.Event]:
+        """What components said since the last turn, and what the store says where that is new."""
+        events = list(self._cluster.voice.outbox)
+        self._cluster.voice.outbox.clear()
+        if (observed := self._cluster.store.observed()) is not None:
+            events.append(ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=observed))
+        return events
 
     def _told(self, world: World, name: str) -> Run:
         """What was trained and lost is what the scheduler's accounts say, by the samples' ids."""

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide.decision import after_decision, decide
 from services.scheduler.decide.proposing import Proposed, proposal_of
-from services.scheduler.evolve.fold import evolve
+from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
+from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Absence
 from services.scheduler.state.remembered import Assignment
@@ -84,15 +84,16 @@ def histories(name: str, steps: list[tuple[str, int]], *, job: JobSpec | None = 
 def replayed(drive: Drive, policy: Policy) -> list[tuple[ClusterState, Proposed]]:
     """What is proposed, and to which state, as another replica sees the same; it decides the same, byte for byte."""
     state, proposed = ClusterState(job=JOB), []
+    events: list[ev.Event] = []
     for event, now_ms, want in drive.seen:
         if event is not None:
-            state = evolve(state, event)
+            events.append(event)
         if want is not None:
-            got = decide(state, now_ms, policy=policy)
-            assert repr(got) == repr(want)
-            if state.spec is not None:
-                proposed.append((state, proposal_of(state, policy, now_ms)))
-            state = decode_state(encode_state(after_decision(state, got, now_ms)))
+            made = turn(state, now_ms, policy, events=events)
+            assert repr(made.decision) == repr(want)
+            if made.folded.spec is not None:
+                proposed.append((made.folded, proposal_of(made.folded, policy, now_ms)))
+            state, events = decode_state(encode_state(made.after)), []
     assert encode_state(state) == encode_state(drive.state)
     return proposed
 

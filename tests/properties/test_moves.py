@@ -14,10 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide.decision import after_decision, decided
-from services.scheduler.evolve.fold import evolve
+from services.scheduler.decide import proposing
+from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Proposal
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
+from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.values import JobSpec, Placed
 from tests.properties.job_histories import SLOTS, blow, happen, ordinary
@@ -182,13 +183,20 @@ def check_disturbed(steps: list[Step], engine_size: int) -> None:
 def check_replayed(steps: list[Step], engine_size: int) -> None:
     drive, proposed = moved(steps, engine_size)
     state, proposals = ClusterState(job=JOB), iter(proposed.proposals)
+    events: list[ev.Event] = []
     for event, now_ms, want in drive.seen:
         if event is not None:
-            state = evolve(state, event)
+            events.append(event)
         if want is not None:
-            got = decided(state, next(proposals), now_ms)
-            assert repr(got) == repr(want)
-            state = decode_state(encode_state(after_decision(state, got, now_ms)))
+            made = turn(
+                state,
+                now_ms,
+                drive.policy,
+                events=events,
+                propose=lambda on, _policy, _now_ms: proposing.Proposed(next(proposals), on.remembered),
+            )
+            assert repr(made.decision) == repr(want)
+            state, events = decode_state(encode_state(made.after)), []
     assert encode_state(state) == encode_state(drive.state)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide.decision import after_decision, decide
+from services.scheduler.decide.turn import turn
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
+from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.values import total
 from tests.properties.job_histories import (
@@ -96,13 +97,14 @@ def test_a_replica_that_reads_the_same_history_decides_the_same_byte_for_byte(st
 
     state = ClusterState(job=JOB)
     policy = StaticPolicy()
+    events: list[ev.Event] = []
     for event, now_ms, want in drive.seen:
         if event is not None:
-            state = evolve(state, event)
+            events.append(event)
         if want is not None:
-            got = decide(state, now_ms, policy=policy)
-            assert repr(got) == repr(want)
-            state = decode_state(encode_state(after_decision(state, got, now_ms)))
+            made = turn(state, now_ms, policy, events=events)
+            assert repr(made.decision) == repr(want)
+            state, events = decode_state(encode_state(made.after)), []
     assert encode_state(state) == encode_state(drive.state)
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.decide.decision import after_decision, decide
-from services.scheduler.evolve.fold import evolve
+from services.scheduler.decide.turn import turn
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -24,15 +23,17 @@ ANEW = "if that is meant, record the histories anew (python -m tests.replay) and
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_recorded_history_replays_to_the_same_commands(name: str) -> None:
     state, last = ClusterState(job=JOB if name in LIVED else SIMULATED), "nothing"
+    events: list[ev.Event] = []
     for number, step in enumerate(read(HISTORIES[name]), start=1):
         if step.event is not None:
-            state, last = evolve(state, step.event), f"{type(step.event.body).__name__} of {step.event.source}"
+            events.append(step.event)
+            last = f"{type(step.event.body).__name__} of {step.event.source}"
             continue
-        decision = decide(state, step.at_ms, policy=POLICIES[name])
-        got = [repr(command) for command in decision.commands]
+        made = turn(state, step.at_ms, POLICIES[name], events=events)
+        got = [repr(command) for command in made.decided.commands]
         assert got == list(step.commands), f"line {number}, after {last}: {ANEW}"
         # Another replica goes on from here.
-        state = decode_state(encode_state(after_decision(state, decision, step.at_ms)))
+        state, events = decode_state(encode_state(made.after)), []
     assert state.phase is (Phase.FINISHED if name in LIVED else Phase.RUNNING), "a simulated job has one iteration"
     assert len(state.summaries) > 0
     assert all(summary.num_lost == 0 for summary in state.summaries)

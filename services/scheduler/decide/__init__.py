@@ -1,1 +1,1 @@
-"""State -> commands: what to ask for, and why. Imports `policy`, `evolve`, `state`; `decision.decide` is the way in."""
+"""State -> commands: what to ask for, and why. Imports `policy`, `evolve`, `state`; `turn.turn` is the way in."""

@@ -1,23 +1,29 @@
 """`decide(state, now_ms)`: what to ask for now, and why. Pure: no clock, no I/O, no memory but the state.
 
-Order: where GPUs should be (the policy), what moving them needs, what the iteration needs; of all that, what was not
-asked already. The shell then writes `after_decision(...)` by compare-and-set, and issues the commands in order.
+1. The policy proposes where GPUs should be.
+2. `moving` says what that needs, `iterating` and `steering` what the open iteration needs.
+3. `expectations` lets through what was not issued already.
+
+`turn` calls it, and then `after_decision`, which notes the decision in the state.
 
 Invariants:
-- the same state and time give the same decision, byte for byte;
-- every decision has a reason with its numbers, to do nothing included; the time is not in it, so that it changes only
-  when what it tells of changes;
-- what is given up ends the job with the words of what was given up; while the job ends already, it ends it at once.
+- The same state and time give the same decision, byte for byte. [test_scheduler: decides_the_same_byte_for_byte]
+- Every decision has a reason with its numbers, also one that does nothing. The time is not in it, so that it changes
+  only with what it describes. [test_lifecycle: every_decision_of_a_job_has_a_reason]
+- A command that is given up ends the job with its own words. [test_expectations: never_done_fails_the_job]
+- While the job is already ending, a command that is given up ends it at once.
+  [test_losses: a_stop_that_is_not_done_by_its_deadline]
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from services.scheduler.decide.expectations import due, issued
 from services.scheduler.decide.iterating import wanted_iteration
 from services.scheduler.decide.moving.moves import wanted_moves
-from services.scheduler.decide.proposing import proposal_of
+from services.scheduler.decide.proposing import Proposed, proposal_of
 from services.scheduler.decide.steering import wanted_steering
 from services.scheduler.decide.wanted import Wanted
 from services.scheduler.evolve.absences import noted
@@ -27,11 +33,13 @@ from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
 from services.scheduler.state.remembered import Remembered
 from tidegate.types import CommandId, Role
 
+Propose = Callable[[ClusterState, Policy, int], Proposed]
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Commands in the order to issue them; `waiting` are keys of what was asked before and is still wanted;
-    `remembered` is the policy's, `ask_at_ms` when it wants to be asked again, should nothing happen before."""
+    """`commands` are in the order to issue them. `waiting` are the keys of commands that were issued before and are
+    still needed. `ask_at_ms`: when the policy wants to be asked again, should nothing happen before."""
 
     commands: tuple[cmd.Command, ...]
     waiting: tuple[str, ...]
@@ -40,22 +48,22 @@ class Decision:
     ask_at_ms: int | None = None
 
 
-def decide(state: ClusterState, now_ms: int, *, policy: Policy) -> Decision:
+def decide(state: ClusterState, now_ms: int, *, policy: Policy, propose: Propose = proposal_of) -> Decision:
     state = noted(state, now_ms)
-    proposed = proposal_of(state, policy, now_ms)
+    proposed = propose(state, policy, now_ms)
     decision = decided(state, proposed.proposal, now_ms)
     return replace(decision, remembered=proposed.remembered, ask_at_ms=proposed.ask_at_ms)
 
 
 def after_decision(state: ClusterState, decision: Decision, now_ms: int) -> ClusterState:
-    """The state that says what was decided, and what GPUs it found absent; structural changes are none but the job's
-    own end."""
+    """The state that says what was decided, and which GPUs the decision found absent. Of a decision, only the job's own
+    end changes the structure."""
     after = issued(state, decision.commands, decision.waiting, now_ms)
     return noted(replace(after, remembered=decision.remembered, ask_at_ms=decision.ask_at_ms), now_ms)
 
 
 def decided(state: ClusterState, proposal: Proposal, now_ms: int) -> Decision:
-    """What a proposal leads to."""
+    """The decision that a proposal leads to."""
     if state.phase in TERMINAL:
         return Decision((), (), f"{state.phase}: {state.message}", state.remembered)
     if state.phase is Phase.STOPPING and _is_all_given_back(state):

@@ -1,10 +1,20 @@
-"""The scheduler's shell: load the state, evolve it by the next event, decide, check, write, issue.
+"""The scheduler's shell: it does the I/O around each `turn`.
 
-It keeps nothing that it cannot rebuild: any number of replicas run, and any goes on where another stopped; a state that
-the store lost is made again from the stream. Order of a turn: the event is folded; where it is more than progress, or
-a decision is due (`pacing`), ownership is read and the decision made; it is written with the state by compare-and-set,
-the event is acknowledged, and only then commands go out. Invariants: an event is acknowledged after its state is
-written; a command goes out after the state says so; a state that breaks an invariant is never written.
+1. Load the state, and wait for the next event.
+2. Begin the turn: the event is folded.
+3. Read ownership where a decision is due (`pacing`), and on a beat.
+4. Finish the turn: decide.
+5. Write the state by compare-and-set.
+6. Acknowledge the event.
+7. Issue the commands.
+
+It keeps nothing that it cannot rebuild. Any number of replicas run, and any one goes on where another stopped. A state
+that the store lost is made again from the stream.
+
+Invariants:
+- An event is acknowledged after its state is written. [test_service: acknowledged_after_the_state]
+- A command goes out after the state says so. [test_service: a_command_goes_out_after]
+- A state that breaks an invariant is never written. [test_service: breaks_an_invariant_is_never_written]
 """
 
 from __future__ import annotations
@@ -12,21 +22,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
-from services.scheduler.decide.decision import Decision, after_decision, decide
-from services.scheduler.decide.pacing import is_structural, next_decision_ms
-from services.scheduler.evolve.fold import evolve
-from services.scheduler.evolve.recovering import recovered
+from services.scheduler.decide.decision import Decision
+from services.scheduler.decide.pacing import Pace
+from services.scheduler.decide.turn import Turn, begin, checked, finish
 from services.scheduler.policy import Policy
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state, event_of
 from services.scheduler.shell.issuer import Issuer
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
-from services.scheduler.state.invariants import check
 from tidegate.codec import WireError
 from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable, VersionConflict
@@ -38,19 +46,13 @@ from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
 BEAT_S = 1.0
-"""How often leases are looked at; an expiry is told at most this much late."""
+"""How often leases are read. An expiry is reported at most this much late."""
 RETRY_S = 0.2
 """Pause after the store or the bus did not answer."""
 
 
-class StateBroken(AssertionError):
-    """A state that breaks an invariant: never written, and nothing is issued on it."""
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerPorts:
-    """What the shell works with."""
-
     store: Store
     events: EventLog
     consumer: EventConsumer
@@ -61,24 +63,20 @@ class SchedulerPorts:
 
 
 class SchedulerService:
-    """See the module."""
-
     def __init__(self, job: JobId, ports: SchedulerPorts, policy: Policy, *, decide_every_s: float) -> None:
         self._job = job
         self._ports = ports
         self._policy = policy
-        self._decide_every_ms = round(decide_every_s * 1000)
-        self._decided_ms: int | None = None
+        self._pace = Pace(round(decide_every_s * 1000))
         self._state: ClusterState | None = None
         self._written = JobState(payload=b"", write=0, version=0)
         self._reason = ""
         self._next_beat_s = 0.0
-        self._has_news = False
         self._log = structlog.get_logger("scheduler")
 
     @property
     def state(self) -> ClusterState | None:
-        """As last read or written by this replica."""
+        """The state that this replica read or wrote last."""
         return self._state
 
     @property
@@ -121,7 +119,7 @@ class SchedulerService:
         delivery = await self._ports.consumer.next(timeout_s=self._wait_s(before, now_ms))
         try:
             if delivery is not None and delivery.sequence > before.applied_seq + 1:
-                # Another replica applied what lies between; if none did that the store knows of, `_evolved` does.
+                # Another replica applied the events in between. If none did that the store knows of, `_begun` does.
                 self._state = None
                 before = await self._loaded()
             await self._apply(before, delivery)
@@ -131,30 +129,18 @@ class SchedulerService:
             raise
 
     async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
-        state = await self._evolved(before, delivery) if delivery else before
+        begun = await self._begun(before, delivery) if delivery else begin(before, ())
         now_ms = await self._ports.store.now_unix_ms()
-        if delivery is None or self._is_due(before, state, now_ms):
-            state = await self._with_ownership(state)
-        await self._look_at_leases(state)
-        if not self._is_due(before, state, now_ms):
-            await self._write(before, state, delivery)
-            return
-        decision = decide(state, now_ms, policy=self._policy)
-        after = after_decision(state, decision, now_ms)
-        await self._write(before, after, delivery)
-        self._decided_ms = now_ms
-        self._tell(decision)
-        await self._issue(after, decision)
-
-    def _is_due(self, before: ClusterState, state: ClusterState, now_ms: int) -> bool:
-        """Whether to decide; what another replica left undone shows when ownership is read on a beat."""
-        return self._has_news or is_structural(before, state) or now_ms >= self._next_decision_ms(state, now_ms)
-
-    def _next_decision_ms(self, state: ClusterState, now_ms: int) -> int:
-        """At once in a replica that has not decided yet."""
-        if self._decided_ms is None:
-            return now_ms
-        return next_decision_ms(state, decided_ms=self._decided_ms, decide_every_ms=self._decide_every_ms)
+        # What another replica left undone shows when ownership is read on a beat.
+        looks = delivery is None or self._pace.is_due(before, begun.after, now_ms)
+        observed = await self._ownership(begun.after) if looks else None
+        made = finish(begun, now_ms, self._policy, observed=observed, pace=self._pace)
+        await self._look_at_leases(made.folded)
+        await self._write(made, delivery)
+        if made.decision is not None:
+            self._pace = replace(self._pace, decided_ms=now_ms)
+            self._log_reason(made.decision)
+            await self._issue(made.after, made.decision)
 
     async def _loaded(self) -> ClusterState:
         if self._state is None:
@@ -164,25 +150,23 @@ class SchedulerService:
         return self._state
 
     def _wait_s(self, state: ClusterState, now_ms: int) -> float:
-        if self._has_news:
-            return 0.0
-        if state.phase in TERMINAL:
+        if state.phase in TERMINAL and not self._pace.has_news:
             return BEAT_S
-        return min(BEAT_S, max(0.0, (self._next_decision_ms(state, now_ms) - now_ms) / 1000))
+        return min(BEAT_S, max(0.0, (self._pace.next_decision_ms(state, now_ms) - now_ms) / 1000))
 
-    async def _evolved(self, state: ClusterState, delivery: EventDelivery) -> ClusterState:
+    async def _begun(self, state: ClusterState, delivery: EventDelivery) -> Turn:
         missed = await self._missed(state, before=delivery.sequence)
         if missed:
             self._log.warning("the store lost the state", applied_seq=state.applied_seq, num_events=len(missed))
-            state = recovered(state, missed)
+        events: tuple[ev.Event, ...] = ()
         try:
-            return evolve(state, event_of(delivery.event, stream_sequence=delivery.sequence))
+            events = (event_of(delivery.event, stream_sequence=delivery.sequence),)
         except WireError as error:
             await delivery.dead_letter(str(error))
-            return state
+        return begin(state, events, missed=missed)
 
     async def _missed(self, state: ClusterState, *, before: int) -> list[ev.Event]:
-        """Events that were acknowledged, and that the state does not hold."""
+        """The events that were acknowledged and that the state does not hold."""
         missed: list[ev.Event] = []
         if before <= state.applied_seq + 1:
             return missed
@@ -190,23 +174,22 @@ class SchedulerService:
             async for sequence, message in events:
                 if sequence >= before:
                     break
-                # What cannot be understood was set aside when it came.
+                # One that cannot be read was set aside when it came.
                 with suppress(WireError):
                     missed.append(event_of(message, stream_sequence=sequence))
         return missed
 
-    async def _with_ownership(self, state: ClusterState) -> ClusterState:
-        """What the store says of the job's GPUs and transitions, folded like an event when it is news."""
+    async def _ownership(self, state: ClusterState) -> ev.OwnershipObserved | None:
+        """What the store says of the job's GPUs and transitions. None before the job is submitted."""
         if state.spec is None:
-            return state
+            return None
         slots = state.spec.gpus
         await self._ports.store.register(tuple(gpu for gpu in slots if gpu not in state.gpus))
         gpus = await self._ports.store.gpus()
-        observed = ev.OwnershipObserved(
+        return ev.OwnershipObserved(
             gpus=tuple(gpus[gpu] for gpu in slots),
             transitions=await self._ports.store.transitions(self._job),
         )
-        return evolve(state, ev.Event(job=self._job, source="scheduler", boot=0, sequence=0, body=observed))
 
     async def _look_at_leases(self, state: ClusterState) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -221,13 +204,13 @@ class SchedulerService:
                 await self._ports.store.release(holder)
         for name, instance in sorted(state.instances.items()):
             if not instance.living:
-                # It may have renewed meanwhile: without a lease it joins again.
+                # It may have renewed meanwhile. Without a lease it joins again.
                 await self._ports.store.release(name)
 
-    async def _write(self, before: ClusterState, after: ClusterState, delivery: EventDelivery | None) -> None:
-        if after != before:
-            if violations := check(before, after):
-                raise StateBroken("; ".join(str(violation) for violation in violations))
+    async def _write(self, made: Turn, delivery: EventDelivery | None) -> None:
+        after = made.after
+        if after != made.before:
+            checked(made.before, after)
             self._written = await self._ports.store.save(
                 self._job, encode_state(after), expected_write=self._written.write, version=after.version
             )
@@ -235,7 +218,8 @@ class SchedulerService:
         if delivery is not None:
             await delivery.ack()
 
-    def _tell(self, decision: Decision) -> None:
+    def _log_reason(self, decision: Decision) -> None:
+        """Where it is another than before."""
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._log.info(
@@ -243,17 +227,18 @@ class SchedulerService:
             )
 
     async def _issue(self, state: ClusterState, decision: Decision) -> None:
-        self._has_news = False
+        self._pace = replace(self._pace, has_news=False)
         for command in decision.commands:
             await self._ports.issuer.issue(command, state)
-            # What the store now says, and what the job's own end leads to, is the next turn's to see.
-            self._has_news = self._has_news or isinstance(command, cmd.StoreCommand | cmd.StopJob)
+            if isinstance(command, cmd.StoreCommand | cmd.StopJob):
+                # The next turn is to see what the store now says, and what the job's own end leads to.
+                self._pace = replace(self._pace, has_news=True)
 
     async def _adopt(self, state: ClusterState | None) -> None:
-        """`state` tells which instances' gates can be asked."""
+        """`state` names the instances whose gates can be asked."""
         try:
             await adopt(self._ports.store, self._ports.terms, lambda: self._ports.ask_gates(state))
         except (StoreNotAdopted, StoreUnavailable, BusUnavailable, VersionConflict) as error:
-            # Not adopted: it went away again meanwhile.
+            # It went away again meanwhile.
             self._log.warning("not adopted yet", error=str(error))
             await asyncio.sleep(RETRY_S)

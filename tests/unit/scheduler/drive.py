@@ -1,20 +1,20 @@
-"""The shell in little: deliver, observe, decide, check, write down, execute. Time moves only when nothing else can."""
+"""A small shell around `turn`: deliver, observe, check, execute. Time moves only when nothing else can."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler.decide.decision import Decision, after_decision, decide, decided
+from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.expectations import next_due_ms
+from services.scheduler.decide.proposing import Proposed, proposal_of
 from services.scheduler.decide.seeing import situation_of
-from services.scheduler.evolve.fold import evolve
+from services.scheduler.decide.turn import checked, turn
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
-from services.scheduler.state.invariants import check
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB
 
@@ -39,20 +39,14 @@ class Drive:
 
     def deliver(self, event: ev.Event) -> None:
         self.delivered.append(event)
-        self._see(event)
-        self.decide()
+        self.decide(event)
 
-    def decide(self) -> list[cmd.Command]:
-        """Decides until the store and the state agree, as the shell does."""
+    def decide(self, *events: ev.Event) -> list[cmd.Command]:
+        """Takes turns until the store and the state agree, as the shell does."""
         done: list[cmd.Command] = []
         for _ in range(50):
-            self._see(self.cluster.observed())
-            decision = self._decided()
-            self.seen.append((None, self.now_ms, decision))
-            self.last_reason = decision.reason
-            assert decision.reason, "every decision has a reason"
-            self._take(after_decision(self.state, decision, self.now_ms))
-            self.cluster.saved_version = self.state.version
+            decision = self._turn([*events, self.cluster.observed()])
+            events = ()
             if not decision.commands:
                 return done
             if self.num_losses:
@@ -62,21 +56,23 @@ class Drive:
             done += decision.commands
         raise AssertionError(f"50 decisions without an end; the last: {decision}")
 
-    def _decided(self) -> Decision:
+    def _turn(self, events: Sequence[ev.Event]) -> Decision:
+        made = turn(self.state, self.now_ms, self.policy, events=events, propose=self._proposed)
+        assert made.decided.reason, "every decision has a reason"
+        self.seen += [(event, self.now_ms, None) for event in events]
+        self.seen.append((None, self.now_ms, made.decided))
+        self.last_reason = made.decided.reason
+        for state in made.states:
+            # Whatever is reported and whatever moves, there is a situation, or none: it never raises.
+            situation_of(state, self.now_ms)
+        self.state = checked(*made.states)
+        self.cluster.saved_version = self.state.version
+        return made.decided
+
+    def _proposed(self, state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
         if self.propose is None:
-            return decide(self.state, self.now_ms, policy=self.policy)
-        return decided(self.state, self.propose(self.state), self.now_ms)
-
-    def _see(self, event: ev.Event) -> None:
-        self.seen.append((event, self.now_ms, None))
-        self._take(evolve(self.state, event))
-
-    def _take(self, state: ClusterState) -> None:
-        violations = check(self.state, state)
-        assert not violations, "\n".join(map(str, violations))
-        # Whatever was told and whatever moves, there is something to look at, or nothing: it never raises.
-        situation_of(state, self.now_ms)
-        self.state = state
+            return proposal_of(state, policy, now_ms)
+        return Proposed(self.propose(state), state.remembered)
 
     def step(self, index: int = 0) -> bool:
         """The next thing that happens: an event, work, a restart, or time; False when nothing can."""

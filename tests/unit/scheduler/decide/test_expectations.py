@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.decide.decision import decide
 from services.scheduler.decide.expectations import (
     ANSWER_DEADLINE_MS,
     MAX_ISSUES,
     MAX_UNANSWERED,
-    issued,
     next_due_ms,
 )
+from services.scheduler.decide.turn import turn
 from services.scheduler.evolve.answers import MAX_REFUSALS
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy.static import StaticPolicy
@@ -32,9 +31,9 @@ def silent(*, deadline_ms: int = 1000) -> Drive:
     return drive
 
 
-def turn(state: ClusterState, now_ms: int) -> tuple[ClusterState, list[cmd.Command]]:
-    decision = decide(state, now_ms, policy=StaticPolicy())
-    return issued(state, decision.commands, decision.waiting, now_ms), list(decision.commands)
+def decided(state: ClusterState, now_ms: int) -> tuple[ClusterState, list[cmd.Command]]:
+    made = turn(state, now_ms, StaticPolicy())
+    return made.after, list(made.decided.commands)
 
 
 def lead_commands(commands: list[cmd.Command]) -> list[cmd.LeadCommand]:
@@ -53,8 +52,8 @@ def test_a_command_is_not_issued_again_before_its_deadline_and_then_under_the_sa
     drive = silent()
     (first,) = (each for each in lead_commands(drive.cluster.log) if each.header.role is Role.ACTOR)
 
-    state, early = turn(drive.state, drive.now_ms + 999)
-    _, late = turn(state, drive.now_ms + 1000)
+    state, early = decided(drive.state, drive.now_ms + 999)
+    _, late = decided(state, drive.now_ms + 1000)
 
     assert lead_commands(early) == []
     again = [each for each in lead_commands(late) if each.header.role is Role.ACTOR]
@@ -77,7 +76,7 @@ def test_what_is_never_done_fails_the_job_with_what_was_asked_and_how_often(case
             state = accepted(state, sequence=number)
         due_ms = next_due_ms(state)
         assert due_ms is not None
-        state, commands = turn(state, due_ms)
+        state, commands = decided(state, due_ms)
 
     assert isinstance(commands[-1], cmd.StopJob)
     assert f"ScaleUp of the actor was asked {want_issues} times without effect" in state.message
@@ -88,8 +87,8 @@ def test_a_command_that_a_lead_took_has_until_its_own_deadline() -> None:
     drive = silent(deadline_ms=1_000_000)
     state = accepted(drive.state, sequence=1)
 
-    assert lead_commands(turn(state, drive.now_ms + 999_000)[1]) == []
-    assert lead_commands(turn(drive.state, drive.now_ms + ANSWER_DEADLINE_MS)[1]) != []
+    assert lead_commands(decided(state, drive.now_ms + 999_000)[1]) == []
+    assert lead_commands(decided(drive.state, drive.now_ms + ANSWER_DEADLINE_MS)[1]) != []
 
 
 def test_a_refused_command_is_a_new_attempt_after_a_pause_and_given_up_after_enough_with_the_leads_words() -> None:
@@ -99,10 +98,10 @@ def test_a_refused_command_is_a_new_attempt_after_a_pause_and_given_up_after_eno
     for number in range(MAX_REFUSALS):
         refusal = ev.CommandAnswered(f"{key}/a{number}", False, "not ready: 1 of 2 instances joined")
         state = evolve(state, ev.Event(job=JOB, source="scheduler", boot=1, sequence=number, body=refusal))
-        early = [each for each in lead_commands(turn(state, now_ms + 500)[1]) if each.header.role is Role.ACTOR]
+        early = [each for each in lead_commands(decided(state, now_ms + 500)[1]) if each.header.role is Role.ACTOR]
         assert early == [], "it waits before it asks again"
         now_ms = state.expectations[key].due_ms
-        state, commands = turn(state, now_ms)
+        state, commands = decided(state, now_ms)
         got = [each.header.id for each in lead_commands(commands) if each.header.role is Role.ACTOR]
         assert got == ([f"{key}/a{number + 1}"] if number + 1 < MAX_REFUSALS else [])
 

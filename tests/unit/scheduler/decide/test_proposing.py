@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.decide.decision import after_decision, decide
 from services.scheduler.decide.expectations import next_due_ms
 from services.scheduler.decide.proposing import chosen, placement_of, proposal_of
+from services.scheduler.decide.turn import turn
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.situation import Choice, Situation
@@ -250,14 +250,14 @@ def test_where_a_person_moved_the_actor_is_its_place_for_every_policy() -> None:
 
 def test_what_a_policy_remembers_is_written_with_what_is_issued_and_is_no_structural_change() -> None:
     state = running()
-    decision = decide(state, 1_000_000, policy=Asking(ask_at_ms=1_000_500))
-    after = after_decision(state, decision, 1_000_000)
+    made = turn(state, 1_000_000, Asking(ask_at_ms=1_000_500))
+    after = made.after
     assert (after.remembered.assignment, after.remembered.trains) == (LENT, False)
     assert (after.ask_at_ms, next_due_ms(after)) == (1_000_500, 1_000_500)
     assert after.version == state.version
-    assert "asking" in decision.reason
+    assert "asking" in made.decided.reason
 
 
 def test_who_no_longer_wants_to_be_asked_is_not() -> None:
     state = replace(running(), ask_at_ms=1_000_000)
-    assert after_decision(state, decide(state, 1_000_000, policy=Asking()), 1_000_000).ask_at_ms is None
+    assert turn(state, 1_000_000, Asking()).after.ask_at_ms is None

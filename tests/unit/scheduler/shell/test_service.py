@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from services.scheduler.decide.turn import StateBroken
+from services.scheduler.shell.codecs.state_codec import encode_state
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
+from services.scheduler.state.observed import Seen, Training
 from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
 from tidegate.adapters.cells import Cell
@@ -165,6 +171,17 @@ async def test_a_command_goes_out_after_the_state_says_that_it_was_issued(tmp_pa
         await of.submit()
         async with running(await of.replica()):
             await assert_whole_job(of)
+
+
+async def test_a_state_that_breaks_an_invariant_is_never_written(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        broken = encode_state(replace(ClusterState(job=JOB), seen=Seen(training=Training())))
+        await (await of.client()).save(JOB, broken, expected_write=0, version=0)
+        await of.boot()
+        service = await of.replica()
+        with pytest.raises(StateBroken, match="pictures are of an open iteration"):
+            await asyncio.wait_for(service.run(asyncio.Event()), PATIENCE_S)
+        assert encode_state(of.written_state()) == broken
 
 
 async def test_a_state_that_another_wrote_meanwhile_is_read_again(tmp_path: Path) -> None:
