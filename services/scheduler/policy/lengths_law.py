@@ -1,19 +1,32 @@
-"""How long the unfinished responses will be: a posterior of each prompt's own length, and a point for each member.
+"""How long the unfinished responses will be: a posterior of each prompt's level, and a length for each response. Pure.
 
-A response's tokens are lognormal, `log x = level of its prompt + spread within the group` (`LengthLaw`). Order: the
-level's prior from the hint; the level given what the members have shown, a finished one by its length, an unfinished
-one by having got so far; then for the unfinished members of a prompt the quantiles (1/2, 3/2, ...)/m of the law cut off
-below where each is now. Points are spread like this, instead of each at its mean, because a group is released by its
-longest member, and the longest of several means is no mean of the longest.
+A response's tokens are lognormal (`LengthLaw`):
 
-Sources: the prior is the usual normal-normal shrinkage. Where the level's posterior lies is found by
-expectation-maximisation for censored normal data (Dempster, Laird and Rubin 1977, section 4.3): E[z | z > a] is the
-normal hazard pdf(a) / (1 - cdf(a)). There it is computed at `NODES` points: what is censored leaves it with a longer
-upper side than any normal law has, and the last of an iteration are those that it is longest for (with a normal law
-they were taken to make 5 to 8 % too few tokens, and the longest of them a quarter too few).
+    log(tokens) = level + spread
+    level     of the prompt: normal, with mean log_mean and deviation sigma_prompt
+    spread    of the response within its group: normal, with mean 0 and deviation sigma_group
 
-Invariants: a finished response has its length; an unfinished one gets longer than it is, and no longer than the law's
-most; nothing is drawn: the same picture gives the same lengths.
+Order:
+1. A prompt's hint gives the prior of its level (`prior`).
+2. Its responses turn the prior into a posterior: a finished response by its length, an unfinished one by having come
+   so far.
+3. The m unfinished responses of a prompt get the quantiles (1/2, 3/2, ..., m - 1/2) / m of the law, cut off below at
+   their present lengths. Quantiles are used, and not the mean for each response, because a group is released by its
+   longest member, and the longest of several means is no mean of the longest.
+
+Sources:
+- The prior is the usual normal-normal shrinkage.
+- Expectation-maximisation for censored normal data finds where the posterior lies (Dempster, Laird and Rubin 1977,
+  section 4.3). It needs the normal hazard E[z | z > a] = pdf(a) / (1 - cdf(a)).
+- Around there the posterior is computed at `NODES` points. Censored data give it a longer upper side than any normal
+  law has, and the last responses of an iteration are those with the longest upper sides. Under a normal law they were
+  forecast 5 to 8 % too few tokens, and the longest of them a quarter too few.
+
+Invariants:
+- A finished response has its length. [test_lengths_law: a_finished_response_keeps_its_length]
+- An unfinished response gets longer than it is, and no longer than the law's most.
+  [test_lengths_law: an_unfinished_response_gets_longer]
+- Nothing is drawn: the same picture gives the same lengths. [test_lengths_law: the_same_picture_gives]
 """
 
 from __future__ import annotations
@@ -27,26 +40,26 @@ from services.scheduler.state.costs import LengthLaw
 from services.scheduler.state.observed import CUT, Floats, Generation
 
 ROUNDS = 2
-"""Of expectation and maximisation, which only place the nodes."""
+"""Rounds of expectation-maximisation. They only place the nodes."""
 
 NODES = 13
 LOWEST, HIGHEST = -3.5, 5.5
-"""Where a posterior is computed: between so many of its deviations from its most likely level."""
+"""A posterior is computed between its most likely level + LOWEST and + HIGHEST of its deviations."""
 
 MORE_TOKENS = 20.0
-"""That an unfinished response makes at least: it would otherwise end at once when it is at the end of its law."""
+"""An unfinished response makes at least so many. Without it, a response at the end of its law would end at once."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-"""Its multiples modulo 1 fill the interval evenly, whatever their number, and neighbours are far apart (Weyl)."""
+"""Any number of its multiples modulo 1 fills the interval evenly, and neighbours are far apart (Weyl)."""
 
 LEAST_SIGMA = 1e-3
-"""Below it a law has no spread, and dividing by it no meaning."""
+"""A smaller deviation counts as this one: a division by it would have no meaning."""
 
 _EDGE, _PER_UNIT = 6.0, 1000
-"""The tables of the normal law: beyond 6 sigma nothing of an iteration's thousands lies."""
+"""The range of the normal tables, and their points a unit. None of an iteration's thousands lies beyond 6 sigma."""
 
 _FAR = 12.0
-"""To which one may have got beyond a level that is hardly likely."""
+"""The upper end of the table of log(1 - cdf). A response may be far beyond a level that is hardly likely."""
 
 
 def _normal_tables() -> tuple[Floats, Floats, Floats, Floats]:
@@ -62,24 +75,25 @@ def _normal_tables() -> tuple[Floats, Floats, Floats, Floats]:
 _Z, _CDF, _HAZARD, _LOG_BEYOND = _normal_tables()
 
 
-def final_lengths(told: Generation, law: LengthLaw, *, is_spread: bool = True) -> Floats:
-    """By sequence: its length where it has ended, else the length that it is taken to end with.
+def final_lengths(picture: Generation, law: LengthLaw, *, is_spread: bool = True) -> Floats:
+    """By sequence: its length where it has ended, else the length that it is expected to end with.
 
-    `is_spread`: prompts' levels are points of their posteriors, spread evenly over all prompts, so that together they
-    are as far apart as the true ones; else each is its posterior's mean, which says best which prompt is longer.
+    `is_spread` says which point of its posterior a prompt's level is:
+    - True: another quantile for each prompt, so that all levels together are as far apart as the true ones.
+    - False: the mean, which says best which of two prompts is longer.
     """
-    lengths = told.length_of.astype(np.float64)
-    open_at = np.flatnonzero(told.is_unfinished)
+    lengths = picture.length_of.astype(np.float64)
+    open_at = np.flatnonzero(picture.is_unfinished)
     if not open_at.size:
         return lengths
-    group_of = open_at // told.group_size
+    group_of = open_at // picture.group_size
     logs = np.log(np.maximum(lengths, 1.0))
     spread = max(law.sigma_group, LEAST_SIGMA)
-    nodes, weights = _posterior(told, law, logs, open_at, group_of, spread)
+    nodes, weights = _posterior(picture, law, logs, open_at, group_of, spread)
     level = _points(nodes, weights) if is_spread else (nodes * weights).sum(axis=1)
     level_of = level[group_of]
     below = _cdf((logs[open_at] - level_of) / spread)
-    nth, num_open = _place_in_group(group_of, told.num_groups)
+    nth, num_open = _place_in_group(group_of, picture.num_groups)
     shares = (nth + 0.5) / num_open
     z = np.interp(below + shares * (1.0 - below), _CDF, _Z)
     ends = np.maximum(np.exp(level_of + spread * z), lengths[open_at] + MORE_TOKENS)
@@ -87,15 +101,19 @@ def final_lengths(told: Generation, law: LengthLaw, *, is_spread: bool = True) -
     return lengths
 
 
-def prior(told: Generation, law: LengthLaw) -> tuple[Floats, Floats]:
+def prior(picture: Generation, law: LengthLaw) -> tuple[Floats, Floats]:
     """By prompt: mean and variance of its level before any of its responses began.
 
-    A hint is the level under lognormal noise, so the level given the hint is normal about
-    `w log(hint) + (1 - w) log_mean` with variance `w sigma_hint^2`, where
-    `w = sigma_prompt^2 / (sigma_prompt^2 + sigma_hint^2)`.
+    A hint is the level under lognormal noise. So the level, given the hint, is normal:
+
+        mean = w log(hint) + (1 - w) log_mean
+        variance = w sigma_hint^2
+        w = sigma_prompt^2 / (sigma_prompt^2 + sigma_hint^2)     the weight of the hint
+
+    Without a hint the mean is log_mean and the variance sigma_prompt^2.
     """
     of_prompts, of_hints = max(law.sigma_prompt, LEAST_SIGMA) ** 2, max(law.sigma_hint, LEAST_SIGMA) ** 2
-    hints = np.array(told.hints or (0.0,) * told.num_groups)
+    hints = np.array(picture.hints or (0.0,) * picture.num_groups)
     has_hint = hints > 0
     weight = of_prompts / (of_prompts + of_hints)
     hinted = weight * np.log(np.where(has_hint, hints, 1.0)) + (1 - weight) * law.log_mean
@@ -104,7 +122,7 @@ def prior(told: Generation, law: LengthLaw) -> tuple[Floats, Floats]:
 
 
 def _posterior(
-    told: Generation,
+    picture: Generation,
     law: LengthLaw,
     logs: Floats,
     open_at: NDArray[np.int64],
@@ -113,32 +131,32 @@ def _posterior(
 ) -> tuple[Floats, Floats]:
     """By prompt and node: a level, and how likely it is.
 
-    A response that was cut at the most tokens is censored there, as an unfinished one is; one that has not begun tells
-    nothing.
+    A response that was cut at the most tokens is censored there, like an unfinished one at its present length. A
+    response that has not begun adds no information.
     """
-    mean, variance = prior(told, law)
-    is_open = told.length_of[open_at] > 0
-    cut_at = np.flatnonzero(told.place_of == CUT)
+    mean, variance = prior(picture, law)
+    is_open = picture.length_of[open_at] > 0
+    cut_at = np.flatnonzero(picture.place_of == CUT)
     at, groups = (
         np.concatenate((open_at[is_open], cut_at)),
-        np.concatenate((group_of[is_open], cut_at // told.group_size)),
+        np.concatenate((group_of[is_open], cut_at // picture.group_size)),
     )
     is_known = np.ones(logs.size, dtype=np.bool_)
     is_known[open_at], is_known[cut_at] = False, False
-    known = np.where(is_known, logs, 0.0).reshape(-1, told.group_size).sum(axis=1)
-    num_known = is_known.reshape(-1, told.group_size).sum(axis=1)
-    num_censored = np.bincount(groups, minlength=told.num_groups)
+    known = np.where(is_known, logs, 0.0).reshape(-1, picture.group_size).sum(axis=1)
+    num_known = is_known.reshape(-1, picture.group_size).sum(axis=1)
+    num_censored = np.bincount(groups, minlength=picture.num_groups)
     precision, of_members = 1.0 / variance, 1.0 / spread**2
     pull, total = precision * mean, precision + (num_known + num_censored) * of_members
     level = mean
     for _ in range(ROUNDS):
         a = (logs[at] - level[groups]) / spread
         hazard = _hazard(a)
-        beyond = np.bincount(groups, weights=level[groups] + spread * hazard, minlength=told.num_groups)
+        beyond = np.bincount(groups, weights=level[groups] + spread * hazard, minlength=picture.num_groups)
         level = (pull + (known + beyond) * of_members) / total
-    # What a censored one tells is h(h - a) of what a known one does (the normal law's Fisher information).
-    told_by_open = np.bincount(groups, weights=hazard * np.maximum(hazard - a, 0.0), minlength=told.num_groups)
-    deviation = 1.0 / np.sqrt(precision + (num_known + told_by_open) * of_members)
+    # Information of a censored response = h (h - a) * that of a known one: h is the hazard at a (Fisher, normal law).
+    open_information = np.bincount(groups, weights=hazard * np.maximum(hazard - a, 0.0), minlength=picture.num_groups)
+    deviation = 1.0 / np.sqrt(precision + (num_known + open_information) * of_members)
     nodes = level[:, None] + deviation[:, None] * np.linspace(LOWEST, HIGHEST, NODES)
     likely = pull[:, None] * nodes - 0.5 * precision[:, None] * nodes**2
     likely += of_members * (known[:, None] * nodes - 0.5 * num_known[:, None] * nodes**2)
@@ -152,7 +170,7 @@ def _posterior(
 
 
 def _points(nodes: Floats, weights: Floats) -> Floats:
-    """Of each posterior one quantile, the quantiles spread evenly over all."""
+    """One quantile of each posterior. The quantiles of all posteriors are spread evenly."""
     num = len(nodes)
     shares = np.modf((np.arange(num) + 1) * GOLDEN)[0]
     until = np.cumsum(weights, axis=1) - 0.5 * weights
@@ -165,7 +183,7 @@ def _points(nodes: Floats, weights: Floats) -> Floats:
 
 
 def _place_in_group(group_of: NDArray[np.int64], num_groups: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each unfinished sequence, which of its prompt's unfinished it is, and how many those are."""
+    """By unfinished sequence: its place among the unfinished ones of its prompt, and their number."""
     counts = np.bincount(group_of, minlength=num_groups)
     first = np.concatenate(([0], np.cumsum(counts)[:-1]))
     return np.arange(group_of.size) - first[group_of], counts[group_of]
@@ -176,7 +194,7 @@ def _nearest(z: Floats) -> NDArray[np.int64]:
 
 
 def _log_beyond(z: Floats) -> Floats:
-    """Of 1 - cdf(z)."""
+    """log(1 - cdf(z))."""
     return _LOG_BEYOND[((np.clip(z, -_EDGE, _FAR) + _EDGE) * _PER_UNIT + 0.5).astype(np.int64)]
 
 
@@ -185,5 +203,5 @@ def _cdf(z: Floats) -> Floats:
 
 
 def _hazard(z: Floats) -> Floats:
-    """Beyond the table by its asymptote a + 1/a, which a itself dominates."""
+    """pdf(z) / (1 - cdf(z)). Beyond the table its asymptote z + 1 / z stands for it."""
     return np.where(z > _EDGE, z + 1.0 / np.maximum(z, 1.0), _HAZARD[_nearest(z)])

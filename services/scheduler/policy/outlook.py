@@ -1,18 +1,32 @@
-"""What is left of an iteration, on axes on which no layout matters: virtual decode steps. Pure.
+"""The rest of an iteration on an axis on which no layout matters: virtual decode steps. Pure.
 
-Everything that runs gains one token a decode step, so a sequence that still makes r tokens ends r steps after it
-started, on any layout; a layout only says how long a step is, and how many slots there are. What waits starts when a
-slot is given back, and slots are given back in proportion to their number. So the queue is started once, by list
-scheduling with the slots of now, on an axis u of steps; with another number of slots u runs slots/slots-of-now as fast
-while sequences wait, and as fast as steps do afterwards (`forecast`). Built once a decision, read by every plan.
+All running sequences gain one token a decode step. So a sequence that still makes r tokens ends r steps after its
+start, under any layout; the layout sets only the seconds of a step and the number of slots. A waiting sequence starts
+when another one gives its slot back, and slots come back in proportion to their number.
 
-Order: starts and ends in u; on a grid of u, how many run and how many KV tokens they hold; groups of one minibatch, or
-with one another's ends, put together to lots, so that a plan costs the same for 128 groups as for 8,192.
+So the queue is started once, by list scheduling with the present slots, on an axis u of steps. With other slots
 
-Invariants: a lot's groups have all started, or all wait; groups that the trainer took are in none; what is handed on
-comes first, then what is complete.
-Assumptions: a waiting sequence starts in the queue's order; steps are as long on every engine; a sequence that is away
-comes back at once.
+    du/dstep = slots / present slots     while sequences wait
+    du/dstep = 1                         afterwards
+
+and the seconds of a step follow from the layout (`tide/forecast`). One outlook is made for each decision; every plan
+reads it.
+
+Order:
+1. Start and end of each sequence, in u.
+2. On a grid of u: how many sequences run, and how many KV tokens they have.
+3. Groups that are in the same minibatch, or end close to each other, are put together to lots. A plan then costs the
+   same for 128 groups and for 8,192.
+
+Invariants:
+- The groups of a lot have all started, or all wait. [test_outlook: either_all_started_or_all_wait]
+- A group that the trainer took is in no lot. [test_outlook: every_group_that_is_not_taken]
+- Groups that inference handed on come first, then complete groups. [test_outlook: handed_on_come_first]
+
+Assumptions:
+- Waiting sequences start in the order of the queue.
+- Steps take the same time on every engine.
+- A sequence that is away comes back at once.
 """
 
 from __future__ import annotations
@@ -29,19 +43,24 @@ from services.scheduler.state.observed import QUEUED, Floats, Generation, Ints
 from tidegate.types import MinibatchOrder
 
 LOTS = 64
-"""In which the groups that are left are forecast: more changes no end by a second, less does."""
+"""The most lots. More lots change no forecast end by a second; fewer do."""
 
 GRID = 128
-"""Intervals of u."""
+"""The number of intervals of u."""
 
 BLOCKS = 512
-"""In which a queue is started: one after the other, thousands would take milliseconds."""
+"""A queue is started in at most so many blocks. Thousands of sequences one by one would take milliseconds."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """With `num_slots`, by interval of u of `step` steps each: how many run, what they cache, the steps that they still
-    make in the mean, how many have ended. The queue is empty from `queue_until` on."""
+    """What runs with `num_slots` slots, by interval of u.
+
+    step: the steps of one interval.
+    running, kv_tokens, num_ended: sequences that run, the KV tokens that they have, sequences that have ended.
+    rest: the mean of the steps that the running ones still make.
+    queue_until: the queue is empty from this u on.
+    """
 
     step: float
     running: Floats
@@ -59,8 +78,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Lots:
-    """`starts` in u, -1 for what has started; `steps` from a start, or now, to the end; `minibatch` counts those left,
-    an open one included."""
+    """Groups that the forecast treats as one.
+
+    starts: in u; -1 for a lot that has started.
+    steps: from the start, or from now, to the end.
+    minibatch: the one that takes the lot, counted from the first that is not done, an open one included.
+    """
 
     starts: Floats
     steps: Floats
@@ -72,7 +95,7 @@ class Lots:
 
 @dataclass(frozen=True)
 class Outlook:
-    """`until[k]`: how many lots the first k + 1 minibatches that are left take together."""
+    """`until[k]`: how many lots the first k + 1 of the remaining minibatches take together."""
 
     load: Load
     lots: Lots
@@ -81,35 +104,38 @@ class Outlook:
 
 
 def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Ints | None = None) -> Outlook:
-    """`final` are the lengths that all end with; `waiting`: the queue in another order than its own."""
-    told = situation.generation
-    context = context_tokens(told)
-    queue = np.array(told.queue, dtype=np.int64) if waiting is None else waiting
-    left = np.where(told.is_unfinished, final - told.length_of, 0.0)
+    """`final`: the lengths that all sequences end with. `waiting`: the queue in another order; None keeps its own."""
+    picture = situation.generation
+    context = context_tokens(picture)
+    queue = np.array(picture.queue, dtype=np.int64) if waiting is None else waiting
+    left = np.where(picture.is_unfinished, final - picture.length_of, 0.0)
     starts = np.zeros(left.size)
     if queue.size:
-        runs = told.is_unfinished & (told.place_of != QUEUED)
+        runs = picture.is_unfinished & (picture.place_of != QUEUED)
         starts[queue] = started(np.sort(left[runs]), left[queue], max(1, num_slots))
-    open_at = np.flatnonzero(told.is_unfinished)
+    open_at = np.flatnonzero(picture.is_unfinished)
     ends = starts + left
-    base = told.length_of[open_at] + context - starts[open_at]
+    base = picture.length_of[open_at] + context - starts[open_at]
     load = _load(starts[open_at], ends[open_at], base, max(1, num_slots))
     lots, until = _lots(situation, starts, ends, final, context)
     return Outlook(load, lots, until, situation.spec.minibatch_order is MinibatchOrder.ARRIVAL)
 
 
-def context_tokens(told: Generation) -> float:
-    """Of a sequence, besides what it has generated; 0 while nothing runs that would tell."""
-    num = told.num_submitted
+def context_tokens(picture: Generation) -> float:
+    """KV tokens of a sequence besides those that it generated; 0 while no sequence runs from which to know."""
+    num = picture.num_submitted
     if not num:
         return 0.0
-    cached = sum(engine.num_kv_tokens for engine in told.engines)
-    return max(0.0, cached - float(told.length_of[told.place_of >= 0].sum())) / num
+    cached = sum(engine.num_kv_tokens for engine in picture.engines)
+    return max(0.0, cached - float(picture.length_of[picture.place_of >= 0].sum())) / num
 
 
 def started(running: Floats, waiting: Floats, num_slots: int) -> Floats:
-    """When each that waits starts: list scheduling (Graham 1969) over `num_slots`, the first of the queue on the slot
-    that is free first. `running` ends, sorted, hold slots; those beyond the slots' number are taken to share them."""
+    """When each waiting sequence starts: list scheduling (Graham 1969) gives it the slot that is free first.
+
+    `running`: the ends of the running sequences, sorted. Each holds a slot; those beyond
+    `num_slots` share the slots of the others. `waiting`: steps of each sequence of the queue.
+    """
     free = np.zeros(max(0, num_slots - running.size))
     slots = np.concatenate((free, running))[:num_slots]
     width = max(1, -(-waiting.size // BLOCKS))
@@ -120,13 +146,13 @@ def started(running: Floats, waiting: Floats, num_slots: int) -> Floats:
         block = waiting[at : at + width]
         start = heap[0]
         starts[at : at + width] = start
-        # Its middle one stands for the block: a mean would end later than the first of them, and earlier than the last.
+        # The middle sequence stands for its block: their mean ends later than the first, and earlier than the last.
         heapq.heapreplace(heap, start + float(block[block.size // 2]))
     return starts
 
 
 def _load(starts: Floats, ends: Floats, base: Floats, num_slots: int) -> Load:
-    """What runs holds base + u tokens each."""
+    """A running sequence has base + u KV tokens."""
     queue_until = float(starts.max(initial=0.0))
     if not ends.size:
         none = np.zeros(1)
@@ -142,12 +168,12 @@ def _load(starts: Floats, ends: Floats, base: Floats, num_slots: int) -> Load:
 
 
 def _intervals(at: Floats, step: float) -> Ints:
-    """The first interval whose middle is not before each."""
+    """By place: the first interval whose middle is not before it."""
     return np.minimum((at / step + 0.5).astype(np.int64), GRID)
 
 
 def _until(place: Ints, weights: Floats | None = None) -> Floats:
-    """At the middle of each interval: the weights of what came before it, or how many those are."""
+    """By interval: the sum of the weights of the places before its middle, or their number."""
     summed: Floats = np.cumsum(np.bincount(place, weights=weights, minlength=GRID + 1))[:-1].astype(np.float64)
     return summed
 
@@ -155,17 +181,17 @@ def _until(place: Ints, weights: Floats | None = None) -> Floats:
 def _lots(
     situation: Situation, starts: Floats, ends: Floats, final: Floats, context: float
 ) -> tuple[Lots, tuple[int, ...]]:
-    told = situation.generation
-    size, sizes = told.group_size, left_sizes(situation)
+    picture = situation.generation
+    size, sizes = picture.group_size, left_sizes(situation)
     by_group = ends.reshape(-1, size)
     last = by_group.argmax(axis=1)
-    group_ends = by_group[np.arange(told.num_groups), last]
-    group_starts = starts.reshape(-1, size)[np.arange(told.num_groups), last]
+    group_ends = by_group[np.arange(picture.num_groups), last]
+    group_starts = starts.reshape(-1, size)[np.arange(picture.num_groups), last]
     group_tokens = final.reshape(-1, size).sum(axis=1) + size * context
     minibatch = _minibatch_of(situation)
     order, is_ready = _in_order(situation, group_starts, group_ends, minibatch)
     width = max(1, -(-order.size // LOTS))
-    is_open = told.unfinished_by_group > 0
+    is_open = picture.unfinished_by_group > 0
     kinds = (group_starts[order] > 0, is_open[order], is_ready[order], minibatch[order])
     first = np.flatnonzero(_is_first(kinds, width))
     if not first.size:
@@ -185,15 +211,15 @@ def _lots(
 
 
 def minibatch_sizes(num_groups: int, num_minibatches: int) -> tuple[int, ...]:
-    """In groups; the first have one more where they do not divide."""
+    """In groups. Where they do not divide, the first minibatches have one group more."""
     each, more = divmod(num_groups, num_minibatches)
     return tuple(each + (nth < more) for nth in range(num_minibatches))
 
 
 def left_sizes(situation: Situation) -> tuple[int, ...]:
-    """Groups not taken yet of the open minibatch, where one is open, and of those to come. A closed one has none."""
-    training, told = situation.trainer.training, situation.generation
-    sizes = minibatch_sizes(told.num_groups, situation.spec.num_minibatches)
+    """By minibatch that is open or to come: the groups that it has not taken yet. A closed one has none."""
+    training, picture = situation.trainer.training, situation.generation
+    sizes = minibatch_sizes(picture.num_groups, situation.spec.num_minibatches)
     done = training.num_minibatches_done
     if training.is_at_boundary or done >= len(sizes):
         return sizes[done:]
@@ -202,8 +228,10 @@ def left_sizes(situation: Situation) -> tuple[int, ...]:
 
 
 def _in_order(situation: Situation, starts: Floats, ends: Floats, minibatch: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """The groups that are not taken: handed on, complete, running as they end, waiting as they start; and by group,
-    whether it is handed on."""
+    """The groups that are not taken, and by group whether inference handed it on.
+
+    Their order: handed on, complete, running (in the order of their ends), waiting (in the order of their starts).
+    """
     training, ready = situation.trainer.training, np.array(situation.inference.inferring.ready, dtype=np.int64)
     is_open = situation.generation.unfinished_by_group > 0
     key = np.where(starts > 0, 1.0, np.where(is_open, 0.0, -1.0))
@@ -216,8 +244,8 @@ def _in_order(situation: Situation, starts: Floats, ends: Floats, minibatch: Int
 
 
 def _minibatch_of(situation: Situation) -> Ints:
-    """By group, the minibatch that takes it, counted from the first that is left. With `arrival` that depends on the
-    plan: 0."""
+    """By group: the minibatch that takes it, counted from the first that is not done. With `arrival` this depends on
+    the plan, and is 0 here."""
     num_groups, spec = situation.generation.num_groups, situation.spec
     if spec.minibatch_order is MinibatchOrder.ARRIVAL:
         return np.zeros(num_groups, dtype=np.int64)
@@ -227,7 +255,7 @@ def _minibatch_of(situation: Situation) -> Ints:
 
 
 def _is_first(kinds: tuple[NDArray[Any], ...], width: int) -> NDArray[np.bool_]:
-    """Whether each group of an order begins a lot: each is of one kind, and `width` groups at most."""
+    """By group of an order: whether it begins a lot. A lot has groups of one kind, at most `width` of them."""
     here = np.arange(kinds[0].size)
     changes = np.ones(here.size, dtype=np.bool_)
     for kind in kinds:

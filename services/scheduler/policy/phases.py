@@ -1,10 +1,15 @@
-"""`static`, colocated: one phase after the other, each on all of the job's GPUs. Pure.
+"""`static`, collocated: one phase after the other, each on all GPUs of the job. Pure.
 
-All generate until the last sequence has ended, then all infer until the last group has its log-probabilities, then all
-train: the schedule that RLinf, verl and others call collocated, and that published timelines call static. Then each
-component is where it is placed, for an evaluation needs the rollout.
-Invariant: three placements an iteration and home, whatever happens in it; GPUs that make no whole engine, or no whole
-data-parallel copy, stay with nobody in that phase.
+1. All GPUs generate until the last sequence has ended.
+2. All infer until the last group has its log-probabilities.
+3. All train.
+4. Each component goes home, because an evaluation needs the rollout.
+
+RLinf, verl and others call this schedule collocated; published timelines call it static. GPUs that make no
+whole engine, or no whole data-parallel copy, have no owner in that phase.
+
+Invariant: an iteration has three placements and home, whatever happens in it.
+[test_phases_policy: three_placements_and_home]
 """
 
 from __future__ import annotations
@@ -21,24 +26,22 @@ from tidegate.types import Role
 @dataclass(frozen=True, slots=True)
 class PhasesPolicy:
     def check(self, spec: JobSpec) -> None:
-        """Every job that is placed will do."""
+        """It can run every job."""
 
     def choose(self, situation: Situation) -> Choice:
         spec = situation.spec
         if situation.trainer.training.num_minibatches_done == spec.num_minibatches:
-            told, at = "all minibatches are done, everything where it is placed", as_configured(spec)
+            why, at = "all minibatches are done, everything where it is placed", as_configured(spec)
         elif situation.num_unfinished:
-            told = f"{situation.num_unfinished} sequences are unfinished"
+            why = f"{situation.num_unfinished} sequences are unfinished"
             at = Assignment(as_engines(placed_gpus(spec), engine_size(spec)), trainer=None, inference=())
         elif not situation.is_inferred:
-            told = (
-                f"{len(situation.inference.inferring.ready)} of {situation.generation.num_groups} groups are inferred"
-            )
+            why = f"{len(situation.inference.inferring.ready)} of {situation.generation.num_groups} groups are inferred"
             whole = _largest(spec, Role.INFERENCE)
             at = Assignment((), trainer=None, inference=whole.gpus if whole else ())
         else:
-            told = "all groups are inferred"
-            # Each of its copies has a sequence of every minibatch.
+            why = "all groups are inferred"
+            # At most one copy a sequence: a copy without a sequence could not train.
             trainer = _largest(spec, Role.ACTOR, most=spec.num_samples_per_minibatch)
             at = Assignment((), trainer=trainer, inference=())
         remembered = situation.remembered
@@ -51,10 +54,10 @@ class PhasesPolicy:
             is_begun=at.trainer is not None,
             num_moves=remembered.num_moves + (remembered.assignment not in (None, at)),
         )
-        return Choice(at, trains=at.trainer is not None, remembered=moved, reason=f"static, collocated: {told}; {at}")
+        return Choice(at, trains=at.trainer is not None, remembered=moved, reason=f"static, collocated: {why}; {at}")
 
 
 def _largest(spec: JobSpec, role: Role, *, most: int | None = None) -> Placed | None:
-    """As many whole copies of the component as all GPUs make, and at most so many."""
+    """As many whole copies of the component as all GPUs make, and at most `most`."""
     num_shards = spec.num_logical_shards if role is Role.ACTOR else None
     return most_copies(spec.placement[role].layout, placed_gpus(spec), most=most, num_shards=num_shards)

@@ -1,14 +1,17 @@
 """How long each stage still takes under a split of the GPUs that lasts until its end: DynaRL's predictor. Pure.
 
-Order: lengths that unfinished sequences will have, then for each split the end of rollout, inference and trainer; the
-slowest is the split's score.
+    score = max(rollout_s, inference_s, train_s)     seconds, to be low; infinite for a stage with work and without GPUs
 
-Assumptions, as the predictor is not published:
-- an unfinished sequence gets the mean of those that were longer than it is now, by the product-limit estimate over
-  finished and unfinished lengths; one that is longer than all that finished gets `BEYOND` times its length; with hints
-  it gets what its prompt's posterior says (`lengths_law`);
-- the rollout ends with its longest sequence, at the speed of a decode step over all that run now;
-- the trainer's rate is the curve that all policies have (`trainer_rates`).
+Order:
+1. The final lengths of unfinished sequences (`outlook`).
+2. For each split the remaining seconds of rollout, inference and trainer (`slowest_stage_s`).
+
+DynaRL did not publish its predictor. These are assumptions:
+- An unfinished sequence gets the mean length of those that were longer than it is now, by the product-limit estimate
+  over finished and unfinished lengths. One that is longer than all finished ones gets `BEYOND` times its length. With
+  hints a sequence gets what its prompt's posterior says (`lengths_law`).
+- The rollout ends with its longest sequence, at the speed of a decode step over all that run now.
+- The trainer's rate is the curve that all policies have (`trainer_rates`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from services.scheduler.state.observed import Floats, Generation
 from tidegate.types import Role
 
 BEYOND = 1.1
-"""Without it the longest sequence would end at once, and the rollout would look done in its tail."""
+"""With 1 the longest sequence would end at once, and the rollout would look done in its tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is still to be done: tokens to be inferred and trained, minibatches not begun, what the longest sequence
-    still makes; `switch_s`, seconds from one number of the trainer's copies to another, [before, after]; and the
-    trainer's rates."""
+    """The remaining work, and what the trainer needs for it.
+
+    longest_left_tokens: the tokens that the longest sequence still makes.
+    num_updates: minibatches that are not begun.
+    switch_s: seconds from one number of the trainer's copies to another, [before, after].
+    """
 
     longest_left_tokens: float
     to_infer_tokens: float
@@ -54,14 +60,14 @@ class Outlook:
 
 
 def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
-    told, ready = situation.generation, list(situation.inference.inferring.ready)
+    picture, ready = situation.generation, list(situation.inference.inferring.ready)
     training = situation.trainer.training
-    lengths = told.length_of.astype(np.float64)
-    if uses_hints and told.hints:
-        ends = final_lengths(told, situation.lengths, is_spread=False)
+    lengths = picture.length_of.astype(np.float64)
+    if uses_hints and picture.hints:
+        ends = final_lengths(picture, situation.lengths, is_spread=False)
     else:
-        ends = np.where(told.is_unfinished, expected_length(told)(lengths), lengths)
-    by_group = ends.reshape(-1, told.group_size).sum(axis=1)
+        ends = np.where(picture.is_unfinished, expected_length(picture)(lengths), lengths)
+    by_group = ends.reshape(-1, picture.group_size).sum(axis=1)
     copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
     return Outlook(
         longest_left_tokens=float((ends - lengths).max(initial=0.0)),
@@ -73,17 +79,17 @@ def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
     )
 
 
-def expected_length(told: Generation) -> Callable[[Floats], Floats]:
-    """The lengths that sequences of so many tokens are expected to end with.
+def expected_length(picture: Generation) -> Callable[[Floats], Floats]:
+    """A function from present to expected final lengths, for unfinished sequences.
 
-    Kaplan and Meier's estimate (1958): an unfinished sequence says only that it is longer than it is now.
+    It is Kaplan and Meier's estimate (1958): from an unfinished sequence only a lower bound of its length is known.
     """
-    order = np.lexsort((told.is_unfinished, told.length_of))
-    is_end = ~told.is_unfinished[order]
+    order = np.lexsort((picture.is_unfinished, picture.length_of))
+    is_end = ~picture.is_unfinished[order]
     at_risk = len(order) - np.arange(len(order))
     survival = np.cumprod(np.where(is_end, 1 - 1 / at_risk, 1.0))
     weights = (np.concatenate(([1.0], survival[:-1])) / at_risk)[is_end]
-    lengths = told.length_of[order][is_end].astype(np.float64)
+    lengths = picture.length_of[order][is_end].astype(np.float64)
     tail_weight, tail_sum = _sums_from(weights), _sums_from(weights * lengths)
 
     def expected(num_tokens: Floats) -> Floats:
@@ -95,7 +101,7 @@ def expected_length(told: Generation) -> Callable[[Floats], Floats]:
 
 
 def _sums_from(values: Floats) -> Floats:
-    """Of the values from each index to the end, and of none."""
+    """By index: the sum of the values from there to the end; 0 past the end."""
     return np.concatenate((np.cumsum(values[::-1])[::-1], [0.0]))
 
 
@@ -141,7 +147,7 @@ def _train_s(situation: Situation, left: Outlook, split: Split) -> float:
     copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
     copies = split.num_trainer_gpus // copy
     switch_s = float(left.switch_s[now // copy, copies])
-    # A person may have moved it, within the iteration, to smaller copies.
+    # A person may have moved the actor, within the iteration, to smaller copies: it then has GPUs for less than one.
     rate = float(left.trainer.tokens_per_s(np.array([max(1, copies)]), copy_size=copy)[0])
     train_s = left.to_train_tokens / rate + left.num_updates * situation.costs.update_s
     return train_s + switch_s

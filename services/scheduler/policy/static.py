@@ -1,4 +1,4 @@
-"""`static`: every component is where the config places it, or where a person moved it, whatever happens. Pure."""
+"""`static`: every component is at home, where the config, or for the actor a person, placed it. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from tidegate.types import Role
 
 @dataclass(frozen=True, slots=True)
 class StaticPolicy:
-    """Remembers nothing."""
-
     def check(self, spec: JobSpec) -> None:
-        """Every job that is placed will do."""
+        """It can run every job."""
 
     def choose(self, situation: Situation) -> Choice:
         placement = situation.spec.placement

@@ -1,16 +1,29 @@
-"""How fast the trainer is on any number of GPUs: as it was told to be, put right by what its minibatches took. Pure.
+"""How fast the trainer is on any number of GPUs: the assumed rates, corrected by measured ones. Pure.
 
-What is told, by the config or by whoever simulates, are a few numbers of GPUs with their rates: straight between them
-on logarithmic axes, beyond them a power of the GPUs with `TRAINER_EXPONENT`. What was measured, in this iteration or in
-earlier ones, says by how much that is off in the layouts that were trained in: between two of these the correction is a
-power of the GPUs, beyond them the nearest one's. So one minibatch puts all layouts right by the same factor, and every
-further layout bends the curve. Only layouts of such copies count as the actor is at home in now, since a policy changes
-no more than their number; the others where none of these was measured, as in the first minibatch after an operator
-changed tp. The curve is of minibatches that divide over the data-parallel copies; one that does not
-runs at the pace of the copy with most of it, as it was measured where it was.
+The config, or the simulator, gives rates for a few numbers of GPUs. The curve through them is straight on logarithmic
+axes. Beyond them
 
-Invariants: what is measured in a layout is what is predicted of it; measured as told changes nothing, to the bit; every
-prediction of the trainer (`cluster`, and with it `forecast`, and `stages`) is this curve's.
+    rate ~ num_gpus ^ TRAINER_EXPONENT
+
+What was measured, in this iteration or in earlier ones, gives the correction in the layouts that were trained in:
+
+    log rate(num_gpus) = log assumed(num_gpus) + correction(num_gpus)
+    correction    log measured - log assumed at a measured layout; straight in log num_gpus between two of them; beyond
+                  them that of the nearest one
+
+So one measured minibatch corrects all layouts by the same factor, and every further layout bends the curve.
+
+A policy changes only the number of the actor's copies. So only measurements in layouts of copies like those of the
+actor's home count. Where there is none, all count, as in the first minibatch after an operator changed tp.
+
+The curve is for minibatches that divide over the data-parallel copies. One that does not runs at the pace of the copy
+with the most of it; measurements are converted likewise.
+
+Invariants:
+- The prediction for a layout is what was measured in it. [test_trainer_rates: prediction_is_what_was_measured]
+- A measurement equal to the assumption changes nothing, to the bit. [test_trainer_rates: changes_nothing_to_the_bit]
+- Every prediction of the trainer's speed is this curve's, in `tide/cluster` and in `stages`.
+  [test_trainer_rates: every_policy_reckons]
 """
 
 from __future__ import annotations
@@ -26,12 +39,12 @@ from services.scheduler.state.observed import Floats, Ints, TrainerRate
 from tidegate.types import Layout, Role
 
 TRAINER_EXPONENT = 0.4
-"""Of the trainer's rate over its GPUs: what a calibration to RLinf's published timeline of 64 GPUs gives. With 1 the
-published dynamic timeline cannot be had: growing the trainer would pay much more."""
+"""The power of the GPUs in the trainer's rate, from a calibration to RLinf's published timeline of 64 GPUs. With 1 the
+published dynamic timeline is out of reach: growing the trainer would pay much more."""
 
 DIGITS = 6
-"""Of the logarithm of a correction: what is less is the rounding of two ways to write one rate, and nobody measures a
-rate to a millionth."""
+"""Decimal digits of the logarithm of a correction. Smaller differences are rounding between two ways to write one rate,
+and no rate is measured to a millionth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,44 +55,43 @@ class Line:
     values: Floats
 
     def at(self, log_sizes: Floats) -> Floats:
-        """Beyond its ends as it is there."""
+        """Beyond its ends the value of the nearer end."""
         values: Floats = np.interp(log_sizes, self.sizes, self.values)
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerCurve:
-    """See the module. `num_sequences` are those of a minibatch; `correction` is added to the logarithm, None before a
-    minibatch was measured."""
+    """The module's formula. `num_sequences`: of a minibatch. `correction`: None before a minibatch was measured."""
 
     num_sequences: int
-    told: Line
+    assumed: Line
     correction: Line | None = None
 
     def tokens_per_s(self, copies: Ints, *, copy_size: int) -> Floats:
-        """By the number of copies, at least one, with so many GPUs each."""
+        """By number of copies, each at least 1; a copy has `copy_size` GPUs."""
         size = np.log(copies * copy_size)
-        logs = _as_told(self.told, size)
+        logs = _as_assumed(self.assumed, size)
         even = np.exp(logs if self.correction is None else logs + self.correction.at(size))
         rates: Floats = even / _slowest_share(copies, self.num_sequences)
         return rates
 
 
 def trainer_curve(situation: Situation) -> TrainerCurve:
-    """Of several measured on as many GPUs the last counts."""
+    """The last of several measurements on the same number of GPUs counts."""
     spec = situation.spec
     measured = _of_copies_like(spec.placement[Role.ACTOR].layout, situation.trainer.training.measured)
     sequences = max(minibatch_sizes(situation.generation.num_groups, spec.num_minibatches)) * spec.group_size
-    told = _line(spec.rates.trainer)
+    assumed = _line(spec.rates.trainer)
     if not measured:
-        return TrainerCurve(sequences, told)
+        return TrainerCurve(sequences, assumed)
     found = _line((each.layout.num_ranks, _if_even(each, sequences)) for each in measured)
-    off = Line(found.sizes, np.round(found.values - _as_told(told, found.sizes), DIGITS))
-    return TrainerCurve(sequences, told, off)
+    off = Line(found.sizes, np.round(found.values - _as_assumed(assumed, found.sizes), DIGITS))
+    return TrainerCurve(sequences, assumed, off)
 
 
 def _of_copies_like(home: Layout, measured: tuple[TrainerRate, ...]) -> tuple[TrainerRate, ...]:
-    """All where there is none."""
+    """The measurements in layouts that differ from `home` in dp alone; all measurements where there is no such one."""
     copy = replace(home, dp=1)
     return tuple(each for each in measured if replace(each.layout, dp=1) == copy) or measured
 
@@ -89,18 +101,18 @@ def _if_even(measured: TrainerRate, num_sequences: int) -> float:
 
 
 def _slowest_share(copies: Ints, num_sequences: int) -> Floats:
-    """How many times a fair share the copy has that has most of a minibatch."""
+    """The largest share of a minibatch that a copy has, over a fair share."""
     share: Floats = -(-num_sequences // copies) * copies / num_sequences
     return share
 
 
 def _line(points: Iterable[tuple[int, float]]) -> Line:
-    """Through rates by GPUs."""
+    """Through points (number of GPUs, rate)."""
     sizes, rates = zip(*sorted(dict(points).items()), strict=True)
     return Line(np.log(sizes), np.log(rates))
 
 
-def _as_told(told: Line, size: Floats) -> Floats:
-    beyond = np.minimum(size - told.sizes[0], 0.0) + np.maximum(size - told.sizes[-1], 0.0)
-    logs: Floats = told.at(size) + TRAINER_EXPONENT * beyond
+def _as_assumed(assumed: Line, size: Floats) -> Floats:
+    beyond = np.minimum(size - assumed.sizes[0], 0.0) + np.maximum(size - assumed.sizes[-1], 0.0)
+    logs: Floats = assumed.at(size) + TRAINER_EXPONENT * beyond
     return logs

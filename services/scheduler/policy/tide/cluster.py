@@ -1,8 +1,10 @@
-"""What a plan divides: the GPUs that are there, in the units of each component, and what each number of them can do.
+"""What a plan divides: the GPUs that are there, in the units of each component, and the speed of each number of units.
 
-Invariants: `unit_rates` never falls where a larger layout does not exist: the copies that there is none for are left
-out; a minibatch that does not divide over the copies runs at the pace of the copy with most of it, so that no number of
-GPUs is ruled out by divisibility.
+Invariants:
+- More GPUs are never slower for want of a layout: where a number of copies has none, `unit_rates` has the rate of the
+  next smaller one that has. [test_cluster: never_fall_where_a_larger_layout]
+- Divisibility rules out no number of GPUs: a minibatch that does not divide over the copies runs at the pace of the
+  copy with most of it. [test_tide_policy: a_trainer_of_any_number_of_copies]
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ from tidegate.types import GpuId, Role
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """By plan; the second axis are the minibatches to come. `start_s`: when the first moves are made, from now; it
-    counts only while the trainer is between two updates. `waits`, of all of them, where the last minibatch is all that
-    is to come: before it the trainer gives its GPUs to the engines, until the rollout is over."""
+    """Several plans: the first axis is the plan, the second the minibatches to come.
+
+    start_s: seconds from now until the first moves; it counts only while the trainer is between two updates.
+    trainer, inference: GPUs during each minibatch; engines have the others.
+    waits: True for all plans or for none, and only where one minibatch is to come. Before it the trainer lends its GPUs
+      to the engines, until the rollout is over.
+    """
 
     start_s: Floats
     trainer: Ints
@@ -44,7 +50,7 @@ class Plans:
 
     @staticmethod
     def of(*several: Plans) -> Plans:
-        """All of them wait as the first does."""
+        """`waits` is that of the first."""
         return Plans(
             np.concatenate([each.start_s for each in several]),
             np.concatenate([each.trainer for each in several]),
@@ -55,9 +61,14 @@ class Plans:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What the plans divide. `unit_rates[k]` are the trainer's tokens a second with k data-parallel copies, 0 where
-    there are too few for any layout; `switch_s` are the seconds from one number of copies to another, [before, after].
-    `until_s`: the end of the open minibatch once it is known, or None."""
+    """What the plans divide.
+
+    unit_size: GPUs of a data-parallel copy of the trainer.
+    unit_rates: the trainer's tokens a second by number of copies; 0 where these are too few for any layout.
+    switch_s: seconds from one number of copies to another, [before, after].
+    inference_rate: tokens a second of one GPU.
+    until_s: seconds until the end of the open minibatch; None while it is not known.
+    """
 
     num_gpus: int
     engine_size: int
@@ -74,7 +85,7 @@ class Cluster:
     until_s: float | None
 
     def units(self, num_gpus: Floats) -> Ints:
-        """Data-parallel copies of the trainer, at most those that there are rates for."""
+        """Data-parallel copies of the trainer, at most those with a rate."""
         copies: Ints = np.minimum(num_gpus / self.unit_size, len(self.unit_rates) - 1).astype(np.int64)
         return copies
 
@@ -82,7 +93,7 @@ class Cluster:
 def cluster_of(
     situation: Situation, assignment: Assignment, there: tuple[GpuId, ...], *, trained_on: tuple[int, ...] = ()
 ) -> Cluster:
-    """As it will be once what is assigned is carried out. `trained_on`: numbers of copies whose groups are there."""
+    """The cluster with the assignment carried out. `trained_on`: numbers of copies that have their communicators."""
     training, engines = situation.trainer.training, situation.engines
     until_s = None if training.closes_at_ms is None else max(0.0, (training.closes_at_ms - situation.now_ms) / 1000)
     return Cluster(
@@ -105,7 +116,7 @@ def cluster_of(
 
 
 def gpus_there(situation: Situation) -> tuple[GpuId, ...]:
-    """All that can be assigned, those on their way included, by id."""
+    """All GPUs that can be assigned, those in open transitions included, by id."""
     trainer = situation.trainer.placed
     held = {gpu for engine in situation.engines for gpu in engine.gpus}
     held.update(situation.inference.gpus, situation.free, situation.moving, trainer.gpus if trainer else ())
@@ -123,15 +134,21 @@ def copy_size(situation: Situation) -> int:
 
 
 def can_train(situation: Situation, num_gpus: int) -> bool:
-    """Whether a copy fits."""
+    """Whether one copy of the trainer fits."""
     return num_gpus >= unit_size(situation)
 
 
 def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer: bool = False) -> Split:
-    """As much of it as there are GPUs for: while it has work the rollout has an engine, then inference a copy, then the
-    trainer what it was to have. What is left is the rollout's, or inference's once nothing is generated.
+    """The split, cut to `num_gpus` GPUs. Components get theirs in this order:
 
-    `keeps_trainer`: it cannot give up any now, so that the others have to do with the rest.
+    1. the rollout one engine, while it has work;
+    2. inference one copy;
+    3. the trainer one copy;
+    4. inference the rest of its share, then the trainer the rest of its share;
+    5. the rollout what is left, or inference once nothing is generated.
+
+    Once nothing is left to infer, the trainer gets all. `keeps_trainer`: the trainer cannot give up GPUs now, so that
+    its whole share comes after the rollout's engine.
     """
     size, unit, copy = engine_size(situation.spec), unit_size(situation), copy_size(situation)
     if situation.is_inferred:
@@ -152,7 +169,7 @@ def _unit_rates(situation: Situation, num_gpus: int) -> Floats:
     unit, curve = unit_size(situation), trainer_curve(situation)
     layout = situation.spec.placement[Role.ACTOR].layout
     dp = np.arange(num_gpus // unit + 1)
-    # As `with_dp` has it, of many numbers of copies.
+    # The rule of `with_dp`, for all numbers of copies at once.
     divides = (situation.spec.num_logical_shards or 0) % np.maximum(dp, 1) == 0
     dp = np.where((dp <= curve.num_sequences) & (dp * layout.cp % layout.ep == 0) & divides, dp, 0)
     dp = np.maximum.accumulate(dp)

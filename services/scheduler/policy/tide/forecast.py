@@ -1,20 +1,30 @@
-"""When the iteration ends under each of many plans, all computed at once: a row a plan, numpy along it.
+"""When the iteration ends under each of many plans, all computed at once: one row a plan, numpy along it.
 
-A plan says when the trainer gets its first GPUs and, for each minibatch that is left, how many GPUs train and infer
-during it; the engines have the others. Between two optimizer updates nothing changes size, so an iteration is a few
-segments (one more where the last minibatch waits for the rollout), and in each:
-- with b running sequences and K cached tokens on n engines a decode step takes max(floor, base + per_sequence b/n +
-  per_kv K/n), and u (`outlook`) runs slots/slots-of-now as fast as steps while sequences wait; where none waits and b
-  do not fit, all of them are taken to share the slots;
-- sequences that engines hand back go to the head of the queue: those behind start later by the work that they still
-  have, and of the groups that run each ends later by how long its own have to wait;
-- an inference or trainer that handles lots in order, w_i seconds each, ready at r_i, ends lot i at
-  max(end_{i-1}, r_i) + w_i; unrolled, end_i = W_i + max_{j<=i}(r_j - W_{j-1}) with W the sums of w (Lindley 1952): one
-  cumulated sum and one cumulated maximum;
-- taking engines away makes the others compute the caches of what moves once more, during which they decode nothing.
+A plan says when the trainer gets its first GPUs and, for each remaining minibatch, how many GPUs train and infer during
+it; engines have the others. Between two optimizer updates no size changes. So an iteration is a few segments, one more
+where the last minibatch waits for the rollout. In each segment:
 
-Invariants: nothing is looped over but segments; a plan that leaves work without GPUs ends never (inf); one that, with
-no queue, leaves more running sequences than `max_overfull` times the slots is doubted: it ends `DOUBT` times as late.
+1. Decoding. A step of n engines with b running sequences and K KV tokens takes
+
+       step_s = max(floor, base + per_sequence * b / n + per_kv * K / n)
+
+   The axis u (`outlook`) runs slots / present slots as fast as steps while sequences wait. Where none waits and b is
+   above the slots, all b sequences share the slots.
+2. The queue. Sequences that engines hand back go to its head. Those behind them start later, by the work that the
+   sequences at the head still have; of the running groups, each ends later by the wait of its own sequences.
+3. Inference, and then the trainer, take the lots in order. Lot i ends at
+
+       end_i = max(end_(i-1), ready_i) + w_i                          w_i: seconds of work; ready_i: when it can begin
+             = W_i + max over j <= i of (ready_j - W_(j-1))           W: the sums of w (Lindley 1952)
+
+   The second form is one cumulated sum and one cumulated maximum.
+4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile.
+
+Invariants:
+- A plan that leaves work without GPUs never ends (inf). [test_forecast: without_gpus_never_ends]
+- A plan that, with an empty queue, leaves more running sequences than `max_overfull` times the slots is doubted: its
+  forecast end is `DOUBT` times as late. [test_forecast: an_overfull_plan]
+- Plans do not influence each other: each ends as it does alone. [test_foresight: forecast_as_if_each]
 """
 
 from __future__ import annotations
@@ -32,15 +42,15 @@ from services.scheduler.state.costs import Costs
 from services.scheduler.state.observed import Floats, Ints
 
 NEVER_S = 1e7
-"""Far beyond any iteration: what waits for a component without GPUs."""
+"""Far beyond any iteration: the end of work that waits for a component without GPUs."""
 
 DOUBT = 1.25
-"""Sequences that share slots in the forecast wait for one another in truth, and the longest may be the last."""
+"""In the forecast sequences share slots. In truth they wait for one another, and the longest may be the last."""
 
 COVERED = 0.15
-"""Of what a group still makes: how long those of its members that wait may do so before they delay it, because the
-longest of the few that wait is shorter than the longest of all. Expected maxima of 5 and of 16 normal values differ by
-0.6 sigma, at a spread of 0.25 within a group."""
+"""The share of a group's remaining steps that its waiting members may wait without delaying it: the longest of the few
+that wait is shorter than the longest of all. The expected maxima of 5 and of 16 normal values differ by 0.6 sigma; the
+spread within a group is 0.25."""
 
 COUNTS = 512
 """Points of the table from ended sequences to u."""
@@ -48,8 +58,14 @@ COUNTS = 512
 
 @dataclass(frozen=True)
 class _At:
-    """By plan: the time, u, engines, and how many times the sequences of the outlook run. By plan and lot: whether it
-    has started, the steps it still makes then, and when it ended; `inferred_s` is by place in the order of the ends."""
+    """How far each plan is.
+
+    t, u, engines: by plan.
+    scale: by plan, the running sequences over those of the outlook.
+    has_started, steps, ended_s: by plan and lot; `steps` from its start, or from now, to its end.
+    inferred_s: by plan and place in the order of the ends.
+    is_bad: by plan, whether it is doubted.
+    """
 
     t: Floats
     u: Floats
@@ -64,8 +80,14 @@ class _At:
 
 @dataclass(frozen=True)
 class _Segment:
-    """By plan: GPUs during it, and how long the trainer and inference are switched before they work. Without a
-    minibatch it ends after `train_after_s`, and with `is_cut` no later than the rollout."""
+    """One segment, by plan.
+
+    rate: the trainer's tokens a second.
+    train_after_s, infer_after_s: seconds of switching before the trainer, or inference, works.
+    minibatch: the one that is trained; None: the segment ends after `train_after_s`.
+    fixed_s: seconds of a minibatch that no GPU makes shorter.
+    is_cut: the segment ends when the rollout is over, at the latest.
+    """
 
     engines: Floats
     inference: Floats
@@ -86,7 +108,7 @@ class Forecast:
 
     @cached_property
     def first_s(self) -> float:
-        """When the first group has ended, at the speed of all engines: the trainer has nothing to do before."""
+        """Seconds until the first group has ended, at the speed of all engines. The trainer has no work before."""
         lots = self.left.lots
         if not lots.tokens.size or lots.is_ended.any():
             return 0.0
@@ -95,11 +117,11 @@ class Forecast:
 
     @cached_property
     def span_s(self) -> float:
-        """Until the rollout is over, at the speed of all engines that there are now."""
+        """Seconds until the rollout is over, at the speed of all present engines."""
         return self.over_s(self.cluster.num_engines)
 
     def over_s(self, num_engines: int) -> float:
-        """Until the rollout is over, at the speed of so many engines."""
+        """Seconds until the rollout is over, at the speed of `num_engines` engines."""
         return self._reached_s(self.left.load.last, num_engines)
 
     def _reached_s(self, u: float, num_engines: int) -> float:
@@ -109,8 +131,8 @@ class Forecast:
         return float(values_at(times, np.array([[u / self.left.load.step]]))[0, 0])
 
     def ends_s(self, plans: Plans) -> tuple[Floats, Floats]:
-        """By plan: seconds from now until the last minibatch has been updated, inf where it never is; and until all
-        others have been. A plan may have none to come but the open one."""
+        """By plan: seconds from now until the update of the last minibatch (inf: never), and until those of all others.
+        A plan may have no minibatch to come besides the open one."""
         at, trainer, nth = self._begun(plans)
         last, others_s = plans.trainer.shape[1] - 1, np.zeros(plans.count)
         for column in range(last + 1):
@@ -124,7 +146,8 @@ class Forecast:
         return ends, np.minimum(others_s, ends)
 
     def _begun(self, plans: Plans) -> tuple[_At, Floats, int]:
-        """Where plans part: at their start, or at the end of the minibatch that is open."""
+        """The moment until which plans do not differ: their start, or the end of the open minibatch. Also the trainer's
+        GPUs by then, and the number of minibatches that have passed."""
         count, lots, cluster = plans.count, self.left.lots, self.cluster
         shape = count, lots.tokens.size
         ended_s = np.where(lots.is_handed_on, -2.0, np.where(lots.is_ended, -1.0, NEVER_S))
@@ -163,14 +186,14 @@ class Forecast:
         )
 
     def _waiting(self, plans: Plans) -> _Segment:
-        """The trainer has no GPUs before the last minibatch, until the rollout is over."""
+        """The segment before a last minibatch that waits: until the rollout is over, the trainer has no GPUs."""
         inference, none = plans.inference[:, -1].astype(np.float64), np.zeros(plans.count)
         spare = self.cluster.num_gpus - inference
         engines = np.maximum(1.0, spare // self.cluster.engine_size)
         return _Segment(engines, inference, none, np.full(plans.count, NEVER_S), none, None, 0.0, is_cut=True)
 
     def _segment(self, plans: Plans, column: int, before: Floats, at: _At, minibatch: int) -> tuple[_Segment, Floats]:
-        """The GPUs that engines have left when the rollout has ended are the trainer's."""
+        """The segment of a minibatch, and its trainer's GPUs: after the rollout's end those of the engines too."""
         cluster, costs = self.cluster, self.costs
         trainer, inference = plans.trainer[:, column].astype(np.float64), plans.inference[:, column].astype(np.float64)
         is_over = at.u >= self.left.load.last - 1e-6
@@ -179,8 +202,9 @@ class Forecast:
         trainer = np.where(is_over, fitting, np.minimum(trainer, fitting))
         spare = cluster.num_gpus - trainer - inference
         engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
-        is_untold = plans.waits or (column == 0 and not cluster.is_open)
-        released_s = costs.release_s if is_untold else 0.0
+        # Before an open minibatch ends, engines are asked ahead; else the release delays the trainer.
+        is_unannounced = plans.waits or (column == 0 and not cluster.is_open)
+        released_s = costs.release_s if is_unannounced else 0.0
         units = cluster.units(trainer)
         switch_s = cluster.switch_s[cluster.units(before), units]
         starts_s = np.where(inference > cluster.num_inference_gpus, costs.inference_start_s, 0.0)
@@ -223,8 +247,9 @@ class Forecast:
         return _At(end, u, segment.engines, scale, has_started, steps, ended_s, inferred_s, at.is_bad)
 
     def _switched(self, at: _At, segment: _Segment, slots: Floats) -> tuple[_At, Floats]:
-        """As engines went: what runs stands still while the others compute the caches of what moves; sequences beyond
-        the slots are first in the queue, so that those behind start later by the work those still have."""
+        """After engines left: the moment, and by plan the seconds in which the remaining engines compute the caches of
+        moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue; those behind start
+        later by the work that these still have."""
         load = self.left.load
         place = np.minimum((at.u / load.step).astype(np.int64), load.running.size - 1)
         is_running = at.u < load.last - 1e-6
@@ -241,8 +266,10 @@ class Forecast:
         return replace(at, u=u, is_bad=is_bad, steps=steps), stall_s
 
     def _waits(self, at: _At, back: Floats, slots: Floats, place: Ints) -> Floats:
-        """By how many steps what is back in the queue delays each group that has started: those that end first come
-        first, and a group's own begin again when so many others have ended as come before them."""
+        """By plan and lot: the steps by which sequences that are back in the queue delay a lot that has started.
+
+        The lots that end first come first. A lot's sequences start again when as many others have ended as come before.
+        """
         load = self.left.load
         runs = at.has_started & (at.ended_s > at.t[:, None])
         nth = np.argsort(np.where(runs, at.steps, np.inf), axis=1, kind="stable").argsort(axis=1, kind="stable")
@@ -254,7 +281,7 @@ class Forecast:
 
     @cached_property
     def _u_by_count(self) -> Floats:
-        """When the n-th sequence ends, by n in `COUNTS` steps."""
+        """The u at which the n-th sequence ends, for `COUNTS` + 1 values of n."""
         load = self.left.load
         middles = (np.arange(load.num_ended.size) + 0.5) * load.step
         counts = np.linspace(0.0, load.num_ended[-1], COUNTS + 1)
@@ -262,7 +289,7 @@ class Forecast:
         return by_count
 
     def _times(self, engines: Floats, scale: Floats, speed: Floats) -> Floats:
-        """By plan, seconds from u = 0 to each point of the grid."""
+        """By plan: seconds from u = 0 to each point of the grid."""
         load, cluster, decode = self.left.load, self.cluster, self.costs.decode
         n = (scale / np.maximum(engines, 1e-9))[:, None]
         running, cached = load.running * n, load.kv_tokens * n
@@ -279,7 +306,7 @@ class Forecast:
         return times
 
     def _inferred(self, at: _At, segment: _Segment, ended_s: Floats, order: Ints) -> Floats:
-        """The lot that is being computed when a segment ends is computed again in the next."""
+        """By plan and place: when inference hands the lot on. A lot that a segment's end interrupts begins again."""
         is_left = at.inferred_s > at.t[:, None]
         rate = np.maximum(segment.inference * self.cluster.inference_rate, 1e-3)
         work = np.where(is_left, self.left.lots.tokens[order] / rate[:, None], 0.0)
@@ -301,12 +328,12 @@ class Forecast:
         return np.minimum(end, NEVER_S) + segment.fixed_s
 
     def _of_minibatch(self, nth: int, inferred_s: Floats, order: Ints) -> tuple[Floats, Floats]:
-        """By plan: when each of its lots is handed on, in that order, and the lots' tokens."""
+        """By plan: when each lot of the minibatch is handed on, in that order, and the lots' tokens."""
         left = self.left
         if left.is_by_arrival:
             own = slice(left.until[nth - 1] if nth else 0, left.until[nth])
             return inferred_s[:, own], left.lots.tokens[order[:, own]]
-        # A row has as many of its lots as any other, so that they can be had as columns.
+        # Every row has the same number of the minibatch's lots, so that they make columns.
         columns = np.nonzero(left.lots.minibatch[order] == nth)[1].reshape(len(order), -1)
         rows = np.arange(len(order))[:, None]
         return inferred_s[rows, columns], left.lots.tokens[order[rows, columns]]

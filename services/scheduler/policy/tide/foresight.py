@@ -1,12 +1,17 @@
-"""Which plan `tide` goes on with: lengths are foreseen, what is left is laid out, and plans are searched. Pure.
+"""Which plan `tide` goes on with: it forecasts lengths, lays out the remaining work, and searches plans. Pure.
 
-At the opening of an iteration the search begins at a coarse family of plans; from then on it tries the neighbours of
-the plan that is remembered, so that it gets better while it waits for its start. When GPUs are about to move the search
-takes `rounds` rounds, from the family's plans too.
+- When an iteration opens, the search begins at a coarse family of plans.
+- From then on each search tries the neighbours of the remembered plan, so that the plan improves while it waits for its
+  start.
+- When GPUs are about to move, the search takes `rounds` rounds, and the family's plans are tried too.
 
-Invariants: a plan is left for one that moves the trainer now only where that lowers its score by more than
-`least_gain_s`, and by more than `least_payback` times what the move itself takes; the trainer's GPUs are lent to the
-rollout only where that gains as much: of the score at the opening, of the end before the last minibatch.
+Invariants:
+- A plan that moves the trainer now is taken only where it lowers the score by more than `least_gain_s`, and by more
+  than `least_payback` times the seconds of the move. [test_tide_policy: moves_only_where_that_gains]
+- An iteration opens with the trainer's GPUs lent to the rollout only where that lowers the score as much.
+  [test_tide_policy: where_lending_the_trainers_gpus]
+- Before the last minibatch they are lent only where that brings the end forward as much.
+  [test_tide_policy: the_last_minibatch_waits]
 """
 
 from __future__ import annotations
@@ -26,19 +31,23 @@ from services.scheduler.state.remembered import Assignment, PlannedStage, Rememb
 from tidegate.types import GpuId
 
 WORTH_SEARCHING = 1.02
-"""Times what is without a wait: a plan with one that scores worse to begin with is not searched from."""
+"""A plan with a wait is searched from only where its score is at most this times that of the plan without."""
 
 FAR_S = 1e6
-"""Told for an end that no plan has."""
+"""The end that a remembered plan has where the forecast has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TideRules:
-    """`lead_s`: by how much more than a release's own time engines are told ahead of a minibatch's end. `short_share`
-    and `shorts_a_long`: the start's order of prompts (`prompt_order`). `max_overfull`: running sequences a slot that a
-    plan may leave once no sequence waits. `rounds` of the search when an iteration
-    opens and when GPUs are about to move; else it is one, when the plan is older than `fresh_share` of what it forecast
-    to be left."""
+    """The rules of `scheduler.tide`.
+
+    least_gain_s, least_payback: what a move of the trainer has to gain, in seconds and as multiples of its own time.
+    lead_s: engines are asked to leave this long, and the time of a release, ahead of a minibatch's end.
+    short_share, shorts_a_long: the start's order of prompts (`prompt_order`).
+    max_overfull: running sequences a slot that a plan may leave once no sequence waits.
+    fresh_share: a plan that is older than this share of its forecast remaining time is searched again, in one round.
+    rounds: of the search when an iteration opens and when GPUs are about to move.
+    """
 
     least_gain_s: float = 2.0
     least_payback: float = 1.0
@@ -62,8 +71,6 @@ class TideRules:
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Plans by forecast."""
-
     rules: TideRules
 
     def plan(
@@ -75,7 +82,7 @@ class Foresight:
         is_move: bool,
         order: tuple[int, ...] = (),
     ) -> Found:
-        """`is_move`: it is carried out at once. `order`: of prompts, if not the queue's own."""
+        """The plan to go on with. `is_move`: it is carried out at once. `order`: of prompts; empty: the queue's own."""
         assert memory.assignment is not None, "an iteration opens with an assignment"
         cluster = cluster_of(situation, memory.assignment, there, trained_on=memory.trained_on)
         forecast = self._forecast(situation, cluster, order)
@@ -100,9 +107,11 @@ class Foresight:
         *,
         order: tuple[int, ...] = (),
     ) -> Found | None:
-        """With the iteration opened at home, the trainer on its GPUs for its first minibatch: the plan of the others.
-        None where lending the rollout all of them, as `lent` does, has a score that is lower by what it takes to let go
-        of them and load."""
+        """The plan of an iteration that opens at home, with the trainer on its GPUs for its first minibatch.
+
+        `lent`: the plan that lends the rollout all GPUs. None where its score is lower by more than the least gain of
+        lending (`_lending_s`).
+        """
         if home.trainer is None:
             return None
         cluster = replace(
@@ -125,7 +134,7 @@ class Foresight:
         return Forecast(left, cluster, situation.costs, self.rules.max_overfull)
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:
-        """The same plan from the next minibatch on, with nothing moved now, where moving does not pay."""
+        """The plan, or, where moving now does not pay, the same plan with no move before the next minibatch."""
         cluster = forecast.cluster
         if not cluster.num_trainer_gpus:
             return found
@@ -136,8 +145,8 @@ class Foresight:
         return stays if stays.score_s <= found.score_s + self._least_s(float(cluster.switch_s[now, then])) else found
 
     def _or_wait(self, forecast: Forecast, found: Found) -> Found:
-        """The last minibatch, which is next, after the rollout and on all GPUs, where that pays for giving up the
-        trainer's."""
+        """The plan, or, where lending the trainer's GPUs pays, one whose last minibatch, which is next, waits for the
+        end of the rollout."""
         waits = best_of(forecast, replace(found.plan, waits=True))
         if waits.score_s > found.score_s * WORTH_SEARCHING:
             return found
@@ -150,8 +159,8 @@ class Foresight:
         return replace(waits, plan=replace(waits.plan, start_s=start_s))
 
     def _lending_s(self, forecast: Forecast, plan: Plans) -> float:
-        """What lending the trainer's GPUs has to gain: engines let go of those of the plan's next minibatch, and the
-        trainer is loaded on them."""
+        """The least gain of lending the trainer's GPUs. To end it, engines let go of the GPUs of the plan's next
+        minibatch, and the trainer is loaded on them."""
         cluster = forecast.cluster
         back = int(cluster.units(plan.trainer[0, :1].astype(np.float64))[0])
         return self._least_s(forecast.costs.release_s + float(cluster.switch_s[0, back]))
@@ -161,13 +170,13 @@ class Foresight:
 
 
 def num_to_come(situation: Situation) -> int:
-    """Minibatches that are not open yet."""
+    """Minibatches that are neither done nor open."""
     training = situation.trainer.training
     return situation.spec.num_minibatches - training.num_minibatches_done - (not training.is_at_boundary)
 
 
 def planned(situation: Situation, found: Found) -> TidePlan:
-    """As it is remembered."""
+    """The plan in the form that is remembered."""
     plan = found.plan
     stages = tuple(
         PlannedStage(int(trainer), int(inference))
@@ -183,7 +192,7 @@ def planned(situation: Situation, found: Found) -> TidePlan:
 
 
 def of_memory(situation: Situation, memory: Remembered, num_left: int) -> Plans | None:
-    """The remembered plan's last stages, without a wait; None where there are not as many."""
+    """The last `num_left` stages of the remembered plan, without a wait; None where it has fewer."""
     plan = memory.plan
     if plan is None or len(plan.stages) < num_left:
         return None

@@ -1,14 +1,25 @@
-"""Which plans are worth forecasting, and the search among them: steepest descent from the plan that is remembered.
+"""Which plans are worth forecasting, and the search among them: steepest descent from the remembered plan.
 
-Every round forecasts all neighbours of the best plan in one go and takes the best of them. A neighbour differs in when
-the trainer starts, in one minibatch's GPUs, or in those of one minibatch and all later ones alike; the last is what
-makes long plans searchable, where a single minibatch rarely gains anything alone. Where nothing is remembered the
-search begins at the best of a coarse family: a start, a first and a last number of trainer GPUs, and geometric steps
-between them, because what a trainer gains from its GPUs is a power of them.
+Each round forecasts all neighbours of the best plan at once and takes the best of them. A neighbour differs in one of
 
-Invariants: every plan that is tried is legal: whole data-parallel copies of a layout there is, at least one; inference
-has a GPU while groups are left for it; a component never has more than all; the search is the same for the same picture
-and stops after `rounds`.
+- the time at which the trainer starts;
+- the GPUs of one minibatch;
+- the GPUs of one minibatch and all later ones alike. This makes long plans searchable: a change of a single minibatch
+  rarely gains anything alone.
+
+Without a remembered plan the search begins at the best of a coarse family: a start, a first and a last number of
+trainer GPUs, and geometric steps between these two, because a trainer's rate is a power of its GPUs.
+
+    score = end_s + SLACK_WEIGHT * max(0, others_s - SLACK_AFTER * end_s)     seconds, to be low
+    end_s       end of the iteration
+    others_s    end of all minibatches but the last
+
+Invariants:
+- Every plan that is tried is legal: whole data-parallel copies of an existing layout, at least one; a GPU for inference
+  while groups are left for it; no component with more GPUs than there are. [test_foresight: every_neighbour_is_legal]
+- The same picture gives the same plan. [test_tide_policy: the_same_situation_gives]
+
+The search stops after `rounds` rounds at the latest.
 """
 
 from __future__ import annotations
@@ -24,26 +35,24 @@ from services.scheduler.state.observed import Ints
 
 START_STEPS = (0.008, 0.024, 0.08)
 FAMILY_STARTS = (0.0, 0.06, 0.12, 0.18, 0.24, 0.32)
-"""Shares of what the rollout still takes: an iteration of a minute and one of an hour are searched alike."""
+"""Shares of the remaining rollout's time, so that an iteration of a minute and one of an hour are searched alike."""
 FAMILY_FIRST = (0.12, 0.2, 0.3, 0.5)
 FAMILY_LAST = (0.6, 0.8, 0.95)
 FAMILY_INFERENCE = 0.1
-"""GPUs, as shares of all: the trainer's in the first and the last minibatch, inference's."""
+"""Shares of all GPUs: the trainer's in the first and in the last minibatch, and those of inference."""
 
 LEAST_GAIN_S = 0.05
-"""Of a round, or the search ends: a forecast is no better than that."""
+"""A round that gains less ends the search: a forecast is no more exact than that."""
 
 SLACK_AFTER, SLACK_WEIGHT = 0.6, 0.15
-"""Of a plan's score: what all minibatches but the last end later than this share of the iteration's end counts so much.
-While the rollout's tail sets the end, the forecast says that the trainer may start late and be small; lengths are
-uncertain, and when the tail is shorter than was thought such a plan ends as late as was thought. Without it 48 GPUs
-with 64 prompts of 900 tokens took up to 8 % longer (seeds 0 to 4)."""
+"""The terms of a plan's score (above). While the rollout's tail sets the end, the forecast says that the trainer may
+start late and be small. Lengths are uncertain: when the tail is shorter than forecast, such a plan does not end sooner.
+Without the second term 48 GPUs with 64 prompts of 900 tokens took up to 8 % longer (seeds 0 to 4)."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One plan, the seconds from now until its end, and its score, which is to be low: the end, and what missing slack
-    counts (`SLACK_AFTER`)."""
+    """One plan, the seconds from now until its end, and its score."""
 
     plan: Plans
     end_s: float
@@ -51,12 +60,12 @@ class Found:
 
 
 def best_of(forecast: Forecast, plans: Plans) -> Found:
-    """Of those with the lowest score the first."""
+    """The plan with the lowest score; of several the first."""
     return _first_and_best(forecast, plans)[1]
 
 
 def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
-    """From the best of one or more plans, as long as a round gains anything."""
+    """Starts at the best of the given plans, and goes on while a round gains at least `LEAST_GAIN_S`."""
     earliest_s = earliest_start_s(forecast)
     begin = not_before(begin, earliest_s)
     plan = begin if begin.count == 1 else best_of(forecast, begin).plan
@@ -77,18 +86,18 @@ def _first_and_best(forecast: Forecast, plans: Plans) -> tuple[Found, Found]:
 
 
 def earliest_start_s(forecast: Forecast) -> float:
-    """So that the trainer has its GPUs when the first group has ended."""
+    """The start with which the trainer has its GPUs when the first group has ended."""
     return max(0.0, forecast.first_s - forecast.costs.release_s - forecast.costs.load_s)
 
 
 def not_before(plans: Plans, earliest_s: float) -> Plans:
-    """A trainer that has GPUs before it has a group only waits."""
+    """Puts off earlier starts: a trainer that has GPUs before it has a group only waits."""
     return replace(plans, start_s=np.maximum(plans.start_s, earliest_s))
 
 
 def family(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
-    """The coarse one; with a trainer that is begun they have one start, and to move nothing any more is one of them.
-    `span_s`: what the rollout still takes."""
+    """The coarse family of plans. Where the trainer has begun, all start at once, and one of them moves no further GPU.
+    `span_s`: seconds that the rollout still takes."""
     starts = (0.0,) if cluster.is_open or cluster.num_trainer_gpus else FAMILY_STARTS
     rows = [(span_s * start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
     start_s = np.array([row[0] for row in rows])
@@ -105,7 +114,7 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
 
 
 def neighbours(plan: Plans, cluster: Cluster, span_s: float) -> Plans:
-    """Of one plan; itself is left out. `span_s`: what the rollout still takes."""
+    """The neighbours of one plan, without itself. `span_s`: seconds that the rollout still takes."""
     changes = list(_changes(plan.trainer.shape[1], cluster, span_s))
     start = plan.start_s + np.array([change[0] for change in changes])
     trainer = plan.trainer + np.array([change[1] for change in changes], dtype=np.int64)
@@ -117,7 +126,7 @@ def neighbours(plan: Plans, cluster: Cluster, span_s: float) -> Plans:
 
 
 def legal(plans: Plans, cluster: Cluster) -> Plans:
-    """Each brought to the nearest that is."""
+    """Each plan, changed to the nearest legal one."""
     fewest = max(1, int(np.argmax(cluster.unit_rates > 0)))
     least = min(1, cluster.num_gpus - fewest * cluster.unit_size)
     most = max(fewest, (cluster.num_gpus - least) // cluster.unit_size)
@@ -127,13 +136,13 @@ def legal(plans: Plans, cluster: Cluster) -> Plans:
 
 
 def _inference_step(cluster: Cluster) -> int:
-    """A thirty-second of the cluster, in whole engines where that is one at least, so that no GPU is left beside
-    them."""
+    """GPUs of a step of inference: a 32nd of the cluster. It is a number of whole engines where it is one at least, so
+    that no GPU is idle beside them."""
     return max(1, round(cluster.num_gpus / 32 / cluster.engine_size) * cluster.engine_size)
 
 
 def _changes(num: int, cluster: Cluster, span_s: float) -> Iterator[tuple[float, Ints, Ints]]:
-    """Of the start, and by minibatch of the trainer's and inference's GPUs."""
+    """Changes of a plan: of the start in seconds, and by minibatch of the trainer's and of inference's GPUs."""
     none, here = np.zeros(num, dtype=np.int64), np.arange(num)
     units = [step * cluster.unit_size for step in _steps(cluster)]
     if not cluster.is_open and not cluster.num_trainer_gpus:
@@ -155,6 +164,6 @@ def _changes(num: int, cluster: Cluster, span_s: float) -> Iterator[tuple[float,
 
 
 def _steps(cluster: Cluster) -> tuple[int, ...]:
-    """In units: one, two and four of sixteen, and as many of larger clusters."""
+    """Steps of the trainer's copies: one, two and four of sixteen, and the same shares of larger clusters."""
     most = max(1, len(cluster.unit_rates) - 1)
     return tuple(sorted({1, max(1, most // 16), max(1, most // 8), max(1, most // 4)}))

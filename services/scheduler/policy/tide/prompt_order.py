@@ -1,15 +1,19 @@
-"""In which order prompts are given to engines, at the start and when engines hand sequences back. Pure.
+"""In which order prompts go to engines, at the start and when engines hand sequences back. Pure.
 
-At the start the longest prompts and some of the shortest come first, one of each in turn: the longest bind the end of
-the iteration, because a response cannot be made faster than a token a step, and the shortest complete groups early, on
-which a few GPUs train while most still generate. What comes back from an engine that left is given out again by when
-its group will be complete, soonest first, as far as the next minibatch needs groups; the others longest first, as at
-the start.
+At the start the longest prompts and some of the shortest come first, in turn. The longest prompts set the end of the
+iteration, because a response gains at most one token a step. The shortest complete groups early, and a few GPUs can
+train on them while most still generate.
 
-Hints that are off by more than prompts differ put long prompts last that nobody takes for long: with a spread of 0.5
-and hints off by 0.6 such an order ended the published iteration 4 to 12 % later than none.
+When an engine leaves, its sequences are given out again. As many groups as the next minibatch needs come first, the
+group that is complete soonest before the others. The other groups follow longest first, as at the start.
 
-Invariants: every group is in an order once; without hints, or with such, the start has none.
+Hints that vary around the true lengths by more than prompts differ give no order: it would put long prompts last, which
+look short. With a spread of 0.5 and hints off by 0.6 such an order ended the published iteration 4 to 12 % later than
+none.
+
+Invariants:
+- An order has every group once. [test_prompt_order: has_every_group_once]
+- Without hints, or with such hints, the start has no order. [test_prompt_order: without_useful_hints]
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from services.scheduler.state.observed import Ints
 
 
 def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
-    """`short_share` of the prompts, the shortest by their hints, `shorts_a_long` of them before each of the longest.
-    Empty without hints that tell prompts apart: it stays as it is."""
+    """The start's order of prompts. `short_share` of them are the short ones, by their hints; `shorts_a_long` of these
+    come before each of the others. Empty where hints do not tell prompts apart: the order stays as it is."""
     law = situation.lengths
     if not situation.generation.hints or law.sigma_hint > law.sigma_prompt:
         return ()
@@ -32,14 +36,14 @@ def short_between_long(situation: Situation, short_share: float, *, shorts_a_lon
     longest = np.argsort(-level, kind="stable")
     num = round(short_share * longest.size)
     short, rest = longest[::-1][:num], longest[: longest.size - num]
-    # Places on one line: the k-th short one before the k // shorts_a_long-th of the rest.
+    # Places on one line: the k-th short prompt stands before the (k // shorts_a_long)-th of the rest.
     place = np.concatenate((np.arange(num) // shorts_a_long - 0.5, np.arange(rest.size)))
     order = np.concatenate((short, rest))[np.argsort(place, kind="stable")]
     return tuple(order.tolist())
 
 
 def queue_in(situation: Situation, order: tuple[int, ...]) -> Ints:
-    """The sequences that wait, in an order of prompts."""
+    """The waiting sequences, sorted by an order of prompts."""
     told = situation.generation
     queue = np.array(told.queue, dtype=np.int64)
     place = np.full(told.num_groups, len(order), dtype=np.int64)
@@ -49,7 +53,7 @@ def queue_in(situation: Situation, order: tuple[int, ...]) -> Ints:
 
 
 def order_back(situation: Situation) -> tuple[int, ...]:
-    """Groups that an engine works on, then the queue as it is."""
+    """The order when engines hand sequences back: groups that an engine works on, then the queue as it is."""
     told, training = situation.generation, situation.trainer.training
     final = final_lengths(told, situation.lengths, is_spread=False)
     left = np.where(told.is_unfinished, final - told.length_of, 0.0).reshape(-1, told.group_size).max(axis=1)

@@ -1,12 +1,17 @@
-"""Which GPUs each component gets when it is known how many: as few moves as possible, and near to each other.
+"""Which GPUs each component gets, once their numbers are known: with few moves, and near each other.
 
-Order: who has a GPU keeps it as far as the numbers allow; engines that go are those of the nodes where the trainer is
-already, then of the nodes whose engines hold the fewest KV tokens; of what is given up the trainer takes whole
-data-parallel copies inside a node first, then inference its share, then the rollout engines inside a node; what is too
-small for anybody's unit goes to inference in whole copies while groups are left for it.
+Order:
+1. A component keeps the GPUs that it has, as far as the numbers allow. Of the engines those leave first that share a
+   node with the trainer, then those of the nodes whose engines have the fewest KV tokens.
+2. From the pool the trainer takes whole data-parallel copies, inside a node first.
+3. The rollout takes engines, inside a node first. Inference takes its share.
+4. The rest becomes further engines while sequences are unfinished. What is too small for an engine goes to inference,
+   in whole copies, while groups are left for it.
 
-Invariants: only GPUs that are there are assigned; the trainer gets exactly its layout's ranks; with work waiting, no
-GPU is left out that a whole unit of a component with work could use.
+Invariants:
+- Only GPUs that are there are assigned. [test_seating: only_gpus_that_are_there]
+- The trainer gets exactly its layout's ranks. [test_seating: whole_copies_inside_a_node]
+- While a component has work, no GPU is idle that could make a whole unit of it. [test_seating: nothing_is_left_over]
 """
 
 from __future__ import annotations
@@ -21,12 +26,12 @@ from tidegate.types import GpuId, NodeId, Role, node_of
 
 
 def seated(situation: Situation, split: Split, before: Assignment, there: tuple[GpuId, ...]) -> Assignment:
-    """`there` are all GPUs that may be assigned, and suffice for the split (`cluster.fitting`)."""
+    """`there`: all GPUs that may be assigned; they suffice for the split (`cluster.fitting`)."""
     alive = set(there)
     spec = situation.spec
     layout, num_shards = spec.placement[Role.ACTOR].layout, spec.num_logical_shards
     unit = replica_size(layout)
-    # What there is no layout for is the others'.
+    # Copies beyond the largest layout are left to the other components.
     num_trainer = largest_dp(layout, split.num_trainer_gpus // unit, num_shards=num_shards) * unit
     engines = [engine for engine in before.engines if alive.issuperset(engine)]
     trainer = [gpu for gpu in (before.trainer.gpus if before.trainer else ()) if gpu in alive][:num_trainer]
@@ -39,8 +44,8 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
     pool = but_for(pool, stays)
     more = in_units(pool, unit, num_trainer - len(trainer), near)
     pool = but_for(pool, more)
-    wanted = split.num_engines - len(engines)
-    new = _new_engines(pool, engine_size(situation.spec), wanted) if situation.num_unfinished else []
+    num_new = split.num_engines - len(engines)
+    new = _new_engines(pool, engine_size(situation.spec), num_new) if situation.num_unfinished else []
     pool = but_for(pool, [gpu for engine in new for gpu in engine])
     joins = pool[: split.num_inference_gpus - len(stays)]
     pool = but_for(pool, joins)
@@ -56,7 +61,7 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
 
 
 def _kept(situation: Situation, engines: list[EngineGpus], num: int, near: set[NodeId]) -> list[EngineGpus]:
-    """In their own order."""
+    """`num` of the engines, in their own order."""
     if len(engines) <= num:
         return engines
     cached = {engine.gpus: engine.num_kv_tokens for engine in situation.engines}
@@ -69,8 +74,8 @@ def _kept(situation: Situation, engines: list[EngineGpus], num: int, near: set[N
         node = node_of(engine[0])
         return node not in near, mean[node], node, cached.get(engine, 0)
 
-    gone = set(sorted(engines, key=leaves_later)[: len(engines) - num])
-    return [engine for engine in engines if engine not in gone]
+    leaving = set(sorted(engines, key=leaves_later)[: len(engines) - num])
+    return [engine for engine in engines if engine not in leaving]
 
 
 def _new_engines(pool: list[GpuId], size: int, num: int) -> list[EngineGpus]:

@@ -1,4 +1,4 @@
-"""What is left of an iteration, against the same counted one sequence at a time."""
+"""The rest of an iteration, against the same counted one sequence at a time."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def one_by_one(running: Floats, waiting: Floats, num_slots: int) -> list[float]:
 
 def test_what_runs_and_what_it_caches_is_counted_at_every_step() -> None:
     lengths, places = ending(SPEC, num_engines=4, num_unfinished=30, num_unsubmitted=10, length=100)
-    told = generation(SPEC, as_configured(SPEC).engines, lengths=lengths, places=places, kv_use=0.0)
-    situation = seen(SPEC, as_configured(SPEC), told=told)
-    final = np.array(lengths, dtype=np.float64) + np.where(told.is_unfinished, np.arange(48) * 3.0 + 20, 0.0)
+    picture = generation(SPEC, as_configured(SPEC).engines, lengths=lengths, places=places, kv_use=0.0)
+    situation = seen(SPEC, as_configured(SPEC), told=picture)
+    final = np.array(lengths, dtype=np.float64) + np.where(picture.is_unfinished, np.arange(48) * 3.0 + 20, 0.0)
     load = outlook(situation, final, num_slots=20).load
-    running = [at for at in np.flatnonzero(told.is_unfinished).tolist() if at not in told.queue]
-    left, queue = final - told.length_of, list(told.queue)
+    running = [at for at in np.flatnonzero(picture.is_unfinished).tolist() if at not in picture.queue]
+    left, queue = final - picture.length_of, list(picture.queue)
     starts = dict.fromkeys(running, 0.0)
     starts.update(zip(queue, one_by_one(np.sort(left[running]), left[queue], 20), strict=True))
     for interval in range(GRID):
@@ -64,6 +64,28 @@ def test_lots_hold_every_group_that_is_not_taken() -> None:
     assert found.lots.tokens.sum() == pytest.approx(final.reshape(-1, 2).sum(axis=1)[5:].sum(), rel=0.2)
     assert found.until[-1] == found.lots.tokens.size
     assert found.lots.is_handed_on.sum() == 24 - 10 - 5
+
+
+def test_the_groups_of_a_lot_either_all_started_or_all_wait() -> None:
+    spec = job(actor=2, rollout=4, inference=2, prompts=600, group_size=2, minibatches=3)
+    situation = seen(spec, as_configured(spec), num_unfinished=1000, num_unsubmitted=900, length=500)
+    picture = situation.generation
+    rng = np.random.default_rng(5)
+    final = picture.length_of + np.where(picture.is_unfinished, rng.integers(1, 2000, picture.length_of.size), 0.0)
+    lots = outlook(situation, final.astype(np.float64), num_slots=100).lots
+    # 450 groups wait. Those that have ended, or run, make lots of their own, at most 64 groups' worth each.
+    tokens = final.reshape(-1, 2).sum(axis=1)
+    assert lots.tokens[lots.starts >= 0].sum() == pytest.approx(tokens[-450:].sum())
+    assert lots.tokens[lots.starts < 0].sum() == pytest.approx(tokens[:-450].sum())
+
+
+def test_groups_that_inference_handed_on_come_first_and_then_complete_ones() -> None:
+    situation = seen(SPEC, as_configured(SPEC), num_unfinished=20, ready=(9, 2, 5))
+    final = situation.generation.length_of + np.where(situation.generation.is_unfinished, 50.0, 0.0)
+    lots = outlook(situation, final.astype(np.float64), num_slots=100).lots
+    rank = np.where(lots.is_handed_on, 0, np.where(lots.is_ended, 1, 2))
+    assert rank.tolist() == sorted(rank.tolist())
+    assert set(rank.tolist()) == {0, 1, 2}
 
 
 def test_minibatches_that_do_not_divide_differ_by_one() -> None:

@@ -1,4 +1,4 @@
-"""The trainer's curve by hand: as told, put right where minibatches were measured, and the same for every policy."""
+"""The trainer's curve by hand: assumed, corrected where minibatches were measured, the same for every policy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from services.scheduler.state.remembered import as_configured
 from tests.unit.scheduler.situations import job, seen
 from tidegate.types import Layout
 
-TOLD = Rates(trainer=((2, 100.0), (8, 200.0)), inference_tokens_per_s_per_gpu=1e9)
+ASSUMED = Rates(trainer=((2, 100.0), (8, 200.0)), inference_tokens_per_s_per_gpu=1e9)
 """The square root of the GPUs."""
-SPEC = replace(job(actor=2, rollout=12, inference=2, prompts=64, group_size=24, minibatches=2), rates=TOLD)
+SPEC = replace(job(actor=2, rollout=12, inference=2, prompts=64, group_size=24, minibatches=2), rates=ASSUMED)
 """768 sequences a minibatch."""
 
 
 def measured(*rates: tuple[int, float], tp: int = 1) -> Situation:
     """By the number of copies."""
-    told = tuple(TrainerRate(Layout(tp=tp, dp=dp), rate) for dp, rate in rates)
-    return seen(SPEC, as_configured(SPEC), measured=told)
+    rates_seen = tuple(TrainerRate(Layout(tp=tp, dp=dp), rate) for dp, rate in rates)
+    return seen(SPEC, as_configured(SPEC), measured=rates_seen)
 
 
 def curve(situation: Situation, *sizes: int) -> list[float]:
@@ -36,30 +36,35 @@ def curve(situation: Situation, *sizes: int) -> list[float]:
     return found
 
 
-def test_before_a_minibatch_was_measured_the_curve_is_as_told() -> None:
+def test_before_a_minibatch_was_measured_the_curve_is_the_assumed_one() -> None:
     assert curve(measured(), 2, 4, 8) == pytest.approx([100.0, 100 * 2**0.5, 200.0])
     assert curve(measured(), 1, 16) == pytest.approx([100 * 0.5**0.4, 200 * 2**0.4])
 
 
-def test_one_layout_measured_puts_all_right_by_its_factor() -> None:
+def test_one_measured_layout_corrects_all_by_its_factor() -> None:
     assert curve(measured((4, 120 * 2**0.5)), 1, 2, 4, 8) == pytest.approx(
         [1.2 * rate for rate in curve(measured(), 1, 2, 4, 8)], rel=1e-5
     )
 
 
-def test_between_two_layouts_measured_the_correction_is_a_power_and_beyond_them_the_nearest_ones() -> None:
+def test_the_prediction_is_what_was_measured() -> None:
+    found = curve(measured((2, 90.0), (3, 130.0), (8, 260.0)), 2, 3, 8)
+    assert found == pytest.approx([90.0, 130.0, 260.0], rel=1e-5)
+
+
+def test_between_two_measured_layouts_the_correction_is_a_power_and_beyond_them_the_nearest_ones() -> None:
     # 20 % more at 2, 20 % less at 8: in the middle of the logarithms the geometric mean of both.
-    found, told = curve(measured((8, 160.0), (2, 120.0)), 1, 2, 4, 8, 16), curve(measured(), 1, 2, 4, 8, 16)
-    assert np.array(found) / told == pytest.approx([1.2, 1.2, 0.96**0.5, 0.8, 0.8], rel=1e-5)
+    found, assumed = curve(measured((8, 160.0), (2, 120.0)), 1, 2, 4, 8, 16), curve(measured(), 1, 2, 4, 8, 16)
+    assert np.array(found) / assumed == pytest.approx([1.2, 1.2, 0.96**0.5, 0.8, 0.8], rel=1e-5)
 
 
-def test_measured_as_told_changes_nothing_to_the_bit() -> None:
+def test_a_measurement_equal_to_the_assumption_changes_nothing_to_the_bit() -> None:
     sizes = tuple(range(1, 17))
-    as_told = measured((5, curve(measured(), 5)[0]), (4, 100 * 2**0.5), (8, 200.0))
-    assert curve(as_told, *sizes) == curve(measured(), *sizes)
+    equal = measured((5, curve(measured(), 5)[0]), (4, 100 * 2**0.5), (8, 200.0))
+    assert curve(equal, *sizes) == curve(measured(), *sizes)
 
 
-def test_of_two_layouts_on_as_many_gpus_the_last_counts() -> None:
+def test_of_two_measured_layouts_on_as_many_gpus_the_last_counts() -> None:
     for first, last in permutations((Layout(pp=2, dp=2), Layout(tp=2, dp=2))):
         two = (TrainerRate(first, 1.0), TrainerRate(last, 300.0))
         situation = seen(SPEC, as_configured(SPEC), measured=two)
@@ -80,9 +85,9 @@ def test_an_uneven_split_is_measured_and_predicted_at_the_pace_of_its_fullest_co
     situation = seen(few, as_configured(few), measured=(TrainerRate(Layout(dp=5), 96.0),))
     # 12 sequences over 5 copies: one has 3 where a fair share is 2.4.
     assert curve(situation, 5) == pytest.approx([96.0], rel=1e-5)
-    told = curve(seen(few, as_configured(few)), 5)
-    assert told == pytest.approx([100 * 2.5**0.5 / 1.25])
-    assert curve(situation, 4) == pytest.approx([200 / 2**0.5 * 96.0 / told[0]], rel=1e-5), "4 divide them"
+    assumed = curve(seen(few, as_configured(few)), 5)
+    assert assumed == pytest.approx([100 * 2.5**0.5 / 1.25])
+    assert curve(situation, 4) == pytest.approx([200 / 2**0.5 * 96.0 / assumed[0]], rel=1e-5), "4 divide them"
 
 
 def test_every_policy_reckons_with_what_was_measured() -> None:

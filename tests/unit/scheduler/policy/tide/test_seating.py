@@ -1,4 +1,4 @@
-"""Which GPUs a component gets, once it is known how many."""
+"""Which GPUs a component gets, once their numbers are known."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def across_nodes(spec_gpus: tuple[GpuId, ...] = NODES) -> Assignment:
 
 def sit(assignment: Assignment, *, num_unfinished: int = 8, kv: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
     situation = seen(SPEC, as_configured(SPEC), num_unfinished=0)
-    told = generation(
+    picture = generation(
         SPEC, assignment.engines, lengths=(5,) * 8, places=(0,) * num_unfinished + (-3,) * (8 - num_unfinished)
     )
     engines = tuple(
-        replace(each, num_kv_tokens=tokens) for each, tokens in zip(told.engines, kv or (1,) * 8, strict=True)
+        replace(each, num_kv_tokens=tokens) for each, tokens in zip(picture.engines, kv or (1,) * 8, strict=True)
     )
     inferring = replace(situation.inference, gpus=(), inferring=replace(situation.inference.inferring, ready=()))
     trainer = replace(situation.trainer, placed=None)
     return replace(
         situation,
-        generation=replace(told, engines=engines),
+        generation=replace(picture, engines=engines),
         inference=inferring,
         trainer=trainer,
         free=(),
@@ -52,7 +52,7 @@ def test_the_trainer_gets_whole_copies_inside_a_node() -> None:
     assert len(found.inference) == 2
 
 
-def test_engines_go_from_where_the_trainer_is() -> None:
+def test_engines_beside_the_trainer_leave_first() -> None:
     before = across_nodes()
     first = seated(sit(before), Split(6, 4, 0), before, NODES)
     second = seated(sit(before), Split(4, 8, 0), first, NODES)
@@ -62,14 +62,14 @@ def test_engines_go_from_where_the_trainer_is() -> None:
     assert len({node_of(each) for each in second.trainer.gpus}) == 1
 
 
-def test_engines_that_cache_least_go_first() -> None:
+def test_engines_with_the_fewest_kv_tokens_leave_first() -> None:
     before = across_nodes()
     kv = (9, 9, 9, 9, 5, 1, 5, 5)
     found = seated(sit(before, kv=kv), Split(7, 0, 2), before, NODES)
     assert set(before.engines) - set(found.engines) == {before.engines[5]}
 
 
-def test_what_was_there_stays_and_nothing_is_left_over() -> None:
+def test_components_keep_their_gpus_and_nothing_is_left_over() -> None:
     before = seated(sit(across_nodes()), Split(4, 4, 4), across_nodes(), NODES)
     found = seated(sit(across_nodes()), Split(5, 4, 2), before, NODES)
     assert found.trainer == before.trainer
@@ -86,7 +86,7 @@ def test_a_lost_gpu_takes_its_engine_with_it_and_the_others_are_used() -> None:
     assert found.inference == (NODES[2],)
 
 
-def test_what_makes_no_copy_is_inferences() -> None:
+def test_gpus_that_make_no_copy_of_the_trainer_go_to_inference() -> None:
     before = Assignment((), Placed(NODES[:4], Layout(tp=4)), NODES[4:])
     found = seated(sit(across_nodes(), num_unfinished=0), Split(0, 12, 2), before, NODES[:14])
     assert found.trainer is not None
@@ -95,7 +95,7 @@ def test_what_makes_no_copy_is_inferences() -> None:
     assert sorted(found.gpus) == sorted(NODES[:14])
 
 
-def test_what_the_trainer_has_no_layout_for_is_the_others() -> None:
+def test_gpus_beyond_the_trainers_largest_layout_go_to_engines() -> None:
     situation = sit(across_nodes())
     reproducible = replace(situation, spec=replace(SPEC, num_logical_shards=2))
     found = seated(reproducible, Split(1, 12, 2), across_nodes(), NODES)
@@ -114,6 +114,15 @@ def test_inference_has_whole_copies_of_its_layout() -> None:
     assert len(seated(pairs, Split(0, 4, 6), before, NODES[:11]).inference) == 6
 
 
-def test_gpus_that_are_there_are_those_of_all_components_the_free_and_those_on_their_way() -> None:
+def test_gpus_of_all_components_are_there() -> None:
     situation = seen(SPEC, as_configured(SPEC), num_unfinished=2)
     assert gpus_there(situation) == SPEC.gpus
+
+
+def test_only_gpus_that_are_there_are_assigned() -> None:
+    before = seated(sit(across_nodes()), Split(4, 4, 4), across_nodes(), NODES)
+    for missing in NODES:
+        there = tuple(each for each in NODES if each != missing)
+        situation = sit(across_nodes())
+        found = seated(situation, fitting(situation, Split(4, 4, 4), len(there)), before, there)
+        assert set(found.gpus) <= set(there)

@@ -326,6 +326,24 @@ def test_a_reproducible_trainer_has_copies_that_divide_its_logical_shards() -> N
     assert trainer.layout == Layout(tp=4, dp=8)
 
 
+@pytest.mark.parametrize(("rules", "moves"), [(TideRules(), True), (TideRules(least_gain_s=1e6), False)])
+def test_the_trainer_moves_only_where_that_gains_enough(rules: TideRules, moves: bool) -> None:
+    """After the first minibatch, in an iteration that opened at home, with a trainer that is slow on its 4 GPUs."""
+    home = as_configured(SPEC)
+    slow = (TrainerRate(SPEC.placement[Role.ACTOR].layout, 5.0),)
+    between = seen(
+        SPEC,
+        home,
+        num_unfinished=8,
+        measured=slow,
+        remembered=POLICY.choose(opening(shortest_tokens=20.0)).remembered,
+        now_ms=5_000,
+        num_done=1,
+        num_taken=8,
+    )
+    assert (TidePolicy(rules).choose(between).assignment.trainer != home.trainer) is moves
+
+
 def test_the_same_situation_gives_the_same_choice() -> None:
     situation = opening()
     assert POLICY.choose(situation) == POLICY.choose(situation)
