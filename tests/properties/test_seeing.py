@@ -15,7 +15,7 @@ from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.components import Component, Instance, Lead
+from services.scheduler.state.components import Component, Down, Instance, Lead, Working
 from services.scheduler.state.course import Iteration
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.observed import (
@@ -30,7 +30,7 @@ from services.scheduler.state.observed import (
     TrainerRate,
     Training,
 )
-from services.scheduler.state.values import JobSpec
+from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.fake_parts import JOB, gpu
 from tests.unit.scheduler.situations import job
 from tidegate.ownership.records import GpuRecord, GpuState, Move, Owner, Part, PartKind, Transition
@@ -107,7 +107,8 @@ trainings = st.builds(
 def components(draw: st.DrawFn) -> Component:
     slots = draw(st.lists(st.sampled_from(SLOTS), unique=True, max_size=6))
     grants = tuple(Grant(slot, draw(st.sampled_from(TOKENS))) for slot in slots)
-    return Component(grants=grants, layout=draw(st.sampled_from((None, *LAYOUTS))))
+    layout = draw(st.sampled_from((None, *LAYOUTS)))
+    return Component(state=Working(grants, Placed(tuple(slots), layout)) if grants and layout else Down())
 
 
 @st.composite

@@ -16,7 +16,7 @@ from services.scheduler.evolve.admission import Refused
 from services.scheduler.evolve.losses import counted_anew, stop, with_component
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.components import Loaded, role_of_instance
+from services.scheduler.state.components import Loaded, Working, role_of_instance
 from services.scheduler.state.course import Iteration, accounting_fault
 from services.scheduler.state.learned import with_lengths
 from services.scheduler.state.observed import Seen
@@ -58,11 +58,13 @@ def loaded(state: ClusterState, event: ev.Event, body: ev.WeightsLoaded) -> Clus
         )
         return stop(state, Phase.FAILED, message)
     component = state.components[role]
-    if not component.is_up:
+    at_work = component.state
+    if not isinstance(at_work, Working):
         return Refused("by a component that is down")
     held = Loaded(incarnation=state.incarnation, version=body.version, checksum=body.checksum)
-    has_reference = component.has_reference or state.needs_reference(role)
-    return with_component(state, role, replace(component, loaded=held, has_reference=has_reference))
+    has_reference = at_work.has_reference or state.needs_reference(role)
+    at_work = replace(at_work, loaded=held, has_reference=has_reference)
+    return with_component(state, role, replace(component, state=at_work))
 
 
 def reported(state: ClusterState, event: ev.Event, body: ev.IterationReported) -> ClusterState | Refused:

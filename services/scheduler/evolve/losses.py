@@ -22,8 +22,9 @@ from dataclasses import replace
 from services.scheduler.evolve import evaluations
 from services.scheduler.evolve.accounts import supersede
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
-from services.scheduler.state.components import Component
+from services.scheduler.state.components import Component, Down, Suspended, Working
 from services.scheduler.state.layouts import whole
+from services.scheduler.state.values import Placed
 from tidegate.ownership.records import Transition
 from tidegate.types import Grant, NodeId, Role, node_of
 
@@ -88,32 +89,36 @@ def _breaks(state: ClusterState, role: Role, transition: Transition, gone: set[G
 def waits_for_ranks(state: ClusterState) -> bool:
     """Whether the actor goes on after another death: its lead asks again what a death breaks off. While it starts,
     which ends as the first iteration opens, it does not."""
-    component, transition = state.components[Role.ACTOR], state.transition_of(Role.ACTOR)
-    is_started = state.phase is Phase.RUNNING and component.is_up and transition in (None, state.changing(Role.ACTOR))
-    return is_started and component.num_deaths < MAX_DEATHS
+    actor, transition = state.components[Role.ACTOR].state, state.transition_of(Role.ACTOR)
+    is_started = state.phase is Phase.RUNNING and transition in (None, state.changing(Role.ACTOR))
+    return is_started and isinstance(actor, Working) and actor.num_deaths < MAX_DEATHS
 
 
 def impaired(state: ClusterState, gone: Iterable[Grant], *, why: str) -> ClusterState:
     """The actor's other ranks hold the state; incarnation and iteration stay, and so does its layout, but for a resize
     that the store has committed: then it is to be impaired in the new one."""
     component, transition = state.components[Role.ACTOR], state.changing(Role.ACTOR)
+    actor = component.state
+    assert isinstance(actor, Working), f"an actor that is {actor.CASE} has no ranks"
     is_switching = transition is not None and component.switched != transition.id
-    members = {*component.grants, *(_coming(state, Role.ACTOR) if is_switching else ())}
-    dead = members.intersection(gone).difference(component.gone)
+    members = {*actor.grants, *(_coming(state, Role.ACTOR) if is_switching else ())}
+    dead = members.intersection(gone).difference(actor.gone)
     if not dead:
         return state
-    left = tuple(grant for grant in component.grants if grant not in dead)
+    left = tuple(grant for grant in actor.grants if grant not in dead)
     if not left:
         return restart_actor(state, why=why)
-    known = tuple(sorted({*component.gone, *dead})) if is_switching else component.gone
-    num_deaths = component.num_deaths + len(dead)
-    return with_component(state, Role.ACTOR, replace(component, grants=left, gone=known, num_deaths=num_deaths))
+    known = tuple(sorted({*actor.gone, *dead})) if is_switching else actor.gone
+    actor = replace(actor, grants=left, gone=known, num_deaths=actor.num_deaths + len(dead))
+    return with_component(state, Role.ACTOR, replace(component, state=actor))
 
 
-def counted_anew(actor: Component) -> Component:
-    """For an iteration that opens: what it still lacks, or may come to lack, stays counted."""
-    num_lacking = actor.layout.num_ranks - len(actor.grants) if actor.layout else 0
-    return replace(actor, num_deaths=num_lacking + len(actor.gone))
+def counted_anew(component: Component) -> Component:
+    """The actor as an iteration opens. Ranks that it still lacks, or may come to lack, stay counted as deaths."""
+    actor = component.state
+    assert isinstance(actor, Working), f"an iteration opens while the actor is {actor.CASE}"
+    num_lacking = actor.placed.layout.num_ranks - len(actor.grants)
+    return replace(component, state=replace(actor, num_deaths=num_lacking + len(actor.gone)))
 
 
 def _coming(state: ClusterState, role: Role) -> tuple[Grant, ...]:
@@ -124,10 +129,10 @@ def _coming(state: ClusterState, role: Role) -> tuple[Grant, ...]:
 
 
 def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
-    """With nothing left, it is down and holds no weights."""
-    if left:
-        return replace(component, grants=left)
-    return replace(component, grants=(), layout=None, loaded=None, has_reference=False, placed=None)
+    """The component with only these of its grants. With none left, it is down."""
+    if left and isinstance(component.state, Working):
+        return replace(component, state=replace(component.state, grants=left))
+    return replace(component, state=Down())
 
 
 def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> ClusterState:
@@ -144,9 +149,13 @@ def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> Clu
 def _waited_for_on(state: ClusterState) -> set[NodeId]:
     """The nodes that an actor needs which is suspended, lacks ranks, or has lost some in the open change."""
     component = state.components[Role.ACTOR]
-    gpus = [grant.gpu for grant in component.gone]
-    if (component.lacks_ranks or component.is_suspended) and component.placed is not None:
-        gpus += component.placed.gpus
+    match component.state:
+        case Working(placed=placed, gone=gone):
+            gpus = [*(grant.gpu for grant in gone), *(placed.gpus if component.lacks_ranks else ())]
+        case Suspended(placed=Placed(gpus=kept_on)):
+            gpus = [*kept_on]
+        case _:
+            gpus = []
     return {node_of(gpu) for gpu in gpus}
 
 

@@ -13,7 +13,7 @@ from services.scheduler.evolve.losses import lose, lose_node, restart_actor, sto
 from services.scheduler.evolve.pictures import led_anew
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
-from services.scheduler.state.components import Instance, Lead, node_of_instance, role_of_instance
+from services.scheduler.state.components import Instance, Lead, Working, node_of_instance, role_of_instance
 from tidegate.types import InstanceId, Role
 
 
@@ -72,7 +72,11 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
         return Refused("of an older start of its source")
     lead = Lead(instance=body.instance, endpoint=body.endpoint, epoch=body.epoch, boot=boot)
     state = _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=boot, living=True))
-    state = with_component(state, role, replace(component, lead=lead, loaded=None, has_reference=False))
+    led = replace(component, lead=lead)
+    if isinstance(led.state, Working):
+        # The weights that a lead confirmed are its own word.
+        led = replace(led, state=replace(led.state, loaded=None, has_reference=False))
+    state = with_component(state, role, led)
     mark = (event.boot, event.sequence) if event.source == body.instance else (boot, 0)
     state = replace(state, seen=led_anew(state.seen, role, mark))
     if role is Role.ACTOR and (component.is_up or component.is_suspended) and state.phase not in OVER:

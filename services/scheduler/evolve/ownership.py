@@ -15,7 +15,6 @@ from services.scheduler.evolve.losses import MAX_FAILED_STARTS, lose, restart_ac
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Component, role_of_instance
-from services.scheduler.state.values import Placed
 from tidegate.ownership.records import GpuState, Part, PartKind, PartState, Transition
 from tidegate.types import Grant, Role, TransitionId, node_of
 
@@ -184,17 +183,8 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
     if component.switched == transition.id:
         return Refused("of a transition that is in force")
     working = {*coming, *component.grants} - set(leaving)
-    in_force = replace(
-        component,
-        layout=body.layout,
-        grants=tuple(grant for grant in body.grants if grant in working),
-        num_failed_starts=0,
-        last_failure="",
-        switched=transition.id,
-        placed=Placed(tuple(grant.gpu for grant in body.grants), body.layout),
-        is_suspended=False,
-    )
-    state = with_component(state, role, in_force if in_force.grants else shrunk(in_force, ()))
+    alive = tuple(grant for grant in body.grants if grant in working)
+    state = with_component(state, role, resizes.in_force(component, transition, body, alive))
     return _lineage(state, body) if role is Role.ACTOR and not component.is_suspended else state
 
 

@@ -16,7 +16,7 @@ from services.scheduler.evolve.admission import Refused
 from services.scheduler.evolve.losses import MAX_DEATHS, restart_actor, with_component
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
-from services.scheduler.state.components import Component, role_of_instance
+from services.scheduler.state.components import Component, Down, Suspended, Working, role_of_instance
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.ownership.records import GpuRecord, GpuState, PartState, Transition
 from tidegate.types import Grant, Layout, Role
@@ -65,8 +65,8 @@ def requested(state: ClusterState, body: ev.ResizeRequested) -> ClusterState | R
 
 def _wished(state: ClusterState, placed: Placed | None) -> ClusterState:
     """A person wants the actor there; where it is already, it is at home from now on."""
-    actor = state.components[Role.ACTOR]
-    if placed is not None and actor.is_up and actor.placed == placed:
+    actor = state.components[Role.ACTOR].state
+    if placed is not None and isinstance(actor, Working) and actor.placed == placed:
         return replace(state, asked=None, moved=placed)
     return replace(state, asked=placed)
 
@@ -94,55 +94,60 @@ def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitt
         return Refused("of a transition that is in force")
     if set(body.grants) != set(members_after(state, Role.ACTOR, transition)):
         return Refused("of other GPUs than planned")
-    placed = Placed(tuple(grant.gpu for grant in body.grants), body.layout)
     alive = tuple(grant for grant in body.grants if grant not in component.gone)
     if not alive:
         return restart_actor(state, why=f"all that {transition.id} brought the actor to died")
-    component = replace(
-        component,
-        grants=alive,
-        layout=body.layout,
-        switched=transition.id,
-        placed=placed,
-        num_failed_starts=0,
-        last_failure="",
-    )
-    state = with_component(state, Role.ACTOR, component)
-    # Where a policy brought it counts for the iteration, where a person did from now on.
+    state = with_component(state, Role.ACTOR, in_force(component, transition, body, alive))
+    # A policy's move counts for the iteration, a person's move from now on.
     target = state.targets.get(transition.id)
-    return replace(state, moved=placed) if target is not None and target.is_asked else state
+    return replace(state, moved=_placed(body)) if target is not None and target.is_asked else state
+
+
+def in_force(
+    component: Component, transition: Transition, body: ev.LayoutCommitted, alive: tuple[Grant, ...]
+) -> Component:
+    """The component in the layout that its lead committed. `alive`: the grants of its living members; without any it is
+    down."""
+    before, placed = component.state, _placed(body)
+    after: Down | Working = Down()
+    match before:
+        case Working() if alive:
+            after = replace(before, grants=alive, placed=placed)
+        case Suspended() if alive:
+            after = Working(alive, placed, num_deaths=before.num_deaths)
+        case Down() if alive:
+            after = Working(alive, placed)
+    return replace(component, state=after, switched=transition.id, num_failed_starts=0, last_failure="")
+
+
+def _placed(body: ev.LayoutCommitted) -> Placed:
+    return Placed(tuple(grant.gpu for grant in body.grants), body.layout)
 
 
 def suspended(component: Component, transition: Transition) -> Component:
-    """It has no GPUs, and goes on when it gets some: an actor with its state."""
-    return replace(
-        component,
-        grants=(),
-        layout=None,
-        loaded=None,
-        has_reference=False,
-        gone=(),
-        switched=transition.id,
-        is_suspended=True,
-        num_failed_starts=0,
-        last_failure="",
-    )
+    """The component without GPUs. It goes on when it gets some, an actor with its state."""
+    before = component.state
+    after = Suspended() if isinstance(before, Down) else Suspended(before.placed, before.num_deaths)
+    return replace(component, state=after, switched=transition.id, num_failed_starts=0, last_failure="")
 
 
 def over(state: ClusterState, transition: Transition) -> ClusterState:
     """A closed change of the actor. One that lacks ranks goes on to its next one, which brings them back, where its
     lead has said how this one ended; without its word nobody knows in which layout the ranks are."""
     actor, target = state.components[Role.ACTOR], state.targets.get(transition.id)
-    is_told = transition.id in (*actor.broken, actor.switched)
+    is_explained = transition.id in (*actor.broken, actor.switched)
     is_in_force = actor.switched == transition.id
-    num_more = 0 if is_in_force or actor.gone or not actor.lacks_ranks else 1
-    ended = replace(actor, gone=(), num_deaths=actor.num_deaths + num_more)
+    ended, num_deaths = actor, 0
+    if isinstance(actor.state, Working):
+        num_more = 0 if is_in_force or actor.gone or not actor.lacks_ranks else 1
+        num_deaths = actor.state.num_deaths + num_more
+        ended = replace(actor, state=replace(actor.state, gone=(), num_deaths=num_deaths))
     was_asked = target is None or target.is_asked
     if not (was_asked or is_in_force or actor.lacks_ranks):
         ended = replace(ended, num_failed_starts=ended.num_failed_starts + 1, last_failure="it was not done")
     asked = state.asked_next if was_asked else state.asked_next or state.asked
     state = _wished(replace(with_component(state, Role.ACTOR, ended), asked_next=None), asked)
-    if not actor.lacks_ranks or state.phase in OVER or (is_told and ended.num_deaths <= MAX_DEATHS):
+    if not actor.lacks_ranks or state.phase in OVER or (is_explained and num_deaths <= MAX_DEATHS):
         return state
     return restart_actor(state, why=f"{transition.id} did not bring the actor's lost ranks back")
 

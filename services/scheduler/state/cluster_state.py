@@ -24,6 +24,7 @@ from services.scheduler.state.components import (
     Lead,
     Loaded,
     Target,
+    Working,
     node_of_instance,
     role_of_instance,
 )
@@ -128,10 +129,12 @@ class ClusterState:
 
     def holds(self, role: Role, version: int) -> bool:
         """Whether the component confirmed this version as published, with the reference policy where it needs one."""
-        snapshot, component = self.snapshots.get(version), self.components[role]
-        if snapshot is None or component.loaded != Loaded(self.incarnation, version, snapshot.checksum):
+        snapshot, at_work = self.snapshots.get(version), self.components[role].state
+        if snapshot is None or not isinstance(at_work, Working):
             return False
-        return component.has_reference or not self.needs_reference(role)
+        if at_work.loaded != Loaded(self.incarnation, version, snapshot.checksum):
+            return False
+        return at_work.has_reference or not self.needs_reference(role)
 
     def needs_reference(self, role: Role) -> bool:
         return role is Role.INFERENCE and self.spec is not None and self.spec.uses_reference

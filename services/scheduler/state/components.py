@@ -1,8 +1,16 @@
-"""Components of a job as the scheduler knows them: the services of each, who leads it, what it runs on and holds."""
+"""The components of a job as the scheduler knows them: the services of each, its lead, and whether it works.
+
+A component is `Down`, `Working` or `Suspended`. Each case has the fields that only that case needs.
+
+Invariants:
+- A component that works has a GPU. [test_components: works_without_a_gpu]
+- A component has a layout exactly while it has GPUs. [test_components: a_layout_exactly_while]
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from services.scheduler.state.values import Placed
 from tidegate.types import Grant, InstanceId, Layout, NodeId, Role, Token, TransitionId
@@ -19,7 +27,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Elected by the start `boot` of its instance; a later start of it leads only after its own election."""
+    """The start `boot` of the instance won the election. A later start leads only after an election of its own."""
 
     instance: InstanceId
     endpoint: str
@@ -37,42 +45,100 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
-    """`layout` is None while the component is down; `placed` is where the layout came into force, with who died since.
-    `broken` names transitions that cannot succeed any more, `switched` the one whose layout is in force by the lead's
-    word; `last_failure` says of the last of its moves that failed in a row what broke it.
+class Down:
+    """The component has no GPUs and has kept nothing."""
 
-    An actor that is up and lacks ranks keeps its state and waits for them; `gone` are those of its members, and of
-    those to come, who died in the open change, `num_deaths` counts what it outlived since the iteration opened. Who
-    `is_suspended` was to have no GPUs: an actor's state is in the memory of the nodes where it was `placed`."""
+    CASE: ClassVar[str] = "down"
 
-    lead: Lead | None = None
-    grants: tuple[Grant, ...] = ()
-    layout: Layout | None = None
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """The component has GPUs and a layout. ValueError without a GPU.
+
+    - `grants`: of the members that are not known to be dead, in rank order;
+    - `placed`: where the layout came into force, with the ranks that died since;
+    - `gone`: an actor's members, present or to come, that died in the open change;
+    - `num_deaths`: deaths of ranks that an actor outlived since the iteration opened.
+
+    An actor that lacks ranks keeps its state and waits for them.
+    """
+
+    CASE: ClassVar[str] = "working"
+
+    grants: tuple[Grant, ...]
+    placed: Placed
     loaded: Loaded | None = None
     has_reference: bool = False
-    broken: tuple[TransitionId, ...] = ()
-    num_failed_starts: int = 0
-    last_failure: str = ""
-    switched: TransitionId | None = None
     gone: tuple[Grant, ...] = ()
     num_deaths: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.grants:
+            raise ValueError(f"a component works in layout {self.placed.layout} without a GPU: without one it is down")
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """The component was to have no GPUs for now. An actor's state is in host memory of the nodes in `placed`.
+
+    `placed` is None where the component was down before it was suspended. `num_deaths` is as in `Working`.
+    """
+
+    CASE: ClassVar[str] = "suspended"
+
     placed: Placed | None = None
-    is_suspended: bool = False
+    num_deaths: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A component of the job.
+
+    - `broken`: open transitions that cannot succeed any more;
+    - `switched`: the transition whose layout is in force, or which suspended the component, as its lead says;
+    - `num_failed_starts`: moves of it that failed in a row;
+    - `last_failure`: why the last of those moves failed.
+    """
+
+    lead: Lead | None = None
+    state: Down | Working | Suspended = Down()
+    broken: tuple[TransitionId, ...] = ()
+    switched: TransitionId | None = None
+    num_failed_starts: int = 0
+    last_failure: str = ""
+
+    @property
+    def grants(self) -> tuple[Grant, ...]:
+        return self.state.grants if isinstance(self.state, Working) else ()
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.state.placed.layout if isinstance(self.state, Working) else None
 
     @property
     def is_up(self) -> bool:
-        return self.layout is not None
+        return isinstance(self.state, Working)
+
+    @property
+    def is_suspended(self) -> bool:
+        return isinstance(self.state, Suspended)
 
     @property
     def lacks_ranks(self) -> bool:
         return self.layout is not None and len(self.grants) < self.layout.num_ranks
 
+    @property
+    def gone(self) -> tuple[Grant, ...]:
+        return self.state.gone if isinstance(self.state, Working) else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Of a GPU that cannot be had, under the token that it has in the store; `since_ms` by the store's clock, None:
-    from the next decision on. `is_anew`: an instance has joined on its node since it was first found so."""
+    """A GPU that cannot be had, under the token that it has in the store.
+
+    `since_ms` is by the store's clock; None counts from the next decision on. `is_anew`: an instance has joined on its
+    node since the GPU was first found absent.
+    """
 
     token: Token
     since_ms: int | None
@@ -82,7 +148,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a transition brings its role, as it was planned; None: to no GPUs. `is_asked`: a person wanted it."""
+    """Where a transition is to bring its component; None: to no GPUs. `is_asked`: a person asked for it."""
 
     placed: Placed | None
     is_asked: bool = False

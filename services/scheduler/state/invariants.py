@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.scheduler.state.absent import lasts
-from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
+from services.scheduler.state.cluster_state import OVER, TERMINAL, ClusterState, Phase
+from services.scheduler.state.components import Working
 from services.scheduler.state.course import Summary, accounting_fault
 from services.scheduler.state.values import Fate
 from tidegate.ownership.records import GpuState
@@ -91,18 +92,17 @@ def _open_transitions_hold_their_gpus(state: ClusterState) -> Iterator[Violation
 
 def _layouts_have_their_ranks(state: ClusterState) -> Iterator[Violation]:
     for role in Role:
-        component = state.components[role]
-        num_ranks = component.layout.num_ranks if component.layout else 0
-        num_grants = len(component.grants)
+        at_work = state.components[role].state
+        if not isinstance(at_work, Working):
+            continue
+        num_grants, num_ranks = len(at_work.grants), at_work.placed.layout.num_ranks
         # The rollout's engines work one by one, an actor waits for its dead ranks, and a component that stops lets go
         # of its GPUs one by one.
-        may_lack = role is Role.ROLLOUT or state.phase is Phase.STOPPING or state.phase in TERMINAL
-        lacks = num_grants + component.num_deaths < num_ranks and not may_lack
-        if num_grants > num_ranks or lacks or (num_ranks and not num_grants):
-            detail = f"the {role} has {num_grants} grants for layout {component.layout} of {num_ranks} ranks"
+        may_lack = role is Role.ROLLOUT or state.phase in OVER
+        lacks = num_grants + at_work.num_deaths < num_ranks and not may_lack
+        if num_grants > num_ranks or lacks:
+            detail = f"the {role} has {num_grants} grants for layout {at_work.placed.layout} of {num_ranks} ranks"
             yield Violation("a layout's ranks are its grants", detail)
-        if component.is_suspended and (component.grants or component.is_up):
-            yield Violation("who is suspended has no GPUs", f"the {role} is suspended with {num_grants} grants")
 
 
 def _samples_add_up(state: ClusterState) -> Iterator[Violation]:

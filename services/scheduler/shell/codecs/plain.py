@@ -1,7 +1,11 @@
 """Frozen values as JSON has them, and back by their annotations. Pure.
 
-Invariant: `from_plain(kind, to_plain(value), ...) == value` for dataclasses of numbers, texts, bytes, choices, tuples,
-maps and such dataclasses, each perhaps None; what is not of the kind is refused with a ValueError that names the place.
+The values are dataclasses of numbers, texts, bytes, choices, tuples, maps and such dataclasses. Each may be None.
+A union of dataclasses is a sum type: each of its classes has a `CASE`, which JSON has under the key `case`.
+
+Invariants:
+- `from_plain(kind, to_plain(value), ...) == value`. [test_codec: every_state_of_a_job]
+- Anything that is not of the kind is refused with a ValueError that names the place. [test_codec: what_is_no_state]
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,7 +29,8 @@ def to_plain(value: object) -> Any:
         return value
     kind: Any = type(value)
     if (names := _field_names(kind)) is not None:
-        return {name: to_plain(getattr(value, name)) for name in names}
+        plain = {name: to_plain(getattr(value, name)) for name in names}
+        return plain if (case := _case(kind)) is None else {"case": case, **plain}
     if isinstance(value, Mapping):
         return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
@@ -42,6 +47,10 @@ def _field_names(kind: Any) -> tuple[str, ...] | None:
     return tuple(each.name for each in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
+def _case(kind: Any) -> str | None:
+    return getattr(kind, "CASE", None)
+
+
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
@@ -54,8 +63,8 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        (kind,) = (each for each in get_args(kind) if each is not type(None))
-        return from_plain(kind, value, where)
+        kinds = [each for each in get_args(kind) if each is not type(None)]
+        return from_plain(kinds[0] if len(kinds) == 1 else _kind_of(kinds, value, where), value, where)
     if origin is tuple:
         return _typed_tuple(get_args(kind), value, where)
     if origin is not None and issubclass(origin, Mapping):
@@ -86,12 +95,24 @@ def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ..
     )
 
 
+def _kind_of(kinds: Sequence[Any], value: Any, where: str) -> Any:
+    """The class of a sum type whose case this is."""
+    found = _expect(dict, value, where).get("case")
+    for kind in kinds:
+        if found is not None and _case(kind) == found:
+            return kind
+    raise ValueError(
+        f"{where} is the case {found!r}, it must be one of {', '.join(str(_case(kind)) for kind in kinds)}"
+    )
+
+
 def _typed_dataclass(kind: Any, value: Any, where: str) -> Any:
     fields = _expect(dict, value, where)
     hints = _hints(kind)
     names = _field_names(kind) or ()
-    if fields.keys() != set(names):
-        odd = ", ".join(sorted(set(fields) ^ set(names)))
+    want = {*names} if _case(kind) is None else {*names, "case"}
+    if fields.keys() != want:
+        odd = ", ".join(sorted(set(fields) ^ want))
         raise ValueError(f"{where} does not hold the fields of {kind.__name__}: {odd} missing or unknown")
     return kind(**{name: from_plain(hints[name], fields[name], f"{where}.{name}") for name in names})
 

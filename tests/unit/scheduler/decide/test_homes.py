@@ -11,7 +11,7 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.components import Absence, Component
+from services.scheduler.state.components import Absence, Component, Suspended, Working
 from services.scheduler.state.layouts import as_engines
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
@@ -206,9 +206,10 @@ def test_where_a_component_could_get_no_copy_nothing_is_done_without() -> None:
 def test_a_component_that_is_down_does_not_wait_for_gpus_that_the_actor_has() -> None:
     state = lost(SPEC, gpus(8, 10))
     grants = tuple(Grant(gpu, Token(1, 5)) for gpu in (*gpus(0, 4), *gpus(6, 8)))
-    grown = replace(state, components={**state.components, Role.ACTOR: Component(grants=grants)})
+    at_work = Working(grants, Placed(tuple(grant.gpu for grant in grants), Layout(dp=len(grants))))
+    grown = replace(state, components={**state.components, Role.ACTOR: Component(state=at_work)})
     assert needed(grown)
-    suspended = {role: Component(is_suspended=True) for role in (Role.ROLLOUT, Role.INFERENCE)}
+    suspended = {role: Component(state=Suspended()) for role in (Role.ROLLOUT, Role.INFERENCE)}
     assert home(replace(grown, components={**grown.components, **suspended})).gone == set(gpus(8, 10))
 
 

@@ -11,6 +11,7 @@ from services.scheduler.evolve.losses import MAX_FAILED_STARTS
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import Suspended
 from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
@@ -193,8 +194,7 @@ def test_a_rollout_that_works_is_given_the_weights_for_whom_it_gets() -> None:
 def test_a_suspended_actor_takes_up_no_checkpoint_and_publishes_nothing_anew() -> None:
     drive, proposed = running()
     propose(drive, proposed, actor=None)
-    suspended = drive.state.components[Role.ACTOR]
-    assert (suspended.is_suspended, suspended.placed) == (True, HOME[Role.ACTOR])
+    assert drive.state.components[Role.ACTOR].state == Suspended(HOME[Role.ACTOR])
     num_events = len(drive.delivered)
 
     state = propose(drive, proposed)

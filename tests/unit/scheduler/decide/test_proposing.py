@@ -15,6 +15,7 @@ import pytest
 from services.scheduler.decide.expectations import next_due_ms
 from services.scheduler.decide.proposing import chosen, placement_of, proposal_of
 from services.scheduler.decide.turn import turn
+from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.situation import Choice, Situation
@@ -184,8 +185,8 @@ def test_a_time_that_has_come_is_not_asked_at(ask_at_ms: int | None) -> None:
 
 
 def without_ranks(state: ClusterState) -> ClusterState:
-    actor = state.components[Role.ACTOR]
-    return replace(state, components={**state.components, Role.ACTOR: replace(actor, grants=actor.grants[:1])})
+    actor = shrunk(state.components[Role.ACTOR], state.components[Role.ACTOR].grants[:1])
+    return replace(state, components={**state.components, Role.ACTOR: actor})
 
 
 NOT_ASKED: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {

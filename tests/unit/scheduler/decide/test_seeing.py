@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.decide.seeing import situation_of
+from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.components import Component
+from services.scheduler.state.components import Component, Working
 from services.scheduler.state.costs import LengthLaw
 from services.scheduler.state.course import Iteration
 from services.scheduler.state.events import IterationReported
@@ -57,7 +58,7 @@ def owned(spec: JobSpec, role: Role) -> dict[GpuId, GpuRecord]:
 
 def component(spec: JobSpec, role: Role) -> Component:
     placed = spec.placement[role]
-    return Component(grants=tuple(Grant(gpu, TOKEN) for gpu in placed.gpus), layout=placed.layout)
+    return Component(state=Working(tuple(Grant(gpu, TOKEN) for gpu in placed.gpus), placed))
 
 
 def state_of(spec: JobSpec, seen: Seen) -> ClusterState:
@@ -222,7 +223,7 @@ def test_while_the_trainer_moves(case: str) -> None:
 
 
 def test_a_trainer_that_lacks_a_rank_works_on_nothing() -> None:
-    actor = replace(STATE.components[Role.ACTOR], grants=STATE.components[Role.ACTOR].grants[:3])
+    actor = shrunk(STATE.components[Role.ACTOR], STATE.components[Role.ACTOR].grants[:3])
     situation = see(replace(STATE, components={**STATE.components, Role.ACTOR: actor}))
 
     assert situation.trainer.placed is None

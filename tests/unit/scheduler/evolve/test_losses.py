@@ -13,6 +13,7 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import Phase
+from services.scheduler.state.components import Working
 from services.scheduler.state.values import total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
@@ -48,8 +49,8 @@ def test_a_rollout_engine_that_dies_leaves_the_others_at_work_and_comes_back_und
 
     left = drive.state.components[Role.ROLLOUT]
     assert [grant.gpu for grant in left.grants] == [gpu("n0", 1), gpu("n1", 1)]
-    assert left.is_up
-    assert left.loaded is not None
+    assert isinstance(left.state, Working)
+    assert left.state.loaded is not None
     assert (drive.state.incarnation, drive.state.phase) == (1, Phase.RUNNING)
 
     deliver_all(drive)
@@ -84,8 +85,9 @@ def test_an_actor_rank_that_dies_in_an_iteration_is_replaced_in_the_same_incarna
     drive.step()
 
     left = drive.state.components[Role.ACTOR]
-    assert (left.is_up, left.lacks_ranks, [grant.gpu for grant in left.grants]) == (True, True, [gpu("n0", 0)])
-    assert (drive.state.iteration, left.num_deaths) == (iteration, 1)
+    assert isinstance(left.state, Working)
+    assert (left.lacks_ranks, [grant.gpu for grant in left.grants]) == (True, [gpu("n0", 0)])
+    assert (drive.state.iteration, left.state.num_deaths) == (iteration, 1)
 
     state = drive.run()
     _, again = ups_of(drive, Role.ACTOR)

@@ -11,9 +11,11 @@ import pytest
 
 from services.scheduler.decide.proposing import proposal_of
 from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.shell.codecs.plain import to_plain
 from services.scheduler.shell.codecs.state_codec import STATE_FORMAT, decode_state, encode_state, event_of, job_spec
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.components import Component, Down, Loaded, Suspended, Working
 from services.scheduler.state.costs import ASSUMED_COSTS
 from services.scheduler.state.switch_costs import ReshardCosts
 from services.scheduler.state.values import Fate, Placed
@@ -57,6 +59,16 @@ CONFIG: dict[str, Any] = {
     "runtime": {"command_deadline_s": 2.5, "max_actor_restarts": 1},
 }
 
+TOKEN = Token(1, 2)
+AT_WORK = Working(
+    grants=(Grant(gpu("n0", 0), TOKEN),),
+    placed=Placed((gpu("n0", 0), gpu("n0", 1)), Layout(dp=2)),
+    loaded=Loaded(1, 2, "files-2"),
+    has_reference=True,
+    gone=(Grant(gpu("n0", 1), TOKEN),),
+    num_deaths=1,
+)
+
 
 def config() -> JobConfig:
     return parse_config(CONFIG)
@@ -87,6 +99,13 @@ def test_every_state_of_a_job_reads_back_as_it_was_written(seen: list[ClusterSta
         assert encode_state(decode_state(encoded)) == encoded
 
 
+@pytest.mark.parametrize("case", [Down(), Suspended(), Suspended(AT_WORK.placed, 2), AT_WORK])
+def test_each_case_of_a_component_reads_back_as_it_was_written(case: Down | Working | Suspended) -> None:
+    state = ClusterState(job=JOB, components={role: Component(state=case) for role in Role})
+
+    assert decode_state(encode_state(state)) == state
+
+
 NOT_A_STATE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (lambda document: document | {"format": STATE_FORMAT + 1}, f"format {STATE_FORMAT + 1}"),
     "of code that knew of no absences": (
@@ -105,6 +124,19 @@ NOT_A_STATE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a truth value as a number": (lambda document: changed(document, "version", True), "state.version is bool"),
     "an unknown phase": (lambda document: changed(document, "phase", "asleep"), "asleep"),
     "a map as a list": (lambda document: changed(document, "gpus", []), "state.gpus is list, it must be dict"),
+    "a component that works without a GPU": (
+        lambda document: with_actor(document, to_plain(AT_WORK) | {"grants": []}),
+        "works in layout .* without a GPU",
+    ),
+    "a component that is suspended with a GPU": (
+        lambda document: with_actor(document, {"case": "suspended", "placed": None, "num_deaths": 0, "grants": []}),
+        r"state\.components\.actor\.state does not hold the fields of Suspended: grants missing or unknown",
+    ),
+    "a component in a case that there is not": (
+        lambda document: with_actor(document, {"case": "asleep"}),
+        "is the case 'asleep', it must be one of down, working, suspended",
+    ),
+    "a component in no case": (lambda document: with_actor(document, {}), "is the case None, it must be one of"),
     "a version that is no number": (lambda document: changed(document, "snapshots", {"x": {}}), "the key 'x'"),
 }
 
@@ -112,6 +144,11 @@ NOT_A_STATE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def changed(document: dict[str, Any], name: str, value: object = None, *, drop: bool = False) -> dict[str, Any]:
     fields = {key: each for key, each in document["state"].items() if not (drop and key == name)}
     return document | {"state": fields if drop else fields | {name: value}}
+
+
+def with_actor(document: dict[str, Any], state: dict[str, object]) -> dict[str, Any]:
+    components = document["state"]["components"]
+    return changed(document, "components", components | {"actor": components["actor"] | {"state": state}})
 
 
 @pytest.mark.parametrize("case", NOT_A_STATE)

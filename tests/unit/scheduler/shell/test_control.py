@@ -17,9 +17,9 @@ import pytest
 from services.scheduler.shell.codecs.state_codec import job_spec
 from services.scheduler.shell.control import ControlServicer, write_endpoint
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.components import Component, Lead
+from services.scheduler.state.components import Component, Lead, Working
 from services.scheduler.state.course import Evaluation, Summary
-from services.scheduler.state.values import Fate, Snapshot
+from services.scheduler.state.values import Fate, Placed, Snapshot
 from tests.component_bench import JOB, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
 from tests.watched_samples import generated_group
@@ -33,7 +33,8 @@ from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
 
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"]
 LED = Component(
-    lead=Lead(InstanceId("actor@n0"), "at-n0", 3, 1), grants=(Grant(GpuId("n0/0"), Token(1, 2)),), layout=Layout(dp=1)
+    lead=Lead(InstanceId("actor@n0"), "at-n0", 3, 1),
+    state=Working((Grant(GpuId("n0/0"), Token(1, 2)),), Placed((GpuId("n0/0"),), Layout(dp=1))),
 )
 FATE = Fate(num_samples=8, ids_digest=5)
 STATE = ClusterState(
@@ -168,7 +169,7 @@ async def test_another_job_is_refused_by_name_and_nothing_is_told(
 def resizable(of: Controlled) -> ClusterState:
     """An actor on n0/0 and n0/1 that runs."""
     grants = tuple(Grant(GpuId(f"n0/{index}"), Token(1, 1)) for index in range(2))
-    actor = replace(LED, grants=grants, layout=Layout(dp=2))
+    actor = replace(LED, state=Working(grants, Placed(tuple(grant.gpu for grant in grants), Layout(dp=2))))
     return replace(STATE, spec=job_spec(of.cluster.config), components={**STATE.components, Role.ACTOR: actor})
 
 

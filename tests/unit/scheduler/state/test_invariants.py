@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import Working
 from services.scheduler.state.course import Evaluation
 from services.scheduler.state.invariants import check
 from services.scheduler.state.issued import Expectation, Kind
@@ -28,9 +29,16 @@ def sound() -> ClusterState:
     return drive.state
 
 
-def with_component(state: ClusterState, role: Role, **changes: object) -> ClusterState:
+def with_component(state: ClusterState, role: Role, /, **changes: object) -> ClusterState:
     component = replace(state.components[role], **changes)  # type: ignore[arg-type]  # the cases name their fields
     return replace(state, components={**state.components, role: component})
+
+
+def at_work(state: ClusterState, role: Role, /, **changes: object) -> ClusterState:
+    working = state.components[role].state
+    assert isinstance(working, Working)
+    changed = replace(working, **changes)  # type: ignore[arg-type]  # the cases name their fields
+    return with_component(state, role, state=changed)
 
 
 def with_record(state: ClusterState, /, **changes: object) -> ClusterState:
@@ -40,7 +48,7 @@ def with_record(state: ClusterState, /, **changes: object) -> ClusterState:
 
 def with_a_gpu_of_the_actor(state: ClusterState) -> ClusterState:
     grants = (*state.components[Role.ROLLOUT].grants[:2], state.components[Role.ACTOR].grants[0])
-    return with_component(state, Role.ROLLOUT, grants=grants)
+    return at_work(state, Role.ROLLOUT, grants=grants)
 
 
 def with_wrong_samples(state: ClusterState) -> ClusterState:
@@ -82,11 +90,7 @@ BROKEN: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
         "no open transition without a deadline",
     ),
     "a layout has more ranks than grants": (
-        lambda state: with_component(state, Role.ACTOR, grants=state.components[Role.ACTOR].grants[:1]),
-        "a layout's ranks are its grants",
-    ),
-    "a component holds grants without a layout": (
-        lambda state: with_component(state, Role.ROLLOUT, layout=None),
+        lambda state: at_work(state, Role.ACTOR, grants=state.components[Role.ACTOR].grants[:1]),
         "a layout's ranks are its grants",
     ),
     "an iteration's samples do not add up": (with_wrong_samples, "generated = trained + filtered + discarded"),
@@ -148,6 +152,6 @@ def test_a_rollout_may_work_with_fewer_engines_than_its_layout_but_not_with_more
     state = sound()
     grants = state.components[Role.ROLLOUT].grants
 
-    assert check(state, with_component(state, Role.ROLLOUT, grants=grants[:1])) == []
-    more = with_component(state, Role.ROLLOUT, grants=(*grants, Grant(gpu("n9", 0), Token(1, 1))))
+    assert check(state, at_work(state, Role.ROLLOUT, grants=grants[:1])) == []
+    more = at_work(state, Role.ROLLOUT, grants=(*grants, Grant(gpu("n9", 0), Token(1, 1))))
     assert [each.invariant for each in check(state, more)] == ["a layout's ranks are its grants"]
