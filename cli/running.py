@@ -28,7 +28,7 @@ from tidegate.config.schedule import lr_told
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, Start, saved_config
 from tidegate.launcher.outcome import End, Outcome
-from tidegate.launcher.run import Order, check_job, run_job
+from tidegate.launcher.run import RunRequest, check_job, run_job
 from tidegate.logs import configure_logging
 
 
@@ -45,7 +45,7 @@ def demo(given: argparse.Namespace, form: Form) -> int:
     if given.output_dir != "jobs":
         command += ["--output-dir", given.output_dir]
     start = Start.RESUME if given.resume else Start.FORCE
-    outcome = _run(_order(config, start, command, anew=[]))
+    outcome = _run(_request(config, start, command, anew=[]))
     if form is Form.TABLE:
         _print_tables(outcome)
     print(json.dumps(outcome.summary()))
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace, form: Form) -> int:
     if given.output_dir is not None:
         command += ["--output-dir", given.output_dir]
     start = Start.RESUME if given.resume else Start.FORCE if given.force else Start.FRESH
-    order = _order(sourced.config, start, command, anew=["--force"], notes=sourced.notes)
+    order = _request(sourced.config, start, command, anew=["--force"], notes=sourced.notes)
     try:
         return _dry_run(order, sourced.given, form) if given.dry_run else _whole_run(order, form)
     except ConfigError as error:
@@ -72,7 +72,7 @@ def _sources(given: argparse.Namespace) -> Sources:
     return sources_of(given.config, options)
 
 
-def _dry_run(order: Order, given: Layer, form: Form) -> int:
+def _dry_run(order: RunRequest, given: Layer, form: Form) -> int:
     config = asyncio.run(check_job(order)).config
     for warning in (*order.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
@@ -81,7 +81,7 @@ def _dry_run(order: Order, given: Layer, form: Form) -> int:
     return 0
 
 
-def _whole_run(order: Order, form: Form) -> int:
+def _whole_run(order: RunRequest, form: Form) -> int:
     outcome = _run(order)
     if form is Form.TABLE:
         _print_tables(outcome)
@@ -101,13 +101,13 @@ def _with_seed_of_last_start(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"seed": saved.seed}) if saved else config
 
 
-def _order(
+def _request(
     config: JobConfig, start: Start, command: list[str], *, anew: list[str], notes: tuple[str, ...] = ()
-) -> Order:
-    return Order(config, start, shlex.join([*command, "--resume"]), shlex.join([*command, *anew]), notes)
+) -> RunRequest:
+    return RunRequest(config, start, shlex.join([*command, "--resume"]), shlex.join([*command, *anew]), notes)
 
 
-def _run(order: Order) -> Outcome:
+def _run(order: RunRequest) -> Outcome:
     # Until the job's own log is open: what stands in the way is told as this command's message, not by a library.
     configure_logging("launcher", level="CRITICAL")
     stream = UnfailingStream(sys.stderr)

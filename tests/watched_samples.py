@@ -43,8 +43,8 @@ class WatchedSamples:
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
         return await self._samples.published(job, stage, incarnation=incarnation, iteration=iteration)
 
-    async def held(self, job: JobId, stage: Stage, **place: int) -> samples_pb2.SampleGroup | None:
-        return await self._samples.held(job, stage, **place)
+    async def stored_group(self, job: JobId, stage: Stage, **place: int) -> samples_pb2.SampleGroup | None:
+        return await self._samples.stored_group(job, stage, **place)
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)

@@ -1,8 +1,16 @@
-"""The attempts of a job: each start and each resume is one, numbered from 001, with its own logs, spans and record.
+"""The attempts of a job. Each start and each resume is one attempt, with its own number, logs, spans and record.
 
-Order of a beginning: the folder, the config as a person reads it, the record, then the link `latest` in the job's
-folder, which only people need. Invariants: a number is given once in a folder; whatever moment a run dies at, what it
-had begun is readable; a record without `end` is of an attempt that runs, or was killed.
+`begin_attempt` writes in this order:
+1. the attempt's folder, numbered from 001;
+2. the config in the form that a person reads;
+3. the record;
+4. the link `latest` in the job's folder, which only people need.
+
+Invariants:
+- A folder gives each number once. [test_attempts: cut_off_while_it_began_keeps_its_number]
+- A run may be killed at any moment: the files that it has begun stay readable.
+  [test_attempts: cut_off_in_mid_write_leaves_the_record_readable]
+- A record without `ended` belongs to an attempt that runs or was killed. [test_attempts: record_says_when_an_attempt]
 """
 
 from __future__ import annotations
@@ -22,12 +30,12 @@ from tidegate.logs import without_credentials
 LATEST = "latest"
 _ATTEMPTS = "attempts"
 _DIGITS = 3
-"""Of a number, at least: names sort as the attempts came, up to the thousandth."""
+"""The least number of digits, so that names sort in the order of the attempts up to attempt 999."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFolder:
-    """What the processes of one start of a job write while it lasts."""
+    """The files that the processes of one start of a job write."""
 
     root: Path
 
@@ -37,12 +45,12 @@ class AttemptFolder:
 
     @property
     def record(self) -> Path:
-        """How it was started and how it ended, as JSON."""
+        """JSON: how the attempt was started and how it ended."""
         return self.root / "attempt.json"
 
     @property
     def config(self) -> Path:
-        """All keys that it runs with, the credentials of URLs left out."""
+        """All keys of the attempt's config, without the credentials in URLs."""
         return self.root / "config.yaml"
 
     @property
@@ -51,23 +59,23 @@ class AttemptFolder:
 
     @property
     def timeline(self) -> Path:
-        """Spans of each slot, a file an instance."""
+        """The spans of each slot. Each instance writes one file."""
         return self.root / "timeline"
 
     @property
     def trace(self) -> Path:
-        """The spans merged, written at the end."""
+        """The merged spans, written at the end of the attempt."""
         return self.root / "timeline.json"
 
 
 def attempts_in(job_root: Path) -> list[AttemptFolder]:
-    """In their order; none before the job was first started."""
+    """The attempts in their order. The list is empty before the first start of the job."""
     folders = [path for path in (job_root / _ATTEMPTS).glob("*") if path.name.isdecimal() and path.is_dir()]
     return sorted(map(AttemptFolder, folders), key=lambda attempt: attempt.number)
 
 
 def newest_attempt(job_root: Path) -> AttemptFolder:
-    """The one that runs, or ran last; before any began, where the first will be."""
+    """The attempt that runs or ran last. Before the first start: the folder that the first attempt will use."""
     begun = attempts_in(job_root)
     return begun[-1] if begun else _numbered(job_root, 1)
 
@@ -75,11 +83,11 @@ def newest_attempt(job_root: Path) -> AttemptFolder:
 def begin_attempt(
     job_root: Path, *, config: Mapping[str, Any], record: Mapping[str, Any], now_unix_s: float
 ) -> AttemptFolder:
-    """The next one. Only who holds the job's lock may ask."""
+    """Starts the next attempt. The caller must hold the job's lock."""
     begun = attempts_in(job_root)
     attempt = _numbered(job_root, begun[-1].number + 1 if begun else 1)
-    for made in (attempt.logs, attempt.timeline):
-        made.mkdir(parents=True)
+    for folder in (attempt.logs, attempt.timeline):
+        folder.mkdir(parents=True)
     text = yaml.safe_dump(without_credentials(config), sort_keys=False, allow_unicode=True)
     attempt.config.write_text(text)
     _write(attempt.record, {"attempt": attempt.number, "began": _as_text(now_unix_s), **record})
@@ -88,7 +96,7 @@ def begin_attempt(
 
 
 def end_attempt(attempt: AttemptFolder, outcome: Mapping[str, Any], *, now_unix_s: float) -> None:
-    """Adds to its record how it ended."""
+    """Adds the outcome to the attempt's record."""
     record = json.loads(attempt.record.read_text())
     _write(attempt.record, {**record, "ended": _as_text(now_unix_s), **outcome})
 
@@ -98,7 +106,7 @@ def _numbered(job_root: Path, number: int) -> AttemptFolder:
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    """The file appears whole."""
+    """Writes the file atomically: a reader sees the whole record or the former one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(partial, path)

@@ -1,15 +1,20 @@
-"""Which prompts an iteration takes when groups that teach nothing are replaced: dynamic sampling. Pure.
+"""Which prompts an iteration takes when it replaces groups that teach nothing (dynamic sampling). Pure.
 
-Responses to a prompt that are all worth the same have no advantage over each other. With `max_extra_prompts` such a
-group is replaced: the candidates of an iteration are its first `num_prompts` prompts, and the next one for each of them
-that is found without spread, while there are extra ones left. (DAPO, arXiv 2503.14476, samples whole batches until
-enough groups have spread; here nothing is sampled that is not needed.)
+Responses to a prompt that all get the same reward have no advantage over each other. Such a group has no spread.
+With `max_extra_prompts` the iteration replaces such groups:
+1. The candidates start as the first `num_prompts` prompts.
+2. Each group without spread adds the next prompt, as long as extra prompts remain.
+
+DAPO (arXiv 2503.14476) samples whole batches until enough groups have spread. Here no prompt is sampled in vain.
 
 Invariants:
-- the candidates are a run of prompts from the first, the same whatever the order in which groups come in: the shortest
-  that holds `num_prompts` groups with spread, or all that there may be;
-- so whoever has seen the same groups knows the same candidates, and nobody has to be told of them;
-- without extra prompts the candidates are the first `num_prompts`, and every group counts.
+- The candidates are consecutive prompts from the first: the shortest run that holds `num_prompts` groups with spread,
+  or all possible prompts. The order in which groups arrive changes nothing.
+  [test_candidates: shortest_run_that_holds_enough_groups]
+- Without extra prompts the candidates are the first `num_prompts`, and every group counts.
+  [test_candidates: without_extra_prompts]
+
+So two processes that have seen the same groups know the same candidates without a message.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ def has_spread(rewards: Iterable[float]) -> bool:
 
 @dataclass(slots=True)
 class Candidates:
-    """The candidates of one iteration, as far as its groups are seen."""
+    """The candidates of one iteration, as far as its groups have arrived."""
 
     first_prompt: int
     num_prompts: int
@@ -34,27 +39,27 @@ class Candidates:
 
     @property
     def prompts(self) -> range:
-        """The candidates that are known."""
+        """The candidates known so far."""
         replaced = sum(not spread for spread in self._spread.values())
         return range(self.first_prompt, self.first_prompt + self.num_prompts + min(replaced, self.max_extra_prompts))
 
     @property
     def possible(self) -> range:
-        """All that may become candidates."""
+        """All prompts that may become candidates."""
         return range(self.first_prompt, self.first_prompt + self.num_prompts + self.max_extra_prompts)
 
     @property
     def seen(self) -> Mapping[int, bool]:
-        """The prompts whose groups are in, and whether each has spread."""
+        """Each prompt whose group has arrived, and whether the group has spread."""
         return self._spread
 
     @property
     def is_complete(self) -> bool:
-        """All candidates are in, and none follows."""
+        """Whether the groups of all candidates have arrived, so that no candidate follows."""
         return all(prompt in self._spread for prompt in self.prompts)
 
     def add(self, prompt: int, *, has_spread: bool) -> None:
-        """A candidate's group is in. ValueError on a prompt that is none of the iteration's or was added before."""
+        """Notes the group of a candidate. ValueError for a prompt of another iteration or one that was added before."""
         if prompt not in self.possible:
             raise ValueError(f"prompt {prompt} is not of this iteration ({self.possible[0]}-{self.possible[-1]})")
         if prompt in self._spread:
@@ -62,5 +67,8 @@ class Candidates:
         self._spread[prompt] = has_spread
 
     def counts(self, prompt: int) -> bool:
-        """Whether a group that is in takes one of the `num_prompts` places: one that is to be replaced does not."""
+        """Whether the group of `prompt`, which has arrived, takes one of the `num_prompts` places.
+
+        A group that is replaced takes none.
+        """
         return self._spread[prompt] or not self.max_extra_prompts

@@ -1,6 +1,7 @@
-"""What a checkpoint's folder is called, and which is newer.
+"""The name of a checkpoint's folder, and which of two checkpoints is newer.
 
-Invariant: a later incarnation's is newer, whatever its iteration: an earlier one's work was superseded.
+Invariant: a checkpoint of a later incarnation is newer, whatever its iteration, because the work of the earlier
+incarnation was superseded. [test_checkpoint_names: later_incarnation_is_newer]
 """
 
 from __future__ import annotations
@@ -15,6 +16,6 @@ def checkpoint_name(incarnation: int, next_iteration: int) -> str:
 
 
 def place_of(name: str) -> tuple[int, int] | None:
-    """(incarnation, next iteration), by which checkpoints are ordered; None of what is no checkpoint's name."""
+    """(incarnation, next iteration), the sort key of checkpoints. None for any other name."""
     found = _NAME.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None

@@ -1,4 +1,4 @@
-"""Checksums of files and of sets of files: hex BLAKE2b-128, over the bytes as they lie on disk."""
+"""Checksums of files and of sets of files: hex BLAKE2b-128 over the bytes on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What a writer tells of its file, for readers to hold it to."""
+    """A file as its writer describes it. Readers check the file against this."""
 
     file: str
     size_bytes: int
@@ -20,7 +20,7 @@ class WrittenFile:
 
 
 def file_checksum(path: Path) -> str:
-    """Of the file's bytes. Raises OSError."""
+    """The checksum of the file's bytes. Raises OSError."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
         while block := stream.read(_READ_BYTES):
@@ -29,7 +29,7 @@ def file_checksum(path: Path) -> str:
 
 
 def combined_checksum(files: Mapping[str, str]) -> str:
-    """Of a set of files, from their checksums by name; independent of their order."""
+    """The checksum of a set of files, from their checksums by name. The order of `files` does not matter."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         digest.update(f"{file}={files[file]}\n".encode())

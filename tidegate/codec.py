@@ -1,10 +1,13 @@
-"""Between the wire's messages and the values of `tidegate.types`, and what a message must hold to be let in.
+"""Converts between the wire's messages and the values of `tidegate.types`, and checks messages before use.
 
 Invariants:
-- `decode_x(encode_x(value)) == value`.
-- Anything else is a `WireError` that names the message and the field; nothing is guessed, but for what the schema
-  defines (a layout's 0 is 1).
-- `ids_digest` does not depend on the order of the ids; equal sets have equal digests, and a lost or doubled id shows.
+- `decode_x(encode_x(value)) == value`. [test_codec: value_comes_back_from_the_wire]
+- Any other message raises a `WireError` that names the message and the field.
+  [test_codec: must_not_be_let_in_is_refused]
+- A missing value is never guessed, except where the schema defines it: a layout's 0 means 1.
+  [test_codec: axis_that_the_wire_leaves_out]
+- `ids_digest` does not depend on the order of the ids. Equal sets have equal digests, and a lost or doubled id changes
+  the digest. [test_codec: digest_of_ids_ignores_order]
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ _ROLE = {wire: role for role, wire in _WIRE_ROLE.items()}
 
 
 class WireError(ValueError):
-    """A message that must not be let in: which message, which field, what is wrong with it."""
+    """A message that fails a check. The text says which message, which field and what is wrong."""
 
 
 def require(message: Message, *fields: str) -> None:
-    """WireError unless each field is there: set when it is a message, not empty or zero when it is a plain value."""
+    """WireError unless each field is present: a message field is set, a plain value is neither empty nor zero."""
     for field in fields:
         descriptor = message.DESCRIPTOR.fields_by_name[field]
         present = message.HasField(field) if descriptor.has_presence else bool(getattr(message, field))
@@ -47,11 +50,11 @@ def encode_role(role: Role) -> types_pb2.Role.ValueType:
 
 
 def decode_role(wire: types_pb2.Role.ValueType, *, field: str) -> Role:
-    """`field` is where the value stood ("Event.role"); an enum value does not know."""
+    """`field` names the place of the value ("Event.role") for the error: an enum value does not know its place."""
     role = _ROLE.get(wire)
     if role is None:
         known = ", ".join(types_pb2.Role.Name(value) for value in _ROLE)
-        raise WireError(f"{field} is {wire}, no role; it must be one of {known}")
+        raise WireError(f"{field} is {wire}, which is no role; it must be one of {known}")
     return role
 
 
@@ -80,12 +83,12 @@ def encode_grants(grants: Iterable[Grant]) -> list[types_pb2.Grant]:
 
 
 def decode_grants(wire: Iterable[types_pb2.Grant]) -> tuple[Grant, ...]:
-    """In the order of the wire, which is the rank order of `members`; WireError when a GPU stands there twice."""
+    """Keeps the order of the wire, which is the rank order of `members`. WireError when a GPU is listed twice."""
     grants = tuple(decode_grant(grant) for grant in wire)
     seen: set[GpuId] = set()
     for grant in grants:
         if grant.gpu in seen:
-            raise WireError(f"Grant.gpu {grant.gpu!r} is there twice; a list of grants names each GPU once")
+            raise WireError(f"Grant.gpu {grant.gpu!r} is listed twice; a list of grants names each GPU once")
         seen.add(grant.gpu)
     return grants
 
@@ -109,7 +112,7 @@ def decode_sample_id(wire: types_pb2.SampleId) -> SampleId:
 
 
 def ids_digest(ids: Iterable[SampleId]) -> int:
-    """Sum modulo 2^64 of the 64-bit blake2b hashes of the ids' text."""
+    """The sum modulo 2^64 of the 64-bit BLAKE2b hashes of the ids' text."""
     return sum(_hash64(str(sample)) for sample in ids) % _DIGEST_SPACE
 
 
@@ -118,13 +121,13 @@ def _hash64(text: str) -> int:
 
 
 def fate_of(ids: Iterable[SampleId], *, reason: str = "") -> types_pb2.Fate:
-    """The account of samples that met one fate. A repeated id counts as often as it is there."""
+    """The account of samples that met one fate. An id that `ids` lists twice counts twice."""
     samples = list(ids)
     return types_pb2.Fate(reason=reason, num_samples=len(samples), ids_digest=ids_digest(samples))
 
 
 def finite_only(figures: Mapping[str, float]) -> dict[str, float]:
-    """Without those that are NaN or infinite, for which JSON has no word: a figure that is not there is not known."""
+    """Leaves out figures that are NaN or infinite, because JSON cannot express them. A missing figure is not known."""
     return {name: figure for name, figure in figures.items() if math.isfinite(figure)}
 
 
@@ -136,12 +139,12 @@ def decode_job(name: str, *, field: str) -> JobId:
 
 
 def check_event(event: events_pb2.Event) -> None:
-    """WireError unless the event says which job it is of, has the id that its source derives, and tells something."""
+    """WireError unless the event names its job, has the id that its source derives, and has a body."""
     require(event, "id", "job", "source", "boot", "sequence")
     decode_job(event.job, field="Event.job")
-    want = f"{event.source}/{event.boot}/{event.sequence}"
-    if event.id != want:
-        raise WireError(f"Event.id is {event.id!r}; its source, boot and sequence make it {want!r}")
+    derived = f"{event.source}/{event.boot}/{event.sequence}"
+    if event.id != derived:
+        raise WireError(f"Event.id is {event.id!r}; its source, boot and sequence make it {derived!r}")
     if event.WhichOneof("body") is None:
         raise WireError("Event.body is missing; the sender must set what happened")
 
@@ -154,8 +157,11 @@ def decode_event(payload: bytes) -> events_pb2.Event:
 
 
 def check_group(group: samples_pb2.SampleGroup, *, scored: bool) -> None:
-    """WireError unless the group is whole and agrees with itself; `scored`: it must carry old log-probabilities, or
-    none at all where its rewards have no spread, and it is to be dropped."""
+    """WireError unless the group is whole and consistent.
+
+    With `scored`, every sample must carry old log-probabilities. A group whose rewards have no spread is dropped later,
+    so it may carry none at all.
+    """
     require(group, "job", "prompt_tokens", "samples")
     decode_job(group.job, field="SampleGroup.job")
     has_some = any(sample.old_log_probs for sample in group.samples)
@@ -164,7 +170,7 @@ def check_group(group: samples_pb2.SampleGroup, *, scored: bool) -> None:
     for sample in group.samples:
         _check_sample(sample, group)
         if sample.id.draw in draws:
-            raise WireError(f"Sample.id {decode_sample_id(sample.id)} is twice in its group; each draw is there once")
+            raise WireError(f"Sample.id {decode_sample_id(sample.id)} is twice in its group; list each draw once")
         draws.add(sample.id.draw)
         if must_have:
             require(sample, "old_log_probs")
@@ -208,4 +214,4 @@ def _parse(message: Message, payload: bytes) -> None:
         message.ParseFromString(payload)
     except DecodeError as undecodable:
         name = message.DESCRIPTOR.name
-        raise WireError(f"{name}: {len(payload)} bytes that are no {name} ({undecodable})") from undecodable
+        raise WireError(f"{name}: {len(payload)} bytes that do not decode as {name} ({undecodable})") from undecodable

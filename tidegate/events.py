@@ -1,9 +1,13 @@
-"""Making events: who saw it, under which start of that source, and in what order, so that every id is derived.
+"""Makes events. An event says which source saw it, in which start of that source, and in what order.
 
-An event's id is `<source>/<boot>/<sequence>`: the source's name, the count of its starts and the count of its events
-since. A repeat of one event has one id; two events never do, as long as every start of a source has its own boot.
+So every id is derived: `<source>/<boot>/<sequence>` is the source's name, the count of its starts, and the count of its
+events since that start.
 
-An `EventSource` counts without a lock: it belongs to one event loop (or one thread) and is not shared.
+- All copies of one event have one id. [test_events: id_derived_from_that]
+- Two events never share an id, as long as every start of a source has its own boot.
+  [test_events: two_starts_of_one_source]
+
+An `EventSource` counts without a lock: it belongs to one event loop (or one thread) and must not be shared.
 """
 
 from __future__ import annotations
@@ -45,11 +49,11 @@ EventBody = (
 
 
 class EventSource:
-    """Makes the events of one start of one source. `role` is None for those that are no component ("scheduler")."""
+    """Makes the events of one start of one source. `role` is None for a source that is no component ("scheduler")."""
 
     def __init__(self, source: str, *, role: Role | None, boot: int, now_ns: Callable[[], int]) -> None:
         if not source or "/" in source:
-            raise ValueError(f"event source {source!r} must be non-empty and without '/', which parts an event's id")
+            raise ValueError(f"event source {source!r} must be non-empty and without '/', which separates event ids")
         if boot < 1:
             raise ValueError(f"event source {source}: boot={boot} counts its starts, so it is at least 1")
         self._source = source
@@ -68,7 +72,7 @@ class EventSource:
         transition_id: str = "",
         grants: Sequence[Grant] = (),
     ) -> Event:
-        """The next event of this source. `grants` are those under which it acted."""
+        """Makes the next event of this source. `grants` are the grants under which the source acted."""
         self._sequence += 1
         event = Event(
             id=f"{self._source}/{self._boot}/{self._sequence}",
@@ -91,7 +95,7 @@ class EventSource:
 
 
 def body_of(event: Event) -> EventBody:
-    """What happened; WireError when the event carries nothing."""
+    """The event's body: what happened. WireError when the event has no body."""
     field = event.WhichOneof("body")
     if field is None:
         raise WireError(f"Event.body of {event.id!r} is missing; the sender must set what happened")
@@ -103,4 +107,4 @@ def _field_of(body: EventBody) -> str:
     for field in Event.DESCRIPTOR.oneofs_by_name["body"].fields:
         if field.message_type is body.DESCRIPTOR:
             return field.name
-    raise ValueError(f"{body.DESCRIPTOR.name} is no event's body; see Event.body in events.proto")
+    raise ValueError(f"{body.DESCRIPTOR.name} is not the body of an event; see Event.body in events.proto")

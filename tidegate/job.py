@@ -1,7 +1,9 @@
-"""A job as its processes see it: the config, and what is made of it once: tokenizer, task, model shape, its folder.
+"""A job as its processes see it: the config, and what each process makes of it once (tokenizer, task, model shape).
 
-A data set's prompts are not among it: only who asks them reads them (`tidegate.data`).
-Invariants: every process of a job makes the same `Job` of the same config; the folder's layout is known here only.
+`Job` does not hold the prompts of a data set: only the process that asks them reads them (`tidegate.data`).
+The layout of the job's folder is known only here.
+
+Invariant: every process of a job makes the same `Job` of the same config. [test_job: every_process_makes_the_same_job]
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokeni
 from tidegate.types import GpuId, NodeId, Role, SampleId
 
 MAX_VOCAB_SIZE = 1 << 20
-"""A tokenizer file with more ids than this is taken for a wrong file; the largest in use have about 262,000."""
-_NUM_PROMPTS_TRIED = 256
-"""Of the endless list, when a job is made: milliseconds. A longer one further on is refused by the engine."""
+"""The limit that tells a wrong file from a tokenizer. The largest tokenizers in use have about 262,000 ids."""
+_NUM_PROMPTS_CHECKED = 256
+"""How many prompts of the endless list are checked when a job is made, which takes milliseconds.
+
+The engine refuses a longer prompt that comes later.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """Where a job keeps what a person or a later run reads."""
+    """The files of a job that a person or a later run reads."""
 
     root: Path
 
@@ -48,7 +53,7 @@ class JobFolder:
 
     @property
     def endpoint(self) -> Path:
-        """Where the live job's Control API answers; mode 0600, gone when the job is over."""
+        """The address of the live job's Control API. The file has mode 0600 and is removed when the job is over."""
         return self.root / "endpoint.json"
 
     @property
@@ -57,20 +62,20 @@ class JobFolder:
 
     @property
     def events(self) -> Path:
-        """The event stream, a JSON line each, written as they come."""
+        """The event stream, one JSON line for each event, written as they come."""
         return self.root / "events.jsonl"
 
     @property
     def readme(self) -> Path:
-        """Says what each file here is."""
+        """Says what each file of the folder is."""
         return self.root / "README.txt"
 
     def attempt(self) -> AttemptFolder:
-        """What the newest start of the job writes: its logs and its timeline."""
+        """The files of the newest start of the job: its logs and its timeline."""
         return newest_attempt(self.root)
 
     def engine(self, gpu: GpuId) -> Path:
-        """What the engine on a GPU keeps: the config and the log of its server."""
+        """The files of the engine on a GPU: the config and the log of its server."""
         return self.root / "engines" / gpu
 
     @property
@@ -84,31 +89,31 @@ class JobFolder:
 
     @property
     def evaluations(self) -> Path:
-        """What each evaluated version answered, a file each."""
+        """The answers of each evaluated version, one file for each version."""
         return self.root / "evaluations"
 
     @property
     def servers(self) -> Path:
-        """Data of the embedded NATS and Redis."""
+        """The data of the embedded NATS and Redis."""
         return self.root / "servers"
 
     @property
     def journal(self) -> Path:
-        """Which samples each optimizer commit held, a JSON line each."""
+        """The samples of each optimizer commit, one JSON line for each commit."""
         return self.root / "journal.jsonl"
 
     @property
     def samples(self) -> Path:
-        """Some samples of each iteration, as a person reads them."""
+        """Some samples of each iteration, in a form that a person reads."""
         return self.root / "samples"
 
     @property
     def tensorboard(self) -> Path:
-        """Metrics of iterations, where `tracking.tensorboard` asks for them: a file a start of the job."""
+        """Metrics of iterations, one file for each start of the job. Only with `tracking.tensorboard`."""
         return self.root / "tensorboard"
 
     def node(self, node: NodeId) -> Path:
-        """What a node keeps on its local disk: the gate's lock files."""
+        """The files of a node on its local disk: the gate's lock files."""
         return self.root / "nodes" / node
 
     @property
@@ -118,48 +123,51 @@ class JobFolder:
 
 
 def snapshot_folder(config: JobConfig, node: NodeId, *, incarnation: int, version: int) -> Path:
-    """Where a node holds one version of the weights, in host memory."""
+    """The folder in host memory where a node keeps one version of the weights."""
     return snapshot_root(config, node) / config.job / str(incarnation) / str(version)
 
 
 def snapshot_root(config: JobConfig, node: NodeId) -> Path:
-    """All snapshots on a node."""
+    """The folder of all snapshots on a node."""
     return Path(config.runtime.host_memory_root) / node / "snapshots"
 
 
 def state_folder(config: JobConfig, node: NodeId) -> Path:
-    """Where the actor's workers of a node share the state that they train, in host memory."""
+    """The folder in host memory where the actor's workers on a node share the state that they train."""
     return Path(config.runtime.host_memory_root) / node / "state" / config.job
 
 
 def engine_scratch(config: JobConfig, gpu: GpuId) -> Path:
-    """Where the server of an engine has its sockets, for as long as it runs."""
+    """The folder of the sockets of an engine's server, for as long as the server runs."""
     return Path(config.runtime.host_memory_root) / "engines" / gpu
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A config with what is made of it."""
+    """A config and what is made of it."""
 
     config: JobConfig
     tokenizer: TaskTokenizer
     task: Task | None
-    """The built-in one; None for a job on `data`."""
+    """The built-in task. None for a job on `data`."""
     model: ModelConfig
     checkpoint: HuggingFaceCheckpoint | None = None
-    """What the model is, and where its weights come from; None: they are drawn at random."""
+    """Gives the model's shape and its first weights. None: the first weights are drawn at random."""
     torch_dist: TorchDistCheckpoint | None = None
-    """Where the weights come from in place of these."""
+    """The source of the first weights in place of `checkpoint`."""
 
     @property
     def padded_vocab(self) -> int:
-        """Fixed for the job, whatever layouts its actor goes through."""
+        """The same for the whole job, whatever layouts its actor goes through."""
         num_slots = len(self.config.placement(Role.ACTOR)) + len(self.config.standby())
         configured = [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)]
         return padded_vocab_size(self.model, [*configured, *possible_tp_sizes(self.model, num_ranks=num_slots)])
 
     def evaluation_seed(self, prompt: int, draw: int) -> int:
-        """Of a response to a held-out prompt: the same in every evaluation, so that these differ by the weights."""
+        """The seed of a response to a held-out prompt.
+
+        It is the same in every evaluation, so that two evaluations differ only by the weights.
+        """
         text = f"{self.config.seed}/evaluation/{prompt}/{draw}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -170,7 +178,7 @@ class Job:
 
 
 def load_job(config: JobConfig) -> Job:
-    """Make a job of its config. ConfigError where checkpoint, tokenizer, task or a layout do not fit."""
+    """Makes a job of its config. ConfigError where the checkpoint, the tokenizer, the task or a layout do not fit."""
     try:
         task = find_task(config.task.name, config.seed) if config.task else None
         checkpoint = open_checkpoint(Path(config.model.path)) if config.model.path else None
@@ -184,7 +192,7 @@ def load_job(config: JobConfig) -> Job:
         else:
             assert task is not None, "the config was checked: data comes with a tokenizer"
             tokenizer = build_tokenizer(task.words())
-        model = _limited(checkpoint, config) if checkpoint else config.model.shape(tokenizer.vocab_size)
+        model = _with_max_seq_len(checkpoint, config) if checkpoint else config.model.shape(tokenizer.vocab_size)
         job = Job(config, tokenizer, task, model, checkpoint)
         for role in (Role.ACTOR, Role.INFERENCE):
             check_layout(job.model, config.layout(role), padded_vocab=job.padded_vocab)
@@ -201,7 +209,7 @@ def load_job(config: JobConfig) -> Job:
 
 
 def tokenizer_file(config: JobConfig) -> Path | None:
-    """The `tokenizer.json` that the job reads; None: it is made of the task's words."""
+    """The `tokenizer.json` that the job reads. None: the tokenizer is made of the task's words."""
     named = config.model.tokenizer or config.model.path
     if not named:
         return None
@@ -209,7 +217,7 @@ def tokenizer_file(config: JobConfig) -> Path | None:
 
 
 def _check_ends(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, file: Path) -> None:
-    """ConfigError when what ends the model's texts ends none of the tokenizer's: the two are of different models."""
+    """ConfigError when none of the ids that end the model's texts is a special token: they are of different models."""
     if checkpoint.end_ids and not any(map(tokenizer.is_special, checkpoint.end_ids)):
         ends = " or ".join(map(str, checkpoint.end_ids))
         raise ConfigError(
@@ -219,7 +227,7 @@ def _check_ends(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, fil
 
 
 def _check_same_ids(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, file: Path) -> None:
-    """ConfigError where the checkpoint's own tokenizer has other tokens under the ids; more of them are welcome."""
+    """ConfigError where the checkpoint's own tokenizer has other tokens under the same ids. More tokens are allowed."""
     own = checkpoint.folder / TOKENIZER
     if not own.is_file() or own.read_bytes() == file.read_bytes():
         return
@@ -230,28 +238,28 @@ def _check_same_ids(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer,
         )
 
 
-def _limited(checkpoint: HuggingFaceCheckpoint, config: JobConfig) -> ModelConfig:
+def _with_max_seq_len(checkpoint: HuggingFaceCheckpoint, config: JobConfig) -> ModelConfig:
     """The checkpoint's model, for sequences as long as the job's."""
-    longest, wanted = checkpoint.model.max_seq_len, config.model.max_seq_len
-    if wanted > longest:
+    longest, configured = checkpoint.model.max_seq_len, config.model.max_seq_len
+    if configured > longest:
         raise ConfigError(
-            f"model.max_seq_len={wanted} is more than the {longest} positions of {checkpoint.folder} "
+            f"model.max_seq_len={configured} is more than the {longest} positions of {checkpoint.folder} "
             "(max_position_embeddings): lower it"
         )
-    return replace(checkpoint.model, max_seq_len=wanted)
+    return replace(checkpoint.model, max_seq_len=configured)
 
 
 def _check_room(job: Job, task: Task) -> None:
     """ConfigError unless the task's prompts can be encoded and leave room for the longest response."""
     algorithm, evaluation = job.config.algorithm, job.config.evaluation
-    num_prompts = min(algorithm.iterations * algorithm.prompts_per_iteration, _NUM_PROMPTS_TRIED)
-    asked = [task.prompt(index).text for index in range(num_prompts)]
-    _check_lengths(job, asked, max_new_tokens=algorithm.max_new_tokens, key="algorithm.max_new_tokens")
+    num_prompts = min(algorithm.iterations * algorithm.prompts_per_iteration, _NUM_PROMPTS_CHECKED)
+    texts = [task.prompt(index).text for index in range(num_prompts)]
+    _check_lengths(job, texts, max_new_tokens=algorithm.max_new_tokens, key="algorithm.max_new_tokens")
     if evaluation is not None:
-        num_prompts = min(evaluation.num_prompts or _NUM_PROMPTS_TRIED, _NUM_PROMPTS_TRIED)
-        asked = [task.held_out(index).text for index in range(num_prompts)]
+        num_prompts = min(evaluation.num_prompts or _NUM_PROMPTS_CHECKED, _NUM_PROMPTS_CHECKED)
+        texts = [task.held_out(index).text for index in range(num_prompts)]
         key, longest = "evaluation.max_new_tokens", longest_evaluated(job.config)
-        _check_lengths(job, asked, max_new_tokens=longest, key=key)
+        _check_lengths(job, texts, max_new_tokens=longest, key=key)
 
 
 def _check_lengths(job: Job, texts: Sequence[str], *, max_new_tokens: int, key: str) -> None:

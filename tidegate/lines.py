@@ -1,7 +1,7 @@
-"""Files that grow by whole lines, and stay readable whenever their writer is killed.
+"""Files that grow by whole lines and stay readable whenever their writer is killed.
 
-Invariant: what is appended comes after a whole line, in one write; the part of a line that a kill or a full disk left
-at the end is removed first.
+Invariant: `append_lines` writes after a whole line, in one write. It first removes the part of a line that a kill or a
+full disk left at the end. [test_lines: come_after_the_last_whole_one]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """For one writer at a time. OSError, also when the disk took only some of it."""
+    """Allows one writer at a time. OSError, also when the disk took only some of the bytes."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         _cut(fd)
@@ -24,7 +24,7 @@ def append_lines(path: Path, lines: bytes) -> None:
 
 
 def _cut(fd: int) -> None:
-    """After the last whole line."""
+    """Cuts the file after its last whole line."""
     size = end = os.fstat(fd).st_size
     while end > 0:
         start = max(0, end - (1 if end == size else _BLOCK_BYTES))

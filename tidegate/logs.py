@@ -1,8 +1,9 @@
-"""Logging: one JSON object a line, keys in a fixed order, no secrets. Set up once, by a `__main__`, never on import.
+"""Logging: one JSON object a line, keys in a fixed order, no secrets. A `__main__` sets it up once, never an import.
 
-A line starts with `time`, `level`, `logger`, `source`, `event`; its other keys follow by name, so that two runs can be
-compared line by line. Records of libraries that use the standard library's logging come out in the same form.
-Removed are the values of keys that name a secret, and the user and password of any URL, wherever they stand.
+- A line starts with `time`, `level`, `logger`, `source`, `event`. Its other keys follow by name, so that two runs can
+  be compared line by line.
+- Records of libraries that use the standard library's logging have the same form.
+- The values of keys that name a secret are removed, and the user and password of any URL, wherever they stand.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _REMOVED = "[removed]"
 
 
 def configure_logging(source: str, *, path: Path | None = None, level: str = "INFO") -> None:
-    """Sends everything logged in this process to the file, or to stderr; replaces what was set up before.
+    """Sends all logs of this process to the file, or to stderr, and replaces any former set-up.
 
     `source` is the instance ("actor@n0") and stands in every line. ValueError for an unknown level.
     """
     levels = logging.getLevelNamesMapping()
     if level not in levels:
-        raise ValueError(f"log level {level!r} is none of {', '.join(sorted(levels))}")
+        raise ValueError(f"log level {level!r} is not known; choose one of {', '.join(sorted(levels))}")
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -68,7 +69,7 @@ def configure_logging(source: str, *, path: Path | None = None, level: str = "IN
 
 
 def without_credentials(value: Any) -> Any:
-    """A JSON value without the user and password of any URL in its texts, whatever it is nested in."""
+    """A JSON value without the user and password of any URL in its texts, at any depth."""
     match value:
         case str():
             return _URL_CREDENTIALS.sub("", value)

@@ -1,4 +1,4 @@
-"""The documented place of the ledger, which is made in `tidegate.lr`."""
+"""The documented place of the ledger. The code is in `tidegate.lr`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The shape of the models Tidegate trains and serves: Llama-like (RoPE, GQA, RMSNorm, SwiGLU), with what Qwen adds.
+"""The shape of the models that Tidegate trains and serves: Llama-like (RoPE, GQA, RMSNorm, SwiGLU), plus Qwen.
 
-Pure values, so that the trainer, the inference and the generation engine read the same shape without importing each
-other. Invariant: a `ModelConfig` is valid when made.
+These are pure values, so that the trainer, the inference and the generation engine read the same shape without
+importing each other.
+
+Invariant: a `ModelConfig` is valid when made. [test_model_config: shape_that_no_model_has]
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """RoPE of Llama 3.1 and later: low frequencies are divided by `factor`, high ones stay, between them it is smooth.
+    """RoPE of Llama 3.1 and later. Low frequencies are divided by `factor`, high ones stay; between them it is smooth.
 
-    A frequency is low when its wave is longer than original_max_seq_len / low_freq_factor, high when it is shorter than
-    original_max_seq_len / high_freq_factor.
+    A frequency is low when its wave is longer than original_max_seq_len / low_freq_factor.
+    It is high when its wave is shorter than original_max_seq_len / high_freq_factor.
     """
 
     factor: float
@@ -34,9 +36,9 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`vocab_size` counts real tokens: tensors may carry padding rows after them, which never get probability.
+    """`vocab_size` counts real tokens. Tensors may carry padding rows after them, which never get probability.
 
-    `head_dim` is its own number: num_heads * head_dim need not be hidden_size.
+    `head_dim` is set by itself: num_heads * head_dim need not be hidden_size.
     """
 
     num_layers: int
@@ -56,11 +58,11 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm over each head of queries and keys, before RoPE (Qwen3)."""
     num_experts: int | None = None
-    """Experts of `ffn_hidden_size` in every layer, with a router; None: a dense model."""
+    """The number of experts of size `ffn_hidden_size` in every layer, with a router. None: a dense model."""
     experts_per_token: int | None = None
-    """How many of them a token goes to; None in a dense model."""
+    """The number of experts that a token goes to. None in a dense model."""
     norm_topk_prob: bool = True
-    """The weights of the experts of a token add up to 1; else they are their shares of the softmax over all."""
+    """Whether the weights of a token's experts add up to 1. If not, they are shares of the softmax over all experts."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -110,5 +112,5 @@ class ModelConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused projection: per KV group its queries, a key and a value."""
+        """Rows of the fused projection. Each KV group has its queries, one key and one value."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

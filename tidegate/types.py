@@ -1,7 +1,10 @@
-"""The words every part of Tidegate shares: ids, roles, layouts, tokens. Pure values, no I/O.
+"""The words that every part of Tidegate shares: ids, roles, layouts, tokens. Pure values, no I/O.
 
-Invariants: a `Token` is totally ordered by (term, counter); a `Layout` is valid when made; every id is derived from
-what it names, never random, so that a replayed history names the same things.
+Every id is derived from the thing that it names and is never random, so that a replayed history names the same things.
+
+Invariants:
+- A `Token` is totally ordered by (term, counter). [test_types: tokens_are_ordered_by_term_first]
+- A `Layout` is valid when made. [test_types: layout_that_megatron_cannot_run]
 """
 
 from __future__ import annotations
@@ -39,30 +42,33 @@ class MinibatchOrder(StrEnum):
 
 
 class Precision(StrEnum):
-    """Of weights and arithmetic in training; main parameters, gradients' sums and moments are fp32 in either."""
+    """The precision of weights and arithmetic in training.
+
+    Main parameters, the sums of gradients and the moments are fp32 in either.
+    """
 
     FP32 = "fp32"
     BF16 = "bf16"
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight."""
+        """Bytes of one weight."""
         return {Precision.FP32: 4, Precision.BF16: 2}[self]
 
 
 class Recompute(StrEnum):
-    """Which activations the backward pass computes again instead of keeping them, in megatron-core's words."""
+    """Which activations the backward pass computes again instead of storing them. The names are megatron-core's."""
 
     NONE = "none"
     SELECTIVE = "selective"
-    """Those inside attention, which grow with the square of a sequence's length."""
+    """The activations inside attention, which grow with the square of a sequence's length."""
     FULL = "full"
-    """All but the input of each layer."""
+    """All activations but the input of each layer."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Token:
-    """A fencing token: who holds the larger one is the later owner, across store failovers too."""
+    """A fencing token. The holder of the larger token is the later owner, across store failovers too."""
 
     term: int
     counter: int
@@ -72,7 +78,7 @@ class Token:
 
 
 NO_TOKEN = Token(0, 0)
-"""Smaller than any that a store grants."""
+"""Smaller than any token that a store grants."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -84,13 +90,13 @@ class Grant:
 
     @property
     def stands_by(self) -> bool:
-        """It names a process on the GPU's slot that may not use the GPU."""
+        """Whether the grant names a standby: a process on the GPU's slot that may not use the GPU."""
         return self.token == NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A Megatron layout. Its world is tp * pp * dp * cp; ep divides dp * cp; vpp chunks of layers a pipeline stage."""
+    """A Megatron layout of tp * pp * dp * cp ranks. ep divides dp * cp. A pipeline stage has vpp chunks of layers."""
 
     tp: int = 1
     pp: int = 1
@@ -132,7 +138,7 @@ class SampleId:
 
     @classmethod
     def parse(cls, text: str) -> SampleId:
-        """Inverse of `str`; ValueError on anything else."""
+        """Reads the text that `str` makes. ValueError for any other text."""
         fields = text.split(".")
         if len(fields) != 4 or not all(field.isdecimal() for field in fields):
             raise ValueError(f"sample id {text!r} is not <incarnation>.<iteration>.<prompt>.<draw>")
@@ -140,7 +146,10 @@ class SampleId:
 
 
 def job_id(name: str) -> JobId:
-    """A job's name as an id; ValueError unless it is 1-48 of a-z, 0-9 and inner dashes (it names streams)."""
+    """Makes an id of a job's name. The name stands in names of streams, so only 1-48 of a-z, 0-9 and inner dashes pass.
+
+    ValueError for any other name.
+    """
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"job name {name!r} must be 1-48 characters of a-z, 0-9 and '-', not starting or ending in '-'"
@@ -157,7 +166,7 @@ def node_of(gpu: GpuId) -> NodeId:
 
 
 def gpu_index(gpu: GpuId) -> int:
-    """Its number on its node, by which the node's CUDA knows it."""
+    """The GPU's number on its node, as the node's CUDA counts."""
     return int(gpu.rsplit("/", 1)[1])
 
 

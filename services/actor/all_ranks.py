@@ -74,5 +74,5 @@ class AllRanks:
             await switched.wait()
 
     async def ask(self, call: wire.WorkerCall) -> list[wire.WorkerReply]:
-        """The replies of all ranks to one call, in rank order. Raises as Crew.ask_bound."""
-        return await self._crew.ask_bound(dict.fromkeys(self._crew.members, call), last_words_s=LAST_WORDS_S)
+        """The replies of all ranks to one call, in rank order. Raises as Crew.ask_interdependent."""
+        return await self._crew.ask_interdependent(dict.fromkeys(self._crew.members, call), last_words_s=LAST_WORDS_S)

@@ -52,8 +52,8 @@ from tidegate.lines import append_lines
 from tidegate.lr.errors import TooManySkips
 from tidegate.lr.progress import LrLedger
 from tidegate.ports.bus import SampleDelivery, Stage
-from tidegate.runtime.cancelling import end_task
-from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, put_off_s, rewards_of
+from tidegate.runtime.cancellation import end_task
+from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, redelivery_delay_s, rewards_of
 from tidegate.runtime.pictures import Pictures
 from tidegate.types import Grant, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
@@ -139,7 +139,7 @@ class ActorLead(Lead):
                 report, released = await self._two_phase.run(resize, self._ranks.layout)
                 self._ranks.switch(resize.layout)
         except ResizeAborted as aborted:
-            await self.tell(events_pb2.ResizeFailed(message=str(aborted)), transition=resize.transition)
+            await self.publish(events_pb2.ResizeFailed(message=str(aborted)), transition=resize.transition)
         except Exception as error:  # noqa: BLE001 - the edge: after any error the ranks hold no usable state
             await self.fail(f"resize {resize.transition}", error)
             return
@@ -153,14 +153,14 @@ class ActorLead(Lead):
         transition = resize.transition
         if resize.coming:
             acquired = events_pb2.GpusAcquired(grants=encode_grants(resize.coming))
-            await self.tell(acquired, transition=transition, grants=resize.coming)
+            await self.publish(acquired, transition=transition, grants=resize.coming)
         committed = events_pb2.LayoutCommitted(
             layout=encode_layout(resize.layout), grants=encode_grants(resize.members), reshard=report
         )
-        await self.tell(committed, transition=transition, grants=resize.members)
+        await self.publish(committed, transition=transition, grants=resize.members)
         if released:
             message = events_pb2.GpusReleased(grants=encode_grants(released))
-            await self.tell(message, transition=transition, grants=released)
+            await self.publish(message, transition=transition, grants=released)
 
     async def _start(self, request: commands_pb2.ScaleUpRequest) -> None:
         checkpoint = None
@@ -184,7 +184,7 @@ class ActorLead(Lead):
         self._two_phase.note_start()
         if self.crew.standbys:
             num_standbys, num_slots = len(self.crew.standbys), len(self.job.config.standby())
-            await self.tell_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)
+            await self.report_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)
         self._ledger = checkpoint.ledger.resumed(self.incarnation) if checkpoint else SampleLedger(self.incarnation)
         next_iteration = checkpoint.next_iteration if checkpoint else 0
         await self.announce_layout(request, next_iteration=next_iteration, next_prompt=self._ledger.next_prompt)
@@ -217,11 +217,11 @@ class ActorLead(Lead):
         order = self.job.config.algorithm.minibatch_order
         assembly = MinibatchAssembly(candidates, plan.num_minibatches, order)
         state = IterationState(plan, assembly, TrainingPicture(assembly, self._rates))
-        pictures = Pictures(state.picture.paint, self.tell, self.pace)
-        state.picture.turn = pictures.turn
+        pictures = Pictures(state.picture.paint, self.publish, self.pace)
+        state.picture.note_change = pictures.note_change
         keeping = asyncio.create_task(self._keep_alive(state), name="keep-alive")
         try:
-            async with pictures.told():
+            async with pictures.updates():
                 await self._train_all(state)
         finally:
             keeping.cancel()
@@ -231,7 +231,7 @@ class ActorLead(Lead):
         fates = self._ledger.open_iteration
         assert fates is not None, "the iteration stays open until close_iteration"
         await self._samples.written()
-        await self.tell(iteration_report(state, fates, lr_metrics(self._lr)))
+        await self.publish(iteration_report(state, fates, lr_metrics(self._lr)))
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
         open_iteration = self._ledger.open_iteration
@@ -262,7 +262,7 @@ class ActorLead(Lead):
             async for reply in self.crew.stream(first, call):
                 done = reply.warm_up
                 if done.step % max(1, warm_up.steps // 20) == 0 or done.step == warm_up.steps:
-                    await self.tell_progress("warm_up", done.step, done.num_steps, loss=done.loss)
+                    await self.report_progress("warm_up", done.step, done.num_steps, loss=done.loss)
             await asyncio.gather(*rest)
         finally:
             for task in rest:
@@ -270,7 +270,7 @@ class ActorLead(Lead):
 
     async def _train_all(self, state: IterationState) -> None:
         consumer = await self.tools.samples.consumer(
-            self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tools.announcer.tell_dead_letter
+            self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tools.announcer.publish_dead_letter
         )
         while not state.assembly.is_done:
             for delivery in await consumer.fetch(state.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):
@@ -282,7 +282,7 @@ class ActorLead(Lead):
         group = delivery.group
         ids = [decode_sample_id(sample.id) for sample in group.samples]
         if (group.incarnation, group.iteration) > (self.incarnation, state.plan.iteration):
-            await delivery.nak(delay_s=put_off_s(delivery.num_deliveries))
+            await delivery.nak(delay_s=redelivery_delay_s(delivery.num_deliveries))
             return
         match self._ledger.verdict(ids):
             case Verdict.NEW if group.prompt in state.held:
@@ -359,7 +359,7 @@ class ActorLead(Lead):
         figures = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr.rate, **lr_metrics(self._lr)}
         metrics = {**report.metrics, **figures}
         state.updates.append(metrics)
-        await self.tell_progress("train", state.num_minibatches_taken, plan.num_minibatches, **metrics)
+        await self.report_progress("train", state.num_minibatches_taken, plan.num_minibatches, **metrics)
 
     def _advance_lr(self, after: LrLedger) -> None:
         if warning := passed_budget(self._lr, after):
@@ -396,7 +396,7 @@ class ActorLead(Lead):
         await asyncio.to_thread(self._checkpoints.commit, checkpoint)
         # Export before announcing the save: if the actor dies meanwhile, the resume exports again.
         await self._export_last(checkpoint)
-        await self.tell(
+        await self.publish(
             events_pb2.CheckpointSaved(
                 next_iteration=next_iteration,
                 version=version,
@@ -428,7 +428,7 @@ class ActorLead(Lead):
 
         snapshot = await self._ranks.do(f"version {version}", write_shards)
         reference = await self._shelf.reference(snapshot)
-        await self.tell(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
+        await self.publish(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
 
     async def _keep_alive(self, state: IterationState) -> None:
         """Send in-progress acks for held groups, so that the stream does not deliver them again."""

@@ -18,8 +18,8 @@ from google.protobuf import json_format
 
 from tidegate.checksums import combined_checksum, file_checksum
 from tidegate.codec import encode_grants
+from tidegate.folder_swap import empty_partial, recover, swap_in
 from tidegate.job import snapshot_folder
-from tidegate.replacing import partial_of, put_in_place, recover
 from tidegate.runtime.lead import LeadTools
 from tidegate.types import node_of
 from tidegate.v1 import types_pb2
@@ -112,11 +112,11 @@ def _copy_in(folder: Path, kept: Path, snapshot: types_pb2.Snapshot) -> None:
     """Replace the kept files with the snapshot's files in `folder`.
 
     The former files go only when these are complete."""
-    partial = partial_of(kept)
+    partial = empty_partial(kept)
     for shard in snapshot.shards:
         shutil.copyfile(folder / shard.file, partial / shard.file)
     (partial / _MESSAGE).write_text(json_format.MessageToJson(snapshot))
-    put_in_place(partial, kept)
+    swap_in(partial, kept)
 
 
 def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapshot:

@@ -21,11 +21,11 @@ from tidegate.v1 import events_pb2
 
 @dataclass(slots=True)
 class TrainingPicture:
-    """The picture of one iteration. `rates` outlive it. It calls `turn` where an update begins and where one ends."""
+    """The picture of one iteration. `rates` outlive it. It calls `note_change` where an update begins or ends."""
 
     assembly: MinibatchAssembly
     rates: TrainingRates
-    turn: Callable[[], None] = lambda: None
+    note_change: Callable[[], None] = lambda: None
     num_minibatches_done: int = 0
     is_updating: bool = False
     closes_at_ms: int | None = None
@@ -47,7 +47,7 @@ class TrainingPicture:
         expected_s = self.rates.expected_s(layout, num_tokens=num_tokens)
         self.is_updating = True
         self.closes_at_ms = None if expected_s is None else round((time.time() + expected_s) * 1000)
-        self.turn()
+        self.note_change()
         started_s = asyncio.get_running_loop().time()
         try:
             yield
@@ -59,4 +59,4 @@ class TrainingPicture:
     def end_minibatch(self) -> None:
         """Note the end of a minibatch, which was updated on or had nothing to train on."""
         self.num_minibatches_done += 1
-        self.turn()
+        self.note_change()

@@ -151,7 +151,7 @@ class TwoPhaseResize:
         """Have all prepare. Returns the slowest member's report. Raises CertificatesDiffer."""
         request = wire.PrepareReshard(id=name, layout=encode_layout(layout), ranks=self._world.ids(members))
         calls = dict.fromkeys(self._world.everyone, wire.WorkerCall(prepare_reshard=request))
-        replies = await self._crew.ask_bound(calls, last_words_s=LAST_WORDS_S)
+        replies = await self._crew.ask_interdependent(calls, last_words_s=LAST_WORDS_S)
         reports = [reply.prepared for reply in replies]
         if len({report.certificate for report in reports}) > 1:
             raise CertificatesDiffer(f"{name}: certificates {[report.certificate for report in reports]}")

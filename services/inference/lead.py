@@ -16,7 +16,7 @@ from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_layout
 from tidegate.ports.bus import SampleConsumer, SampleDelivery, Stage
 from tidegate.runtime.crew import WorkerGone
-from tidegate.runtime.lead import Lead, LeadTools, layout_of, put_off_s, rewards_of
+from tidegate.runtime.lead import Lead, LeadTools, layout_of, redelivery_delay_s, rewards_of
 from tidegate.runtime.pictures import Pictures
 from tidegate.types import MinibatchOrder, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
@@ -58,18 +58,18 @@ class InferenceLead(Lead):
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
         await self._load(request.weights, request.reference if request.HasField("reference") else None)
-        await self.tell(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
+        await self.publish(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         samples, job = self.tools.samples, self.tools.job_id
         consumer = await samples.consumer(
-            job, Stage.GENERATED, "inference", on_dead_letter=self.tools.announcer.tell_dead_letter
+            job, Stage.GENERATED, "inference", on_dead_letter=self.tools.announcer.publish_dead_letter
         )
         candidates = await self.candidates(Stage.SCORED, plan)
-        pictures = Pictures(partial(self._paint, plan, candidates), self.tell, self.pace)
-        async with pictures.told():
+        pictures = Pictures(partial(self._paint, plan, candidates), self.publish, self.pace)
+        async with pictures.updates():
             await self._score_all(consumer, candidates)
-        await self.tell(events_pb2.IterationReported())
+        await self.publish(events_pb2.IterationReported())
 
     async def _score_all(self, consumer: SampleConsumer, candidates: Candidates) -> None:
         while not candidates.is_complete:
@@ -111,7 +111,7 @@ class InferenceLead(Lead):
         group = delivery.group
         now = (self.incarnation, self.iteration)
         if (group.incarnation, group.iteration) > now:
-            await delivery.nak(delay_s=put_off_s(delivery.num_deliveries))
+            await delivery.nak(delay_s=redelivery_delay_s(delivery.num_deliveries))
         elif (group.incarnation, group.iteration) < now or group.prompt in candidates.seen:
             await delivery.ack()
         elif group.prompt not in candidates.possible:
@@ -139,7 +139,7 @@ class InferenceLead(Lead):
         except WorkerGone as error:
             self._log.warning("rank lost", error=str(error))
             self._whole.clear()
-            await self.tell_unreachable(error)
+            await self.report_unreachable(error)
             await asyncio.gather(*(delivery.nak() for delivery in deliveries))
             return False
         finally:
@@ -164,8 +164,8 @@ class InferenceLead(Lead):
         return replies
 
     async def _tell_where_it_is(self, consumer: SampleConsumer, candidates: Candidates) -> None:
-        await self.tell_progress("score", len(candidates.seen), len(candidates.prompts))
-        await self.tell(events_pb2.Backlog(queue=Stage.GENERATED, num_messages=await consumer.num_waiting()))
+        await self.report_progress("score", len(candidates.seen), len(candidates.prompts))
+        await self.publish(events_pb2.Backlog(queue=Stage.GENERATED, num_messages=await consumer.num_waiting()))
 
 
 def _with_log_probs(

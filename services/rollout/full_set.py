@@ -14,7 +14,7 @@ from services.rollout.engine import WeightsRefused
 from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
-from tidegate.telling import some
+from tidegate.short_lists import first_few
 
 Prepared = TypeVar("Prepared")
 
@@ -31,7 +31,9 @@ def full_set(
     named: dict[str, Prepared] = {}
     for name, tensor in tensors:
         if name not in want:
-            raise WeightsRefused(f"weights version {version}: unknown tensor {name!r}; this model has {some(want)}")
+            raise WeightsRefused(
+                f"weights version {version}: unknown tensor {name!r}; this model has {first_few(want)}"
+            )
         if name in named:
             raise WeightsRefused(f"weights version {version}: tensor {name!r} came twice; send each once")
         _check_shape(name, tuple(tensor.shape), want[name])
@@ -39,7 +41,7 @@ def full_set(
     missing = [name for name in want if name not in named]
     if missing:
         raise WeightsRefused(
-            f"weights version {version}: {len(missing)} of {len(want)} tensors are missing: {some(missing)}; "
+            f"weights version {version}: {len(missing)} of {len(want)} tensors are missing: {first_few(missing)}; "
             f"an update is a full set"
         )
     return named

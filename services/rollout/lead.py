@@ -70,7 +70,7 @@ class RolloutLead(Lead):
         for grant in self.crew.members:
             self._engines.setdefault(grant.gpu, EngineSlot(grant))
         await self._load(request.weights, self.crew.members)
-        await self.tell(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
+        await self.publish(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         exercises = await self._opened_exercises()
@@ -99,7 +99,7 @@ class RolloutLead(Lead):
         )
         await self._generate(generation)
         await asyncio.to_thread(evaluation.write, self.tools.folder.evaluations)
-        await self.tell(evaluation.report())
+        await self.publish(evaluation.report())
 
     async def supersede(self) -> None:
         abort = wire.WorkerCall(abort=wire.Abort())
@@ -116,7 +116,7 @@ class RolloutLead(Lead):
             self._engines[grant.gpu].version = snapshot.version
         if self._generation is not None:
             self._generation.changed.set()
-            self._generation.turn()
+            self._generation.note_change()
 
     def _begun(self, plan: types_pb2.IterationPlan, exercises: Exercises, candidates: Candidates) -> IterationProgress:
         rows = ((prompt, exercises.row(prompt)) for prompt in candidates.possible)
@@ -131,9 +131,9 @@ class RolloutLead(Lead):
         assert generation.progress is not None, "what is trained on is shown"
         engines = partial(self._engines_of, generation)
         showing = Showing(self.crew, engines, generation.groups, candidates, generation.progress)
-        pictures = Pictures(showing.paint, self.tell, self.pace)
-        generation.turn = pictures.turn
-        async with pictures.told():
+        pictures = Pictures(showing.paint, self.publish, self.pace)
+        generation.note_change = pictures.note_change
+        async with pictures.updates():
             yield
 
     def _engines_of(self, generation: Making) -> list[tuple[Grant, EngineProgress]]:
@@ -192,8 +192,8 @@ class RolloutLead(Lead):
             self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(left), error=str(error))
             if self._engines.get(slot.grant.gpu) is slot:
                 del self._engines[slot.grant.gpu]
-                generation.turn()
-            await self.tell_unreachable(error)
+                generation.note_change()
+            await self.report_unreachable(error)
         finally:
             slot.progress.held.difference_update(left)
             generation.groups.give_back(left)
@@ -249,19 +249,19 @@ class RolloutLead(Lead):
         )
         is_new = await self.tools.samples.publish(Stage.GENERATED, group)
         # What a lead before published stands, with its rewards.
-        stands = group if is_new else await self.held(Stage.GENERATED, plan, prompt) or group
+        stands = group if is_new else await self.stored_group(Stage.GENERATED, plan, prompt) or group
         generation.groups.extend(_counted_in(stands, candidates))
         generation.num_failed_rewards += judged.num_failed
         figures = {"num_tokens": float(generation.num_tokens)}
         if generation.num_failed_rewards:
             figures["num_failed_rewards"] = float(generation.num_failed_rewards)
-        await self.tell_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
+        await self.report_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
 
     async def _judge(
         self, evaluation: Evaluation, generation: Making, prompt: int, responses: Sequence[samples_pb2.Sample]
     ) -> None:
         await evaluation.take(prompt, responses)
-        await self.tell_progress(
+        await self.report_progress(
             "evaluate", evaluation.num_answered, evaluation.num_prompts, num_tokens=float(generation.num_tokens)
         )
 
@@ -279,13 +279,13 @@ class RolloutLead(Lead):
 
     async def _report(self, plan: types_pb2.IterationPlan) -> None:
         """What the stream holds is what was generated: the account is taken from there."""
-        published = await self.published(Stage.GENERATED, plan)
+        published = await self.stored_prompts(Stage.GENERATED, plan)
         ids = [
             SampleId(self.incarnation, plan.iteration, prompt, draw)
             for prompt in sorted(published)
             for draw in range(plan.group_size)
         ]
-        await self.tell(events_pb2.IterationReported(generated=fate_of(ids)))
+        await self.publish(events_pb2.IterationReported(generated=fate_of(ids)))
 
 
 def _counted_in(group: samples_pb2.SampleGroup, candidates: Candidates) -> range:

@@ -42,5 +42,5 @@ class Making:
     num_failed_rewards: int = 0
     progress: IterationProgress | None = None
     """Of what is trained on."""
-    turn: Callable[[], None] = lambda: None
+    note_change: Callable[[], None] = lambda: None
     """Its engines are others than before."""

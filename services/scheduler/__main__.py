@@ -27,7 +27,7 @@ from tidegate.logs import configure_logging
 from tidegate.ownership.adoption import adopt
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
-from tidegate.runtime.service import STOP_GRACE_S, connected_bus, stop_signal
+from tidegate.runtime.service import STOP_GRACE_S, connect_bus, stop_signal
 from tidegate.types import InstanceId, job_id
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
@@ -41,7 +41,7 @@ async def run(config: JobConfig) -> None:
     stopping = await stop_signal()
     job, folder = job_id(config.job), JobFolder.of(config)
     async with contextlib.AsyncExitStack() as closing:
-        bus = await connected_bus(config, name=SOURCE)
+        bus = await connect_bus(config, name=SOURCE)
         closing.push_async_callback(bus.close)
         store: Store = redis_store(config.servers.redis_url)
         closing.push_async_callback(store.aclose)
@@ -52,7 +52,7 @@ async def run(config: JobConfig) -> None:
         boot = await store.next_boot(InstanceId(SOURCE))
         announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
-        consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.tell_dead_letter)
+        consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)
         ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports)
         service = SchedulerService(job, ports, policy, decide_every_s=config.scheduler.decide_every_s)
         control = ControlServicer(

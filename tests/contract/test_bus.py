@@ -284,11 +284,13 @@ async def test_a_group_that_the_stream_holds_can_be_looked_at_acknowledged_or_no
         await delivery.ack()
     place = {"incarnation": 1, "iteration": 0}
     for prompt in (1, 3):
-        assert await samples.held(bench.job, Stage.GENERATED, **place, prompt=prompt) == a_group(bench.job, prompt)
+        assert await samples.stored_group(bench.job, Stage.GENERATED, **place, prompt=prompt) == a_group(
+            bench.job, prompt
+        )
     for stage, prompt in ((Stage.GENERATED, 2), (Stage.SCORED, 3)):
-        assert await samples.held(bench.job, stage, **place, prompt=prompt) is None
+        assert await samples.stored_group(bench.job, stage, **place, prompt=prompt) is None
     with pytest.raises(JobNotOpen):
-        await samples.held(JobId("nobody"), Stage.GENERATED, **place, prompt=1)
+        await samples.stored_group(JobId("nobody"), Stage.GENERATED, **place, prompt=1)
 
 
 async def test_published_names_exactly_the_prompts_of_one_iteration_acknowledged_or_not(bench: Bench) -> None:

@@ -51,6 +51,14 @@ def test_an_attempt_that_was_cut_off_while_it_began_keeps_its_number(tmp_path: P
     assert begun(tmp_path).number == 2
 
 
+def test_an_end_cut_off_in_mid_write_leaves_the_record_readable(tmp_path: Path) -> None:
+    attempt = begun(tmp_path)
+    attempt.record.with_name("attempt.json.partial").write_text('{"attempt": 1, "end')
+    assert "ended" not in json.loads(attempt.record.read_text())
+    end_attempt(attempt, {"end": "finished"}, now_unix_s=61.0)
+    assert json.loads(attempt.record.read_text())["end"] == "finished"
+
+
 def test_a_record_says_when_an_attempt_began_and_then_how_it_ended(tmp_path: Path) -> None:
     attempt = begun(tmp_path)
     began = {"attempt": 1, "began": "1970-01-01T00:00:01.500+00:00", "start": "fresh"}

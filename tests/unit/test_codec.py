@@ -54,7 +54,7 @@ def a_grant(gpu: str = "n0/1") -> types_pb2.Grant:
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "an unspecified role": (
         lambda: codec.decode_role(types_pb2.ROLE_UNSPECIFIED, field="Event.role"),
-        r"Event\.role is 0, no role; it must be one of ROLE_ACTOR, ROLE_ROLLOUT, ROLE_INFERENCE",
+        r"Event\.role is 0, which is no role; it must be one of ROLE_ACTOR, ROLE_ROLLOUT, ROLE_INFERENCE",
     ),
     "a grant without its token": (
         lambda: codec.decode_grant(types_pb2.Grant(gpu="n0/1")),
@@ -69,7 +69,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         r"Grant\.gpu is '3'; it must be <node>/<index>",
     ),
     "a GPU without its index": (lambda: codec.decode_grant(a_grant("n0/x")), r"must be <node>/<index>"),
-    "a GPU twice": (lambda: codec.decode_grants([a_grant(), a_grant()]), r"Grant\.gpu 'n0/1' is there twice"),
+    "a GPU twice": (lambda: codec.decode_grants([a_grant(), a_grant()]), r"Grant\.gpu 'n0/1' is listed twice"),
     "a command header without its job": (
         lambda: codec.require(commands_pb2.CommandHeader(id="c"), "id", "job"),
         r"CommandHeader\.job is missing",
@@ -82,7 +82,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: codec.decode_job("a.>", field="Event.job"),
         r"Event\.job: job name 'a\.>' must be",
     ),
-    "bytes that are no event": (lambda: codec.decode_event(b"\xff\xff"), r"Event: 2 bytes that are no Event"),
+    "bytes that are no event": (lambda: codec.decode_event(b"\xff\xff"), r"Event: 2 bytes that do not decode as Event"),
     "an empty event": (lambda: codec.decode_event(b""), r"Event\.id is missing"),
 }
 

@@ -1,6 +1,6 @@
 """An invariant that a module head states names the test that holds it: `[test_planner: every_element_is_covered]`.
 
-The part before the colon is the stem of a test file, the part behind it stands in the name of exactly one test there.
+The part before the colon is the stem of a test file. The part behind it occurs in the name of exactly one test there.
 """
 
 from __future__ import annotations

@@ -96,5 +96,5 @@ def test_lines_below_the_level_are_left_out(log_path: Path) -> None:
 
 
 def test_an_unknown_level_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"log level 'LOUD' is none of .*WARNING"):
+    with pytest.raises(ValueError, match=r"log level 'LOUD' is not known; choose one of .*WARNING"):
         configure_logging("actor@n0", level="LOUD")

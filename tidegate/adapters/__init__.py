@@ -1,1 +1,1 @@
-"""Implementations of `tidegate.ports`: NATS, Redis, gRPC, and in memory. Built by a `__main__` only."""
+"""Implementations of `tidegate.ports`: NATS, Redis, gRPC, and in memory. Only a `__main__` builds them."""

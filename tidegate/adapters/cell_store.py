@@ -1,12 +1,15 @@
-"""All store ports over `Cells`: each call reads its cells, decides purely, and writes if those cells are still so.
+"""All store ports on top of `Cells`. Each call reads its cells, decides purely, and writes if the cells are unchanged.
 
 Invariants:
-- every write expects all cells that it was decided on, so a decision on anything stale is taken again or refused;
-- `decide` functions give nothing to write when what they would do is done, so any call may be repeated;
-- a call without an answer is repeated a few times, decided anew from what the store then holds, and then given up with
-  StoreUnavailable; nothing here waits longer than the repeats and the adapter's own deadlines.
+- Every write expects all cells that it was decided on. A decision on a stale cell is taken again or refused.
+  [test_store: many_writers_at_once]
+- A `decide` function writes nothing when its effect is already there, so any call may be repeated.
+  [test_store: step_repeated_changes_nothing]
+- A call without an answer is repeated a few times, each time with a new decision on the store's contents. Then it fails
+  with StoreUnavailable. A call waits at most for these repeats and the adapter's own deadlines.
+  [test_redis_store: given_up_in_bounded_time]
 
-What lies in which cell is `tidegate.adapters.tables`.
+`tidegate.adapters.tables` says which value is in which cell.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, To
 T = TypeVar("T")
 
 RETRY_DELAYS_S = (0.02, 0.1, 0.3)
-"""Between repeats of a call without an answer: long enough for a reconnect, short beside a lease's TTL."""
+"""The pauses between repeats of a call without an answer: enough for a reconnect, short beside a lease's TTL."""
 MAX_RACES = 32
-"""Lost compare-and-sets before a call gives up. Each loss is another client's progress; 32 in a row is a fault."""
+"""The compare-and-sets that a call may lose. Each loss is another client's progress; 32 in a row are a fault."""
 
 
 class CellStore:
-    """The `Store` port. One client's view: `attach` fixes the session that all other calls are made under."""
+    """The `Store` port, as one client sees it. `attach` sets the session that all other calls are made under."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -154,7 +157,7 @@ class CellStore:
         def decide(reading: Reading) -> tuple[Writes, bool]:
             until = reading.cells[cell]
             found_in_force.append(until is not None and int(until) > reading.now_unix_ms)
-            # The first look counts: a repeat after a lost answer finds what this call itself wrote.
+            # The first look counts: a repeat after a lost answer finds the lease that this call itself wrote.
             return {cell: b"%d" % (reading.now_unix_ms + ttl_ms)}, found_in_force[0]
 
         return await self._write((cell,), decide)
@@ -280,7 +283,7 @@ class CellStore:
         for delay_s in RETRY_DELAYS_S:
             try:
                 return await call()
-            except StoreUnavailable:  # every call decides anew from what it reads, so it may be repeated
+            except StoreUnavailable:  # safe to repeat: every call decides anew from what it reads
                 await asyncio.sleep(delay_s)
         return await call()
 

@@ -1,12 +1,16 @@
-"""What a store is made of: tables of cells that are read together and written by compare-and-set, under a session.
+"""A store consists of tables of cells that are read together and written by compare-and-set, under a session.
 
-`tidegate.adapters.cell_store` puts all ports of `tidegate.ports.store` on top of this; a server's adapter is only this.
+`tidegate.adapters.cell_store` implements all ports of `tidegate.ports.store` on top of this, so a server's adapter
+implements only `Cells`.
+
 Invariants of an implementation:
-- one `read` is one moment of the server, one `swap` happens entirely or not at all, and only if every cell it expects
-  is as expected; `open` likewise;
-- under a session whose run id or term is not the server's and the adopted one, both raise StoreNotAdopted;
-- a call that got no answer raises StoreUnavailable: a `swap` or `open` may then have happened, or happen later, but
-  only on the cells that it expects.
+- One `read` shows one moment of the server. [test_store: commit_and_an_abort_at_once]
+- One `swap` happens entirely or not at all, and only if every cell is as expected. The same holds for `open`.
+  [test_store: of_many_writers_at_once]
+- `read` and `swap` raise StoreNotAdopted unless the session has the server's run id and the term of its adoption.
+  [test_store: refused_after_the_server_restarted]
+- A call without an answer raises StoreUnavailable. A `swap` or `open` may then have happened, or may happen later, but
+  only on the cells that it expects. [test_store: save_counts_once]
 """
 
 from __future__ import annotations
@@ -19,19 +23,19 @@ from tidegate.ports.store import Identity
 
 
 class Cell(NamedTuple):
-    """One value's place."""
+    """The place of one value."""
 
     table: str
     field: str
 
 
 Writes = Mapping[Cell, bytes | None]
-"""New values, None to empty a cell."""
+"""The new values. None empties a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The server and the term that every call of a client is made under."""
+    """The server and the term that a client makes every call under."""
 
     run_id: str
     term: int
@@ -39,7 +43,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was there, None for an empty cell, and when by the store's clock."""
+    """The values that were read, None for an empty cell, and the store's clock at that moment."""
 
     now_unix_ms: int
     tables: Mapping[str, Mapping[str, bytes]]
@@ -52,7 +56,7 @@ class Cells(Protocol):
     async def read(
         self, session: Session | None, *, tables: tuple[str, ...] = (), cells: tuple[Cell, ...] = ()
     ) -> Reading:
-        """Without a session (only adoption reads so) nothing is refused."""
+        """Only adoption reads without a session: then nothing is refused."""
         ...
 
     async def swap(self, session: Session, *, expected: Mapping[Cell, bytes | None], writes: Writes) -> bool:
@@ -60,16 +64,16 @@ class Cells(Protocol):
         ...
 
     async def open(self, expected: Identity, *, term: int, writes: Writes) -> bool:
-        """Adopts the server under `term`; False, with nothing written, when its identity is not as expected."""
+        """Adopts the server under `term`. False, with nothing written, when its identity is not as expected."""
         ...
 
     async def aclose(self) -> None: ...
 
 
-def not_adopted(given: Session, found: Identity) -> str:
-    """The text of StoreNotAdopted: what was asked under and what the server said."""
+def not_adopted(session: Session, found: Identity) -> str:
+    """The text of StoreNotAdopted: the caller's session and the server's identity."""
     return (
-        f"the store is not open under run id {given.run_id[:12]} and term {given.term}: it is run id "
+        f"the store is not open under run id {session.run_id[:12]} and term {session.term}: it is run id "
         f"{found.run_id[:12]}, adopted as {(found.adopted_run_id or 'none')[:12]} under term {found.term}; "
         "adopt it where it restarted, then attach again and rebuild from it"
     )

@@ -1,7 +1,8 @@
-"""Calling other instances: one channel an endpoint, a deadline on every call, named exceptions instead of statuses.
+"""Calls other instances: one channel for each endpoint, a deadline on every call, named exceptions instead of statuses.
 
-A channel is used with the ordinary generated stub. A call without a `timeout` of its own gets the default. What ends
-without an answer is `PeerUnavailable` (the outcome is unknown), what the peer refused or failed at `PeerRefused`.
+The ordinary generated stub uses a channel. A call without a `timeout` gets the default one.
+- A call without an answer raises `PeerUnavailable`: the outcome is unknown.
+- A call that the peer refused or failed at raises `PeerRefused`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import grpc
 from tidegate.adapters.grpc_server import ERROR_METADATA, MAX_MESSAGE_BYTES
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 
-# A restarted peer is tried again within a second; gRPC's own default waits up to two minutes.
+# A client tries a restarted peer again within a second. gRPC's own default waits up to two minutes.
 _FIRST_RECONNECT_MS = 100
 _LAST_RECONNECT_MS = 1000
 _NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
-# Requests and responses are of every method's own types.
+# Each method has its own types of request and response.
 Continue = Callable[[Any, Any], Any]
 
 
 class Channels:
-    """The channels of one process. Not for sharing between event loops."""
+    """The channels of one process. Event loops must not share them."""
 
     def __init__(self, *, default_timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._default_timeout_s = default_timeout_s
@@ -32,7 +33,7 @@ class Channels:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def connect(self, endpoint: str) -> grpc.aio.Channel:
-        """The channel to `<host>:<port>`, made at the first call; it connects, and connects again, by itself."""
+        """The channel to `<host>:<port>`, made at the first call. It connects and reconnects by itself."""
         if endpoint not in self._channels:
             self._channels[endpoint] = self._open(endpoint)
         return self._channels[endpoint]
@@ -50,7 +51,7 @@ class Channels:
             ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
             ("grpc.min_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
             ("grpc.max_reconnect_backoff_ms", _LAST_RECONNECT_MS),
-            # The data plane is a private network; a proxy of the environment is for the world outside.
+            # The data plane is a private network. A proxy from the environment is meant for the world outside.
             ("grpc.enable_http_proxy", 0),
         ]
         interceptors: list[Any] = [
@@ -107,4 +108,4 @@ class _StreamedCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):  # type: ig
         except grpc.aio.AioRpcError as failure:
             raise self.named(failure, details) from failure
         finally:
-            call.cancel()  # nothing happens when it is over; else nobody reads it any more
+            call.cancel()  # no effect when the call is over; if not, nobody reads it any more

@@ -1,12 +1,14 @@
-"""Serving gRPC: every listener of ours is made here.
+"""Serves gRPC. Every listener of Tidegate is made here.
 
 Invariants:
 - A listener is on loopback, or has TLS credentials, or was explicitly allowed to be open.
-- A call has a deadline, else it is refused before its handler runs (health and reflection, which tools call without
-  one, excepted).
-- A handler's exception becomes a status with its message; what has no status of its own is INTERNAL, and logged.
-  The exception's name travels as trailing metadata, so that the caller can tell refusals apart.
-- Two listeners never share a port.
+  [test_grpc: listener_beyond_loopback_is_refused]
+- A call without a deadline is refused before its handler runs. Health and reflection are excepted, because tools call
+  them without one. [test_grpc: call_without_a_deadline_is_refused]
+- A handler's exception becomes a status with its message. An exception without a status of its own becomes INTERNAL and
+  is logged. The exception's name travels as trailing metadata, so that the caller can distinguish refusals.
+  [test_grpc: handlers_exception_reaches_the_caller]
+- Two listeners never share a port. [test_grpc: taken_port_is_refused]
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ from tidegate.ports.bus import BusUnavailable, JobNotOpen, StreamFull, UnknownDe
 from tidegate.ports.rpc import NotSupported, PeerUnavailable
 
 MAX_MESSAGE_BYTES = 257 * 2**20
-"""A call to a worker on another node carries what a frame to one on this node may hold (`runtime.channel`'s 256 MiB: a
-whole minibatch to train on), and its wrapping; one smaller would refuse by the place of a worker. Weights go in chunks.
+"""One limit for a worker on this node and a worker on another node.
+
+A frame to a worker on this node may hold 256 MiB (`runtime.channel`): a whole minibatch to train on. A call to a worker
+on another node carries the same and its wrapping. A smaller limit would refuse by the place of a worker. Weights go in
+chunks.
 """
 ERROR_METADATA = "tidegate-error"
 
@@ -44,7 +49,7 @@ _TOOLS = ("grpc.health.", "grpc.reflection.")
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
-    NotImplementedError: grpc.StatusCode.UNIMPLEMENTED,  # what a generated servicer raises for a call left out
+    NotImplementedError: grpc.StatusCode.UNIMPLEMENTED,  # a generated servicer raises this for a missing method
     StaleToken: grpc.StatusCode.FAILED_PRECONDITION,
     GpuBusy: grpc.StatusCode.FAILED_PRECONDITION,
     StoreNotAdopted: grpc.StatusCode.FAILED_PRECONDITION,
@@ -59,7 +64,7 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
 }
 
-# Requests, responses and handlers are of every method's own types.
+# Each method has its own types of request, response and handler.
 Behaviour = Callable[[Any, Any], Any]
 
 
@@ -72,7 +77,7 @@ class Service:
 
 
 class _Health(Protocol):
-    """grpcio-health-checking's asyncio servicer, which its type stubs leave out."""
+    """The asyncio servicer of grpcio-health-checking, which its type stubs lack."""
 
     async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None: ...
 
@@ -80,7 +85,7 @@ class _Health(Protocol):
 
 
 class RpcServer:
-    """A running server; made by `serve`."""
+    """A running server. `serve` makes it."""
 
     def __init__(self, server: grpc.aio.Server, health_service: _Health, endpoint: str) -> None:
         self._server = server
@@ -92,7 +97,7 @@ class RpcServer:
         return int(self.endpoint.rpartition(":")[2])
 
     async def stop(self, *, grace_s: float) -> None:
-        """Takes no new calls, tells health so, and cancels the calls that still run after the grace."""
+        """Takes no new calls, reports this to health, and cancels the calls that still run after the grace."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -104,7 +109,7 @@ async def serve(
     credentials: grpc.ServerCredentials | None = None,
     allow_insecure_remote: bool = False,
 ) -> RpcServer:
-    """Serves on `<host>:<port>`; port 0 takes a free one. ValueError for an address that must not or cannot be used."""
+    """Serves on `<host>:<port>`. Port 0 takes a free one. ValueError for an address that is forbidden or unusable."""
     host, port = _split(address)
     if credentials is None and not allow_insecure_remote and not _is_loopback(host):
         raise ValueError(
@@ -139,7 +144,7 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
         return server.add_secure_port(address, credentials)
     except RuntimeError as refused:
         raise ValueError(
-            f"gRPC cannot listen on {address}: is the port taken, or the address another machine's? "
+            f"gRPC cannot listen on {address}: the port is taken, or the address is another machine's. "
             "Choose another, or port 0 for a free one"
         ) from refused
 
@@ -152,7 +157,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether it is a loopback address. A name may resolve to anything, tomorrow to something else: only localhost."""
+    """Whether it is a loopback address. Of names only localhost passes: a name may resolve to anything, at any time."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -160,7 +165,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic at run time
-    """Stands before every handler: no call without a deadline, no exception without a status."""
+    """Runs before every handler: no call without a deadline, no exception without a status."""
 
     def __init__(self) -> None:
         self._log = structlog.get_logger("tidegate.grpc")
@@ -170,7 +175,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler: Any = await continuation(handler_call_details)  # None for a method that nobody serves
+        handler: Any = await continuation(handler_call_details)  # None for a method that no service has
         method = handler_call_details.method
         if handler is None or method.lstrip("/").startswith(_TOOLS):
             return handler  # type: ignore[no-any-return]  # grpcio takes None here, which its type stubs deny

@@ -1,7 +1,7 @@
-"""The bus in memory, for tests and the simulator's shells: one object is the server, shared by all who would connect.
+"""The bus in memory, for tests and the simulator's shells. One object is the server; all clients share it.
 
-It keeps the promises of `tidegate.ports.bus` as the NATS version does (one contract suite asks both), messages stored
-as the bytes that would travel. Time is injected: `now` is read, and `sleep` awaited when a consumer waits for a
+It keeps the promises of `tidegate.ports.bus` like the NATS version: one contract suite checks both. Messages are stored
+as the bytes that would travel. Time is injected: a consumer reads `now` and awaits `sleep` while it waits for a
 redelivery, so that a test may move the clock instead of waiting.
 """
 
@@ -50,10 +50,10 @@ class MemoryBus:
         self.term = MemoryTermRegister()
 
     async def close(self) -> None:
-        """Nothing to close: what is stored stays for whoever shares this object."""
+        """Does nothing: the messages stay for the other clients of this object."""
 
     def publish_raw(self, job: JobId, subject: str, payload: bytes) -> None:
-        """What a foreign client of a real server could do: any bytes on a subject of the job."""
+        """Stores any bytes on a subject of the job, as a foreign client of a real server could."""
         name = subjects.events_stream(job) if subject.startswith("tg.events.") else subjects.samples_stream(job)
         self._server.stream(name).append(Stored(subject, payload))
         self._server.wake()
@@ -117,7 +117,7 @@ class MemoryEventLog:
     async def read(
         self, job: JobId, *, after_sequence: int = 0, follow: bool = False
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        """What cannot be decoded is left out here: it is among the dead letters."""
+        """Leaves out messages that cannot be decoded: they are among the dead letters."""
         stream = self._server.stream(subjects.events_stream(job))
         last = stream.last_sequence
         while True:
@@ -175,7 +175,7 @@ class MemorySampleStream:
         payload = group.SerializeToString()
         self._server.check_size(payload, what=f"group {subject}", remedy="lower group_size or the longest response")
         stream = self._server.stream(subjects.samples_stream(JobId(group.job)))
-        if any(held.subject == subject for held in stream.messages.values()):
+        if any(stored.subject == subject for stored in stream.messages.values()):
             return False
         stream.append(Stored(subject, payload))
         self._server.wake()
@@ -205,15 +205,15 @@ class MemorySampleStream:
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
         pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
         stream = self._server.stream(subjects.samples_stream(job))
-        held = [stream.messages[sequence].subject for sequence in stream.of(pattern)]
-        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in held)
+        stored = [stream.messages[sequence].subject for sequence in stream.of(pattern)]
+        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in stored)
 
-    async def held(
+    async def stored_group(
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
     ) -> SampleGroup | None:
         subject = subjects.group_subject(job, stage, incarnation=incarnation, iteration=iteration, prompt=prompt)
         stream = self._server.stream(subjects.samples_stream(job))
-        payloads = (held.payload for held in stream.messages.values() if held.subject == subject)
+        payloads = (stored.payload for stored in stream.messages.values() if stored.subject == subject)
         with suppress(WireError, StopIteration):
             return decode_group(next(payloads), scored=stage is Stage.SCORED)
         return None

@@ -1,7 +1,7 @@
-"""The store in memory, for tests and simulations: one `MemoryServer`, any number of clients, a clock that is moved.
+"""The store in memory, for tests and simulations: one `MemoryServer`, any number of clients, a clock that tests move.
 
-Invariants: as `tidegate.adapters.cells` states them; time stands still but for `pass_ms`; a restart keeps the data and
-changes the run id, as a Redis restarted from its append-only file does.
+It keeps the invariants of `tidegate.adapters.cells`. Time stands still except for `pass_ms`. A restart keeps the data
+and changes the run id, like a Redis that restarts from its append-only file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tidegate.ports.store import Identity
 
 
 class MemoryServer:
-    """What all its clients share. `num_answers_to_lose` swaps still happen, but their answers do not arrive."""
+    """The state that all clients share. The next `num_answers_to_lose` swaps happen, but their answers get lost."""
 
     def __init__(self, *, now_unix_ms: int = 1_000_000) -> None:
         self.now_unix_ms = now_unix_ms
@@ -55,7 +55,7 @@ class MemoryServer:
 
 
 class MemoryCells:
-    """`Cells` of a `MemoryServer`. No method awaits between its check and its write, so each is atomic."""
+    """`Cells` of a `MemoryServer`. No method awaits between its check and its write, so each one is atomic."""
 
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
@@ -95,7 +95,7 @@ class MemoryCells:
         return True
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is no connection."""
 
 
 def memory_store(server: MemoryServer) -> CellStore:

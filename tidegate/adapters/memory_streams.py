@@ -1,4 +1,4 @@
-"""What a bus server is in memory: streams, durable consumers, dead letters, and waiting for what arrives."""
+"""A bus server in memory: streams, durable consumers, dead letters, and waiting for arrivals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stored:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a durable consumer is: how often each message was delivered, when it is due again, what is settled."""
+    """The place of a durable consumer: for each message its deliveries, its due time, and whether it is settled."""
 
     num_delivered: dict[int, int] = field(default_factory=dict)
     due: dict[int, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Stream:
 
     @property
     def free_bytes(self) -> int:
-        return self.max_bytes - sum(len(held.payload) for held in self.messages.values())
+        return self.max_bytes - sum(len(stored.payload) for stored in self.messages.values())
 
     def append(self, message: Stored) -> int:
         if len(message.payload) > self.free_bytes:
@@ -59,9 +59,9 @@ class Stream:
         return self.last_sequence
 
     def of(self, pattern: str) -> Iterator[int]:
-        """Sequences, in order, of the messages whose subject starts as the pattern does before its wildcard."""
+        """Sequences, in order, of the messages whose subject starts like the pattern before its wildcard."""
         start = pattern.rstrip(">*")
-        return (sequence for sequence, held in self.messages.items() if held.subject.startswith(start))
+        return (sequence for sequence, stored in self.messages.items() if stored.subject.startswith(start))
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Dead:
 
 
 class MemoryServer:
-    """The streams of all jobs, and the waiting for what arrives in them."""
+    """The streams of all jobs, and the waiting for arrivals in them."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class MemoryServer:
         return letter
 
     def wake(self) -> None:
-        """Something is there that a waiting consumer or reader may want."""
+        """Wakes the consumers and readers that wait for an arrival."""
         arrived, self._arrived = self._arrived, asyncio.Event()
         arrived.set()
 
@@ -170,7 +170,7 @@ class MemoryDeadLetters:
 
 @dataclass(frozen=True, slots=True)
 class Source(Generic[M]):
-    """What a durable consumer reads, and how its messages are let in."""
+    """The stream that a durable consumer reads, and how it checks messages."""
 
     job: JobId
     stream: Stream
@@ -252,7 +252,7 @@ class DurableConsumer(Generic[M]):
             return None
         try:
             return self._source.decode(self._source.stream.messages[sequence])
-        except WireError as undecodable:  # dead-lettered: no delivery of it can end otherwise
+        except WireError as undecodable:  # dead-letter it: every further delivery would fail too
             await self.bury(sequence, str(undecodable))
             return None
 

@@ -1,8 +1,8 @@
 """The bus on NATS JetStream (server 2.11 or newer).
 
-A job has three file-backed streams (see `subjects`): events, samples, dead letters. All keep messages until they are
-removed by hand (limits retention) and refuse new ones when full. Events are deduplicated by their id within a window;
-samples for good, by their subject, which takes a message only while it holds none.
+A job has three file-backed streams (see `subjects`): events, samples, dead letters. All streams keep messages until a
+call removes them (limits retention), and refuse new ones when full. Events are deduplicated by id within a window.
+Samples are deduplicated for good by subject: a subject takes a message only while it has none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tidegate.v1.events_pb2 import Event
 from tidegate.v1.samples_pb2 import SampleGroup
 
 _NS = 10**9
-# A follower that missed its hint looks again after this long.
+# A follower that missed its hint reads again after this time.
 _FOLLOW_S = 2.0
 
 
@@ -50,7 +50,7 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, *, name: str, limits: BusLimits | None = None) -> NatsBus:
-        """`name` is how the server lists this client. BusUnavailable when the server does not answer in time."""
+        """The server lists this client under `name`. BusUnavailable when the server does not answer in time."""
         limits = limits or BusLimits()
         return cls(await NatsLink.connect(url, name=name, deadline_s=limits.deadline_s), limits)
 
@@ -146,7 +146,7 @@ class NatsEventLog:
     async def read(
         self, job: JobId, *, after_sequence: int = 0, follow: bool = False
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        """What cannot be decoded is left out here: it is among the dead letters."""
+        """Leaves out messages that cannot be decoded: they are among the dead letters."""
         stream = subjects.events_stream(job)
         last = int((await self._link.require_stream(stream))["state"]["last_seq"])
         arrived = asyncio.Event()
@@ -217,7 +217,7 @@ class NatsSampleStream:
         self._link.check_size(payload, what=f"group {subject}", remedy="lower group_size or the longest response")
         stream = subjects.samples_stream(JobId(group.job))
         try:
-            # By its subject and not by an id: this outlives the window in which ids are remembered.
+            # Deduplicate by subject, not by id: ids are remembered only for a window.
             await self._link.publish(subject, payload, stream=stream, last_on_subject=0)
         except NatsRefused as refused:
             if refused.err_code == WRONG_LAST_SEQUENCE:
@@ -241,7 +241,7 @@ class NatsSampleStream:
             filter_subject=subjects.stage_samples(job, stage),
             decode=decode,
             ack_wait_s=self._limits.sample_ack_wait_s,
-            # Whoever fetches bounds what is in flight; the actor holds a whole iteration until its commits.
+            # The caller of fetch bounds what is in flight: the actor keeps a whole iteration until its commits.
             max_ack_pending=-1,
             max_deliveries=self._limits.max_deliveries,
             on_dead_letter=on_dead_letter,
@@ -252,10 +252,10 @@ class NatsSampleStream:
 
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
         pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
-        held = await self._subjects(job, pattern)
-        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in held)
+        stored = await self._subjects(job, pattern)
+        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in stored)
 
-    async def held(
+    async def stored_group(
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
     ) -> SampleGroup | None:
         subject = subjects.group_subject(job, stage, incarnation=incarnation, iteration=iteration, prompt=prompt)
@@ -265,26 +265,26 @@ class NatsSampleStream:
         return None
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
-        held = {
+        stored = {
             subjects.parse_sample_subject(subject)[:3]
             for subject in await self._subjects(job, subjects.job_samples(job))
         }
-        for stage, its_incarnation, its_iteration in sorted(held):
+        for stage, its_incarnation, its_iteration in sorted(stored):
             if (its_incarnation, its_iteration) < (incarnation, iteration):
                 pattern = subjects.iteration_samples(job, stage, incarnation=its_incarnation, iteration=its_iteration)
                 await self._link.api(f"STREAM.PURGE.{subjects.samples_stream(job)}", {"filter": pattern})
 
     async def _subjects(self, job: JobId, pattern: str) -> set[str]:
-        """Every subject that matches and holds a message; the server answers by pages."""
+        """Every subject that matches and has a message. The server answers by pages."""
         stream = subjects.samples_stream(job)
         await self._link.require_stream(stream)
-        held: set[str] = set()
+        found: set[str] = set()
         while True:
-            info = await self._link.api(f"STREAM.INFO.{stream}", {"subjects_filter": pattern, "offset": len(held)})
+            info = await self._link.api(f"STREAM.INFO.{stream}", {"subjects_filter": pattern, "offset": len(found)})
             page = info["state"].get("subjects") or {}
-            held |= page.keys()
-            if not page or len(held) >= int(info.get("total", 0)):
-                return held
+            found |= page.keys()
+            if not page or len(found) >= int(info.get("total", 0)):
+                return found
 
 
 def _decode_event_message(raw: Msg) -> Event:

@@ -1,8 +1,12 @@
-"""Durable consumers on JetStream, and where the messages go that no consumer can settle: the dead letters.
+"""Durable consumers on JetStream, and the dead letters: the messages that no consumer can settle.
 
-What is delivered too often, or cannot be decoded, is first stored as a dead letter, then told, then terminated: a crash
-in between repeats the steps, and the stored dead letter is deduplicated. The server's own delivery limit is off,
-because past it a message would silently stay behind.
+A message that was delivered too often or cannot be decoded takes these steps:
+1. `store` writes it as a dead letter.
+2. `on_dead_letter` reports it.
+3. The server gets +TERM.
+
+A crash in between repeats the steps; the dead letter is deduplicated. The server's own delivery limit is off, because a
+message past that limit would silently stay behind.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from tidegate.types import JobId
 M = TypeVar("M")
 
 _NS = 10**9
-# Longer reasons are cut; they must fit the headroom that every message leaves below the server's limit.
+# Longer reasons are cut. They must fit the headroom that every message leaves below the server's limit.
 _MAX_REASON = 1000
 
 
@@ -35,7 +39,7 @@ class NatsDeadLetters:
         self._max_bytes = max_bytes
 
     async def store(self, job: JobId, message: Msg, *, consumer: str, reason: str) -> DeadLetter:
-        """Sets the message aside; the same delivery again is the same dead letter. StreamFull."""
+        """Sets the message aside. The same delivery again gives the same dead letter. StreamFull."""
         reason = reason[:_MAX_REASON]
         origin = message.metadata
         stream = subjects.dead_stream(job)
@@ -45,7 +49,7 @@ class NatsDeadLetters:
                 message.data,
                 stream=stream,
                 message_id=f"{origin.stream}/{consumer}/{origin.sequence.stream}",
-                # Header values are one line of ASCII; JSON makes any reason one.
+                # Header values are one line of ASCII. JSON turns any reason into one.
                 headers={"Tg-Subject": message.subject, "Tg-Stream": origin.stream, "Tg-Reason": json.dumps(reason)},
             )
         except NatsRefused as refused:
@@ -88,14 +92,14 @@ class NatsDeadLetters:
         )
 
     async def _delete(self, job: JobId, dead_letter: int) -> None:
-        # Gone already: another replay or drop came first, which is what was wanted.
+        # Another replay or drop may have deleted it first, which has the same effect.
         with suppress(NatsRefused):
             await self._link.api(f"STREAM.MSG.DELETE.{subjects.dead_stream(job)}", {"seq": dead_letter})
 
 
 @dataclass(frozen=True, slots=True)
 class Source(Generic[M]):
-    """What a durable consumer reads: a filtered stream of a job, and how its messages are let in."""
+    """The filtered stream of a job that a durable consumer reads, and how it checks messages."""
 
     job: JobId
     stream: str
@@ -137,7 +141,7 @@ class Delivery(Generic[M]):
 
 
 class DurableConsumer(Generic[M]):
-    """A durable pull consumer. It is made again when the server does not know it (any more)."""
+    """A durable pull consumer. It is created again whenever the server does not know it."""
 
     def __init__(self, link: NatsLink, source: Source[M], dead_letters: NatsDeadLetters) -> None:
         self._link = link
@@ -163,7 +167,7 @@ class DurableConsumer(Generic[M]):
         )
 
     async def fetch(self, num: int, *, timeout_s: float) -> list[tuple[Msg, M]]:
-        """Waits for one message that may be let in; those that may not become dead letters."""
+        """Waits for one message that passes its checks. A message that fails them becomes a dead letter."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + timeout_s
         while True:
@@ -205,13 +209,13 @@ class DurableConsumer(Generic[M]):
             return None
         try:
             return self._source.decode(raw)
-        except WireError as undecodable:  # dead-lettered: no delivery of it can end otherwise
+        except WireError as undecodable:  # dead-letter it: every further delivery would fail too
             await self.bury(raw, str(undecodable))
             return None
 
 
 def full_or_refused(refused: NatsRefused, stream: str, *, max_bytes: int, size_bytes: int) -> Exception:
-    """What a refused publish is: StreamFull with its remedy, or the refusal itself."""
+    """The exception for a refused publish: StreamFull with its remedy, or the refusal itself."""
     if refused.err_code != MAX_BYTES_EXCEEDED:
         return refused
     return subjects.stream_full(stream, max_bytes=max_bytes, size_bytes=size_bytes)

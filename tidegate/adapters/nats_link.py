@@ -1,11 +1,18 @@
-"""One connection to NATS and what JetStream can be asked over it, each call retried until its deadline.
+"""One connection to NATS, and the JetStream calls over it. Each call is retried until its deadline.
 
-In this order a call may end: an answer; `NatsRefused` with JetStream's own code, nothing having changed; `JobNotOpen`
-when the stream it is about does not exist; `BusUnavailable` after the deadline, the outcome unknown. Time-outs, missing
-responders (a stream between two leaders) and JetStream's 503 are retried.
+A call ends in one of these ways:
+- an answer;
+- `NatsRefused` with JetStream's own code: nothing changed;
+- `JobNotOpen`: the stream of the call does not exist;
+- `BusUnavailable` after the deadline: the outcome is unknown.
 
-Invariants: the connection is kept up for good (a closed one was closed by us); every pull has its own inbox, so that
-an answer to a call given up reaches nobody and is delivered again; no error text carries a URL's credentials.
+Time-outs, missing responders (a stream between two leaders) and JetStream's 503 are retried.
+
+Invariants:
+- The connection is kept up for good: only `close` closes it. [test_bus: go_on_after_the_server_was_killed]
+- No error text carries a URL's credentials. [test_bus: named_without_its_password]
+
+Every pull has its own inbox, so that a late answer to an abandoned call reaches nobody and is delivered again.
 """
 
 from __future__ import annotations
@@ -37,22 +44,22 @@ CONSUMER_NOT_FOUND = 10014
 NO_MESSAGE_FOUND = 10037
 WRONG_LAST_SEQUENCE = 10071
 MAX_BYTES_EXCEEDED = 10077
-# Sent as 503, yet asking again does not help.
+# The server sends these as 503, yet a repeat does not help.
 _DEFINITE_503 = frozenset({MAX_BYTES_EXCEEDED})
 
-# One attempt of a call. A server answers within milliseconds; more than this is a lost answer, asked for again.
+# One attempt of a call. A server answers within milliseconds; after this time the answer is lost and asked for again.
 _ATTEMPT_S = 2.0
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
-# A pull that waits is asked anew this often: a server that restarted has forgotten it, and would leave us waiting.
+# A waiting pull is sent again this often: a server that restarted has forgotten it and would leave us waiting.
 _LINGER_S = 2.0
-# A pull waits at least this long: one that expires on its way finds nothing, even where there is something.
+# A pull waits at least this long: one that expires on its way finds nothing, even where messages are.
 _LEAST_WAIT_S = 0.05
-# A batch ends here: beyond 128 MB waiting for us, nats-py would drop messages, to be delivered again much later.
+# A batch ends here: beyond 128 MB of waiting messages, nats-py would drop some, and they would come again much later.
 _BATCH_BYTES = 64 * 2**20
-# Messages of one direct read: a few hundred kilobytes of events.
+# The messages of one direct read: a few hundred kilobytes of events.
 _READ_BATCH = 256
-# What a dead letter adds to a message (subject, reason): kept free below the server's limit.
+# A dead letter adds this much to a message (subject, reason). It is kept free below the server's limit.
 DEAD_LETTER_HEADROOM_BYTES = 4096
 
 
@@ -69,7 +76,7 @@ class _NoAnswerYet(Exception):
 
 
 class NatsLink:
-    """Made by `connect`; one for each process."""
+    """`connect` makes it. A process needs one."""
 
     def __init__(self, connection: Client, *, deadline_s: float) -> None:
         self._connection = connection
@@ -111,16 +118,16 @@ class NatsLink:
         return cls(connection, deadline_s=deadline_s)
 
     async def close(self) -> None:
-        """Also while the server is away: what it was not sent is given up, its callers were told so."""
+        """Works while the server is away too. Unsent messages are given up; their callers have got BusUnavailable."""
         with suppress(ConnectionError):
             await self._connection.close()
 
     async def api(self, call: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """JetStream's management API, `$JS.API.<call>`."""
+        """Calls JetStream's management API, `$JS.API.<call>`."""
         return await self._answer(f"$JS.API.{call}", json.dumps(request).encode())
 
     async def ensure_stream(self, config: Mapping[str, Any]) -> None:
-        """Creates the stream; one that exists takes the config's limits."""
+        """Creates the stream. An existing stream takes the config's limits."""
         name = config["name"]
         try:
             await self.api(f"STREAM.CREATE.{name}", config)
@@ -130,7 +137,7 @@ class NatsLink:
             await self.api(f"STREAM.UPDATE.{name}", config)
 
     async def require_stream(self, stream: str) -> dict[str, Any]:
-        """Its info; JobNotOpen when there is none."""
+        """The stream's info. JobNotOpen when there is none."""
         try:
             return await self.api(f"STREAM.INFO.{stream}", {})
         except NatsRefused as refused:
@@ -146,10 +153,12 @@ class NatsLink:
         last_on_subject: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The stream's acknowledgement (`seq`, `duplicate`).
+        """Returns the stream's acknowledgement (`seq`, `duplicate`).
 
-        One of two makes a retry harmless: an id, which the stream remembers for its window, or the sequence of the
-        last message on the subject (0: there is none), else NatsRefused with WRONG_LAST_SEQUENCE.
+        One of two arguments makes a retry harmless:
+        - `message_id`: an id that the stream remembers for its window;
+        - `last_on_subject`: the sequence of the last message on the subject (0: none). NatsRefused with
+          WRONG_LAST_SEQUENCE when it differs.
         """
         all_headers = {"Nats-Expected-Stream": stream, **(headers or {})}
         if message_id is not None:
@@ -159,7 +168,7 @@ class NatsLink:
         return await self._answer(subject, payload, stream=stream, headers=all_headers)
 
     def check_size(self, payload: bytes, *, what: str, remedy: str) -> None:
-        """MessageTooLarge unless the server takes it, and its dead letter too."""
+        """MessageTooLarge unless the server accepts the message and its dead letter too."""
         limit = self._connection.max_payload - DEAD_LETTER_HEADROOM_BYTES
         if len(payload) > limit:
             raise MessageTooLarge(
@@ -169,7 +178,7 @@ class NatsLink:
             )
 
     async def settle(self, message: Msg, verdict: bytes) -> None:
-        """Answers a delivery (+ACK, -NAK, +WPI, +TERM) and waits until the server has it."""
+        """Answers a delivery (+ACK, -NAK, +WPI, +TERM) and waits until the server has the answer."""
 
         async def attempt(timeout_s: float) -> None:
             await self._request(message.reply, verdict, timeout_s=timeout_s)
@@ -185,7 +194,7 @@ class NatsLink:
             wait_s = min(max(ends - loop.time(), _LEAST_WAIT_S), _LINGER_S)
             linger = {"batch": 1, "expires": int(wait_s * 1e9)}
             messages = await self._collect(subject, linger, num=1, wait_s=wait_s)
-            # Only what is there now: without this, the server would wait for a whole batch.
+            # Take only what is there now: without `no_wait` the server would wait for a whole batch.
             if messages and num > 1:
                 rest = {"batch": num - 1, "no_wait": True, "max_bytes": _BATCH_BYTES}
                 messages += await self._collect(subject, rest, num=num - 1, wait_s=0.0)
@@ -193,12 +202,12 @@ class NatsLink:
                 return messages
 
     async def read(self, stream: str, *, from_sequence: int) -> list[Msg]:
-        """The next stored messages, without a consumer; empty at the end. Their headers carry `Nats-Sequence`."""
+        """The next stored messages, without a consumer. Empty at the end. Header `Nats-Sequence` has the sequence."""
         request = {"seq": from_sequence, "batch": _READ_BATCH}
         return await self._collect(f"$JS.API.DIRECT.GET.{stream}", request, num=_READ_BATCH, wait_s=0.0)
 
     async def last_on(self, stream: str, subject: str) -> bytes | None:
-        """What the last message on a subject holds; None where there is none. JobNotOpen."""
+        """The payload of the last message on a subject. None where there is none. JobNotOpen."""
         try:
             answer = await self.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
         except NatsRefused as refused:
@@ -210,17 +219,17 @@ class NatsLink:
     async def subscribe(
         self, subject: str, on_message: Callable[[Msg], Awaitable[None]]
     ) -> Callable[[], Awaitable[None]]:
-        """A plain subscription, at most once: a hint, never the authority. The result ends it."""
+        """A plain subscription, at most once: a hint, never the authority. The returned function ends it."""
         subscription = await self._connection.subscribe(subject, cb=on_message)
 
         async def end() -> None:
-            with suppress(ConnectionClosedError):  # closed first: the subscription ended with it
+            with suppress(ConnectionClosedError):  # the connection closed first and ended the subscription
                 await subscription.unsubscribe()
 
         return end
 
     async def _collect(self, subject: str, request: Mapping[str, Any], *, num: int, wait_s: float) -> list[Msg]:
-        """The messages that answer one request, up to the server's closing status or its silence."""
+        """The messages that answer one request, until the server's closing status or its silence."""
         inbox = self._connection.new_inbox()
         messages: list[Msg] = []
         try:
@@ -238,7 +247,7 @@ class NatsLink:
             finally:
                 await subscription.unsubscribe()
         except NatsTimeout:
-            pass  # silence: the server went away in between; what came is returned, the rest is delivered again
+            pass  # the server went away in between: return what came, the rest is delivered again
         except NatsError as failure:
             raise BusUnavailable(f"NATS cannot be asked {subject}: {failure}") from failure
         return messages

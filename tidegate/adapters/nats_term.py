@@ -1,4 +1,4 @@
-"""The fencing term in JetStream's key-value bucket TG_TERM, advanced by compare-and-set on its revision."""
+"""The fencing term in JetStream's key-value bucket TG_TERM. Compare-and-set on the bucket's revision advances it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NatsTermRegister:
                 _TERM_SUBJECT,
                 str(term).encode(),
                 stream=_TERM_STREAM,
-                # Ours alone, so that only our own retry counts as a repeat.
+                # The id is this writer's alone, so that only its own retry counts as a repeat.
                 message_id=f"{self._writer}/{expected_revision}/{term}",
                 last_on_subject=expected_revision,
             )
@@ -49,7 +49,7 @@ class NatsTermRegister:
         return int(ack["seq"])
 
     async def _ensure(self) -> None:
-        """The bucket as any key-value client would make it: one value a key, the last."""
+        """Makes the bucket as any key-value client would: one value for each key, the last."""
         await self._link.ensure_stream(
             {
                 "name": _TERM_STREAM,

@@ -1,10 +1,14 @@
-"""The store on Redis (or valkey): `Cells` as hashes under one hash tag, every access one EVALSHA.
+"""The store on Redis (or valkey): `Cells` as hashes under one hash tag. Every access is one EVALSHA.
 
 Invariants:
-- each script compares the run id of the server it runs on, and the term, with those it was adopted under (guard.lua);
-- a script's writes are one unit in the append-only file and on replicas;
-- the client library retries nothing: its silent retries hide unknown outcomes (a call hung 9.6 s in a partition). Each
-  call ends within the socket timeouts; what has no answer is StoreUnavailable.
+- Each script compares the run id of its server and the term with those of the last adoption (guard.lua).
+  [test_store: refused_after_another_client_adopted]
+- The writes of a script are one unit in the append-only file and on replicas.
+  [test_redis_store: all_keys_share_one_hash_tag]
+- A call ends within the socket timeouts. A call without an answer raises StoreUnavailable.
+  [test_redis_store: given_up_in_bounded_time]
+
+The client library retries nothing, because silent retries hide unknown outcomes: one call hung 9.6 s in a partition.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import Identity
 
 SOCKET_TIMEOUT_S = 1.0
-"""A script takes under 3 ms (1,000 GPUs); a second without an answer is a stall or a partition."""
+"""A script takes under 3 ms (1,000 GPUs). A second without an answer is a stall or a partition."""
 _STORE_KEY = "{tidegate}:store"
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One Lua script and the name that EVALSHA knows it by."""
+    """One Lua script and its name for EVALSHA."""
 
     text: str
     sha: str
@@ -95,7 +99,7 @@ class RedisCells:
         try:
             try:
                 return cast(list[Any], await self._client.evalsha(script.sha, len(keys), *keys, *args))
-            except NoScriptError:  # it did not run: the server restarted or never had it
+            except NoScriptError:  # the script did not run: the server restarted or never had it
                 await self._client.script_load(script.text)
                 return cast(list[Any], await self._client.evalsha(script.sha, len(keys), *keys, *args))
         except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError) as error:
@@ -112,7 +116,7 @@ class RedisCells:
 
 
 def redis_store(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> CellStore:
-    """A client of the server at `url` (redis://[user:password@]host:port/db). It connects at its first call."""
+    """A client of the server at `url` (redis://[user:password@]host:port/db). The first call connects it."""
     return CellStore(redis_cells(url, socket_timeout_s=socket_timeout_s))
 
 
@@ -130,13 +134,13 @@ def redis_cells(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> Redi
 
 
 class _Keys:
-    """The keys of one script call: the store's own first, then each table once, in order of use."""
+    """The keys of one script call: the store's own first, then each table once, in the order of use."""
 
     def __init__(self, tables: tuple[str, ...]) -> None:
         self.names = [_STORE_KEY, *(f"{{tidegate}}:{table}" for table in tables)]
 
     def index(self, table: str) -> int:
-        """Lua counts from 1."""
+        """The table's index in KEYS, which Lua counts from 1."""
         name = f"{{tidegate}}:{table}"
         if name not in self.names:
             self.names.append(name)

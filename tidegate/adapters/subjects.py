@@ -1,10 +1,10 @@
-"""Names on the bus: streams and subjects of a job, each token checked, so that no name reaches past its place.
+"""The names on the bus: streams and subjects of a job. Each part is checked, so that no name reaches past its place.
 
     events    TG_EVENTS_<JOB>    tg.events.<job>
     samples   TG_SAMPLES_<JOB>   tg.samples.<job>.<stage>.<incarnation>.<iteration>.<prompt>
     dead      TG_DEAD_<JOB>      tg.dead.<job>
 
-A job's id is lower case, so that upper case in a stream's name keeps two jobs apart.
+A job's id is lower case, so its upper case in a stream's name keeps two jobs apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def dead_stream(job: JobId) -> str:
 
 
 def stream_full(stream: str, *, max_bytes: int, size_bytes: int) -> StreamFull:
-    """What to raise when `size_bytes` more do not fit, with the remedy for this kind of stream."""
+    """The exception when `size_bytes` more do not fit, with the remedy for this kind of stream."""
     remedy = next(text for kind, text in _WHEN_FULL.items() if stream.startswith(kind))
     return StreamFull(f"stream {stream} is full: {size_bytes} bytes more do not fit its {max_bytes}; {remedy}")
 
@@ -73,12 +73,12 @@ def sample_subject(stage: Stage, group: SampleGroup) -> str:
 
 
 def group_subject(job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int) -> str:
-    """Of the one message that a group is at a stage."""
+    """The subject of the one message that carries a group at a stage."""
     return f"tg.samples.{job_id(job)}.{stage}.{_count(incarnation)}.{_count(iteration)}.{_count(prompt)}"
 
 
 def parse_sample_subject(subject: str) -> tuple[Stage, int, int, int]:
-    """(stage, incarnation, iteration, prompt); WireError on anything else."""
+    """(stage, incarnation, iteration, prompt). WireError for any other subject."""
     tokens = subject.split(".")
     stages = [stage.value for stage in Stage]
     if len(tokens) != 7 or tokens[3] not in stages or not all(token.isdecimal() for token in tokens[4:]):
@@ -88,7 +88,7 @@ def parse_sample_subject(subject: str) -> tuple[Stage, int, int, int]:
 
 
 def consumer_name(name: str) -> str:
-    """The name itself; ValueError unless it is 1-64 characters of letters, digits, '-' and '_'."""
+    """Returns the name. ValueError unless it is 1-64 characters of letters, digits, '-' and '_'."""
     if not _CONSUMER.fullmatch(name):
         raise ValueError(f"consumer name {name!r} must be 1-64 characters of letters, digits, '-' and '_'")
     return name

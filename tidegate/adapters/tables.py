@@ -1,7 +1,13 @@
-"""What of the store lies in which cell, and how it is written there. Pure.
+"""Which cell holds which value of the store, and in what encoding. Pure.
 
-Tables: `gpus`; `open`, the open transitions of all jobs; `closed:<job>`; `states`, one a job; `leads:<job>`; `leases`;
-`commands:<job>`; `boots`. A transition is in exactly one of `open` and `closed:<job>`.
+Tables:
+- `gpus`: the ownership map;
+- `open`: the open transitions of all jobs;
+- `closed:<job>`: the closed transitions of a job;
+- `states`: one state for each job;
+- `leads:<job>`, `leases`, `commands:<job>`, `boots`.
+
+A transition is in exactly one of `open` and `closed:<job>`.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from tidegate.ports.store import JobState, LeadRecord
 from tidegate.types import GpuId, JobId, Role
 
 RESIGNED = 0
-"""As `expires_unix_ms`: gave the lead up. The record stays, since it holds the epoch."""
+"""The value of `expires_unix_ms` after a lead resigned. The record stays, because it holds the epoch."""
 
 
 def gpu_cell(gpu: GpuId) -> Cell:

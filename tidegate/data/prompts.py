@@ -20,8 +20,8 @@ from tidegate.config.sections.data import TOKENIZERS_TEMPLATE, DataSection
 from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.data.chat_template import ChatTemplate
 from tidegate.data.records import Record, data_files, read_records
+from tidegate.short_lists import first_lines
 from tidegate.tasks.tokenizer import TaskTokenizer
-from tidegate.telling import some_lines
 
 ARGUMENTS = ("prompt", "response", "answer")
 """What a reward is called with besides the columns, which may not have these names for something else."""
@@ -75,7 +75,7 @@ class PromptReader:
                 except ValueError as error:
                     faults.append(f"{record.where}: {error}")
         if faults:
-            raise ValueError(some_lines(faults, most=_FAULTS_TOLD))
+            raise ValueError(first_lines(faults, most=_FAULTS_TOLD))
         if not prompts:
             raise ValueError(f"{', '.join(str(file) for file in files)} holds no record: give data with at least one")
         return tuple(prompts)

@@ -1,4 +1,4 @@
-"""The node's gate, a library on a folder: who may use which GPU now."""
+"""The node's gate: a library on a folder that says which process may use which GPU now."""
 
 from __future__ import annotations
 

@@ -1,14 +1,19 @@
-"""The node's gate: per GPU, who may use it now, and the highest token that anyone ever passed with.
+"""The node's gate. For each GPU it knows the process that may use it now, and the highest token that ever passed.
 
-A library on a folder of the node's local disk (a volume shared by the node's containers; not NFS). Two files a GPU:
-- `<gpu>.lock`, never replaced: its byte 0 is locked by the open file of the holder, whose descriptor the service passes
-  to the worker, so that it is held exactly as long as the worker lives; its byte 1 is locked for the moment in which
-  someone passes, so that of two who try at once the second sees the first's outcome;
-- `<gpu>.json`: the highest token and who passed with it, replaced as a whole under both locks, synced to disk.
-A GPU's name is percent-encoded in both. Invariants:
-- at most one open file holds a GPU;
-- the highest token of a GPU only grows, through any crash; who passes has a larger one than all before;
-- a refused attempt changes nothing; a report takes no lock and disturbs nobody.
+The gate is a library on a folder of the node's local disk (a volume shared by the node's containers; not NFS).
+Each GPU has two files, named by its percent-encoded name:
+- `<gpu>.lock` is never replaced. The holder's open file locks byte 0. The service passes the descriptor to the worker,
+  so that the GPU is held exactly as long as the worker lives. `acquire` locks byte 1 for the moment in which it passes,
+  so that of two attempts at once the second sees the outcome of the first.
+- `<gpu>.json` holds the highest token and the process that passed with it. It is replaced as a whole under both locks
+  and synced to disk.
+
+Invariants:
+- At most one open file holds a GPU. [test_gate: of_many_at_once_exactly_one_passes]
+- The highest token of a GPU only grows, through any crash. [test_gate: survives_a_kill_at_any_moment]
+- An attempt passes only with a token larger than all before. [test_gate: token_that_is_not_larger]
+- A refused attempt changes nothing. [test_gate: refused_attempt_changes_nothing]
+- A report takes no lock and disturbs nobody. [test_gate: report_never_makes_an_attempt_fail]
 """
 
 from __future__ import annotations
@@ -31,11 +36,11 @@ _RELEASE_POLL_S = 0.005
 
 
 class GateClosed(RuntimeError):
-    """Another open file holds the GPU; try again when it has been released or its holder is dead."""
+    """Another open file holds the GPU. Try again when the holder has released it or is dead."""
 
 
 class GateDamaged(RuntimeError):
-    """A GPU's record cannot be read; nobody passes, because a lower token could."""
+    """The record of a GPU cannot be read. No attempt passes, because one with a lower token could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +58,36 @@ class _Record:
 
 
 class GateHold:
-    """A passed gate. The GPU is held until every copy of the descriptor is closed, in whatever process it is."""
+    """A hold on a GPU. It lasts until every process has closed its copy of the descriptor."""
 
     def __init__(self, grant: Grant, fd: int) -> None:
         self.grant = grant
         self._fd: int | None = fd
 
     def fileno(self) -> int:
-        """To be passed to the worker; ValueError once closed here."""
+        """The descriptor to pass to the worker. ValueError after `close` in this process."""
         if self._fd is None:
             raise ValueError(f"the hold of {self.grant.gpu} is closed in this process")
         return self._fd
 
     def close(self) -> None:
-        """Closes this process's copy; idempotent."""
+        """Closes this process's copy. Closing twice is harmless."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 class Gate:
-    """The gate of one node. Objects on the same folder, in any process, are the same gate."""
+    """The gate of one node. Two objects on the same folder, in any processes, are the same gate."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
 
     def acquire(self, grant: Grant) -> GateHold:
-        """Pass with the grant's token. Waits milliseconds at most (for others who pass), never for a release.
+        """Passes with the grant's token. Waits milliseconds at most, for other attempts, and never for a release.
 
-        Raises StaleToken, GateClosed or GateDamaged, with nothing changed.
+        Raises StaleToken, GateClosed or GateDamaged and then changes nothing.
         """
         fd = os.open(self._lock_path(grant.gpu), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -105,17 +110,17 @@ class Gate:
             os.close(fd)
 
     def highest_token(self, gpu: GpuId) -> Token | None:
-        """None when nobody ever passed. Raises GateDamaged."""
+        """None when no attempt ever passed. Raises GateDamaged."""
         record = self._record(gpu)
         return None if record is None else record.token
 
     def report(self) -> list[GateState]:
-        """Every GPU that somebody ever tried to acquire, in order of name."""
+        """The state of every GPU that an attempt ever named, in order of name."""
         gpus = sorted(GpuId(unquote(path.stem)) for path in self._folder.glob("*.lock"))
         return [GateState(gpu, self.highest_token(gpu), self.is_held(gpu)) for gpu in gpus]
 
     def wait_until_free(self, gpu: GpuId, *, timeout_s: float) -> bool:
-        """Whether nobody holds the GPU any more, looked at until then. Blocks its thread."""
+        """Whether the GPU became free within `timeout_s`. Blocks its thread."""
         deadline = time.monotonic() + timeout_s
         while self.is_held(gpu):
             if time.monotonic() >= deadline:
@@ -131,7 +136,7 @@ class Gate:
                 "ask the scheduler who owns it now"
             )
         if not try_lock(fd, _HOLD):
-            # The very first holder may have died, or be stopped, between its lock and its record.
+            # The very first holder may have died, or may be stopped, between its lock and its record.
             holder = f"token {record.token}, acquired by pid {record.pid}" if record else "a process without a record"
             raise GateClosed(
                 f"{grant.gpu} cannot be acquired with token {grant.token}: it is held by {holder}; "
@@ -147,13 +152,13 @@ class Gate:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise GateDamaged(
-                f"gate record {path} cannot be read ({error}): with all workers of this node stopped, write into it "
-                'the highest token that the scheduler knows for it, {"term": T, "counter": C, "pid": 0}'
+                f"gate record {path} cannot be read ({error}): stop all workers of this node, then write into it "
+                'the highest token that the scheduler knows for the GPU, {"term": T, "counter": C, "pid": 0}'
             ) from error
 
     def _write(self, gpu: GpuId, record: _Record) -> None:
         path = self._record_path(gpu)
-        # Only one process at a time passes, so the name is free but for what a crash left.
+        # Only one process passes at a time, so the name is free, or a crash left the file.
         partial = path.with_suffix(".partial")
         with partial.open("w") as stream:
             stream.write(record.to_json())
@@ -174,7 +179,7 @@ class Gate:
 
 
 def _file_name(gpu: GpuId) -> str:
-    """No separator, never "." or "..": reversible, one file a name."""
+    """Contains no separator and is never "." or "..". The encoding is reversible, so each GPU has its own file."""
     return quote(gpu, safe="").replace(".", "%2E")
 
 

@@ -1,8 +1,8 @@
 """Open-file-description locks on single bytes of a file.
 
-Like flock they belong to the open file: every process that inherits or is passed the descriptor holds them, and they
-end when the last copy of it is closed, by a crash too. Unlike flock they cover a byte range, so that one file carries
-several locks, and they can be looked at without being taken (F_OFD_GETLK): no probe ever makes another's attempt fail.
+A lock belongs to the open file, like flock: every process that inherits or receives the descriptor holds it. It ends
+when the last copy of the descriptor is closed, by a crash too. Unlike flock, a lock covers a range of bytes, so one
+file carries several locks. A probe (F_OFD_GETLK) takes no lock, so no probe ever makes another attempt fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def unlock(fd: int, byte: int) -> None:
 
 
 def is_locked_by_another(fd: int, byte: int) -> bool:
-    """Whether an open file other than `fd`'s holds the byte; takes nothing."""
+    """Whether an open file other than `fd`'s holds the byte. Takes no lock."""
     answer = fcntl.fcntl(fd, _GETLK, _request(fcntl.F_WRLCK, byte))
     (kind, *_) = _FLOCK.unpack(answer)
     return bool(kind != fcntl.F_UNLCK)

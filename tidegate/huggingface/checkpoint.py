@@ -19,7 +19,7 @@ from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensors_
 from tidegate.huggingface.tensor_file import StoredTensor, TensorFile, open_tensor_file
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
-from tidegate.telling import some
+from tidegate.short_lists import first_few
 
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -99,7 +99,8 @@ def _placed(folder: Path, files: Iterable[TensorFile]) -> dict[str, TensorFile]:
         if misplaced:
             raise CheckpointRefused(
                 f"{folder}: {len(misplaced)} of {len(weight_map)} tensors are not in the file that {INDEX} names: "
-                f"{some(misplaced)}; fetch {', '.join(sorted({str(weight_map[name]) for name in misplaced}))} again"
+                f"{first_few(misplaced)}; fetch {', '.join(sorted({str(weight_map[name]) for name in misplaced}))} "
+                "again"
             )
     return file_of
 
@@ -114,8 +115,8 @@ def _check_tensors(
     }
     if missing := sorted(want.keys() - file_of.keys()):
         raise CheckpointRefused(
-            f"{folder}: {len(missing)} of {len(want)} tensors of the model are in no file: {some(missing)}; fetch the "
-            f"files again, or the {CONFIG} that belongs to them"
+            f"{folder}: {len(missing)} of {len(want)} tensors of the model are in no file: {first_few(missing)}; fetch "
+            f"the files again, or the {CONFIG} that belongs to them"
         )
     spare = {name for name in file_of if name.endswith(RECOMPUTED)}
     if model.tied_embeddings:
@@ -125,7 +126,7 @@ def _check_tensors(
     if extra := sorted(file_of.keys() - want.keys() - spare):
         raise CheckpointRefused(
             f"{folder}: {len(extra)} tensors are not of the model that {CONFIG} describes, and would be lost: "
-            f"{some(extra)}; take a checkpoint of the plain architecture"
+            f"{first_few(extra)}; take a checkpoint of the plain architecture"
         )
     for file in files:
         for name, stored in file.tensors.items():

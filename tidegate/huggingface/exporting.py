@@ -21,6 +21,7 @@ from typing import BinaryIO
 import torch
 
 from tidegate.elastic.plan.parameters import Parameter
+from tidegate.folder_swap import empty_partial, swap_in
 from tidegate.huggingface.checkpoint import (
     CONFIG,
     GENERATION,
@@ -35,7 +36,6 @@ from tidegate.huggingface.importing import DTYPES, mapped
 from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf, tensors_of
 from tidegate.huggingface.tensor_file import StoredTensor, header_of
 from tidegate.model_config import ModelConfig
-from tidegate.replacing import partial_of, put_in_place
 from tidegate.tasks.tokenizer import TaskTokenizer
 from tidegate.tasks.tokenizer_config import CONFIG_FILE, TEMPLATE_FILE
 
@@ -74,7 +74,7 @@ def export(
     `tokenizer` takes the place of the source's. Raises CheckpointRefused for a model of no family, ValueError when not
     every parameter came.
     """
-    partial = partial_of(folder)
+    partial = empty_partial(folder)
     if source:
         files = {file.path.name: _NewFile(file.head, file.tensors) for file in source.files}
         _copy(source.folder, partial, BESIDE if tokenizer else (*BESIDE, *TOKENIZERS))
@@ -89,7 +89,7 @@ def export(
         writer = _Writer(files, streams)
         _write_all(writer, model, {parameter.name: parameter for parameter in parameters}, weights, source)
         writer.finish()
-    put_in_place(partial, folder)
+    swap_in(partial, folder)
 
 
 class _Writer:

@@ -1,1 +1,1 @@
-"""Runs a job on this machine: its folder, its servers and services, its end."""
+"""Runs a job on this machine: makes its folder, starts its servers and services, records its end."""

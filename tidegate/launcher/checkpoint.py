@@ -1,7 +1,9 @@
-"""The newest checkpoint in a job's folder, which a resumed run tells the scheduler: its servers may have lost theirs.
+"""Finds the newest checkpoint in a job's folder. A resumed run reports it to the scheduler.
 
-Read are the folders' names and, of the newest, the figures that the event carries. Whether its files are whole is the
-actor's to check. Invariant: a folder without its manifest is no checkpoint.
+The report is needed because the servers may have lost their record of it. This module reads only the names of the
+folders and, for the newest one, the figures that the event carries. The actor checks whether the files are whole.
+
+Invariant: a folder without its manifest is no checkpoint. [test_checkpoint: save_that_did_not_end]
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """`incarnation` wrote it; whoever goes on from it has a later one."""
+    """A checkpoint that incarnation `incarnation` wrote. A run that continues from it has a later incarnation."""
 
     name: str
     incarnation: int
@@ -27,8 +29,8 @@ class FoundCheckpoint:
     num_samples_trained: int
 
 
-def newest_checkpoint(folder: Path, *, anew: str = "--force") -> FoundCheckpoint | None:
-    """None where there is none. ConfigError, with `anew` as a remedy, when the newest one's manifest cannot be read."""
+def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundCheckpoint | None:
+    """None where there is none. ConfigError, with `fresh_command` as remedy, when the newest manifest is unreadable."""
     found = [(place_of(path.parent.name), path) for path in folder.glob(f"inc*-it*/{_MANIFEST}")]
     complete = [(place, path) for place, path in found if place is not None]
     if not complete:
@@ -46,5 +48,5 @@ def newest_checkpoint(folder: Path, *, anew: str = "--force") -> FoundCheckpoint
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"checkpoint {path.parent} cannot be read ({type(error).__name__}: {error}): put it back from a copy, or "
-            f"start anew ({anew})"
+            f"start over ({fresh_command})"
         ) from error

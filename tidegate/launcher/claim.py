@@ -1,9 +1,18 @@
-"""Who may run a job in a folder, and how a run begins there: anew, in place of an older one, or where it ended.
+"""Claims a job's folder for a run, and prepares it: from the start, in place of an older run, or where it ended.
 
-Order: what can be refused without a change, the lock, what the folder holds, then what the run needs in it.
-Invariants: one launcher at a time runs a job (a lock that dies with it); nothing of an older run is removed unless
-that was asked for; a resumed run keeps all that decides its samples; each start of a job has its own, larger boot; at
-the end nothing of the job is left in host memory, and what a killed launcher left there is removed at the next start.
+Order:
+1. the refusals that need no change;
+2. the lock;
+3. the check of the folder's contents;
+4. the files that the run needs.
+
+Invariants:
+- One launcher at a time runs a job. Its lock dies with it. [test_claim: second_launcher_is_refused]
+- Files of an older run are removed only on request. [test_claim: fresh_start_over_an_older_run]
+- A resumed run keeps everything that decides its samples. [test_claim: resumed_run_may_not_change_what_decides]
+- Each start of a job has its own, larger boot. [test_claim: every_start_has_a_larger_boot]
+- At the end no file of the job is left in host memory. The next start removes the files of a killed launcher.
+  [test_claim: nothing_is_left_in_host_memory]
 """
 
 from __future__ import annotations
@@ -34,22 +43,22 @@ from tidegate.launcher.readme import README
 from tidegate.lr.checkpoint import OnMismatch
 
 _DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "data", "rewards", "algorithm", "actor", "inference")
-"""Sections that a resumed run may not change: its samples and weights would not be those of an unbroken run."""
+"""Sections that a resumed run may not change: its samples and weights would differ from those of an unbroken run."""
 
-_TOLD_PACKAGES = ("tidegate", "torch", "megatron-core")
+_RECORDED_PACKAGES = ("tidegate", "torch", "megatron-core")
 
 
 class CannotStart(ConfigError):
-    """The job cannot be run here as asked; the message says what stands in the way and what would do."""
+    """The job cannot run here as requested. The message says what stands in the way and what would help."""
 
 
 class Start(StrEnum):
-    """How to treat what the job's folder holds."""
+    """How to treat the contents of the job's folder."""
 
     FRESH = "fresh"
     RESUME = "resume"
     FORCE = "force"
-    """Anew, removing an older run."""
+    """Start over: remove the older run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +76,14 @@ class Claim:
 
 
 def host_memory_folder(config: JobConfig) -> Path:
-    """The job's own folder in host memory, the same at every start of it."""
+    """The job's own folder in host memory. It is the same at every start of the job."""
     folder = str(JobFolder.of(config).root)
     digest = hashlib.blake2b(folder.encode(), digest_size=5).hexdigest()
     return Path(config.runtime.host_memory_root) / f"tidegate-{os.getuid()}-{digest}"
 
 
 def saved_config(folder: JobFolder) -> JobConfig | None:
-    """The config that a job was last started with; None where there is no job."""
+    """The config of the job's last start. None where there is no job."""
     try:
         return JobConfig.from_json(folder.config.read_text())
     except FileNotFoundError:
@@ -82,25 +91,27 @@ def saved_config(folder: JobFolder) -> JobConfig | None:
 
 
 @contextmanager
-def claimed(job: Job, start: Start, *, now_unix_s: float, anew: str = "--force") -> Iterator[Claim]:
-    """Holds the job's folder within the block. CannotStart when the folder says no, with nothing changed.
+def claim_folder(job: Job, start: Start, *, now_unix_s: float, fresh_command: str = "--force") -> Iterator[Claim]:
+    """Claims the job's folder within the block. CannotStart, with nothing changed, when its contents forbid the start.
 
-    `anew` is what a person types to remove the older run and start from the beginning.
+    `fresh_command` is what a person types to remove the older run and start over.
     """
     folder = JobFolder.of(job.config)
-    refuse_claim(job.config, start, anew=anew)
+    refuse_claim(job.config, start, fresh_command=fresh_command)
     _make_folder(folder.root)
     with _lock(folder.root / LOCK) as lock_fd:
-        # Again under the lock: another launcher may have been here since.
+        # Check again under the lock: another launcher may have been here in between.
         if start is Start.FRESH:
-            _refuse_occupied(folder, anew)
-        checkpoint = newest_checkpoint(folder.checkpoints, anew=anew) if start is Start.RESUME else None
+            _refuse_occupied(folder, fresh_command)
+        checkpoint = (
+            newest_checkpoint(folder.checkpoints, fresh_command=fresh_command) if start is Start.RESUME else None
+        )
         boot = _next_boot(lock_fd, now_unix_s=now_unix_s)
         if start is Start.FORCE:
             _empty(folder.root)
         with _host_memory(host_memory_folder(job.config)):
             try:
-                config = _prepared(folder, job)
+                config = _prepare_folder(folder, job)
                 record = _record(start, boot, checkpoint)
                 attempt = begin_attempt(
                     folder.root, config=config.model_dump(mode="json"), record=record, now_unix_s=now_unix_s
@@ -110,14 +121,14 @@ def claimed(job: Job, start: Start, *, now_unix_s: float, anew: str = "--force")
                 folder.endpoint.unlink(missing_ok=True)
 
 
-def refuse_claim(config: JobConfig, start: Start, *, anew: str = "--force") -> None:
-    """CannotStart where `claimed` would say so of what lies there now; nothing is changed."""
+def refuse_claim(config: JobConfig, start: Start, *, fresh_command: str = "--force") -> None:
+    """CannotStart where `claim_folder` would refuse the folder as it is now. Changes nothing."""
     folder = JobFolder.of(config)
     _refuse_without_memory(config)
     if start is Start.FRESH:
-        _refuse_occupied(folder, anew)
+        _refuse_occupied(folder, fresh_command)
     elif start is Start.RESUME:
-        _refuse_other_job(folder, config, anew)
+        _refuse_other_job(folder, config, fresh_command)
     elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / LOCK).exists():
         raise CannotStart(f"{folder.root} is not a job's folder, so it is not removed: choose another output folder")
     _refuse_unmakeable(folder.root)
@@ -125,14 +136,14 @@ def refuse_claim(config: JobConfig, start: Start, *, anew: str = "--force") -> N
 
 
 def refuse_running(folder: JobFolder) -> None:
-    """CannotStart while a launcher runs the job: whatever else stands in the way then comes of that."""
+    """CannotStart while a launcher runs the job. Check this first: other refusals may only follow from it."""
     pid = launcher_pid(folder)
     if pid is not None:
         raise CannotStart(_running(folder.root.name, pid))
 
 
 def write_private(path: Path, text: str) -> None:
-    """The file appears whole, and for this user only."""
+    """Writes the file atomically, for this user only."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
@@ -142,7 +153,7 @@ def write_private(path: Path, text: str) -> None:
 
 def _running(job: str, pid: str) -> str:
     return (
-        f"job {job} runs already, by the launcher with pid {pid}: wait for its end or cancel it (tidegate cancel {job})"
+        f"job {job} already runs, in the launcher with pid {pid}: wait for its end or cancel it (tidegate cancel {job})"
     )
 
 
@@ -155,29 +166,29 @@ def _refuse_without_memory(config: JobConfig) -> None:
         )
 
 
-def _refuse_occupied(folder: JobFolder, anew: str) -> None:
+def _refuse_occupied(folder: JobFolder, fresh_command: str) -> None:
     if not folder.config.exists():
         return
     has_finished = folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED
     state, goes_on = ("has finished", "") if has_finished else ("was started before", "go on with it (--resume), ")
     raise CannotStart(
-        f"job {folder.root.name} {state} in {folder.root}: {goes_on}remove it and start anew ({anew}), or give the "
-        "config another job name"
+        f"job {folder.root.name} {state} in {folder.root}: {goes_on}remove it and start over ({fresh_command}), or "
+        "give the config another job name"
     )
 
 
-def _refuse_other_job(folder: JobFolder, config: JobConfig, anew: str) -> None:
+def _refuse_other_job(folder: JobFolder, config: JobConfig, fresh_command: str) -> None:
     saved = saved_config(folder)
     if saved is None:
         raise CannotStart(f"there is nothing to resume: {folder.root} holds no job; start it without --resume")
     if folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED:
         raise CannotStart(
             f"job {config.job} has finished, there is nothing to resume: tidegate describe {config.job} shows its "
-            f"result; {_how_to_run_anew(config, anew)}"
+            f"result; {_how_to_start_over(config, fresh_command)}"
         )
     before, after = _deciding(saved), _deciding(config)
     if config.actor.lr_schedule.budget_mismatch is not OnMismatch.ERROR:
-        # Whose schedule holds is said: the actor goes by it.
+        # The config says which schedule holds, and the actor applies that.
         for deciding in (before, after):
             leave_out_schedule(deciding["actor"])
     changed = list(_differences(before, after))
@@ -185,21 +196,21 @@ def _refuse_other_job(folder: JobFolder, config: JobConfig, anew: str) -> None:
         raise CannotStart(
             f"job {config.job} cannot go on with another config; changed are {'; '.join(changed)}. Give it the values "
             "that it was started with (actor.lr_schedule.budget_mismatch can say whose learning-rate schedule holds); "
-            f"{_how_to_run_anew(config, anew)}"
+            f"{_how_to_start_over(config, fresh_command)}"
         )
 
 
-def _how_to_run_anew(config: JobConfig, anew: str) -> str:
-    """Servers of one's own keep what they hold of a job: only its folder is ours to empty."""
+def _how_to_start_over(config: JobConfig, fresh_command: str) -> str:
+    """A user's own servers keep their data of a job. `--force` empties only the job's folder."""
     if config.servers.nats_url or config.servers.redis_url:
-        return "to run it anew, give the config another job name"
-    return f"to remove it and run it anew: {anew}"
+        return "to start over, give the config another job name"
+    return f"to remove it and start over: {fresh_command}"
 
 
 def _deciding(config: JobConfig) -> dict[str, Any]:
-    """What decides samples and weights; of the rollout, who draws the samples.
+    """The values that decide samples and weights. Of the rollout: the engine that draws the samples.
 
-    The tokenizer is the folder's own after the first start; data may lie elsewhere, under the same checksum.
+    The tokenizer is the folder's own after the first start. Data may lie elsewhere under the same checksum.
     """
     rollout = config.rollout
     dumped = {
@@ -262,7 +273,7 @@ def _lock(path: Path) -> Iterator[int]:
 
 
 def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:
-    """Larger than any before; by the clock also when the folder was removed while real servers still know the job."""
+    """A boot larger than any before. The clock keeps it larger when the folder was removed but the servers stayed."""
     boot = max(lock_record(lock_fd).get("boot", 0) + 1, int(now_unix_s))
     record = json.dumps({"boot": boot, "pid": os.getpid()}).encode()
     os.pwrite(lock_fd, record.ljust(64), 0)
@@ -291,16 +302,16 @@ def _host_memory(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepared(folder: JobFolder, job: Job) -> JobConfig:
-    """Makes what a run needs in the folder; the config with every path resolved."""
-    for ended in (folder.result, folder.endpoint):
-        ended.unlink(missing_ok=True)
+def _prepare_folder(folder: JobFolder, job: Job) -> JobConfig:
+    """Writes the files that a run needs into the folder. Returns the config with every path resolved."""
+    for stale in (folder.result, folder.endpoint):
+        stale.unlink(missing_ok=True)
     folder.checkpoints.mkdir(exist_ok=True)
     folder.readme.write_text(README)
     if not folder.tokenizer.exists():
         job.tokenizer.save(folder.tokenizer)
         if (file := tokenizer_file(job.config)) is not None:
-            # The same bytes, which an export gives back.
+            # Copy the same bytes, which an export writes again.
             shutil.copyfile(file, folder.tokenizer)
     config = job.config
     config = config.model_copy(
@@ -315,7 +326,7 @@ def _prepared(folder: JobFolder, job: Job) -> JobConfig:
 
 
 def _record(start: Start, boot: int, checkpoint: FoundCheckpoint | None) -> dict[str, Any]:
-    """What an attempt says of itself: who runs it, from where, by which versions."""
+    """The first entries of an attempt's record: how it starts, who runs it, and the versions of its packages."""
     return {
         "start": start,
         "checkpoint": checkpoint.name if checkpoint else None,
@@ -323,12 +334,12 @@ def _record(start: Start, boot: int, checkpoint: FoundCheckpoint | None) -> dict
         "host": platform.node(),
         "pid": os.getpid(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _TOLD_PACKAGES},
+        "packages": {name: _version(name) for name in _RECORDED_PACKAGES},
     }
 
 
 def _version(package: str) -> str | None:
-    """None of one that is used from a source tree."""
+    """The package's version. None when it is used from a source tree."""
     try:
         return version(package)
     except PackageNotFoundError:

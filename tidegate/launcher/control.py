@@ -1,6 +1,7 @@
-"""A live job's Control API, found through the endpoint file in its folder.
+"""Finds a live job's Control API through the endpoint file in the job's folder.
 
-Invariant: an answer is about the job that was asked for; a file left by a killed run is told apart from a live job.
+Invariant: an answer is about the requested job. A file that a killed run left behind is never mistaken for a live job.
+[test_command: endpoint_that_nobody_serves]
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from tidegate.v1 import control_pb2, control_pb2_grpc
 
 CALL_TIMEOUT_S = 5.0
 FOLLOW_TIMEOUT_S = 30 * 24 * 3600.0
-"""Every call has a deadline; one that follows a job outlives the job."""
+"""Every call has a deadline. This one is longer than any job, for the calls that follow a job."""
 
 
 class NotRunning(LookupError):
-    """No live job answers for this folder."""
+    """The folder has no live job that answers."""
 
 
 @asynccontextmanager
 async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
-    """A stub of the job's Control API, seen to answer. NotRunning."""
+    """A stub of the job's Control API, after a first answer. NotRunning when there is none."""
     job = folder.root.name
     endpoint = read_endpoint(folder)
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S)
@@ -46,7 +47,7 @@ async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.Contro
 
 
 def read_endpoint(folder: JobFolder) -> str:
-    """`<host>:<port>`; NotRunning when there is none."""
+    """`<host>:<port>`. NotRunning when there is none."""
     try:
         return str(json.loads(folder.endpoint.read_text())["control"])
     except FileNotFoundError as error:
@@ -60,5 +61,5 @@ def _why_no_endpoint(folder: JobFolder) -> str:
     if launcher_pid(folder) is not None:
         return f"job {job} is starting or ending; try again"
     if folder.result.exists():
-        return f"job {job} is {Outcome.read(folder.result).end}; only a job that runs can do this"
+        return f"job {job} is {Outcome.read(folder.result).end}; only a running job can do this"
     return f"job {job} is not running: its run was killed; start it again with --resume"

@@ -1,8 +1,17 @@
-"""What is asked of a job's data and rewards before it starts: is each record a prompt that fits, is each reward of use.
+"""Checks a job's data and rewards before the job starts: each record is a prompt that fits, each reward works.
 
-Order: the files, the chat template, every record, those of the evaluation, then a reward worker that imports the
-functions. Invariants: nothing is written; no function is imported into this process; what was found goes into the
-config as a checksum, and a config that has one is held to it.
+Order:
+1. the files;
+2. the chat template;
+3. every record;
+4. the records of the evaluation;
+5. a reward worker that imports the functions.
+
+Invariants:
+- A check that fails writes nothing. [test_data: told_with_exit_code_2]
+- The check imports no reward function into this process. [test_data: imports_no_reward_function]
+- The data's checksum goes into the config. A config with a checksum accepts only data with this checksum.
+  [test_data: held_to_the_data]
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ async def with_checked_data(job: Job) -> Job:
         return job
     judge = Judge(config.rewards, num_workers=1, start_timeout_s=config.runtime.command_deadline_s)
     try:
-        # Apart from the loop, so that a signal is heard while a large file is read.
+        # Read in a thread, so that the loop still handles a signal while a large file is read.
         checked, prompts = await asyncio.to_thread(_read, job, config.data)
         await judge.check(prompts)
     except (ValueError, WorkerNotStarted) as error:
@@ -40,7 +49,7 @@ async def with_checked_data(job: Job) -> Job:
 
 
 def _read(job: Job, data: DataSection) -> tuple[JobConfig, tuple[DataPrompt, ...]]:
-    """With all prompts, those of the evaluation too."""
+    """Returns the config with checksums and all prompts, the evaluation's included."""
     config, reader = job.config, PromptReader(data, job.tokenizer)
     files = training_files(data)
     checksum = _checked_sum(reader, files, known=data.checksum, section="data", path=f"data.train={data.train}")
@@ -58,7 +67,7 @@ def _checked_sum(reader: PromptReader, files: Sequence[Path], *, known: str, sec
     checksum = reader.checksum(files)
     if known not in ("", checksum):
         raise ValueError(
-            f"{path} has the checksum {checksum}, and {section}.checksum is {known}: give the data that it was taken "
-            "of, or leave it empty"
+            f"{path} has the checksum {checksum}, but {section}.checksum is {known}: use the data with that checksum, "
+            "or leave the key empty"
         )
     return checksum

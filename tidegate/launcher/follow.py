@@ -1,9 +1,13 @@
 """Follows a job from its submission to its end.
 
-The end is the scheduler's word (Control.GetJob), asked at a slow beat; events only feed the view. So a scheduler that
-is restarted, moved to another port or slow delays the end and never hides it. Invariants: the end of an earlier run is
-not taken for this one's: a terminal phase counts from the submission's incarnation on; every event is written to the
-job's folder, as it comes or, where that failed, at the end.
+Only the scheduler says when the job ends (Control.GetJob, polled every `BEAT_S`). Events only feed the view. So a
+scheduler that restarts, moves to another port or is slow delays the end and never hides it.
+
+Invariants:
+- The end of an earlier run is never taken for this run's end: a terminal phase counts from the submission's incarnation
+  on. [test_submitting: an_earlier_runs_end_is_not_taken_for_this_ones]
+- Every event is written to the job's folder, as it comes or, where that failed, at the end.
+  [test_submitting: the_file_of_events]
 """
 
 from __future__ import annotations
@@ -24,20 +28,22 @@ from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
 from tidegate.ports.bus import BusUnavailable
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
-from tidegate.runtime.cancelling import end_task, raise_if_cancelled
+from tidegate.runtime.cancellation import end_task, raise_if_cancelled
 from tidegate.types import JobId
 from tidegate.v1 import control_pb2, events_pb2
 
 BEAT_S = 0.5
 LEAST_ROOM_BYTES = 256 * 2**10
-"""On the stream of events. Past this the services would soon fail to say what happened, each at another point: about
-a thousand events, or one with the largest config."""
+"""The least room on the stream of events. Below it the services would soon fail to publish, each at another point.
+
+It is room for about a thousand events, or for one with the largest config.
+"""
 _LOOK_AT_ROOM_S = 2.0
 _ENDS = {"finished": End.FINISHED, "failed": End.FAILED, "cancelled": End.CANCELLED}
 
 
 class JobFollower:
-    """One run of a job as its launcher sees it. `status` is the last that the scheduler said."""
+    """One run of a job as its launcher sees it. `status` is the scheduler's last report."""
 
     def __init__(self, bus: NatsBus, config: JobConfig, folder: JobFolder, view: View) -> None:
         self._bus = bus
@@ -48,18 +54,18 @@ class JobFollower:
         self._file = EventFile(folder.events)
         self._is_writing = True
         self._written_to = 0
-        """On the stream; known once it was read."""
+        """The sequence on the stream. Known after the stream was read."""
         self._submitted = 0
         self._incarnation = 1
-        self._noted = ""
+        self._last_note = ""
         self._log = structlog.get_logger("follow")
         self.status = control_pb2.GetJobResponse(job=config.job)
 
     async def submit(self, source: EventSource, *, resume: bool, checkpoint: FoundCheckpoint | None) -> None:
-        """Tell the job's stream that it shall run, and first the checkpoint that was found in its folder.
+        """Publishes the checkpoint that was found in the folder, then the submission of the job.
 
-        The incarnation is above every one that the stream has seen, and above the checkpoint's. Where the scheduler
-        still knows what it knew, the checkpoint is nothing new to it.
+        The incarnation is above every incarnation in the stream and above the checkpoint's. A scheduler that kept its
+        state already knows the checkpoint.
         """
         async for sequence, event in self._bus.events.read(self._job):
             self._incarnation = max(self._incarnation, event.incarnation + 1)
@@ -85,35 +91,35 @@ class JobFollower:
                 raise_if_cancelled()
                 try:
                     return await self._follow_control()
-                except (NotRunning, PeerUnavailable):  # it starts, again perhaps: asked at the next beat
+                except (NotRunning, PeerUnavailable):  # it starts or restarts: ask again at the next beat
                     await asyncio.sleep(BEAT_S)
-                except PeerRefused as refusal:  # a fault of the scheduler's: told, and asked again
+                except PeerRefused as refusal:  # a fault of the scheduler: report it and ask again
                     self._note(f"the scheduler cannot say how the job is: {refusal}")
                     await asyncio.sleep(BEAT_S)
         finally:
             await end_task(showing)
 
     async def look_once_more(self) -> None:
-        """Of a run that is stopped before its end: the iterations that were reported since the last beat."""
+        """Fetches the iterations reported since the last beat, when a run is stopped before its end."""
         if self.status.phase in _ENDS:
             return
-        with suppress(NotRunning, PeerUnavailable, PeerRefused):  # it is gone itself: the last it said has to do
+        with suppress(NotRunning, PeerUnavailable, PeerRefused):  # the scheduler is gone: its last report must do
             async with control_of(self._folder) as control:
-                self._takes(await control.GetJob(control_pb2.GetJobRequest(job=self._job)))
+                self._accept(await control.GetJob(control_pb2.GetJobRequest(job=self._job)))
 
     async def until_full(self) -> str:
-        """Waits until the stream of events has no room for what must be told; what to do then."""
+        """Waits until the stream of events has too little room. Returns a message with the remedy."""
         while True:
-            with suppress(BusUnavailable):  # asked again: whether its server is dead is noticed elsewhere
-                if (left := await self._bus.events.free_bytes(self._job)) < LEAST_ROOM_BYTES:
+            with suppress(BusUnavailable):  # ask again: another task notices the death of the server
+                if (free := await self._bus.events.free_bytes(self._job)) < LEAST_ROOM_BYTES:
                     return (
-                        f"the stream of events has {left} bytes left of {self._config.runtime.events_max_bytes}, too "
+                        f"the stream of events has {free} bytes left of {self._config.runtime.events_max_bytes}, too "
                         "few to go on: raise runtime.events_max_bytes, which may change between runs"
                     )
             await asyncio.sleep(_LOOK_AT_ROOM_S)
 
     async def last_events(self) -> list[events_pb2.Event]:
-        """All of the job; those that are not written yet are written."""
+        """All events of the job. Writes those that the file lacks."""
         rows = [row async for row in self._bus.events.read(self._job)]
         for sequence, event in rows:
             self._note_place(sequence, event)
@@ -121,7 +127,7 @@ class JobFollower:
             for sequence, event in rows:
                 if sequence > self._written_to:
                     self._file.append(sequence, event)
-        except OSError as error:  # they stay in the server's data, and a resumed run writes them
+        except OSError as error:  # the events stay in the server's data, and a resumed run writes them
             self._log.warning("last events not written", error=str(error))
         return [event for _, event in rows]
 
@@ -130,12 +136,12 @@ class JobFollower:
             while True:
                 raise_if_cancelled()
                 status = await control.GetJob(control_pb2.GetJobRequest(job=self._job))
-                if self._takes(status) and status.phase in _ENDS:
+                if self._accept(status) and status.phase in _ENDS:
                     return _ENDS[status.phase]
                 await asyncio.sleep(BEAT_S)
 
-    def _takes(self, status: control_pb2.GetJobResponse) -> bool:
-        # A finished job does not begin again, so that its end stands whatever was submitted.
+    def _accept(self, status: control_pb2.GetJobResponse) -> bool:
+        # A finished job does not begin again, so its end counts whatever was submitted since.
         is_of_this_run = status.incarnation >= self._incarnation or status.phase == End.FINISHED
         if is_of_this_run:
             self.status = status
@@ -143,19 +149,19 @@ class JobFollower:
         return is_of_this_run
 
     def _note(self, message: str) -> None:
-        if message != self._noted:
-            self._noted = message
+        if message != self._last_note:
+            self._last_note = message
             self._view.note(message)
 
     def _note_place(self, sequence: int, event: events_pb2.Event) -> None:
-        """Of a stream that is read from its beginning: where the file's last event is."""
+        """Notes the place of the file's last event while the stream is read from its beginning."""
         if (sequence, event.id) == (self._file.sequence, self._file.event_id):
             self._written_to = sequence
 
     async def _take_events(self) -> None:
         at = self._written_to
         while True:
-            with suppress(BusUnavailable):  # the view waits for the server; its death is noticed elsewhere
+            with suppress(BusUnavailable):  # wait for the server: another task notices its death
                 async for sequence, event in self._bus.events.read(self._job, after_sequence=at, follow=True):
                     at = sequence
                     self._write(sequence, event)
@@ -164,7 +170,7 @@ class JobFollower:
             await asyncio.sleep(BEAT_S)
 
     def _write(self, sequence: int, event: events_pb2.Event) -> None:
-        """Until it fails: then all that is left is written at the end, so that the order stays."""
+        """Writes until a write fails. Then `last_events` writes the rest at the end, so that the order stays."""
         if not self._is_writing:
             return
         try:

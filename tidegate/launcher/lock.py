@@ -1,5 +1,8 @@
-"""The lock that makes one launcher at a time run a job: a file in the job's folder, its record the holder's pid and
-boot. Invariant: the lock dies with its holder, so that what it says of a live launcher is true."""
+"""The lock that lets only one launcher run a job: a file in the job's folder. Its record has the holder's pid and boot.
+
+Invariant: the lock dies with its holder, so its record is true for a live launcher.
+[test_claim: told_as_running_by_its_launchers_pid]
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ LOCK = "launcher.lock"
 
 
 def launcher_pid(folder: JobFolder) -> str | None:
-    """Of the launcher that runs the job now; None when none does."""
+    """The pid of the launcher that runs the job now. None when there is none."""
     try:
         fd = os.open(folder.root / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -29,7 +32,7 @@ def launcher_pid(folder: JobFolder) -> str | None:
 
 
 def holder_of(lock_fd: int) -> str:
-    """The pid as the lock's record has it."""
+    """The pid in the lock's record."""
     return str(lock_record(lock_fd).get("pid", "unknown"))
 
 
@@ -37,5 +40,5 @@ def lock_record(lock_fd: int) -> dict[str, int]:
     try:
         return dict(json.loads(os.pread(lock_fd, 1024, 0)))
     except ValueError:
-        # New, or cut off by a kill: the clock still makes the next boot larger.
+        # The record is new, or a kill cut it off. The clock still makes the next boot larger.
         return {}

@@ -1,7 +1,9 @@
-"""What a run came to: its end, the figures of its iterations, and the file that tells them to a later command.
+"""The outcome of a run: its end, the figures of its iterations, and the file that later commands read.
 
-Invariant: `summary` has the same keys for every run, and for two runs of one seed the same values except `wall_s` and
-`timeline`.
+Invariants:
+- `summary` has the same keys for every run. [test_outcome: run_without_iterations]
+- Two runs of one seed have the same values, except `wall_s` and `timeline`.
+  [test_demo: a_seed_repeats_itself]
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ _NS_PER_S = 1e9
 
 
 class End(StrEnum):
-    """How a run ended; the first three are the scheduler's own phases."""
+    """How a run ended. The first three are the scheduler's own phases."""
 
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
     INTERRUPTED = "interrupted"
-    """Stopped from outside, with work left: a signal, or its servers died. It can be resumed."""
+    """Stopped from outside with work left, by a signal or the death of its servers. The job can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`job` is the last that the scheduler said. `seconds` are those of each iteration, as far as its events tell."""
+    """`job` is the scheduler's last report. `seconds` are those of each iteration, as far as its events are known."""
 
     end: End
     message: str
@@ -45,16 +47,16 @@ class Outcome:
     timeline: str = ""
     seconds: Mapping[int, float] = field(default_factory=dict)
     stopped_by: signal.Signals | None = None
-    """Not in the file: it decides the launcher's exit code only."""
+    """Not in the file: it decides only the launcher's exit code."""
 
     @property
     def reason(self) -> str:
-        """The message, for who reads the end before it."""
+        """The message, for a reader who has read the end already."""
         return without_phase(self.message, self.end)
 
     @property
     def iterations(self) -> list[control_pb2.IterationSummary]:
-        """In order; of one done again after a restart, the later account."""
+        """The iterations in order. An iteration that was repeated after a restart has its later report."""
         latest = {row.iteration: row for row in sorted(self.job.iterations, key=lambda row: row.incarnation)}
         return [latest[iteration] for iteration in sorted(latest)]
 
@@ -77,7 +79,7 @@ class Outcome:
         }
 
     def write(self, path: Path) -> None:
-        """The file appears whole."""
+        """Writes the file atomically."""
         record = {
             "end": self.end,
             "message": self.message,
@@ -91,7 +93,7 @@ class Outcome:
 
     @classmethod
     def read(cls, path: Path) -> Outcome:
-        """Inverse of `write`. ValueError when the file is something else."""
+        """Reads what `write` wrote. ValueError for any other file."""
         try:
             record = json.loads(path.read_text())
             return cls(
@@ -108,8 +110,11 @@ class Outcome:
 
 
 def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
-    """How long each iteration took: to the actor's report, from the one before or, for an incarnation's first, from
-    when the weights that it begins with were loaded."""
+    """The duration of each iteration, up to the actor's report.
+
+    It begins at the report of the iteration before. The first iteration of an incarnation begins when its weights were
+    loaded.
+    """
     seconds: dict[int, float] = {}
     began_ns: dict[int, int] = {}
     with_reports: set[int] = set()
@@ -126,11 +131,11 @@ def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
 
 
 def without_phase(message: str, phase: str) -> str:
-    """The scheduler begins some messages with the phase itself; said after the phase they need not."""
+    """Removes the phase from the start of a message, which the scheduler sometimes repeats there."""
     return message.removeprefix(f"{phase}: ")
 
 
 def role_name(role: int) -> str:
-    """As a person writes it; empty for none."""
+    """The role's name as a person writes it. Empty for no role."""
     name = types_pb2.Role.Name(role).removeprefix("ROLE_").lower()  # type: ignore[arg-type]  # an open enum's value
     return name if name in tuple(Role) else ""

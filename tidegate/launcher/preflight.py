@@ -1,7 +1,9 @@
-"""What is asked before a job starts: do its servers answer, is its name free on them, is its engine installed,
-are its weights what they are said to be.
+"""The checks before a job starts: its servers answer, its name is free there, its engine is installed, its weights fit.
 
-Invariants: nothing is written; a message names the URL without its password, and what would help.
+Invariants:
+- A check writes nothing. [test_preflight: check_of_free_servers_writes_nothing]
+- A message names the URL without its password, and the remedy.
+  [test_preflight: nats_url_that_does_not_answer]
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ ANSWER_TIMEOUT_S = 3.0
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:
-    """CannotStart when a server of the config does not answer, holds an older run, or cannot be embedded."""
+    """CannotStart when a server of the config does not answer, has an older run, or cannot be embedded."""
     job = JobId(config.job)
     if config.servers.nats_url:
         await _check_nats(config.servers.nats_url, job, start)
@@ -38,7 +40,7 @@ async def check_servers(config: JobConfig, start: Start) -> None:
 
 
 async def check_engine(job: Job) -> None:
-    """CannotStart when the model is none that SGLang is given, or its environment has none that can be driven."""
+    """CannotStart when SGLang cannot serve the model, or its environment has no SGLang that Tidegate can drive."""
     rollout = job.config.rollout
     if rollout.engine != "sglang":
         return
@@ -56,17 +58,17 @@ async def check_engine(job: Job) -> None:
         )
     except OSError as error:
         raise CannotStart(f"rollout.sglang.python={python} cannot be run ({error.strerror}): {remedy}") from error
-    told, _ = await process.communicate()
+    output, _ = await process.communicate()
     if process.returncode != 0:
         raise CannotStart(f"rollout.sglang.python={python} has no package sglang: {remedy}")
     try:
-        check_version(told.decode().strip())
+        check_version(output.decode().strip())
     except ValueError as error:
         raise CannotStart(f"rollout.sglang.python={python}: {error}; or {remedy}") from error
 
 
 async def check_weights(job: Job) -> None:
-    """CannotStart when the checkpoint's weights contradict its config, as far as no header tells."""
+    """CannotStart when the checkpoint's weights contradict its config in a way that no file header shows."""
     if job.checkpoint is None:
         return
     try:
@@ -93,7 +95,7 @@ async def _check_nats(url: str, job: JobId, start: Start) -> None:
         async for _ in bus.events.read(job):
             raise CannotStart(_taken(job, f"NATS at {masked(url)}"))
     except JobNotOpen:
-        # As it should be: nobody has run a job of this name there.
+        # Nobody has run a job of this name there.
         return
     except BusUnavailable as error:
         raise CannotStart(f"servers.nats_url={masked(url)}: {error}; JetStream has to be on (-js)") from error
@@ -127,7 +129,7 @@ def _check_scheme(url: str, *, key: str, schemes: tuple[str, ...]) -> None:
     except ValueError:
         is_url = False
     if not is_url:
-        raise CannotStart(f"{key}={masked(url)} is no URL like {schemes[0]}://host:port")
+        raise CannotStart(f"{key}={masked(url)} is not a URL like {schemes[0]}://host:port")
 
 
 def _check_package(kind: ServerKind) -> None:
@@ -138,4 +140,4 @@ def _check_package(kind: ServerKind) -> None:
 
 
 def _taken(job: JobId, where: str) -> str:
-    return f"{where} holds an older run of job {job}: go on with it (--resume), or give the config another job name"
+    return f"{where} has an older run of job {job}: go on with it (--resume), or give the config another job name"

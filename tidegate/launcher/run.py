@@ -1,10 +1,16 @@
 """Runs one job on this machine, from its checked config to its end, and leaves nothing behind.
 
-Order: what can be refused is refused before anything starts (config, tokenizer, layouts, data, servers, folder);
-then the folder's lock, host memory, embedded servers, fork servers, services, and the job's submission. After that the
-launcher only watches: the end is the scheduler's, unless a server dies, a process cannot be kept up or a signal comes.
-The end runs backwards. Invariants: however a run ends, no process, port, socket or host memory of it remains; a signal
-at any moment leads to the same orderly end; a run that ends with work left says how to go on.
+RunRequest:
+1. All checks, before anything starts: config, tokenizer, layouts, data, servers, folder.
+2. The folder's lock, host memory, embedded servers, fork servers, services, and the job's submission.
+3. The launcher only watches. The scheduler ends the job, unless a server dies, a process cannot be kept up or a signal
+   comes.
+4. The end runs backwards.
+
+Invariants:
+- However a run ends, no process, port, socket or host memory of it remains. [test_stopping: signal_leaves_nothing]
+- A signal at any moment leads to the same orderly end. [test_stopping: signal_leaves_nothing]
+- A run that ends with work left says how to go on. [test_stopping: says_how_to_go_on]
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from tidegate.launcher.checkpoint import newest_checkpoint
 from tidegate.launcher.claim import (
     Claim,
     Start,
-    claimed,
+    claim_folder,
     host_memory_folder,
     refuse_claim,
     refuse_running,
@@ -46,10 +52,10 @@ from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
 from tidegate.ports.bus import BusUnavailable, StreamFull
-from tidegate.runtime.cancelling import raise_if_cancelled
+from tidegate.runtime.cancellation import raise_if_cancelled
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceEnd
-from tidegate.runtime.service import connected_bus
+from tidegate.runtime.service import connect_bus
 from tidegate.timeline import Window, write_trace
 from tidegate.v1 import control_pb2
 
@@ -58,77 +64,77 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunBroken(RuntimeError):
-    """The run cannot go on, through no decision of the scheduler's; the job can be resumed."""
+    """The run cannot go on, but not by the scheduler's decision. The job can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to run. The commands are what a person types to go on with it, and to run it from its beginning again."""
+class RunRequest:
+    """What to run. A person types `resume_command` to go on with the job, and `fresh_command` to start over."""
 
     config: JobConfig
     start: Start
     resume_command: str
-    anew_command: str
+    fresh_command: str
     notes: tuple[str, ...] = ()
-    """On how its config was read, told with the config's warnings."""
+    """Remarks on how the config was read. They are shown with the config's warnings."""
 
 
-async def check_job(order: Order) -> Job:
-    """All that a start checks before it changes anything. ConfigError, or the job with what was found of its data."""
-    job = await _checked(order)
-    refuse_claim(order.config, order.start, anew=order.anew_command)
-    if order.start is Start.RESUME:
-        newest_checkpoint(JobFolder.of(order.config).checkpoints, anew=order.anew_command)
+async def check_job(request: RunRequest) -> Job:
+    """All checks of a start, without any change. ConfigError, or the job with its data's checksums."""
+    job = await _checked(request)
+    refuse_claim(request.config, request.start, fresh_command=request.fresh_command)
+    if request.start is Start.RESUME:
+        newest_checkpoint(JobFolder.of(request.config).checkpoints, fresh_command=request.fresh_command)
     return job
 
 
-async def run_job(order: Order, view: View) -> Outcome:
-    """ConfigError when the job cannot start as asked, with nothing changed; else how the run ended."""
+async def run_job(request: RunRequest, view: View) -> Outcome:
+    """ConfigError when the job cannot start as requested, with nothing changed; else the outcome of the run."""
     start_ns = time.monotonic_ns()
     with _cancelled_by_signals() as signals:
         run: _Run | None = None
         try:
-            job = await _checked(order)
+            job = await _checked(request)
             raise_if_cancelled()
-            with claimed(job, order.start, anew=order.anew_command, now_unix_s=time.time()) as claim:
+            with claim_folder(job, request.start, fresh_command=request.fresh_command, now_unix_s=time.time()) as claim:
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
-                _tell(order, view)
-                run = _Run(claim, order, view, start_ns=start_ns)
+                _report_config(request, view)
+                run = _Run(claim, request, view, start_ns=start_ns)
                 return await run.to_its_end(signals)
         except asyncio.CancelledError:
             if not signals:
                 raise
-            # Before there was anything to record.
+            # The signal came before there was anything to record.
             stopped = f"stopped by {signals[0].name} before it began; start it again"
-            return _nothing_done(order, stopped, start_ns=start_ns, stopped_by=signals[0])
+            return _nothing_done(request, stopped, start_ns=start_ns, stopped_by=signals[0])
 
 
-async def _checked(order: Order) -> Job:
-    if fault := unmovable(order.config.scheduler):
+async def _checked(request: RunRequest) -> Job:
+    if fault := unmovable(request.config.scheduler):
         raise ConfigError(fault)
-    job = load_job(order.config)
-    refuse_running(JobFolder.of(order.config))
-    if faults := tracking_faults(order.config.tracking):
+    job = load_job(request.config)
+    refuse_running(JobFolder.of(request.config))
+    if faults := tracking_faults(request.config.tracking):
         raise ConfigError("\n".join(faults))
     await check_engine(job)
     await check_weights(job)
     job = await with_checked_data(job)
-    await check_servers(order.config, order.start)
+    await check_servers(request.config, request.start)
     return job
 
 
-def _tell(order: Order, view: View) -> None:
-    plan = lr_told(order.config)
+def _report_config(request: RunRequest, view: View) -> None:
+    plan = lr_told(request.config)
     structlog.get_logger(SOURCE).info("config", message=plan)
     view.plan(plan)
-    for warning in (*order.notes, *order.config.warnings()):
+    for warning in (*request.notes, *request.config.warnings()):
         structlog.get_logger(SOURCE).warning("config", message=warning)
         view.note(warning)
 
 
 @contextmanager
 def _cancelled_by_signals() -> Iterator[list[signal.Signals]]:
-    """The first signal cancels the current task, the others only count: the end is under way and bounded."""
+    """The first signal cancels the current task. Later ones only count: the end is under way and bounded."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     seen: list[signal.Signals] = []
@@ -147,13 +153,13 @@ def _cancelled_by_signals() -> Iterator[list[signal.Signals]]:
             loop.remove_signal_handler(number)
 
 
-def _nothing_done(order: Order, message: str, *, start_ns: int, stopped_by: signal.Signals) -> Outcome:
+def _nothing_done(request: RunRequest, message: str, *, start_ns: int, stopped_by: signal.Signals) -> Outcome:
     return Outcome(
         end=End.INTERRUPTED,
         message=message,
-        seed=order.config.seed,
+        seed=request.config.seed,
         wall_s=(time.monotonic_ns() - start_ns) / 1e9,
-        job=control_pb2.GetJobResponse(job=order.config.job),
+        job=control_pb2.GetJobResponse(job=request.config.job),
         stopped_by=stopped_by,
     )
 
@@ -161,11 +167,11 @@ def _nothing_done(order: Order, message: str, *, start_ns: int, stopped_by: sign
 class _Run:
     """One run in its claimed folder."""
 
-    def __init__(self, claim: Claim, order: Order, view: View, *, start_ns: int) -> None:
+    def __init__(self, claim: Claim, request: RunRequest, view: View, *, start_ns: int) -> None:
         self._claim = claim
         self._folder = claim.folder
         self._config = claim.config
-        self._order = order
+        self._request = request
         self._view = view
         self._start_ns = start_ns
         self._follower: JobFollower | None = None
@@ -181,16 +187,16 @@ class _Run:
         except asyncio.CancelledError:
             if not signals:
                 raise
-            message = f"stopped by {signals[0].name}; go on with it: {self._order.resume_command}"
+            message = f"stopped by {signals[0].name}; go on with it: {self._request.resume_command}"
         except (RunBroken, ServerFailed, FolderInUse, BusUnavailable, StreamFull) as error:
-            message = f"{error}; go on with it: {self._order.resume_command}"
+            message = f"{error}; go on with it: {self._request.resume_command}"
         self._log.info("over", end=end, message=message)
-        return self._recorded(end, message, signals)
+        return self._record_outcome(end, message, signals)
 
     def _status(self) -> control_pb2.GetJobResponse:
         return self._follower.status if self._follower else control_pb2.GetJobResponse(job=self._config.job)
 
-    def _recorded(self, end: End, message: str, signals: list[signal.Signals]) -> Outcome:
+    def _record_outcome(self, end: End, message: str, signals: list[signal.Signals]) -> Outcome:
         end_ns = time.monotonic_ns()
         window = Window(self._start_ns, end_ns)
         attempt = self._claim.attempt
@@ -206,12 +212,12 @@ class _Run:
             stopped_by=signals[0] if end is End.INTERRUPTED and signals else None,
         )
         outcome.write(self._folder.result)
-        told = {"end": end, "message": message, "wall_s": round(outcome.wall_s, 3)}
-        end_attempt(attempt, told, now_unix_s=time.time())
+        record = {"end": end, "message": message, "wall_s": round(outcome.wall_s, 3)}
+        end_attempt(attempt, record, now_unix_s=time.time())
         return outcome
 
     async def _with_servers(self) -> End:
-        """Embedded ones for whichever URL is empty."""
+        """Starts an embedded server for each empty URL."""
         urls = self._config.servers
         if urls.nats_url and urls.redis_url:
             return await self._with_services()
@@ -226,21 +232,21 @@ class _Run:
             return await _first_of(self._with_services(), self._servers_died(servers))
 
     async def _servers_died(self, servers: EmbeddedServers) -> End:
-        died = await servers.first_exit()
-        self._has_bus = self._has_bus and died is not servers.nats
+        dead = await servers.first_exit()
+        self._has_bus = self._has_bus and dead is not servers.nats
         raise RunBroken(
-            f"the embedded {died.name} died (see the end of {died.log_path}), so everything was stopped; what it "
-            "acknowledged is on disk"
+            f"the embedded {dead.name} died (see the end of {dead.log_path}), so everything was stopped; the data that "
+            "it acknowledged is on disk"
         )
 
     async def _with_services(self) -> End:
         async with AsyncExitStack() as closing:
-            bus = await connected_bus(self._config, name=SOURCE)
+            bus = await connect_bus(self._config, name=SOURCE)
             closing.push_async_callback(bus.close)
             self._follower = JobFollower(bus, self._config, self._folder, self._view)
             closing.push_async_callback(self._keep_events, self._follower)
             services = JobServices(
-                self._config, self._folder, sockets=host_memory_folder(self._order.config), boot=self._claim.boot
+                self._config, self._folder, sockets=host_memory_folder(self._request.config), boot=self._claim.boot
             )
             closing.push_async_callback(services.stop)
             closing.push_async_callback(self._follower.look_once_more)
@@ -248,7 +254,7 @@ class _Run:
             self._view.step("fork servers and services")
             services.start()
             source = EventSource(SOURCE, role=None, boot=self._claim.boot, now_ns=time.time_ns)
-            is_resumed = self._order.start is Start.RESUME
+            is_resumed = self._request.start is Start.RESUME
             await self._follower.submit(source, resume=is_resumed, checkpoint=self._claim.checkpoint)
             raise_if_cancelled()
             return await _first_of(
@@ -263,7 +269,7 @@ class _Run:
             return
         try:
             self._seconds = iteration_seconds(await follower.last_events())
-        except BusUnavailable as error:  # its server is dead: they stay in its data, and a resumed run writes them
+        except BusUnavailable as error:  # its server is dead: a resumed run writes the events from its data
             self._log.warning("last events not written", error=str(error))
 
     async def _services_failed(self, services: JobServices) -> End:
@@ -272,9 +278,7 @@ class _Run:
             self._log.warning("process ended", name=ended.name, pid=ended.pid, status=ended.exit_status)
             if ended.name == TRACKER:
                 log = services.log_of(ended.name)
-                self._view.note(
-                    f"{ended.name} {_how(ended)}{_last_words(log)}: metrics are told to nobody from here on"
-                )
+                self._view.note(f"{ended.name} {_how(ended)}{_last_words(log)}: metrics are not tracked from here on")
                 continue
             if ended.restarts_in_s is None:
                 log = services.log_of(ended.name)
@@ -292,7 +296,7 @@ def _how(ended: ServiceEnd) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """The last line that a process said: of a traceback, what was raised."""
+    """The last line that a process printed. In a traceback that is the exception."""
     with suppress(FileNotFoundError):
         lines = log.read_text(errors="replace").split("\n")
         return next((f" ({line})" for line in reversed(lines) if line.strip()), "")
@@ -300,7 +304,7 @@ def _last_words(log: Path) -> str:
 
 
 async def _first_of(*works: Coroutine[Any, Any, End]) -> End:
-    """What ends first decides; the others are cancelled and waited for, so that they have cleaned up."""
+    """The first to end decides. The others are cancelled and awaited, so that they have cleaned up."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

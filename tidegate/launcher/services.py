@@ -1,9 +1,20 @@
-"""Which processes a job is made of, and in what order they start and end.
+"""The processes of a job, and the order in which they start and end.
 
-Start: a fork server a node (before anything that has threads), the tracker if there is one, the scheduler, then each
-component's instance on each node. End: the scheduler first, so that nobody starts again what leaves, then all
-instances, the tracker, which then has all there is to tell, and the fork servers. Invariants: every process finds this
-installation's modules, wherever the launcher was started; a job never needs its tracker.
+Start:
+1. one fork server for each node, before anything that has threads;
+2. the tracker, if there is one;
+3. the scheduler;
+4. each component's instance on each node.
+
+End:
+1. the scheduler, so that it restarts nothing that leaves;
+2. all instances;
+3. the tracker, which then has all events to report;
+4. the fork servers.
+
+Every process finds this installation's modules, wherever the launcher was started.
+
+Invariant: a job never needs its tracker. [test_tracking: ends_as_it_would_without_a_tracker]
 """
 
 from __future__ import annotations
@@ -27,13 +38,13 @@ TRACKER = "tracking"
 _PRELOAD_FIRST = {"cpu": ("tidegate.megatron.cpu_stand_in:install",), "cuda": ()}
 _PRELOAD = ("services.actor.worker", "services.rollout.worker", "services.inference.worker")
 _MAX_RESTARTS = 5
-"""In a minute. One that fails at its start is given up after 8 s of pauses, a kill now and then is always survived."""
+"""The limit in a minute. A process that fails at its start is given up after 8 s of pauses. A rare kill is survived."""
 _TRACKER_GRACE_S = 2.0
-"""Past the time that it has to close: what it needs to read the last events and to say what it did not write."""
+"""Added to the tracker's time to close: it reads the last events and reports what it did not write."""
 
 
 class JobServices:
-    """The processes of one job. `sockets` is a folder for this user only."""
+    """The processes of one job. Only this user can read the folder `sockets`."""
 
     def __init__(self, config: JobConfig, folder: JobFolder, *, sockets: Path, boot: int) -> None:
         self._config = config
@@ -59,11 +70,11 @@ class JobServices:
         return await self._supervisor.next_end()
 
     def log_of(self, name: str) -> Path:
-        """What a process says that is no log line: why it could not start."""
+        """The file of what a process prints that is no log line, for example why it could not start."""
         return self._attempt.logs / f"{name}.out"
 
     async def stop(self) -> None:
-        """Returns when every process, and what it forked, is gone. Nothing happens for those that were not started."""
+        """Returns when every process, and what it forked, is gone. Skips processes that were not started."""
         for names in (
             [SCHEDULER],
             [instance_id(role, node) for role, node in self._instances()],
@@ -92,7 +103,7 @@ class JobServices:
         return [NodeId(node) for node in self._config.cluster.nodes]
 
     def _instances(self) -> Iterator[tuple[Role, NodeId]]:
-        """Of every role on every node: which GPUs it gets is the scheduler's to say."""
+        """One for every role on every node. The scheduler decides which GPUs it gets."""
         for node in self._nodes():
             for role in Role:
                 yield role, node
@@ -104,7 +115,7 @@ class JobServices:
             name=name,
             command=(sys.executable, "-m", *command),
             log_path=self.log_of(name),
-            # Safe path: a folder called `services` where the launcher was started is not ours.
+            # Safe path: a folder called `services` in the launcher's working directory is not Tidegate's.
             env={"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)},
             max_restarts=_MAX_RESTARTS,
         )

@@ -1,4 +1,4 @@
-"""What a person is shown while a job runs: the launcher tells, a view shows. See `cli.views`."""
+"""What a person sees while a job runs: the launcher reports, a view shows. See `cli.views`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from tidegate.v1 import control_pb2, events_pb2
 
 
 class View(Protocol):
-    """Takes everything in the order in which it happens; never fails a run."""
+    """Gets every report in the order in which things happen. It never fails a run."""
 
     def step(self, what: str) -> None:
-        """The launcher begins something: "starting NATS and Redis"."""
+        """The launcher begins a step, for example "starting NATS and Redis"."""
         ...
 
     def plan(self, message: str) -> None:
-        """What the config comes to, told once at the start."""
+        """What the config amounts to. Reported once at the start."""
         ...
 
     def note(self, message: str) -> None:
-        """Something that a person should know: a service died and is started again."""
+        """Something that a person should know, for example that a service died and restarts."""
         ...
 
     def event(self, event: events_pb2.Event) -> None: ...
 
     def job(self, status: control_pb2.GetJobResponse) -> None:
-        """The scheduler's own account, about once a second."""
+        """The scheduler's own report, about once a second."""
         ...

@@ -1,1 +1,1 @@
-"""What the services need from the world, as small protocols; `tidegate.adapters` holds the implementations."""
+"""The services' ports to the world outside, as small protocols. `tidegate.adapters` holds the implementations."""

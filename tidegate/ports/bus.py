@@ -1,15 +1,19 @@
-"""The bus as the services see it: a log of events and a stream of samples a job, its dead letters, the fencing term.
+"""The bus as the services see it: for each job a log of events, a stream of samples and dead letters; a fencing term.
 
-What every implementation promises (tests/contract/test_bus.py asks it of each):
-- Events of a job are totally ordered by their stream sequence; a repeated event id is stored once.
+Every implementation keeps these promises (tests/contract/test_bus.py checks each implementation):
+- Events of a job are totally ordered by their stream sequence. [test_bus: reading_the_log_gives_events_in_order]
+- A repeated event id is stored once. [test_bus: repeated_event_is_stored_once]
 - A group is stored once for (stage, incarnation, iteration, prompt), however often it is published.
-- Delivery is at least once: what is neither acknowledged nor reported in progress within `ack_wait_s` comes again.
-  Consumers are durable by name: they go on where they were after a crash, a reconnect or a restart of the server.
-- Nothing is removed by an acknowledgement. Samples stay until `purge`, dead letters until replayed or dropped, events
-  for good.
-- A message that cannot be decoded, or was delivered too often, is kept as a dead letter with its reason, told to the
-  consumer's `on_dead_letter`, and not delivered again until it is replayed.
-- The fencing term only grows, by compare-and-set.
+  [test_bus: group_is_stored_once]
+- Delivery is at least once. A message that is neither acknowledged nor reported in progress within `ack_wait_s` comes
+  again. [test_bus: unsettled_group_comes_again]
+- Consumers are durable by name: they continue where they were after a crash, a reconnect or a restart of the server.
+  [test_bus: go_on_after_the_server_was_killed]
+- An acknowledgement removes no message. Samples stay until `purge`, dead letters until they are replayed or dropped,
+  events for good. [test_bus: published_names_exactly_the_prompts]
+- A message that cannot be decoded, or was delivered too often, becomes a dead letter with its reason. The consumer's
+  `on_dead_letter` gets it. It is delivered again only after a replay. [test_bus: cannot_be_decoded_becomes_a_dead]
+- The fencing term only grows, by compare-and-set. [test_bus: term_grows_by_compare_and_set]
 """
 
 from __future__ import annotations
@@ -25,42 +29,42 @@ from tidegate.v1.samples_pb2 import SampleGroup
 
 
 class Stage(StrEnum):
-    """How far a group is: `generated` waits for the inference, `scored` for the actor."""
+    """How far a group is: `generated` waits for the inference, `scored` waits for the actor."""
 
     GENERATED = "generated"
     SCORED = "scored"
 
 
 class BusUnavailable(ConnectionError):
-    """The bus did not answer within the deadline; the outcome of a publish is unknown, repeating it is safe."""
+    """The bus did not answer within the deadline. The outcome of a publish is unknown; repeating it is safe."""
 
 
 class JobNotOpen(LookupError):
-    """The job has no streams on this bus: `JobStreams.open_job` was not called for it."""
+    """The job has no streams on this bus: nothing has called `JobStreams.open_job` for it."""
 
 
 class MessageTooLarge(ValueError):
-    """The message is larger than the server takes; the text gives size, limit and remedy. Nothing was sent."""
+    """The message is larger than the server accepts. Nothing was sent. The text gives size, limit and remedy."""
 
 
 class StreamFull(RuntimeError):
-    """The stream refused the message at its size limit, rather than forget an older one; or has no room for one.
+    """The stream is at its size limit and refuses the message rather than remove an older one. Or the disk has no room.
 
-    Asking again does not help: the text says which key of the config would.
+    A repeat does not help. The text names the config key that does.
     """
 
 
 class UnknownDeadLetter(LookupError):
-    """No such dead letter: it was replayed or dropped already."""
+    """The job has no such dead letter: it was replayed or dropped, or never existed."""
 
 
 class StaleTerm(RuntimeError):
-    """Another writer advanced the term since it was read: read again, decide again."""
+    """Another writer advanced the term after it was read. Read again, then decide again."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message set aside. `id` grows with time within a job; `subject` says where it came from."""
+    """A message set aside. `id` grows with time within a job. `subject` says where the message came from."""
 
     id: int
     job: JobId
@@ -71,38 +75,39 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class BusLimits:
-    """What bounds the bus. Every process of a job uses the same ones.
+    """The limits of the bus. Every process of a job uses the same limits.
 
-    `event_ack_wait_s` is how long the event in flight of a killed scheduler waits for the next replica;
-    `sample_ack_wait_s` the same for the groups of a killed lead. An event is never dead-lettered for being delivered
-    often (an outage of the store must not cost one), a group after `max_deliveries`.
+    - `event_ack_wait_s`: how long the event in flight of a killed scheduler waits for the next replica.
+    - `sample_ack_wait_s`: the same for the groups of a killed lead.
+    - `max_deliveries`: a group becomes a dead letter after so many deliveries. An event never does: an outage of the
+      store must not lose one.
     """
 
     event_ack_wait_s: float = 5.0
     sample_ack_wait_s: float = 30.0
     max_deliveries: int = 10
-    # How long a repeat of an event is known as such, by its id; far above any retry and any restart.
+    # How long the bus recognises a repeated event by its id: far above any retry and any restart.
     duplicate_window_s: float = 3600.0
-    # Reserved on the server's disk; a full stream refuses messages and forgets none.
+    # The bytes reserved on the server's disk. A full stream refuses messages and removes none.
     events_max_bytes: int = 256 * 2**20
     samples_max_bytes: int = 2 * 2**30
     dead_max_bytes: int = 256 * 2**20
-    # JetStream changes leaders within 7 s (measured); a call gives up well after that.
+    # JetStream changes leaders within 7 s (measured). A call gives up well after that.
     deadline_s: float = 15.0
 
 
 OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]
-"""Told after a dead letter is stored and before the message is settled; repeated when a crash comes between."""
+"""Called after a dead letter is stored and before the message is settled. A crash in between repeats the call."""
 
 
 class JobStreams(Protocol):
     async def open_job(self, job: JobId) -> None:
-        """Makes the job's streams, or keeps those that exist. StreamFull when the disk has no room for them."""
+        """Makes the job's streams or keeps existing ones. StreamFull when the disk has no room for them."""
         ...
 
 
 class EventDelivery(Protocol):
-    """One event in hand. Settling it twice is harmless."""
+    """One event to handle. Settling it twice is harmless."""
 
     @property
     def sequence(self) -> int: ...
@@ -113,7 +118,7 @@ class EventDelivery(Protocol):
     async def ack(self) -> None: ...
 
     async def nak(self, *, delay_s: float = 0.0) -> None:
-        """Not now: it is delivered again, after the delay."""
+        """Refuses the event for now. The bus delivers it again after the delay."""
         ...
 
     async def dead_letter(self, reason: str) -> None: ...
@@ -121,32 +126,35 @@ class EventDelivery(Protocol):
 
 class EventConsumer(Protocol):
     async def next(self, *, timeout_s: float) -> EventDelivery | None:
-        """The next event in order, None when none came in time. Only one event of a consumer is in flight at a time."""
+        """The next event in order, None when none came in time. A consumer has only one event in flight at a time."""
         ...
 
 
 class EventLog(Protocol):
     async def publish(self, event: Event) -> int:
-        """Stores it on the stream of `event.job`; the sequence it has there, a repeat's own included. StreamFull."""
+        """Stores the event on the stream of `event.job` and returns its sequence there. Raises StreamFull.
+
+        A repeat stores nothing and returns the sequence of the first event.
+        """
         ...
 
     async def free_bytes(self, job: JobId) -> int:
-        """What the stream still takes, about: a server adds some bytes to each event."""
+        """About how many bytes the stream still accepts: a server adds some bytes to each event."""
         ...
 
     def read(
         self, job: JobId, *, after_sequence: int = 0, follow: bool = False
     ) -> AsyncGenerator[tuple[int, Event], None]:
-        """(sequence, event) in order, consuming nothing; without `follow` it ends at what was last at the start."""
+        """(sequence, event) in order, consuming nothing. Without `follow` it ends at the last event at the start."""
         ...
 
     async def consumer(self, job: JobId, name: str, *, on_dead_letter: OnDeadLetter) -> EventConsumer:
-        """The durable consumer `name`, shared by all who ask for it; made at the job's first event when new."""
+        """The durable consumer `name`, shared by all callers. A new one starts at the job's first event."""
         ...
 
 
 class SampleDelivery(Protocol):
-    """One group in hand. `num_deliveries` is 1 the first time. Settling it twice is harmless."""
+    """One group to handle. `num_deliveries` is 1 the first time. Settling it twice is harmless."""
 
     @property
     def group(self) -> SampleGroup: ...
@@ -157,11 +165,11 @@ class SampleDelivery(Protocol):
     async def ack(self) -> None: ...
 
     async def in_progress(self) -> None:
-        """Starts `ack_wait_s` anew."""
+        """Restarts `ack_wait_s`."""
         ...
 
     async def nak(self, *, delay_s: float = 0.0) -> None:
-        """Not now: it is delivered again, after the delay."""
+        """Refuses the group for now. The bus delivers it again after the delay."""
         ...
 
     async def dead_letter(self, reason: str) -> None: ...
@@ -169,35 +177,35 @@ class SampleDelivery(Protocol):
 
 class SampleConsumer(Protocol):
     async def fetch(self, max_groups: int, *, timeout_s: float) -> Sequence[SampleDelivery]:
-        """Waits for the first group, then takes what is there; empty when none came in time."""
+        """Waits for the first group, then takes those that are there. Empty when none came in time."""
         ...
 
     async def num_waiting(self) -> int:
-        """Groups not settled yet: never delivered, or delivered and unacknowledged."""
+        """How many groups are not settled: never delivered, or delivered and not acknowledged."""
         ...
 
 
 class SampleStream(Protocol):
     async def publish(self, stage: Stage, group: SampleGroup) -> bool:
-        """True when it was stored, False when the stream has this (stage, incarnation, iteration, prompt) already."""
+        """True when the group was stored, False when the stream has this (stage, incarnation, iteration, prompt)."""
         ...
 
     async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> SampleConsumer:
-        """The durable consumer `name` of a stage, shared by all who ask for it."""
+        """The durable consumer `name` of a stage, shared by all callers of this name."""
         ...
 
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
-        """Exactly the prompts that the stream holds for this iteration, acknowledged or not."""
+        """Exactly the prompts that the stream stores for this iteration, acknowledged or not."""
         ...
 
-    async def held(
+    async def stored_group(
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
     ) -> SampleGroup | None:
-        """The group that the stream holds, acknowledged or not; None where there is none that can be read."""
+        """The group that the stream stores, acknowledged or not. None when there is none that can be read."""
         ...
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
-        """Removes, in both stages, what comes before (incarnation, iteration): what a checkpoint covers."""
+        """Removes the samples of both stages before (incarnation, iteration): a checkpoint covers them."""
         ...
 
 
@@ -205,19 +213,19 @@ class DeadLetters(Protocol):
     async def list(self, job: JobId) -> list[DeadLetter]: ...
 
     async def replay(self, job: JobId, dead_letter: int) -> None:
-        """Puts the message back at the end of its stream and forgets the dead letter; UnknownDeadLetter if gone."""
+        """Puts the message back at the end of its stream and removes the dead letter. UnknownDeadLetter."""
         ...
 
     async def drop(self, job: JobId, dead_letter: int) -> None:
-        """Forgets it for good; UnknownDeadLetter if gone."""
+        """Removes the dead letter for good. UnknownDeadLetter."""
         ...
 
 
 class TermRegister(Protocol):
     async def read(self) -> tuple[int, int]:
-        """(term, revision); (0, 0) before the first."""
+        """(term, revision). (0, 0) before the first term."""
         ...
 
     async def advance(self, *, expected_revision: int, term: int) -> int:
-        """The new revision; StaleTerm when `expected_revision` is not the last, ValueError when no growth."""
+        """The new revision. StaleTerm: `expected_revision` is not the last. ValueError: `term` does not grow."""
         ...

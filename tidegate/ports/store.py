@@ -1,13 +1,18 @@
-"""The store as the services see it: ownership, leases, leads, job state, commands, boots, and who may write at all.
+"""The store as the services see it: ownership, leases, leads, job state, commands, boots, and the right to write.
 
-What every implementation promises (tests/contract/test_store.py asks it of each):
-- Every call but `identity`, `attach`, `contents` and `adopt` is refused with StoreNotAdopted unless the server is the
-  one, and the term the one, that this client attached to. After a refusal: `attach` again (adoption may have to come
-  first) and rebuild from what the store then says; what was decided before may no longer hold.
-- No write is blind: each happens only if what it was decided on is still there.
-- Every call may be repeated: a repeat of what took effect gives the same result and changes nothing. So
-  StoreUnavailable (outcome unknown) is answered by calling again.
-- Time is the store's clock, in Unix milliseconds.
+Every implementation keeps these promises (tests/contract/test_store.py checks each implementation):
+- Every call but `identity`, `attach`, `contents` and `adopt` is refused with StoreNotAdopted, unless this client
+  attached to this very server under this very term. [test_store: refused_after_another_client_adopted]
+- No write is blind: it happens only if the values that it was decided on are still there.
+  [test_store: state_is_saved_only_over_the_write]
+- Every call may be repeated: a repeat gives the same result and changes nothing.
+  [test_store: step_repeated_changes_nothing]
+- Time is the store's clock, in Unix milliseconds. [test_store: lease_expires_by_the_stores_clock]
+
+What a caller does after a failure:
+- StoreNotAdopted: `attach` again (adoption may have to come first), then rebuild from the store's contents. Former
+  decisions may no longer hold.
+- StoreUnavailable: the outcome is unknown. Call again.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, To
 
 @dataclass(frozen=True, slots=True)
 class LeadRecord:
-    """Who leads a component of a job. `epoch` grows with every granted campaign and is never used twice."""
+    """The lead of a component of a job. `epoch` grows with every granted campaign and is never used twice."""
 
     job: JobId
     role: Role
@@ -33,8 +38,10 @@ class LeadRecord:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job's state as its scheduler wrote it. `write` counts writes; `version` guards transitions, so progress folded
-    into the state leaves it as it is."""
+    """A job's state as its scheduler wrote it.
+
+    `write` counts writes. `version` guards transitions; folding progress into the state does not raise it.
+    """
 
     payload: bytes
     write: int
@@ -43,7 +50,7 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The server that answers, and the one that was adopted last (None: none ever), under which term."""
+    """The server that answers, the server that was adopted last (None: never), and the term of that adoption."""
 
     run_id: str
     adopted_run_id: str | None
@@ -56,7 +63,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class StoreContents:
-    """What adoption starts from: all GPUs by id, and the open transitions of all jobs by id."""
+    """The input of an adoption: all GPUs by id, and the open transitions of all jobs by id."""
 
     gpus: tuple[GpuRecord, ...]
     transitions: tuple[Transition, ...]
@@ -66,15 +73,15 @@ class OwnershipMap(Protocol):
     async def gpus(self) -> dict[GpuId, GpuRecord]: ...
 
     async def register(self, gpus: tuple[GpuId, ...]) -> None:
-        """Adds those the map does not have, free; the others stay as they are."""
+        """Adds the GPUs that the map does not have, as free. The others stay as they are."""
         ...
 
     async def mark_lost(self, gpu: GpuId, token: Token) -> GpuRecord:
-        """Owned or free -> lost. StaleToken when it was granted anew since, UnknownGpu."""
+        """Owned or free -> lost. StaleToken when the GPU has a newer grant. UnknownGpu."""
         ...
 
     async def reclaim(self, gpu: GpuId, token: Token) -> GpuRecord:
-        """Lost -> free, after its gate reported it free. StaleToken when it was granted anew since, UnknownGpu."""
+        """Lost -> free, after the gate reported the GPU free. StaleToken when the GPU has a newer grant. UnknownGpu."""
         ...
 
 
@@ -84,49 +91,64 @@ class Transitions(Protocol):
         ...
 
     async def plan(self, transition: Transition) -> Transition:
-        """Writes the record and takes hold of its GPUs, all or nothing; the stored record if it was planned before.
+        """Writes the record and claims its GPUs, all or nothing. Returns the stored record if it was planned before.
 
-        StaleToken: a GPU changed owner or token; GpuBusy: one is lost or held by another open transition;
-        VersionConflict: the job's version is not `planned_version` (0: no state saved), or the id is another plan's.
+        - StaleToken: a GPU changed its owner or token.
+        - GpuBusy: a GPU is lost, or another open transition holds it.
+        - VersionConflict: the job's version is not `planned_version` (0: no state saved), or the id has another plan.
         """
         ...
 
     async def advance(
         self, transition: Transition, gpu: GpuId, *, from_state: MoveState, to_state: MoveState
     ) -> Transition:
-        """One GPU's next step up to `acquiring`, which hands it to the target under a new token of the store's term.
+        """One GPU's next step, up to `acquiring`, which hands it to the target under a new token of the store's term.
 
-        Of `transition` the job, id and GPUs are used; its progress is read afresh and handed back. StaleToken; GpuBusy
-        (lost); VersionConflict (the move is in neither state, or the transition is closed); IllegalStep (`to_state`
-        does not follow `from_state`).
+        The call uses the job, id and GPUs of `transition`, reads the progress afresh and returns it.
+
+        - StaleToken.
+        - GpuBusy: the GPU is lost.
+        - VersionConflict: the move is in neither state, or the transition is closed.
+        - IllegalStep: `to_state` does not follow `from_state`.
         """
         ...
 
     async def commit(self, transition: Transition, role: Role, layout: Layout | None) -> Transition:
-        """The component's only commit point: its part and all GPUs it acquires, at once.
+        """The only commit point of the component: its part and all GPUs that it acquires, at once.
 
-        IllegalStep when a GPU it acquires is not `acquiring`, one that leaves it not yet `draining`, or the layout not
-        the planned one; VersionConflict (the transition is closed); StaleToken; GpuBusy (lost).
+        - IllegalStep: a GPU that it acquires is not `acquiring`, a GPU that leaves it is not yet `draining`, or the
+          layout is not the planned one.
+        - VersionConflict: the transition is closed.
+        - StaleToken.
+        - GpuBusy: a GPU is lost.
         """
         ...
 
     async def close(self, transition: Transition, outcome: Outcome) -> Transition:
-        """Ends it and lets go of its GPUs: one not released stays with its owner, one released is free, one handed to
-        a component that did not commit is lost until its gate reports it free. IllegalStep when its state does not
-        earn this outcome (`tidegate.ownership.transitions.earned_outcome`)."""
+        """Ends the transition and frees its hold on the GPUs.
+
+        - A GPU that was not released stays with its owner.
+        - A released GPU is free.
+        - A GPU handed to a component that did not commit is lost until its gate reports it free.
+
+        IllegalStep when the transition's state does not earn this outcome
+        (`tidegate.ownership.transitions.earned_outcome`).
+        """
         ...
 
 
 class Leases(Protocol):
-    """A lease detects and grants nothing. It may be renewed after it expired."""
+    """A lease detects a dead holder and grants nothing. A holder may renew it after it expired."""
 
     async def renew(self, holder: InstanceId, *, ttl_ms: int) -> bool:
-        """Whether the lease was in force until now; false also for its first time. Unknown after StoreUnavailable: a
-        repeat finds what the first call wrote."""
+        """Whether the lease was in force until now. False for the first renewal too.
+
+        After StoreUnavailable the answer is not known: a repeat finds what the first call wrote.
+        """
         ...
 
     async def release(self, holder: InstanceId) -> None:
-        """The holder leaves, or its expiry was dealt with: it is no longer among the expired."""
+        """Takes the holder off the list of expired leases: it leaves, or its expiry was handled."""
         ...
 
     async def expired(self) -> tuple[InstanceId, ...]: ...
@@ -136,19 +158,19 @@ class Leases(Protocol):
 
 class Leads(Protocol):
     async def campaign(self, job: JobId, role: Role, *, instance: InstanceId, endpoint: str, ttl_ms: int) -> LeadRecord:
-        """Granted, under a new epoch, when nobody leads, the lead expired, or it is an earlier start of this instance.
+        """Returns the record in force afterwards. The caller leads when `instance` is its own.
 
-        The record in force afterwards: it is the caller's when `instance` is. A lead goes on by `renew_lead`; each
-        `campaign` of its own ends its epoch.
+        The store grants a new epoch when nobody leads, the lead expired, or the lead is an earlier start of this
+        instance. A lead goes on with `renew_lead`: another `campaign` of its own ends its epoch.
         """
         ...
 
     async def renew_lead(self, lead: LeadRecord, *, ttl_ms: int) -> LeadRecord | None:
-        """None when another epoch began: the caller leads no more."""
+        """None when another epoch began: the caller no longer leads."""
         ...
 
     async def resign(self, lead: LeadRecord) -> None:
-        """Nothing happens when another epoch began."""
+        """Does nothing when another epoch began."""
         ...
 
 
@@ -156,23 +178,23 @@ class JobStates(Protocol):
     async def load(self, job: JobId) -> JobState | None: ...
 
     async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
-        """Compare-and-set on `write` (0: none yet); VersionConflict. ValueError when `version` would fall."""
+        """Compare-and-set on `write` (0: none yet). VersionConflict. ValueError when `version` would fall."""
         ...
 
 
 class CommandLog(Protocol):
     async def recall(self, job: JobId, command: CommandId) -> bytes | None:
-        """The result stored for a command, None before it has one."""
+        """The result stored for a command. None before there is one."""
         ...
 
     async def remember(self, job: JobId, command: CommandId, result: bytes) -> bytes:
-        """Stores the first result and returns it to everyone who comes after."""
+        """Stores the first result. Returns the first result to every later caller too."""
         ...
 
 
 class Boots(Protocol):
     async def next_boot(self, instance: InstanceId) -> int:
-        """Greater than any boot of this instance before; the first is 1."""
+        """A number greater than any earlier boot of this instance. The first is 1."""
         ...
 
 
@@ -180,21 +202,25 @@ class StoreIdentity(Protocol):
     async def identity(self) -> Identity: ...
 
     async def attach(self) -> Identity:
-        """Takes the (run id, term) under which the store is open; all later calls are made under them.
-        StoreNotAdopted when it is not open."""
+        """Notes the (run id, term) under which the store is open. All later calls are made under them.
+
+        StoreNotAdopted when the store is not open.
+        """
         ...
 
     async def contents(self) -> StoreContents: ...
 
     async def adopt(self, *, expected: Identity, term: int, rebuilt: StoreContents) -> Identity:
         """Opens the store under `term` with `rebuilt` in place of `contents`, all or nothing.
-        VersionConflict when the identity is not `expected` any more, or the store is open already."""
+
+        VersionConflict when the identity is not `expected`, or the store is open already.
+        """
         ...
 
 
 class Store(
     OwnershipMap, Transitions, Leases, Leads, JobStates, CommandLog, Boots, StoreIdentity, Protocol
 ):  # what `__main__` builds and hands out in parts
-    """All of it, as one client of one server."""
+    """All ports, as one client of one server."""
 
     async def aclose(self) -> None: ...

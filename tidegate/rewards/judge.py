@@ -18,7 +18,7 @@ from tidegate.data.prompts import ARGUMENTS, DataPrompt
 from tidegate.rewards.answers import MATH_VERIFY, exact_match, refuse_without_math_verify, right_answers
 from tidegate.rewards.pool import FunctionFailed, RewardPool
 from tidegate.rewards.worker import FunctionPath
-from tidegate.telling import some_lines
+from tidegate.short_lists import first_lines
 
 _TOLD = 3
 
@@ -129,4 +129,4 @@ def _check_answers(prompts: Sequence[DataPrompt]) -> None:
         except ValueError as error:
             faults.append(f"{prompt.where}: {error}")
     if faults:
-        raise ValueError(some_lines(faults, most=_TOLD))
+        raise ValueError(first_lines(faults, most=_TOLD))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.runtime import tied
+from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
 
 _READ_BYTES = 1 << 16
@@ -53,7 +53,7 @@ class RewardWorker:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        tie = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()))
+        tie = (sys.executable, "-I", "-S", dies_with_parent.__file__, str(os.getpid()))
         with theirs:
             self._process = subprocess.Popen(
                 [*tie, sys.executable, "-u", "-m", "tidegate.rewards.child", str(theirs.fileno())],

@@ -1,3 +1,3 @@
-"""How processes of a node are started, talked to, watched and ended."""
+"""Starts, calls, watches and ends the processes of a node."""
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How an instance tells what happened: its own events, published in the order in which they are told.
+"""Publishes the events of one instance, in the order of the calls.
 
-Invariant: `tell` returns when the event is on the stream. While the bus is away it waits and asks again, and so do
-those who tell after it: what happened is neither forgotten nor told out of order. When the stream is full, figures
-(progress, backlog, pictures of an iteration) are left out, with a line in the log; for anything else `tell` raises
-StreamFull.
+- `publish` returns when the event is on the stream. While the bus is away, it waits and tries again, and later calls
+  wait behind it. So no event is lost or out of order.
+- When the stream is full, figures (progress, backlog, pictures of an iteration) are left out with a line in the log.
+  For any other event `publish` raises StreamFull.
+  [test_announcer: figures_are_left_out]
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tidegate.types import Grant, JobId
 from tidegate.v1 import events_pb2
 
 RETRY_S = 1.0
-"""Pause before the bus is asked again; each try waits for the bus's own deadline first."""
+"""The pause before the next try. Each try first waits for the bus's own deadline."""
 _FIGURES = (
     events_pb2.Progress,
     events_pb2.Backlog,
@@ -27,11 +28,11 @@ _FIGURES = (
     events_pb2.Inferring,
     events_pb2.Training,
 )
-"""The next ones replace them."""
+"""Events whose successors replace them."""
 
 
 class Announcer:
-    """One source's events of one job."""
+    """Publishes one source's events of one job."""
 
     def __init__(self, log: EventLog, source: EventSource, job: JobId) -> None:
         self._log = log
@@ -40,7 +41,7 @@ class Announcer:
         self._in_order = asyncio.Lock()
         self._logger = structlog.get_logger("announcer")
 
-    async def tell(
+    async def publish(
         self,
         body: EventBody,
         *,
@@ -49,7 +50,7 @@ class Announcer:
         transition_id: str = "",
         grants: Sequence[Grant] = (),
     ) -> None:
-        """Publish. StreamFull, unless it is a figure."""
+        """Publishes one event. StreamFull, unless the event is a figure."""
         async with self._in_order:
             event = self._source.event(
                 body,
@@ -60,13 +61,13 @@ class Announcer:
                 grants=grants,
             )
             try:
-                await self._publish(event)
+                await self._store(event)
             except StreamFull as full:
                 if not isinstance(body, _FIGURES):
                     raise
                 self._logger.warning("figures left out", id=event.id, error=str(full))
 
-    async def _publish(self, event: events_pb2.Event) -> None:
+    async def _store(self, event: events_pb2.Event) -> None:
         while True:
             try:
                 await self._log.publish(event)
@@ -76,7 +77,7 @@ class Announcer:
                 self._logger.warning("event waits for the bus", id=event.id, error=str(error))
                 await asyncio.sleep(RETRY_S)
 
-    async def tell_dead_letter(self, letter: DeadLetter) -> None:
-        """The hook of consumers: a message was set aside, and the job pauses."""
+    async def publish_dead_letter(self, letter: DeadLetter) -> None:
+        """The hook of consumers: a message was set aside, so the job pauses."""
         body = events_pb2.DeadLettered(subject=letter.subject, reason=letter.reason, dead_letter=letter.id)
-        await self.tell(body, incarnation=0)
+        await self.publish(body, incarnation=0)

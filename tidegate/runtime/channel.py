@@ -1,8 +1,10 @@
-"""Frames between a service and its worker: `WorkerCall` one way, `WorkerReply` the other, over a socket pair.
+"""Frames between a service and its worker over a socket pair: `WorkerCall` one way, `WorkerReply` the other.
 
-A frame is a 4-byte big-endian length and that many bytes of protobuf; nothing else is ever read from the socket. The
-worker's side blocks, with a timeout; the service's side is asyncio. A frame longer than `MAX_FRAME_BYTES` is refused by
-the writer, and ends the channel when a reader meets it. Invariant: frames come out whole, in order, and once.
+A frame is a 4-byte big-endian length and that many bytes of protobuf. The socket carries nothing else. The worker's
+side blocks, with a timeout; the service's side is asyncio. The writer refuses a frame longer than `MAX_FRAME_BYTES`. A
+reader that meets one closes the channel.
+
+Invariant: frames come out whole, in order, and once. [test_channel: come_out_whole_and_in_order]
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Generic, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""A minibatch of 512 responses of 16k tokens with three floats each is about 130 MB; the worker holds it twice."""
+"""A minibatch of 512 responses of 16k tokens with three floats each is about 130 MB. A worker's memory has it twice."""
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1024 * 1024
 
@@ -25,15 +27,15 @@ Incoming = TypeVar("Incoming", bound=Message)
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone, or sent what is not a frame."""
+    """The other side is gone, or sent bytes that are not a frame."""
 
 
 class FrameTooLarge(ValueError):
-    """The message is larger than a frame may be; nothing was sent."""
+    """The message is longer than a frame may be. Nothing was sent."""
 
 
 def frame(message: Message) -> bytes:
-    """The message as it goes over the socket; raises FrameTooLarge."""
+    """The bytes of the message on the socket. FrameTooLarge."""
     body = message.SerializeToString()
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLarge(
@@ -54,7 +56,7 @@ def _decoded(kind: type[Incoming], body: bytes) -> Incoming:
     try:
         return kind.FromString(body)
     except DecodeError as error:
-        raise ChannelClosed(f"{len(body)} bytes from the other side are no {kind.__name__}: {error}") from error
+        raise ChannelClosed(f"{len(body)} bytes from the other side are not a {kind.__name__}: {error}") from error
 
 
 class BlockingChannel(Generic[Incoming]):
@@ -69,7 +71,7 @@ class BlockingChannel(Generic[Incoming]):
         self._readable.register(sock, select.POLLIN)
 
     def send(self, message: Message) -> None:
-        """Raises ChannelClosed, or FrameTooLarge with nothing sent."""
+        """ChannelClosed, or FrameTooLarge with nothing sent."""
         data = frame(message)
         try:
             self._sock.sendall(data)
@@ -77,11 +79,11 @@ class BlockingChannel(Generic[Incoming]):
             raise ChannelClosed(f"the other side of the channel is gone: {error}") from error
 
     def receive(self, timeout_s: float | None) -> Incoming | None:
-        """The next message; None when no whole one came within `timeout_s` (None waits for ever, 0 only looks)."""
+        """The next message. None when no whole one came within `timeout_s` (None waits for ever, 0 only looks)."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._take()) is None:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._readable.poll(None if left_s is None else left_s * 1000):
+            rest_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._readable.poll(None if rest_s is None else rest_s * 1000):
                 return None
             self._read()
         return message
@@ -107,7 +109,7 @@ class BlockingChannel(Generic[Incoming]):
 
 
 class AsyncChannel(Generic[Incoming]):
-    """The service's end: one task reads, any number write."""
+    """The service's end: one task reads, any number of tasks write."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incoming: type[Incoming]) -> None:
         self._reader = reader
@@ -116,12 +118,12 @@ class AsyncChannel(Generic[Incoming]):
 
     @classmethod
     async def open(cls, sock: socket.socket, incoming: type[Incoming]) -> AsyncChannel[Incoming]:
-        """Takes the socket over."""
+        """Takes over the socket."""
         reader, writer = await asyncio.open_connection(sock=sock)
         return cls(reader, writer, incoming)
 
     async def send(self, message: Message) -> None:
-        """Raises ChannelClosed, or FrameTooLarge with nothing sent."""
+        """ChannelClosed, or FrameTooLarge with nothing sent."""
         data = frame(message)
         try:
             self._writer.write(data)
@@ -130,7 +132,7 @@ class AsyncChannel(Generic[Incoming]):
             raise ChannelClosed(f"the other side of the channel is gone: {error}") from error
 
     async def receive(self) -> Incoming:
-        """The next message; raises ChannelClosed."""
+        """The next message. ChannelClosed."""
         try:
             length = _checked_length(await self._reader.readexactly(_LENGTH.size))
             body = await self._reader.readexactly(length)
@@ -139,5 +141,5 @@ class AsyncChannel(Generic[Incoming]):
         return _decoded(self._incoming, body)
 
     def close(self) -> None:
-        """At once: what the other side has not taken yet is dropped."""
+        """Closes at once and drops the bytes that the other side has not taken yet."""
         self._writer.transport.abort()

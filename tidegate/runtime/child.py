@@ -1,6 +1,6 @@
-"""What a new process does to become a worker, forked or spawned: from bare descriptors to the entry's call.
+"""Turns a new process, forked or spawned, into a worker: from bare descriptors to the call of its entry.
 
-Also the two kernel calls that Python lacks: die with the parent, and die with it only if it is still the one meant.
+It also has a kernel call that Python lacks: die with the parent, and only with the intended parent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
-    """Call the entry; the exit status. The holds' socket stays open for as long as this process lives."""
+    """Calls the entry. Returns the exit status. The socket of the holds stays open as long as this process lives."""
     clock = SlotClock(time.monotonic_ns)
     status = 1
     try:
@@ -55,7 +55,7 @@ def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:  # noqa: BLE001 # the edge of the process: its log and its status tell what ended it
+    except BaseException:  # noqa: BLE001 # the edge of the process: its log and its status show the cause
         traceback.print_exc()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -71,13 +71,13 @@ def _take_log(spec: WorkerSpec) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.close(nothing)
-    # New objects, since the old ones may hold what the parent had not flushed, or a test's capture.
+    # Make new objects: the old ones may have bytes that the parent had not flushed, or a test's capture.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _reseed() -> None:
-    """Forks of one process would otherwise draw the same numbers."""
+    """Avoid equal random numbers in the forks of one process."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()

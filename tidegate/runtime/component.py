@@ -1,8 +1,16 @@
-"""The gRPC face of a component: the lead's commands, each taken once however often it is issued.
+"""The gRPC face of a component: the lead's commands. Each takes effect once, however often it is issued.
 
-Order: the header, a stored result of the same id, the lead's acceptance, the result stored, the answer; the work begins
-after that. Invariants: a repeat gets the stored result and does nothing; a refusal is not stored, so that the command
-may be issued again when what was in its way is gone.
+Order:
+1. check the header;
+2. return the stored result of the same id, if there is one;
+3. ask the lead to accept the command;
+4. store the result;
+5. answer. The work begins after that.
+
+Invariants:
+- A repeat gets the stored result and does nothing else. [test_component: sent_again_gets_the_stored_answer]
+- A refusal is not stored, so that the command may be issued again when its obstacle is gone.
+  [test_component: refused_in_words_and_may_come_again]
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ComponentServicer(commands_pb2_grpc.ComponentServicer):
-    """See the module."""
+    """See the module head."""
 
     def __init__(self, job: JobId, host: Callable[[], ComponentHost], log: CommandLog) -> None:
         self._job = job
@@ -33,38 +41,38 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
 
     async def ScaleUp(self, request: commands_pb2.ScaleUpRequest, context: Context) -> commands_pb2.ScaleUpResponse:
         require(request, "grants", "members", "layout", "config_json")
-        return commands_pb2.ScaleUpResponse(result=await self._taken(request))
+        return commands_pb2.ScaleUpResponse(result=await self._accept_once(request))
 
     async def ScaleDown(
         self, request: commands_pb2.ScaleDownRequest, context: Context
     ) -> commands_pb2.ScaleDownResponse:
         require(request, "grants")
-        return commands_pb2.ScaleDownResponse(result=await self._taken(request))
+        return commands_pb2.ScaleDownResponse(result=await self._accept_once(request))
 
     async def LoadWeights(
         self, request: commands_pb2.LoadWeightsRequest, context: Context
     ) -> commands_pb2.LoadWeightsResponse:
         require(request, "weights")
-        return commands_pb2.LoadWeightsResponse(result=await self._taken(request))
+        return commands_pb2.LoadWeightsResponse(result=await self._accept_once(request))
 
     async def OpenIteration(
         self, request: commands_pb2.OpenIterationRequest, context: Context
     ) -> commands_pb2.OpenIterationResponse:
         require(request, "plan")
-        return commands_pb2.OpenIterationResponse(result=await self._taken(request))
+        return commands_pb2.OpenIterationResponse(result=await self._accept_once(request))
 
     async def CloseIteration(
         self, request: commands_pb2.CloseIterationRequest, context: Context
     ) -> commands_pb2.CloseIterationResponse:
-        return commands_pb2.CloseIterationResponse(result=await self._taken(request))
+        return commands_pb2.CloseIterationResponse(result=await self._accept_once(request))
 
     async def Evaluate(self, request: commands_pb2.EvaluateRequest, context: Context) -> commands_pb2.EvaluateResponse:
         require(request, "plan")
-        return commands_pb2.EvaluateResponse(result=await self._taken(request))
+        return commands_pb2.EvaluateResponse(result=await self._accept_once(request))
 
     async def Migrate(self, request: commands_pb2.MigrateRequest, context: Context) -> commands_pb2.MigrateResponse:
         require(request, "members", "layout")
-        return commands_pb2.MigrateResponse(result=await self._taken(request))
+        return commands_pb2.MigrateResponse(result=await self._accept_once(request))
 
     async def Suspend(self, request: commands_pb2.SuspendRequest, context: Context) -> commands_pb2.SuspendResponse:
         raise _not_yet("Suspend")
@@ -82,7 +90,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
     ) -> commands_pb2.OrderGroupsResponse:
         raise _not_yet("OrderGroups")
 
-    async def _taken(self, command: Command) -> commands_pb2.CommandResult:
+    async def _accept_once(self, command: Command) -> commands_pb2.CommandResult:
         header = command.header
         require(command, "header")
         require(header, "id", "job", "lead_epoch")
@@ -103,7 +111,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
 
 
 def _not_yet(call: str) -> NotSupported:
-    return NotSupported(f"{call} is in the schema only, nobody carries it out yet: use scheduler.policy=static")
+    return NotSupported(f"{call} is only in the schema, this release does not do it: use scheduler.policy=static")
 
 
 def _refused(message: str) -> commands_pb2.CommandResult:

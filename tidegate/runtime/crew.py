@@ -1,8 +1,12 @@
-"""The workers of one component of one job, wherever they run, as its lead sees them.
+"""The workers of one component of one job, on all nodes, as its lead sees them.
 
-The lead learns where the component's instances answer from each command. Invariants: a call goes to the instance of
-the GPU's node and carries the grant's token; a worker whose call failed for good is no longer a member; calls to all
-members are sent side by side, and when one fails the others are not waited for.
+The lead learns the addresses of the component's instances from each command.
+
+Invariants:
+- A call goes to the instance of the GPU's node and carries the grant's token. [test_crew: under_an_old_token]
+- A worker whose call failed for good is no longer a member. [test_crew: died_in_a_call_is_no_member]
+- Calls to all members are sent side by side. When one fails, the lead does not wait for the others.
+  [test_crew: raised_without_waiting_for_the_others]
 """
 
 from __future__ import annotations
@@ -20,15 +24,18 @@ from tidegate.v1 import workers_pb2 as wire
 Result = TypeVar("Result")
 
 _WORK = frozenset({"warm_up", "train", "export", "generate", "score"})
-"""Calls that take as long as the model and the data make them. The others are bounded like a command."""
+"""Calls whose duration depends on the model and the data. The others are bounded like a command."""
 
 
 class WorkerGone(ConnectionError):
-    """The worker died, or its instance cannot be reached: it is no member any more."""
+    """The worker died, or its instance cannot be reached. It is no longer a member."""
 
 
 class WorkerUnreachable(WorkerGone):
-    """Its instance gave no answer, so that nobody but the caller knows: the caller tells it. `grants`: of whom."""
+    """The worker's instance gave no answer. Only the caller knows this, so the caller reports it.
+
+    `grants` are the grants of the workers that were called.
+    """
 
     def __init__(self, message: str, *, grants: Sequence[Grant] = ()) -> None:
         super().__init__(message)
@@ -36,42 +43,44 @@ class WorkerUnreachable(WorkerGone):
 
 
 class WorkerRefused(RuntimeError):
-    """The worker would not do the call; nothing changed."""
+    """The worker refused the call. Nothing changed."""
 
 
 class SnapshotMismatch(ValueError):
-    """What a reader loaded is not what the actor published."""
+    """The weights that a reader loaded differ from those that the actor published."""
 
 
 class InstancePort(Protocol):
-    """One instance of the component, here or on another node."""
+    """One instance of the component, in this process or on another node."""
 
     async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
-        """Through the gate and ready for calls; raises with none of them started."""
+        """Starts workers through the gate until they are ready for calls. If one fails, none of them runs."""
         ...
 
     async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
-        """Returns when their gates are free: the bytes of device memory still held. Those not there are stopped."""
-        ...
+        """Stops these workers. Returns, when their gates are free, the bytes of device memory still in use.
+
+        A worker that does not exist counts as stopped.
+        """
 
     async def stand_down(self, job: JobId, grants: Sequence[Grant]) -> None:
-        """They give their GPUs back and stand by; returns when their gates are free."""
+        """The workers give their GPUs back and become standbys. Returns when their gates are free."""
         ...
 
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
-        """Those alive, those that stand by among them."""
+        """The grants of the living workers, standbys included."""
         ...
 
     def call(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> AsyncIterator[wire.WorkerReply]:
-        """Replies as they come; raises WorkerGone, WorkerUnreachable or WorkerRefused."""
+        """Yields the replies as they come. WorkerGone, WorkerUnreachable or WorkerRefused."""
         ...
 
     async def store_address(self, grant: Grant) -> tuple[str, int]:
-        """Where the torch store of a world led by this worker will listen."""
+        """The address at which the torch store of a world that this worker leads will listen."""
         ...
 
     async def fetch_snapshot(self, snapshot: types_pb2.Snapshot) -> str:
-        """The folder on its node that holds the snapshot's files, verified."""
+        """The folder on the instance's node that has the snapshot's files, verified."""
         ...
 
     async def drop_snapshots(self, job: JobId, *, before_version: int, keep: Sequence[int]) -> None: ...
@@ -82,7 +91,7 @@ Connect = Callable[[str, str], InstancePort]
 
 
 class Crew:
-    """See the module. One event loop uses it. `work_timeout_s` bounds what trains, generates or scores."""
+    """See the module head. One event loop uses it. `work_timeout_s` bounds calls that train, generate or score."""
 
     def __init__(self, job: JobId, connect: Connect, *, call_timeout_s: float, work_timeout_s: float) -> None:
         self._job = job
@@ -96,28 +105,28 @@ class Crew:
 
     @property
     def members(self) -> tuple[Grant, ...]:
-        """Workers that are up, as far as known; in the order of their start, or as last arranged."""
+        """The workers known to be up, in the order of their start or as `arrange` put them."""
         return tuple(self._members.values())
 
     @property
     def standbys(self) -> tuple[Grant, ...]:
-        """Workers that stand by, as far as known."""
+        """The workers known to be standbys."""
         return tuple(self._standbys.values())
 
-    def meet(self, addresses: Iterable[commands_pb2.InstanceAddress]) -> None:
-        """Learn where the component's instances answer."""
+    def note_addresses(self, addresses: Iterable[commands_pb2.InstanceAddress]) -> None:
+        """Notes the addresses of the component's instances."""
         for address in addresses:
             node = NodeId(address.instance.partition("@")[2])
             self._endpoints[node] = address.endpoint
             self._ports[node] = self._connect(address.instance, address.endpoint)
 
     def endpoint(self, node: NodeId) -> str:
-        """Where the component's instance on this node answers; WorkerGone when none is known."""
+        """The address of the component's instance on this node. WorkerGone when it is not known."""
         self._on(node)
         return self._endpoints[node]
 
     async def take_over(self) -> tuple[NodeId, ...]:
-        """Find the workers that an earlier lead left running; the nodes that gave no answer."""
+        """Finds the workers that an earlier lead left running. Returns the nodes that gave no answer."""
         found = await asyncio.gather(
             *(port.workers(self._job) for port in self._ports.values()), return_exceptions=True
         )
@@ -128,7 +137,7 @@ class Crew:
         return tuple(node for node, grants in answers.items() if isinstance(grants, BaseException))
 
     async def forget_dead(self) -> None:
-        """Those that their instances have no more are no members; of a node that gives no answer nobody knows."""
+        """Removes the members that their instances no longer have. Keeps those on nodes that give no answer."""
         found = await asyncio.gather(
             *(port.workers(self._job) for port in self._ports.values()), return_exceptions=True
         )
@@ -140,39 +149,41 @@ class Crew:
                     self.forget(grant)
 
     async def start(self, grants: Sequence[Grant], *, transition: str) -> None:
-        """Bring these workers up; they are members then, or stand by where their grants have no token. Where one stands
-        by, it is that one that comes up."""
+        """Starts these workers. They become members, or standbys where their grants have no token.
+
+        Where a standby exists on a GPU, it becomes the worker.
+        """
         await self._by_node(grants, lambda port, part: port.start_workers(self._job, transition, part))
         for grant in grants:
             self.forget(grant)
             (self._standbys if grant.stands_by else self._members)[grant.gpu] = grant
 
     async def stand_down(self, grants: Sequence[Grant]) -> None:
-        """These members give their GPUs back and stand by."""
+        """These members give their GPUs back and become standbys."""
         await self._by_node(grants, lambda port, part: port.stand_down(self._job, part))
         for grant in grants:
             self.forget(grant)
             self._standbys[grant.gpu] = Grant(grant.gpu, NO_TOKEN)
 
     def arrange(self, members: Sequence[Grant]) -> None:
-        """Put the members into this order, which names each of them."""
+        """Puts the members into this order, which names each of them."""
         assert set(members) == set(self.members), f"{members} are not {self.members}"
         self._members = {grant.gpu: grant for grant in members}
 
     async def stop(self, grants: Sequence[Grant], *, transition: str) -> int:
-        """End these workers; the bytes of device memory that stayed held."""
+        """Ends these workers. Returns the bytes of device memory still in use."""
         for grant in grants:
             self.forget(grant)
-        held = await self._by_node(grants, lambda port, part: port.stop_workers(self._job, transition, part))
-        return sum(held)
+        held_bytes = await self._by_node(grants, lambda port, part: port.stop_workers(self._job, transition, part))
+        return sum(held_bytes)
 
     def forget(self, grant: Grant) -> None:
-        """It is no member any more."""
+        """Removes the worker from members and standbys."""
         self._members.pop(grant.gpu, None)
         self._standbys.pop(grant.gpu, None)
 
     async def rendezvous(self, members: Sequence[Grant], *, timeout_s: float) -> list[wire.Rendezvous]:
-        """One a member, in rank order; the first one's node serves the store."""
+        """One for each member, in rank order. The first member's node serves the store."""
         host, port = await self._port(members[0]).store_address(members[0])
         return [
             wire.Rendezvous(rank=rank, world_size=len(members), host=host, port=port, timeout_s=timeout_s)
@@ -180,7 +191,7 @@ class Crew:
         ]
 
     async def stream(self, grant: Grant, call: wire.WorkerCall) -> AsyncIterator[wire.WorkerReply]:
-        """All replies to one call. WorkerGone, WorkerUnreachable (it is forgotten) or WorkerRefused."""
+        """All replies to one call. WorkerGone, WorkerUnreachable (both remove the worker) or WorkerRefused."""
         timeout_s = self._work_timeout_s if call.WhichOneof("body") in _WORK else self._call_timeout_s
         try:
             with _naming([grant]):
@@ -199,7 +210,7 @@ class Crew:
         return last
 
     async def glance(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> wire.WorkerReply | None:
-        """The reply, None where none came: a question by the way, whose failure says nothing about the worker."""
+        """The reply, None where none came. A failure of this side question says nothing about the worker."""
         last = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -210,12 +221,17 @@ class Crew:
         return last
 
     async def ask_all(self, calls: Mapping[Grant, wire.WorkerCall]) -> list[wire.WorkerReply]:
-        """The last reply of each, in the order given; the first failure is raised at once."""
+        """The last reply of each worker, in the order of `calls`. The first failure is raised at once."""
         return await together([self.ask(grant, call) for grant, call in calls.items()])
 
-    async def ask_bound(self, calls: Mapping[Grant, wire.WorkerCall], *, last_words_s: float) -> list[wire.WorkerReply]:
-        """As `ask_all`, of workers that wait for each other: once one fails the others have so long to fail too, so
-        that who died of them is no member any more. What is raised is first that one gave no answer, then a death."""
+    async def ask_interdependent(
+        self, calls: Mapping[Grant, wire.WorkerCall], *, last_words_s: float
+    ) -> list[wire.WorkerReply]:
+        """Like `ask_all`, for workers that wait for each other.
+
+        Once one fails, the others get `last_words_s` to fail too, so that workers that die of it are removed as well.
+        Of several failures it raises a missing answer first, then a death.
+        """
         tasks = [asyncio.ensure_future(self.ask(grant, call)) for grant, call in calls.items()]
         try:
             _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -232,7 +248,7 @@ class Crew:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def load(self, snapshot: types_pb2.Snapshot, grants: Sequence[Grant], *, reference: bool = False) -> None:
-        """Bring a version to these workers' nodes and have them load it. SnapshotMismatch when one holds another."""
+        """Brings a version to the nodes of these workers and loads it. SnapshotMismatch when a worker has another."""
         want = combined_checksum({shard.file: shard.checksum for shard in snapshot.shards})
         if want != snapshot.checksum:
             raise SnapshotMismatch(f"version {snapshot.version} names checksum {snapshot.checksum}, its files {want}")
@@ -253,16 +269,16 @@ class Crew:
         for grant, reply in zip(calls, await self.ask_all(calls), strict=True):
             if reply.loaded.checksum != snapshot.checksum:
                 raise SnapshotMismatch(
-                    f"{grant.gpu} loaded version {snapshot.version} with checksum {reply.loaded.checksum}, published "
-                    f"was {snapshot.checksum}"
+                    f"{grant.gpu} loaded version {snapshot.version} with checksum {reply.loaded.checksum}, the "
+                    f"published checksum is {snapshot.checksum}"
                 )
 
     async def fetch(self, snapshot: types_pb2.Snapshot, node: NodeId) -> str:
-        """Bring a version to one node: the folder that holds its files there."""
+        """Brings a version to one node. Returns the folder that has its files there."""
         return await self._on(node).fetch_snapshot(snapshot)
 
     async def drop_snapshots(self, *, before_version: int, keep: Sequence[int]) -> None:
-        """Free older versions on all nodes; a node that cannot be reached frees them when it starts anew."""
+        """Frees older versions on all nodes. A node that cannot be reached frees them at its next start."""
         drops = [
             port.drop_snapshots(self._job, before_version=before_version, keep=keep) for port in self._ports.values()
         ]
@@ -289,7 +305,7 @@ class Crew:
 
 @contextmanager
 def _naming(grants: Sequence[Grant]) -> Iterator[None]:
-    """Who gives no answer is named by its grants."""
+    """Adds the grants to the error of a worker whose instance gave no answer."""
     try:
         yield
     except WorkerUnreachable as error:
@@ -301,7 +317,7 @@ def _urgency(failure: BaseException) -> int:
 
 
 async def together(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """All results in order; the first failure cancels the rest and is raised as it is."""
+    """All results in order. The first failure cancels the rest and is raised as it is."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)

@@ -1,13 +1,18 @@
 """The servers that Tidegate brings along: nats-server with JetStream and valkey, children of this process.
 
 Invariants:
-- the binaries are those of the installed packages, never what PATH finds;
-- they listen on 127.0.0.1 only, keep all data and logs in the given folder, and acknowledge only what is on disk, so
-  that a start in the same folder goes on where the last one ended, however it ended;
-- one folder serves one set of servers: a lock on it, which the servers inherit, is held until the last has exited;
-- a server dies with this process (start them from its main thread: `tidegate.runtime.tied`) and is out of reach of
-  the terminal's Ctrl-C, so that whoever uses them can finish first;
-- `start` returns when both answer, and are the ones it started.
+- The binaries are those of the installed packages, never those on PATH. [test_embedded: found_without_a_path]
+- The servers listen only on 127.0.0.1. [test_embedded: answer_on_loopback_only]
+- They keep all data and logs in one folder and acknowledge only data that is on disk. So a start in the same folder
+  continues where the last one ended, however it ended. [test_embedded: killed_server_is_told_of_and_comes_back]
+- One folder serves one set of servers. The servers inherit a lock on it, which lasts until the last has exited.
+  [test_embedded: folder_in_use_is_refused]
+- A server dies with this process. Start it from the main thread: `tidegate.runtime.dies_with_parent`.
+  [test_embedded: servers_die_with_a_killed_parent]
+- The terminal's Ctrl-C does not reach a server, so that its users can finish first.
+  [test_embedded: interrupt_does_not_reach_the_servers]
+- `start` returns when both servers answer and are the ones that it started.
+  [test_embedded: taken_port_is_told]
 """
 
 from __future__ import annotations
@@ -26,21 +31,21 @@ from pathlib import Path
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, packaged_binary
 
 START_TIMEOUT_S = 20.0
-"""Both answer within 0.1 s; a log of a long job takes seconds to be read again."""
+"""Both answer within 0.1 s. To read the log of a long job again takes seconds."""
 STOP_GRACE_S = 5.0
 LOCK_TIMEOUT_S = 1.0
-"""How long to wait for the servers of a killed predecessor, which die with it, to be gone."""
+"""How long to wait for the servers of a killed predecessor, which die with it."""
 _POLL_S = 0.005
 _NUM_PORT_CHOICES = 5
 _LOG_TAIL_BYTES = 600
 
 
 class ServerFailed(RuntimeError):
-    """A server did not come up; the text holds the end of its log."""
+    """A server did not start. The text has the end of its log."""
 
 
 class PortTaken(ServerFailed):
-    """Another process listens on the port that a server was told to use."""
+    """Another process listens on the server's configured port."""
 
 
 class FolderInUse(RuntimeError):
@@ -48,7 +53,7 @@ class FolderInUse(RuntimeError):
 
 
 class EmbeddedServer:
-    """One server. Its port is chosen at the first start and stays; pid and pidfd are those of the last start."""
+    """One server. Its port is chosen at the first start and stays. pid and pidfd are those of the last start."""
 
     def __init__(self, kind: ServerKind, folder: Path, *, port: int | None, stop_grace_s: float) -> None:
         self._kind = kind
@@ -73,12 +78,12 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int:
-        return self._started().pid
+        return self._running_process().pid
 
     @property
     def pidfd(self) -> int:
-        """Readable once the server is dead. Closed by `stop` and the next `start`: duplicate it to keep it."""
-        self._started()
+        """Readable once the server is dead. `stop` and the next `start` close it: duplicate it to keep it."""
+        self._running_process()
         return self._pidfd
 
     @property
@@ -90,36 +95,36 @@ class EmbeddedServer:
         return self._folder / f"{self.name}.log"
 
     async def start(self, *, lock_fd: int) -> None:
-        """Nothing happens while it runs. ServerPackageMissing, PortTaken, ServerFailed."""
+        """Does nothing while the server runs. ServerPackageMissing, PortTaken, ServerFailed."""
         if self.is_running:
             return
         if self._port is not None:
             await self._start_at(self._port, lock_fd)
             return
-        for num_left in reversed(range(_NUM_PORT_CHOICES)):
+        for num_further in reversed(range(_NUM_PORT_CHOICES)):
             port = _free_port()
             try:
                 await self._start_at(port, lock_fd)
                 self._port = port
                 return
-            except PortTaken:  # between the choice and the start: choose again
-                if num_left == 0:
+            except PortTaken:  # another process took the port after the choice: choose again
+                if num_further == 0:
                     raise
 
     async def exited(self) -> int:
-        """Waits for its death; the exit status, negative for a signal."""
-        process = self._started()
+        """Waits for the server's death. Returns the exit status, negative for a signal."""
+        process = self._running_process()
         await _readable(self._pidfd)
         return process.wait()
 
     async def stop(self) -> None:
-        """Asks it to end, kills it after `stop_grace_s`. Nothing happens when it does not run."""
+        """Asks the server to end and kills it after `stop_grace_s`. Does nothing when it does not run."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
             try:
                 await asyncio.wait_for(self.exited(), self._stop_grace_s)
-            except TimeoutError:  # it hangs: data acknowledged is on disk, so a kill loses nothing
+            except TimeoutError:  # it hangs: acknowledged data is on disk, so a kill loses nothing
                 self._process.kill()
                 self._process.wait()
         self._forget()
@@ -130,7 +135,7 @@ class EmbeddedServer:
             os.close(self._pidfd)
         self._process, self._pidfd = None, -1
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, f"{self.name} is not started"
         return self._process
 
@@ -140,11 +145,11 @@ class EmbeddedServer:
         self._launch(port, lock_fd)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.is_running and time.monotonic() < deadline_s:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # not listening yet: asked again
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # not listening yet: ask again
                 if await self._kind.is_ready(port, self.pid):
                     return
             await asyncio.sleep(_POLL_S)
-        ended = "did not answer" if self.is_running else f"exited with status {self._started().poll()}"
+        ended = "did not answer" if self.is_running else f"exited with status {self._running_process().poll()}"
         await self.stop()
         _refuse_taken(self.name, port)
         tail = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
@@ -155,8 +160,8 @@ class EmbeddedServer:
 
     def _launch(self, port: int, lock_fd: int) -> None:
         binary = packaged_binary(self._kind)
-        tied = Path(__file__).with_name("tied.py")
-        tie = [sys.executable, "-I", "-S", str(tied), str(os.getpid())]
+        program = Path(__file__).with_name("dies_with_parent.py")
+        tie = [sys.executable, "-I", "-S", str(program), str(os.getpid())]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*tie, str(binary), *self._kind.arguments(self._folder, port)],
@@ -171,7 +176,7 @@ class EmbeddedServer:
 
 
 class EmbeddedServers:
-    """Both servers, with their data in one folder. `start` also restarts whichever died, on its old port and data."""
+    """Both servers, with their data in one folder. `start` also restarts a dead one, on its old port and data."""
 
     def __init__(
         self,
@@ -194,14 +199,14 @@ class EmbeddedServers:
         await self.stop()
 
     async def start(self) -> None:
-        """FolderInUse, ServerPackageMissing, PortTaken, ServerFailed; then none of them runs."""
+        """FolderInUse, ServerPackageMissing, PortTaken, ServerFailed: then none of them runs."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._lock_fd < 0:
             self._lock_fd = await _lock(self._folder)
         try:
             for server in (self.nats, self.store):
                 await server.start(lock_fd=self._lock_fd)
-        except BaseException:  # a cancelled start leaves nothing behind either
+        except BaseException:  # a cancelled start must not leave a server behind either
             await self.stop()
             raise
 
@@ -212,7 +217,7 @@ class EmbeddedServers:
             self._lock_fd = -1
 
     async def first_exit(self) -> EmbeddedServer:
-        """Waits until one of them is dead."""
+        """Waits until one server is dead."""
         waits = {asyncio.ensure_future(server.exited()): server for server in (self.nats, self.store)}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -225,7 +230,7 @@ class EmbeddedServers:
 async def _readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    own = os.dup(fd)  # a loop knows one callback a descriptor, and several may wait
+    own = os.dup(fd)  # a loop allows one callback for each descriptor, and several tasks may wait
     loop.add_reader(own, _settle, ready)
     try:
         await ready
@@ -247,7 +252,7 @@ async def _lock(folder: Path) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return fd
-        except BlockingIOError:  # a predecessor's servers may be about to die: asked again until the deadline
+        except BlockingIOError:  # a predecessor's servers may be about to die: try again until the deadline
             if time.monotonic() > deadline_s:
                 os.close(fd)
                 raise FolderInUse(
@@ -270,6 +275,6 @@ def _refuse_taken(name: str, port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise PortTaken(
-                f"{name} cannot listen on 127.0.0.1:{port} ({error.strerror}): stop what listens there or choose "
-                "another port"
+                f"{name} cannot listen on 127.0.0.1:{port} ({error.strerror}): stop the process that listens there or "
+                "choose another port"
             ) from error

@@ -1,6 +1,6 @@
-"""The fork server's launcher, in a service: asks for workers and hears of their ends.
+"""The service's side of the fork server: requests workers and receives the reports of their ends.
 
-The connection is the service's life line: when it closes, the fork server kills the workers asked for on it.
+The connection is the service's life line: when it closes, the fork server kills the workers requested on it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from typing import Any
 
 from tidegate.runtime.forkserver import MAX_REQUEST_BYTES
 from tidegate.runtime.launch import LauncherGone, LaunchRefused, WorkerFds, WorkerProcess, WorkerSpec
-from tidegate.runtime.unix_socket import connected
+from tidegate.runtime.unix_socket import connect_to
 
 _RETRY_S = 0.02
 _ANSWER_BYTES = 64 * 1024
 _STATUS_GRACE_S = 2.0
-"""Between the kernel's word that a worker is dead and the fork server's with its status: one round of its loop."""
+"""The time between the kernel's report that a worker is dead and the fork server's report of its status.
+
+The fork server needs one round of its loop.
+"""
 
 
 class ForkServerLauncher:
     """Forks workers of a running fork server."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Takes a connected socket over; `connect` makes one."""
+        """Takes over a connected socket. `connect` makes one."""
         self._connection = connection
         self._connection.setblocking(False)
         self._ids = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._requests: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._statuses: dict[int, asyncio.Future[int]] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self._read)
@@ -38,12 +41,12 @@ class ForkServerLauncher:
 
     @classmethod
     async def connect(cls, path: Path, *, timeout_s: float) -> ForkServerLauncher:
-        """Waits for the server to finish its imports; LauncherGone when nobody listens at `path` by then."""
+        """Waits for the server to finish its imports. LauncherGone when no server listens at `path` by then."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
             try:
-                return cls(connected(path))
+                return cls(connect_to(path))
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if loop.time() >= deadline:
                     raise LauncherGone(
@@ -59,12 +62,12 @@ class ForkServerLauncher:
         if not self._is_open:
             raise LauncherGone("the fork server is gone; start it again")
         answer: asyncio.Future[tuple[int, int]] = self._loop.create_future()
-        self._asked[request_id] = answer
+        self._requests[request_id] = answer
         try:
             await self._send(request, fds)
             pid, pidfd = await answer
         finally:
-            self._asked.pop(request_id, None)
+            self._requests.pop(request_id, None)
         return WorkerProcess(pid, pidfd, lambda: self._status(pid))
 
     async def close(self) -> None:
@@ -108,16 +111,16 @@ class ForkServerLauncher:
             if status is not None and not status.done():
                 status.set_result(answer["status"])
             return
-        asked = self._asked.get(answer["id"])
+        request = self._requests.get(answer["id"])
         if "refused" in answer:
-            if asked is not None and not asked.done():
-                asked.set_exception(LaunchRefused(answer["refused"]))
+            if request is not None and not request.done():
+                request.set_exception(LaunchRefused(answer["refused"]))
             return
-        # The status may be the very next packet, before whoever asked runs again.
+        # Make the future now: the status may be the very next packet, before the requesting task runs again.
         self._statuses[answer["pid"]] = self._loop.create_future()
         process = (answer["pid"], fds[0])
-        if asked is not None and not asked.done():
-            asked.set_result(process)
+        if request is not None and not request.done():
+            request.set_result(process)
         else:
             WorkerProcess(*process, lambda: self._status(process[0])).kill()
 
@@ -128,11 +131,11 @@ class ForkServerLauncher:
         self._loop.remove_reader(self._connection)
         self._connection.close()
         gone = LauncherGone(f"the fork server is gone: {why}")
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(gone)
+        for request in self._requests.values():
+            if not request.done():
+                request.set_exception(gone)
         for status in self._statuses.values():
             if not status.done():
                 status.set_exception(gone)
-                # Read only by who waits for that worker; without one it is no error.
+                # Mark it as read: only a task that waits for that worker reads it, and there may be none.
                 status.exception()

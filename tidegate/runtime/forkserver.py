@@ -1,15 +1,21 @@
-"""A node's fork server: imports torch and megatron once, then forks a worker a request.
+"""A node's fork server: it imports torch and megatron once, then forks one worker for each request.
 
     python -m tidegate.runtime.forkserver --socket PATH [--preload NAME,...] [--allow PREFIX]... [--owner-pid PID]
 
-One thread, no gRPC, no asyncio: what is forked is whole. A packet on the socket is a `WorkerSpec` as JSON with the
-three descriptors of `WorkerFds`; the answers are packets of JSON: {"id", "pid"} with a pidfd, {"id", "refused"}, and
-later {"pid", "status"}. A preloaded name is a module, or module:function to be called; they are done in order.
+The process has one thread, no gRPC and no asyncio, so that a fork copies a whole process. `--preload` names modules to
+import and module:function to call, in this order.
+
+A packet on the socket is a `WorkerSpec` as JSON with the three descriptors of `WorkerFds`. The answers are packets of
+JSON: {"id", "pid"} with a pidfd, {"id", "refused"}, and later {"pid", "status"}.
+
 Invariants:
-- a worker inherits none of the server's sockets, and no other worker's descriptors;
-- when a connection closes, the workers asked for on it are killed: its service is dead;
-- when the owner dies or SIGTERM comes, all workers are killed and the server leaves; when the server dies, the kernel
-  kills its workers.
+- A worker inherits none of the server's sockets, and no other worker's descriptors.
+  [test_worker_launcher: own_descriptors_and_no_others]
+- When a connection closes, its service is dead, and the workers requested on it are killed.
+  [test_fork_server: service_that_dies_takes_its_own_workers]
+- When the owner dies or SIGTERM comes, all workers are killed and the server leaves.
+  [test_fork_server: dies_with_its_owner]
+- When the server dies, the kernel kills its workers. [test_fork_server: its_workers_die_with_it]
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(slots=True)
 class ForkServer:
-    """Serves until told to leave. `allowed` are the prefixes of the entries that may run."""
+    """Serves until the owner dies or a signal comes. `allowed` are the prefixes of the entries that may run."""
 
     listener: socket.socket
     allowed: Sequence[str]
@@ -49,7 +55,7 @@ class ForkServer:
     _leaving: bool = False
 
     def serve(self) -> None:
-        """Returns when the owner is dead or SIGTERM came, with no worker left."""
+        """Returns when the owner is dead or SIGTERM came. Then no worker lives."""
         woken, waker = self._wake
         for end in self._wake:
             end.setblocking(False)
@@ -88,7 +94,7 @@ class ForkServer:
                 self._answer(connection, data, fds, is_cut=bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
             else:
                 self._drop(connection)
-        # The service is gone, or leaves hundreds of answers unread, which is as good as gone.
+        # The service is gone, or it leaves hundreds of answers unread, which is as good as gone.
         except OSError:
             self._drop(connection)
         finally:
@@ -126,7 +132,7 @@ class ForkServer:
                 self._close_sockets()
                 status = run_worker_process(spec, fds)
             finally:
-                # Never back into the server's loop, whatever was raised.
+                # Never return into the server's loop, whatever was raised.
                 os._exit(status)
         return pid
 
@@ -141,10 +147,10 @@ class ForkServer:
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         connection.close()
-        self._kill_workers([pid for pid, asked_on in self._workers.items() if asked_on is connection])
+        self._kill_workers([pid for pid, requested_on in self._workers.items() if requested_on is connection])
 
     def _kill_workers(self, pids: list[int]) -> None:
-        """Unreaped children, so that their numbers are still theirs."""
+        """The children are not reaped yet, so their pids cannot name other processes."""
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:
@@ -156,14 +162,14 @@ class ForkServer:
             reaped, wait_status = os.waitpid(pid, os.WNOHANG)
             if reaped == pid:
                 del self._workers[pid]
-                told = {"pid": pid, "status": os.waitstatus_to_exitcode(wait_status)}
-                # A service that is gone or takes no answers is dropped when its connection is read.
+                report = {"pid": pid, "status": os.waitstatus_to_exitcode(wait_status)}
+                # A service that is gone or takes no answers is dropped when the server reads its connection.
                 with contextlib.suppress(OSError):
-                    connection.send(json.dumps(told).encode())
+                    connection.send(json.dumps(report).encode())
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import each module, call each module:function, in order; one thread a library, and none left running."""
+    """Imports each module and calls each module:function, in order. Libraries get one thread; none may keep running."""
     for variable in _ONE_THREAD:
         os.environ.setdefault(variable, "1")
     for name in names:
@@ -177,7 +183,7 @@ def preload(names: Sequence[str]) -> None:
     if num_threads != 1:
         raise SystemExit(
             f"tidegate forkserver: {num_threads} threads run after preloading {', '.join(names)}; a fork would lose "
-            f"{num_threads - 1} of them and keep their locks: preload only what starts none"
+            f"{num_threads - 1} of them and keep their locks: preload only modules that start no thread"
         )
 
 
@@ -190,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     owner_pidfd = os.pidfd_open(options.owner_pid)
     preload([name for name in options.preload.split(",") if name])
-    # What is alive now stays for good: a collector that never touches it leaves its pages shared.
+    # Every object alive now stays for good. A collector that never touches these objects leaves their pages shared.
     gc.freeze()
     listener = bound_listener(options.socket)
     try:

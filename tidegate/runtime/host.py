@@ -1,9 +1,23 @@
-"""One instance of a component's service on a node: its start, its lease, its worker deaths, its turn as lead.
+"""One instance of a component's service on a node: its start, its lease, the deaths of its workers, its turn as lead.
 
-Order of a start: boot number, gRPC server, lease, `InstanceJoined`, then the campaign for the lead, which goes on for
-life. Invariants: every start has its own boot; whose lease may have lapsed joins again, for it was perhaps counted as
-lost; while another leads, commands are refused with its name; a lead that loses its epoch, or could not renew it for as
-long as it lasts, stops leading before it campaigns again; the death of a worker is told once.
+Order of a start:
+1. boot number;
+2. gRPC server;
+3. lease;
+4. `InstanceJoined`;
+5. the campaign for the lead, which goes on as long as the instance lives.
+
+Invariants:
+- An instance whose lease may have lapsed joins again, because the scheduler may have counted it as lost.
+  [test_host: lease_lapsed_joins_again]
+- While another instance leads, commands are refused. [test_host: while_another_leads_commands_are_refused]
+- A lead that loses its epoch stops leading before it campaigns again.
+  [test_host: lost_its_epoch_stops_leading]
+- A lead that could not renew its epoch for as long as the epoch lasts stops leading too.
+  [test_host: lead_that_could_not_renew]
+- The death of a worker is reported once. [test_host: death_of_a_worker_is_told_once]
+
+Every start has its own boot (`Boots.next_boot`).
 """
 
 from __future__ import annotations
@@ -21,23 +35,23 @@ from tidegate.config.sections.job import RuntimeSection
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import LeadRecord, Leads, Leases, StoreIdentity
 from tidegate.runtime.announcer import Announcer
-from tidegate.runtime.cancelling import end_task
+from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.lead import CommandRefused, Lead
 from tidegate.types import Grant, InstanceId, JobId, Role
 from tidegate.v1 import events_pb2
 
 LEAVE_TIMEOUT_S = 2.0
 _CAMPAIGNS_PER_TTL = 3
-"""A renewal may fail twice before the lease is gone."""
+"""Two renewals may fail before the lease is gone."""
 
 
 class Keeper(Leases, Leads, StoreIdentity, Protocol):
-    """What an instance needs of the store."""
+    """The parts of the store that an instance needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Who this instance is, in this start of it."""
+    """The identity of this start of the instance."""
 
     job: JobId
     role: Role
@@ -47,7 +61,7 @@ class Seat:
 
 
 class ComponentHost:
-    """See the module. `make_lead` builds the role's lead for one epoch; `now_s` never goes back."""
+    """See the module head. `make_lead` builds the role's lead for one epoch. `now_s` never goes back."""
 
     def __init__(
         self,
@@ -69,14 +83,14 @@ class ComponentHost:
         self._record: LeadRecord | None = None
         self._lead: Lead | None = None
         self._leads_until_s = 0.0
-        """By this clock the epoch is over, unless it is renewed: it was asked for no later than its TTL ago."""
+        """By this clock the epoch is over then, unless it is renewed: its last request is at most one TTL old."""
         self._incarnation = 0
         self._log = structlog.get_logger("host")
 
     def lead_for(self, epoch: int, incarnation: int) -> Lead:
-        """The lead that takes a command of this epoch; CommandRefused when this instance does not lead under it."""
+        """The lead that takes a command of this epoch. CommandRefused when this instance does not lead under it."""
         if self._lead is None or self._record is None:
-            raise CommandRefused(f"{self._seat.instance} does not lead {self._seat.role}; ask its lead")
+            raise CommandRefused(f"{self._seat.instance} does not lead {self._seat.role}; send it to its lead")
         if epoch != self._record.epoch:
             raise CommandRefused(
                 f"the command is for epoch {epoch}, {self._seat.instance} leads under {self._record.epoch}"
@@ -85,7 +99,7 @@ class ComponentHost:
         return self._lead
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Join, keep the lease, campaign; leave in order once `stopping` is set."""
+        """Joins, keeps the lease and campaigns. Leaves in order once `stopping` is set."""
         beating = asyncio.create_task(self._beat(), name="beat")
         stopped = asyncio.create_task(stopping.wait(), name="stop")
         try:
@@ -103,11 +117,11 @@ class ComponentHost:
                 await end_task(task)
         await self._leave()
 
-    async def tell_death(self, grant: Grant, exit_status: int) -> None:
-        """One of this instance's workers is dead."""
+    async def report_death(self, grant: Grant, exit_status: int) -> None:
+        """Reports the death of one of this instance's workers."""
         message = f"worker of {grant.gpu} ended with status {exit_status}"
         self._log.warning("worker died", gpu=grant.gpu, exit_status=exit_status)
-        await self._tell(
+        await self._publish(
             events_pb2.Failed(
                 what=events_pb2.Failed.WHAT_WORKER,
                 grants=encode_grants([grant]),
@@ -121,7 +135,7 @@ class ComponentHost:
         return min(self._times.lead_ttl_s, self._times.lease_ttl_s) / _CAMPAIGNS_PER_TTL
 
     def _longest_wait_s(self) -> float:
-        """Before the end of the epoch has to be looked at; one that begins meanwhile lasts longer than a beat."""
+        """The time until the end of the epoch must be checked. An epoch that begins meanwhile outlasts a beat."""
         if self._record is None:
             return self._beat_s
         return max(0.0, min(self._beat_s, self._leads_until_s - self._now_s()))
@@ -134,25 +148,27 @@ class ComponentHost:
             except StoreNotAdopted:
                 await self._attach()
             except StoreUnavailable as error:
-                # The workers of one that cannot renew go on: a lease detects and grants nothing.
+                # The workers go on without a renewal: a lease detects and grants nothing.
                 self._log.warning("no answer", error=str(error))
             await asyncio.sleep(self._beat_s)
 
     async def _renew(self) -> None:
-        # Without an answer it is unknown whether the lease lapsed; to join once too often changes nothing.
+        # Without an answer it is unknown whether the lease lapsed. To join once too often changes nothing.
         had_joined, self._has_joined = self._has_joined, False
         seat = self._seat
         was_in_force = await self._store.renew(seat.instance, ttl_ms=round(self._times.lease_ttl_s * 1000))
         if not (had_joined and was_in_force):
-            await self._tell(events_pb2.InstanceJoined(instance=seat.instance, endpoint=seat.endpoint, boot=seat.boot))
+            await self._publish(
+                events_pb2.InstanceJoined(instance=seat.instance, endpoint=seat.endpoint, boot=seat.boot)
+            )
         self._has_joined = True
 
     async def _campaign(self) -> None:
         ttl_ms = round(self._times.lead_ttl_s * 1000)
         asked_s = self._now_s()
-        if (held := self._record) is not None:
-            renewed = await self._store.renew_lead(held, ttl_ms=ttl_ms)
-            if renewed is not None and self._record is held:
+        if (current := self._record) is not None:
+            renewed = await self._store.renew_lead(current, ttl_ms=ttl_ms)
+            if renewed is not None and self._record is current:
                 self._record, self._leads_until_s = renewed, asked_s + self._times.lead_ttl_s
                 return
             await self._stop_leading()
@@ -169,7 +185,8 @@ class ComponentHost:
         self._record, self._lead = record, self._make_lead()
         self._leads_until_s = asked_s + self._times.lead_ttl_s
         self._log.info("leading", epoch=record.epoch)
-        await self._tell(events_pb2.LeadElected(instance=record.instance, endpoint=record.endpoint, epoch=record.epoch))
+        elected = events_pb2.LeadElected(instance=record.instance, endpoint=record.endpoint, epoch=record.epoch)
+        await self._publish(elected)
 
     async def _stop_leading(self) -> None:
         lead, self._lead, self._record = self._lead, None, None
@@ -185,9 +202,9 @@ class ComponentHost:
                 if record is not None:
                     await self._store.resign(record)
                 await self._store.release(self._seat.instance)
-                await self._tell(events_pb2.InstanceLost(instance=self._seat.instance, boot=self._seat.boot))
+                await self._publish(events_pb2.InstanceLost(instance=self._seat.instance, boot=self._seat.boot))
         except (StoreUnavailable, StoreNotAdopted, TimeoutError) as error:
-            # The job's servers may be gone first; the lease then expires by itself.
+            # The job's servers may go first. The lease then expires by itself.
             self._log.warning("left without a word", error=str(error))
 
     async def _attach(self) -> None:
@@ -196,7 +213,7 @@ class ComponentHost:
         except (StoreNotAdopted, StoreUnavailable) as error:
             self._log.warning("waiting for adoption", error=str(error))
 
-    async def _tell(
+    async def _publish(
         self, body: events_pb2.InstanceJoined | events_pb2.InstanceLost | events_pb2.LeadElected | events_pb2.Failed
     ) -> None:
-        await self._announcer.tell(body, incarnation=self._incarnation)
+        await self._announcer.publish(body, incarnation=self._incarnation)

@@ -1,9 +1,15 @@
-"""A service instance as its node offers it: its workers, the node's gate and snapshots; here, and over gRPC.
+"""A service instance as its node offers it: its workers, the node's gate and snapshots.
 
-`LocalInstance` is the `InstancePort` of the instance's own process. `InstanceServicer` and `WeightsServicer` offer the
-same to other processes; their client is `tidegate.runtime.remote_instance`. Refusals are exceptions, which the server
-turns into a status and the exception's name. Invariant: a request that names another job, a bad grant or a path
-changes nothing.
+- `LocalInstance` is the `InstancePort` for callers in the instance's own process.
+- `InstanceServicer` and `WeightsServicer` offer the same to other processes over gRPC. Their client is
+  `tidegate.runtime.remote_instance`.
+
+A refusal is an exception. The server turns it into a status and the exception's name.
+
+Invariants:
+- A request that names another job changes nothing. [test_instance_port: another_job_is_refused]
+- A request with a bad grant changes nothing. [test_instance_port: bad_grants_on_the_wire]
+- A request with a bad path changes nothing. [test_two_nodes: no_name_leads_out_of_the_snapshots]
 """
 
 from __future__ import annotations
@@ -27,16 +33,16 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 CHUNK_BYTES = 1 << 20
 DEADLINE_MARGIN_S = 1.0
-"""A caller's gRPC deadline is this much later than the call's own, so that it hears which call was late."""
+"""A caller's gRPC deadline is this much later than the call's own, so that the caller learns which call was late."""
 
 
 class LocalInstance:
-    """This process's instance of one job. It works without gRPC: the lead calls its own node's workers here."""
+    """This process's instance of one job. It works without gRPC: the lead calls the workers of its own node here."""
 
     def __init__(
         self, job: JobId, *, node: NodeId, workers: LocalWorkers, gate: Gate, snapshots: SnapshotStore, timeout_s: float
     ) -> None:
-        """`timeout_s` bounds a snapshot's transfer."""
+        """`timeout_s` bounds the transfer of a snapshot."""
         self.node = node
         self._job = job
         self._workers = workers
@@ -45,39 +51,40 @@ class LocalInstance:
         self._timeout_s = timeout_s
 
     async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
-        """Through the gate and ready for calls; raises with none of them started."""
+        """Starts workers through the gate until they are ready for calls. If one fails, none of them runs."""
         self._check_job(job)
         await self._workers.start(grants)
 
     async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
-        """Returns when their gates are free: the bytes of device memory still held. Those not there are stopped.
+        """Stops these workers. Returns, when their gates are free, the bytes of device memory still in use.
 
-        A slot's memory is its process's own, so that with the process dead nothing is held.
+        A worker that does not exist counts as stopped. A slot's memory belongs to its process, so a dead process uses
+        none.
         """
         self._check_job(job)
         await self._workers.stop(grants)
         return 0
 
     async def stand_down(self, job: JobId, grants: Sequence[Grant]) -> None:
-        """They give their GPUs back and stand by; returns when their gates are free."""
+        """The workers give their GPUs back and become standbys. Returns when their gates are free."""
         self._check_job(job)
         await self._workers.stand_down(grants)
 
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
-        """Those alive."""
+        """The grants of the living workers."""
         self._check_job(job)
         return self._workers.running()
 
     def call(self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float) -> AsyncGenerator[wire.WorkerReply, None]:
-        """Replies as they come; raises WorkerGone, WorkerRefused (nothing changed) or TimeoutError."""
+        """Yields the replies as they come. WorkerGone, WorkerRefused (nothing changed) or TimeoutError."""
         return self._workers.call(grant, call, timeout_s=timeout_s)
 
     async def store_address(self, grant: Grant) -> tuple[str, int]:
-        """Where the torch store of a world led by this worker listens."""
+        """The address at which the torch store of a world that this worker leads listens."""
         return self._workers.store_address(grant)
 
     async def fetch_snapshot(self, snapshot: types_pb2.Snapshot) -> str:
-        """The folder on this node that holds the snapshot's files, verified."""
+        """The folder on this node that has the snapshot's files, verified."""
         return str((await self.fetch(snapshot)).folder)
 
     async def fetch(self, snapshot: types_pb2.Snapshot) -> FetchedSnapshot:
@@ -88,11 +95,11 @@ class LocalInstance:
         self.drop(job, before_version=before_version, keep=keep)
 
     def drop(self, job: str, *, before_version: int, keep: Sequence[int]) -> int:
-        """How many versions were dropped."""
+        """Returns how many versions were dropped."""
         return self._snapshots.drop(self._check_job(job), before_version=before_version, keep=keep)
 
     async def gate_report(self) -> tuple[GateState, ...]:
-        """Of every GPU of this node, whichever service or job had it."""
+        """The state of every GPU of this node, whichever service or job had it."""
         return tuple(self._gate.report())
 
     def _check_job(self, job: str) -> JobId:
@@ -102,7 +109,7 @@ class LocalInstance:
 
 
 class InstanceServicer(instance_pb2_grpc.InstanceServicer):
-    """Offers a `LocalInstance` to other processes. `boot` numbers this start of the instance."""
+    """Offers a `LocalInstance` to other processes. `boot` is the number of this start of the instance."""
 
     def __init__(self, instance: LocalInstance, *, boot: int) -> None:
         self._instance = instance
@@ -119,8 +126,8 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
         self, request: instance_pb2.StopWorkersRequest, context: Context
     ) -> instance_pb2.StopWorkersResponse:
         grants = decode_grants(request.grants)
-        held = await self._instance.stop_workers(JobId(request.job), request.transition_id, grants)
-        return instance_pb2.StopWorkersResponse(released=request.grants, held_bytes=held)
+        held_bytes = await self._instance.stop_workers(JobId(request.job), request.transition_id, grants)
+        return instance_pb2.StopWorkersResponse(released=request.grants, held_bytes=held_bytes)
 
     async def StandDown(
         self, request: instance_pb2.StandDownRequest, context: Context
@@ -145,7 +152,7 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
             async with aclosing(self._instance.call(grant, call, timeout_s=_time_left(context))) as replies:
                 async for reply in replies:
                     yield instance_pb2.CallResponse(reply=reply)
-        # These two are answers about the call, and the schema has words for them.
+        # These two are answers about the call, and the schema has fields for them.
         except (WorkerRefused, WorkerGone) as error:
             failed = wire.WorkerReply(
                 call_id=call.call_id, last=True, error=str(error), fatal=isinstance(error, WorkerGone)
@@ -199,14 +206,14 @@ class WeightsServicer(instance_pb2_grpc.WeightsServicer):
             file=request.file,
             grants=request.grants,
         )
-        # Host memory: a chunk is read in well under a millisecond.
+        # The file is in host memory: a chunk is read in well under a millisecond.
         with path.open("rb") as stream:  # see above
             while chunk := stream.read(CHUNK_BYTES):
                 yield instance_pb2.FetchShardResponse(chunk=chunk)
 
 
 def _time_left(context: Context) -> float:
-    """For the call itself; the server lets no call in without a deadline."""
+    """The time for the call itself. The server admits no call without a deadline."""
     remaining_s = context.time_remaining()
     assert remaining_s is not None
     return max(0.0, remaining_s - DEADLINE_MARGIN_S)

@@ -1,11 +1,17 @@
-"""What a worker is started from, and what every way of starting one promises.
+"""The input of a worker's start, and the promises of every launcher.
 
-Two launchers: forks of a fork server (`fork_client`, CPU slots) and plain subprocesses (`subprocess_launcher`, where a
-fork cannot be used). What both promise (tests/contract/test_worker_launcher.py asks it of each):
-- the entry is called with a `WorkerChannel` on the descriptors given; these are copied, the caller closes its own;
-- only entries under the allowed prefixes run;
-- standard output and error go to the log file, standard input is empty, signals have their default actions;
-- a worker dies when its service dies, and when its launcher is closed.
+There are two launchers: forks of a fork server (`fork_client`, CPU slots) and plain subprocesses
+(`subprocess_launcher`, where a fork cannot be used).
+
+Both keep these promises (tests/contract/test_worker_launcher.py checks each):
+- The launcher calls the entry with a `WorkerChannel` on copies of the descriptors. The caller closes its own.
+  [test_worker_launcher: entry_runs_with_its_channel]
+- Only entries under the allowed prefixes run. [test_worker_launcher: outside_the_allowed_prefixes]
+- Standard output and error go to the log file. [test_worker_launcher: entry_that_fails_leaves_its_traceback]
+- Standard input is empty, and signals have their default actions.
+  [test_worker_launcher: signals_are_reset_and_standard_input]
+- A worker dies when its service dies. [test_worker_launcher: dies_when_its_service_closes]
+- A worker dies when its launcher is closed. [test_worker_launcher: closing_the_launcher_kills]
 """
 
 from __future__ import annotations
@@ -29,16 +35,16 @@ _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class LaunchRefused(RuntimeError):
-    """The launcher did not start the worker; the message says why."""
+    """The launcher did not start the worker. The message says why."""
 
 
 class LauncherGone(ConnectionError):
-    """The fork server is dead or does not answer, and with it every worker it started."""
+    """The fork server is dead or does not answer. Every worker that it started is gone too."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """`entry` is "module:function"; `env` is added to the environment of the launcher."""
+    """The specification of a worker. `entry` is "module:function"; `env` is added to the launcher's environment."""
 
     entry: str
     grant: Grant
@@ -59,7 +65,7 @@ class WorkerSpec:
 
     @classmethod
     def parse(cls, text: str | bytes) -> WorkerSpec:
-        """Inverse of `to_json`; ValueError on anything else."""
+        """Reads what `to_json` wrote. ValueError for any other text."""
         try:
             fields = json.loads(text)
             env = {_typed(str, key): _typed(str, value) for key, value in _typed(dict, fields["env"]).items()}
@@ -76,8 +82,12 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFds:
-    """Descriptors for a worker: its end of the channel, the socket in whose queue its GPU's lock lies, a listening
-    socket for a torch store."""
+    """The descriptors for a worker.
+
+    - `channel`: the worker's end of the channel.
+    - `holds`: the socket in whose queue the lock of its GPU lies.
+    - `store_listener`: a listening socket for a torch store.
+    """
 
     channel: int
     holds: int
@@ -88,21 +98,21 @@ class WorkerFds:
 
 
 class WorkerProcess:
-    """A started worker, seen through its pidfd: whoever holds one never signals another process of the same number."""
+    """A started worker, seen through its pidfd. A holder of the pidfd never signals another process of the same pid."""
 
     def __init__(self, pid: int, pidfd: int, status: Callable[[], Awaitable[int | None]]) -> None:
-        """Takes `pidfd` over. `status` gives the exit status once the process is dead, None when it cannot be known."""
+        """Takes over `pidfd`. `status` gives the exit status of the dead process, None when it cannot be known."""
         self.pid = pid
         self._pidfd = pidfd
         self._status = status
         self._ended = asyncio.create_task(self._watch(), name=f"worker-{pid}")
 
     async def wait(self) -> int | None:
-        """The exit status (negative: the signal), None when nobody could tell it; returns once the process is dead."""
+        """Waits for the death. Returns the exit status (negative: the signal), None when it cannot be known."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """Nothing happens when it is dead."""
+        """Does nothing when the process is dead."""
         if not self._ended.done():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -119,11 +129,11 @@ class WorkerLauncher(Protocol):
     """Starts worker processes on this node."""
 
     async def launch(self, spec: WorkerSpec, fds: WorkerFds) -> WorkerProcess:
-        """The process, which may still be importing. Raises LaunchRefused or LauncherGone."""
+        """Starts a process, which may still be importing when this returns. LaunchRefused or LauncherGone."""
         ...
 
     async def close(self) -> None:
-        """Kills the workers that it started; idempotent."""
+        """Kills the workers that it started. Closing twice is harmless."""
         ...
 
 
@@ -136,16 +146,16 @@ def check_entry(entry: str, allowed: Sequence[str]) -> None:
 
 
 def resolve(entry: str) -> Callable[..., Any]:
-    """The function that "module:function" names, its module imported."""
+    """The function that "module:function" names. Imports its module."""
     module, _, function = entry.partition(":")
     found = getattr(importlib.import_module(module), function)
     if not callable(found):
         raise TypeError(f"{entry} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return] # callable is all that can be known of it
+    return found  # type: ignore[no-any-return] # only that it is callable can be known
 
 
 async def until_readable(fd: int) -> None:
-    """Returns when the descriptor is readable: data, a connection, or for a pidfd the end of its process."""
+    """Returns when the descriptor is readable: it has data or a connection, or the process of a pidfd has ended."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(fd, readable.set)

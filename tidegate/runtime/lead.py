@@ -1,10 +1,17 @@
-"""What every component's lead does alike: takes a command, works on it apart from the answer, tells what came of it.
+"""The common part of every component's lead: it takes a command, works on it after the answer, and reports the result.
 
-A role's lead is a subclass that says how it scales, loads and runs its part of an iteration. Commands are taken in
-order and worked on one at a time, but for an iteration, an evaluation after it, or what has to be prepared for one
-(`begin`), which runs until it is done, closed or superseded. Invariants:
-a command of an older incarnation is refused; a newer incarnation, a new lead, and an iteration that opens, end what
-was running before, on the workers too; work that fails is told as `Failed`, never swallowed.
+A role's lead is a subclass that says how it scales, loads and runs its part of an iteration. It takes commands in order
+and works on one at a time. An iteration, an evaluation after it, or a preparation for one (`begin`) runs beside the
+commands until it is done, closed or superseded.
+
+Invariants:
+- A command of an older incarnation is refused. [test_lead: older_incarnation_is_refused_with_both_numbers]
+- A newer incarnation ends the work that runs, on the workers too.
+  [test_lead: newer_incarnation_ends_the_iteration]
+- A new lead ends the work that runs, on the workers too. [test_lead: earlier_lead_left_running_is_ended]
+- An iteration that opens ends the work that runs, on the workers too.
+  [test_lead: iteration_that_opens_ends_the_one_before]
+- Work that fails is reported as `Failed`, never swallowed. [test_lead: iteration_that_fails_is_told]
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from tidegate.job import Job, JobFolder
 from tidegate.ports.bus import SampleStream, Stage
 from tidegate.ports.store import Transitions
 from tidegate.runtime.announcer import Announcer
-from tidegate.runtime.cancelling import end_task
+from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerUnreachable
 from tidegate.runtime.pictures import Pace, pace_of
 from tidegate.types import Grant, JobId, Layout, NodeId, node_of
@@ -40,27 +47,31 @@ Command: TypeAlias = (
     | commands_pb2.EvaluateRequest
 )
 Work: TypeAlias = types_pb2.IterationPlan | types_pb2.EvaluationPlan
-"""What a lead does apart from its commands, until it is done, closed or superseded."""
+"""The work that a lead does beside its commands, until it is done, closed or superseded."""
 
 
 FATAL = (ValueError, ArithmeticError, AssertionError)
-"""What is wrong with the job itself: a value, a file, an arithmetic. It would be wrong again and ends the job; what a
-machine or a race did (a timeout, a refusal, a lost connection) is answered by a new start."""
+"""Errors in the job itself: a value, a file, an arithmetic. They would happen again, so they end the job.
+
+Errors of a machine or a race (a timeout, a refusal, a lost connection) lead to a new start instead.
+"""
 MAX_BREAKS = 3
-"""Times in a row that an iteration may fail without a death before the job is given up: each costs a start of the
-component, and what failed so often is no accident."""
+"""How often in a row an iteration may fail without a death before the job is given up.
+
+Each failure costs a start of the component, and so many failures are no accident.
+"""
 _NOT_YET_DELAY_S = 1.0
 _STOP_AGAIN_S = 0.5
-"""Pause before a node that gave no answer is asked again to stop workers; each try waits for its own deadline first."""
+"""The pause before the lead asks a silent node again to stop workers. Each try first waits for its own deadline."""
 
 
 class CommandRefused(RuntimeError):
-    """The command cannot be taken; nothing changed. The message says what and why."""
+    """The command cannot be taken. Nothing changed. The message says what and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeadTools:
-    """What a lead works with."""
+    """The tools of a lead."""
 
     node: NodeId
     job: Job
@@ -79,11 +90,11 @@ class Lead(ABC):
     """The lead of one component for as long as its epoch lasts."""
 
     can_migrate = False
-    """Whether the component moves to other GPUs while it works."""
+    """Whether the component can move to other GPUs while it works."""
     can_change = False
-    """Whether it gets some GPUs, or gives some up, while it works with others."""
+    """Whether it can get or give up some GPUs while it works on others."""
     can_evaluate = False
-    """Whether it generates."""
+    """Whether it can generate responses for an evaluation."""
 
     def __init__(self, tools: LeadTools) -> None:
         self.tools = tools
@@ -97,24 +108,24 @@ class Lead(ABC):
         self._preparation: asyncio.Task[None] | None = None
         self._iteration_task: asyncio.Task[None] | None = None
         self._stops: set[asyncio.Task[None]] = set()
-        """Of workers whose node gives no answer; other commands go on."""
+        """Stops of workers whose node gives no answer. Other commands go on meanwhile."""
         self._taken: set[str] = set()
         self._is_unfinished = False
-        """An iteration was opened and did not end by itself: workers may still be at it."""
-        self._broken_off: Work | None = None
-        """Work that failed: it is taken up again once the component, started anew, holds its weights."""
+        """An iteration was opened and did not end by itself: workers may still work on it."""
+        self._failed_work: Work | None = None
+        """Work that failed. It starts again once the component has started again and has its weights."""
         self._num_breaks = 0
         self._took_over = False
         self._has_ended = False
 
     def check(self, command: Command) -> None:
-        """CommandRefused when the command is of an older incarnation, or what the component never does."""
+        """CommandRefused when the command is of an older incarnation, or the component never does it."""
         header = command.header
         if isinstance(command, commands_pb2.MigrateRequest) and not self.can_migrate:
             raise CommandRefused(f"command {header.id}: only an actor moves while it works; start and stop the others")
         if not self.can_change and _is_change(command):
             raise CommandRefused(
-                f"command {header.id}: an inference gets or gives up no part of its GPUs yet; stop it and start it"
+                f"command {header.id}: an inference cannot get or give up a part of its GPUs yet; stop it and start it"
             )
         if isinstance(command, commands_pb2.EvaluateRequest) and not self.can_evaluate:
             raise CommandRefused(f"command {header.id}: only a rollout evaluates; send it to that")
@@ -124,9 +135,9 @@ class Lead(ABC):
             )
 
     def take(self, command: Command) -> None:
-        """Accept a command for work, in order; a repeat of one that was taken is nothing new.
+        """Queues a command, in order. Ignores a repeat.
 
-        After `aclose` nothing is done: the epoch may end while its last command is being stored.
+        After `aclose` it does nothing: the epoch may end while its last command is being stored.
         """
         if self._has_ended or command.header.id in self._taken:
             return
@@ -136,7 +147,7 @@ class Lead(ABC):
         self._queue.put_nowait(command)
 
     async def aclose(self) -> None:
-        """Stop leading: workers stay, what was being done is left to the next lead."""
+        """Stops leading. Workers stay, and unfinished work is left to the next lead."""
         self._has_ended = True
         for task in (self._server, *self._stops):
             if task is not None:
@@ -145,17 +156,17 @@ class Lead(ABC):
 
     @property
     def pace(self) -> Pace:
-        """Of the pictures that it tells of an iteration."""
+        """The pace of its pictures of an iteration."""
         return pace_of(self.job.config.scheduler)
 
     @property
     def versions_to_keep(self) -> tuple[int, ...]:
-        """Version 0 is the reference policy where there is a KL term."""
+        """Version 0 is the reference policy where the job has a KL term."""
         return (0,) if self.job.config.algorithm.kl_coefficient else ()
 
-    async def tell(self, body: EventBody, *, transition: str = "", grants: Sequence[Grant] = ()) -> None:
-        """An event of this component, at its present incarnation and iteration."""
-        await self.tools.announcer.tell(
+    async def publish(self, body: EventBody, *, transition: str = "", grants: Sequence[Grant] = ()) -> None:
+        """Publishes an event of this component, at its present incarnation and iteration."""
+        await self.tools.announcer.publish(
             body,
             incarnation=self.incarnation,
             iteration=self.iteration,
@@ -163,106 +174,111 @@ class Lead(ABC):
             grants=grants or self.crew.members,
         )
 
-    async def tell_progress(self, phase: str, num_done: int, num_total: int, **figures: float) -> None:
-        """`figures` are the component's own metrics; those that are not finite are left out."""
+    async def report_progress(self, phase: str, num_done: int, num_total: int, **figures: float) -> None:
+        """`figures` are the component's own metrics. Figures that are not finite are left out."""
         progress = events_pb2.Progress(
             phase=phase, num_done=num_done, num_total=num_total, metrics=finite_only(figures)
         )
-        await self.tell(progress)
+        await self.publish(progress)
 
-    async def tell_unreachable(self, error: WorkerGone) -> None:
-        """A death is told by the worker's own instance; that an instance gives no answer, only its caller can tell."""
+    async def report_unreachable(self, error: WorkerGone) -> None:
+        """Reports that an instance gave no answer, which only its caller knows. A death is its instance's to report."""
         if isinstance(error, WorkerUnreachable):
             await self.fail("no answer", error, grants=encode_grants(error.grants))
 
     async def fail(
         self, what: str, error: Exception, *, grants: Sequence[types_pb2.Grant] = (), give_up: bool = False
     ) -> None:
-        """The component could not do its work: with these GPUs, or with all it has. `give_up`: it is no use again."""
+        """Reports that the component failed with these GPUs, or with all that it has. `give_up`: do not try again."""
         fatal = give_up or isinstance(error, FATAL)
         self._log.error("component failed", what=what, fatal=fatal, exc_info=error)
         failed = events_pb2.Failed(
             what=events_pb2.Failed.WHAT_COMPONENT, grants=grants, message=f"{what}: {error}", fatal=fatal
         )
-        await self.tools.announcer.tell(failed, incarnation=self.incarnation, iteration=self.iteration)
+        await self.tools.announcer.publish(failed, incarnation=self.incarnation, iteration=self.iteration)
 
-    async def published(self, stage: Stage, plan: types_pb2.IterationPlan) -> frozenset[int]:
-        """The iteration's prompts whose groups are on the stream. What lies there under other numbers is none of it."""
+    async def stored_prompts(self, stage: Stage, plan: types_pb2.IterationPlan) -> frozenset[int]:
+        """The iteration's prompts whose groups are on the stream. Ignores groups of prompts outside the plan."""
         found = await self.tools.samples.published(
             self.tools.job_id, stage, incarnation=self.incarnation, iteration=plan.iteration
         )
         return found & frozenset(candidates_of(plan).possible)
 
     async def candidates(self, stage: Stage, plan: types_pb2.IterationPlan) -> Candidates:
-        """The iteration's, with the groups that are on the stream counted in."""
+        """The iteration's candidates, with the groups that are on the stream counted in."""
         candidates = candidates_of(plan)
-        for prompt in sorted(await self.published(stage, plan)):
-            # What is in a group matters only where it may be replaced.
-            group = await self.held(stage, plan, prompt) if plan.max_extra_prompts else None
+        for prompt in sorted(await self.stored_prompts(stage, plan)):
+            # The contents of a group matter only where it may be replaced.
+            group = await self.stored_group(stage, plan, prompt) if plan.max_extra_prompts else None
             candidates.add(prompt, has_spread=group is None or has_spread(rewards_of(group)))
         return candidates
 
-    async def held(self, stage: Stage, plan: types_pb2.IterationPlan, prompt: int) -> samples_pb2.SampleGroup | None:
-        """What the stream has of a group; None where there is none that can be read."""
-        return await self.tools.samples.held(
+    async def stored_group(
+        self, stage: Stage, plan: types_pb2.IterationPlan, prompt: int
+    ) -> samples_pb2.SampleGroup | None:
+        """The group on the stream. None where there is none that can be read."""
+        return await self.tools.samples.stored_group(
             self.tools.job_id, stage, incarnation=self.incarnation, iteration=plan.iteration, prompt=prompt
         )
 
     @abstractmethod
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
-        """Bring the component into the layout asked for, then `announce_layout`."""
+        """Brings the component into the layout of the request, then calls `announce_layout`."""
 
     @abstractmethod
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
-        """Load a version on all members and tell `WeightsLoaded`."""
+        """Loads a version on all members and publishes `WeightsLoaded`."""
 
     @abstractmethod
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
-        """Do the component's part of an iteration and tell `IterationReported`; cancelled when it is superseded."""
+        """Does the component's part of an iteration and publishes `IterationReported`. Cancelled when superseded."""
 
     async def evaluate(self, plan: types_pb2.EvaluationPlan) -> None:
-        """Evaluate the weights that a component which `can_evaluate` holds, and tell `EvaluationReported`; cancelled
-        when it is superseded."""
+        """Evaluates the weights of a component that `can_evaluate`, and publishes `EvaluationReported`.
+
+        Cancelled when superseded.
+        """
         raise AssertionError(f"{type(self).__name__} took what it refuses: the evaluation of version {plan.version}")
 
     async def migrate(self, request: commands_pb2.MigrateRequest) -> None:
-        """Bring a component that `can_migrate` to other GPUs, or into another layout, while it works."""
+        """Moves a component that `can_migrate` to other GPUs, or into another layout, while it works."""
         raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
 
     async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
-        """Stop the workers on these GPUs and tell `GpusReleased`."""
+        """Stops the workers on these GPUs and publishes `GpusReleased`."""
         grants = decode_grants(request.grants)
         transition = request.header.transition_id
-        held = await self.crew.stop(grants, transition=transition)
-        released = events_pb2.GpusReleased(grants=encode_grants(grants), held_bytes=held)
-        await self.tell(released, transition=transition, grants=grants)
+        held_bytes = await self.crew.stop(grants, transition=transition)
+        released = events_pb2.GpusReleased(grants=encode_grants(grants), held_bytes=held_bytes)
+        await self.publish(released, transition=transition, grants=grants)
         if request.members:
             layout = encode_layout(decode_layout(request.layout))
-            await self.tell(events_pb2.LayoutCommitted(layout=layout, grants=request.members), transition=transition)
+            committed = events_pb2.LayoutCommitted(layout=layout, grants=request.members)
+            await self.publish(committed, transition=transition)
 
     async def supersede(self) -> None:  # noqa: B027 - the default is to have nothing to end
-        """A newer incarnation, or a new lead, begins: end what workers still do for what was before."""
+        """Ends the earlier work of the workers, because a newer incarnation or a new lead begins."""
 
     async def announce_layout(
         self, request: commands_pb2.ScaleUpRequest, *, next_iteration: int = 0, next_prompt: int = 0
     ) -> None:
-        """Tell that the GPUs are acquired and the layout is in force."""
+        """Publishes that the GPUs are acquired and the layout is in force."""
         grants, transition = decode_grants(request.grants), request.header.transition_id
-        await self.tell(events_pb2.GpusAcquired(grants=request.grants), transition=transition, grants=grants)
+        await self.publish(events_pb2.GpusAcquired(grants=request.grants), transition=transition, grants=grants)
         committed = events_pb2.LayoutCommitted(
             layout=request.layout, grants=request.members, next_iteration=next_iteration, next_prompt=next_prompt
         )
-        await self.tell(committed, transition=transition, grants=decode_grants(request.members))
+        await self.publish(committed, transition=transition, grants=decode_grants(request.members))
 
     async def _serve(self) -> None:
         while True:
             command = await self._queue.get()
             try:
                 await self._do(command)
-            except Exception as error:  # noqa: BLE001 - the edge: whatever a command's work raised is told as Failed
-                await self._tell_failure(command, error)
+            except Exception as error:  # noqa: BLE001 - the edge: every error of a command becomes a Failed event
+                await self._report_failure(command, error)
 
-    async def _tell_failure(self, command: Command, error: Exception) -> None:
+    async def _report_failure(self, command: Command, error: Exception) -> None:
         what = f"{type(command).__name__.removesuffix('Request')} {command.header.id}"
         if isinstance(command, commands_pb2.ScaleUpRequest):
             await self.fail(what, error, grants=command.grants)
@@ -272,9 +288,9 @@ class Lead(ABC):
             self._stops.add(stop)
             stop.add_done_callback(self._stops.discard)
         elif isinstance(error, WorkerGone):
-            # What comes of a death is the scheduler's to decide.
+            # The scheduler decides what follows from a death.
             self._log.warning("command interrupted", command=command.header.id, error=str(error))
-            await self.tell_unreachable(error)
+            await self.report_unreachable(error)
         else:
             await self.fail(what, error)
 
@@ -283,9 +299,9 @@ class Lead(ABC):
         if header.incarnation > self.incarnation:
             await self._end_iteration()
             self._is_unfinished = False
-            self.incarnation, self._broken_off, self._num_breaks = header.incarnation, None, 0
+            self.incarnation, self._failed_work, self._num_breaks = header.incarnation, None, 0
             await self.supersede()
-        self.crew.meet(header.instances)
+        self.crew.note_addresses(header.instances)
         if not self._took_over:
             await self._take_over(header)
             await self.supersede()
@@ -300,30 +316,30 @@ class Lead(ABC):
                 await self.migrate(command)
             case commands_pb2.LoadWeightsRequest():
                 await self.load_weights(command)
-                if self._broken_off is not None:
-                    await self._open(self._broken_off)
+                if self._failed_work is not None:
+                    await self._open(self._failed_work)
             case commands_pb2.OpenIterationRequest():
                 await self._open(command.plan)
             case commands_pb2.CloseIterationRequest():
                 await self._close(command)
             case commands_pb2.EvaluateRequest():
                 if self._iteration_task is not None:
-                    # Its report is in, or it would not be asked; a new lead tells it again first.
+                    # The iteration's report is in, or this command would not come. A new lead repeats the report first.
                     await asyncio.wait([self._iteration_task])
                 await self._open(command.plan)
 
     async def begin(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do this while further commands are taken, such as the component's end; an iteration waits for it."""
+        """Starts work beside further commands, such as the end of the component. An iteration waits for it."""
         await self._end_iteration()
-        self._preparation = asyncio.create_task(self._told(what, work), name=what)
+        self._preparation = asyncio.create_task(self._prepare(what, work), name=what)
 
-    async def _told(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _prepare(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except WorkerGone as error:
             self._log.warning("interrupted", what=what, error=str(error))
-            await self.tell_unreachable(error)
-        except Exception as error:  # noqa: BLE001 - the edge: whatever the work raised is told as Failed
+            await self.report_unreachable(error)
+        except Exception as error:  # noqa: BLE001 - the edge: every error of the work becomes a Failed event
             await self.fail(what, error)
 
     async def _take_over(self, header: commands_pb2.CommandHeader) -> None:
@@ -331,23 +347,23 @@ class Lead(ABC):
         gone = [grant for grant in decode_grants(header.members) if node_of(grant.gpu) in silent]
         if gone:
             nodes = ", ".join(silent)
-            await self.tell_unreachable(WorkerUnreachable(f"{nodes} did not say which workers run", grants=gone))
+            await self.report_unreachable(WorkerUnreachable(f"{nodes} did not say which workers run", grants=gone))
 
     async def _stop_started(self, request: commands_pb2.ScaleUpRequest) -> None:
-        """Workers of these grants that an earlier lead started: how far it came with them nobody knows."""
+        """Stops workers of these grants that an earlier lead started: nobody knows how far their start came."""
         started = [grant for grant in decode_grants(request.grants) if grant in self.crew.members]
         if started:
             await self.crew.stop(started, transition=request.header.transition_id)
 
     async def _stop_until_done(self, what: str, request: commands_pb2.ScaleDownRequest) -> None:
-        """A node that hangs may go on, its workers with it: nobody but this lead ends them, and their GPUs wait."""
+        """Asks again and again: a hanging node may go on with its workers, and only this lead ends them."""
         while True:
             await asyncio.sleep(_STOP_AGAIN_S)
             try:
                 return await self.scale_down(request)
             except WorkerUnreachable:
                 continue
-            except Exception as error:  # noqa: BLE001 - the edge: whatever a command's work raised is told as Failed
+            except Exception as error:  # noqa: BLE001 - the edge: every error of a command becomes a Failed event
                 return await self.fail(what, error)
 
     async def _open(self, plan: Work) -> None:
@@ -356,19 +372,19 @@ class Lead(ABC):
         await self._end_iteration()
         if self._is_unfinished:
             await self.supersede()
-        self.iteration, self._broken_off, self._is_unfinished = plan.iteration, None, True
+        self.iteration, self._failed_work, self._is_unfinished = plan.iteration, None, True
         self._iteration_task = asyncio.create_task(self._guarded(plan), name="iteration")
 
     async def _close(self, request: commands_pb2.CloseIterationRequest) -> None:
         if self._iteration_task is not None:
             await self._iteration_task
-        self._broken_off = None
+        self._failed_work = None
         await self.close_iteration(request)
 
     async def close_iteration(  # noqa: B027 - the default is to hold nothing
         self, request: commands_pb2.CloseIterationRequest
     ) -> None:
-        """The iteration's accounts added up: let go of what it held."""
+        """The iteration's accounts are complete: release what the component kept for them."""
 
     async def _end_iteration(self) -> None:
         for task in (self._preparation, self._iteration_task):
@@ -387,18 +403,18 @@ class Lead(ABC):
                     await self.evaluate(plan)
             self._is_unfinished, self._num_breaks = False, 0
         except WorkerGone as error:
-            self._broken_off = plan
+            self._failed_work = plan
             self._log.warning("work interrupted", what=what, error=str(error))
-            await self.tell_unreachable(error)
-        except Exception as error:  # noqa: BLE001 - the edge: whatever an iteration raised is told as Failed
-            self._broken_off = plan
+            await self.report_unreachable(error)
+        except Exception as error:  # noqa: BLE001 - the edge: every error of an iteration becomes a Failed event
+            self._failed_work = plan
             self._num_breaks += 1
             again = f" ({self._num_breaks} times in a row)" if self._num_breaks > 1 else ""
             await self.fail(f"{what}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
 
 
 def _is_change(command: Command) -> bool:
-    """Of a component that has GPUs besides; what clears up after a death has no transition."""
+    """Whether the command changes a component that has other GPUs. The cleaning up after a death has no transition."""
     match command:
         case commands_pb2.ScaleUpRequest():
             return len(command.members) > len(command.grants)
@@ -409,7 +425,7 @@ def _is_change(command: Command) -> bool:
 
 
 def candidates_of(plan: types_pb2.IterationPlan) -> Candidates:
-    """Before any group is in."""
+    """The candidates before any group has arrived."""
     return Candidates(plan.first_prompt, plan.num_prompts, plan.max_extra_prompts)
 
 
@@ -417,12 +433,14 @@ def rewards_of(group: samples_pb2.SampleGroup) -> list[float]:
     return [sample.reward for sample in group.samples]
 
 
-def put_off_s(num_deliveries: int) -> float:
-    """After which a group of what is still to come is looked at again: ever later, so that the deliveries which a
-    message may have (`runtime.max_deliveries`, by default 8) last for two minutes."""
+def redelivery_delay_s(num_deliveries: int) -> float:
+    """The delay before a group of a later iteration is looked at again. It doubles each time.
+
+    So the deliveries that a message may have (`runtime.max_deliveries`, by default 8) last for two minutes.
+    """
     return _NOT_YET_DELAY_S * 2.0 ** (num_deliveries - 1)
 
 
 def layout_of(request: commands_pb2.ScaleUpRequest) -> Layout:
-    """The layout a ScaleUp asks for."""
+    """The layout of a ScaleUp request."""
     return decode_layout(request.layout)

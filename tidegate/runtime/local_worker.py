@@ -1,7 +1,11 @@
-"""One worker process as its service holds it: calls out, replies in, its death seen once.
+"""One worker process as its service sees it: calls go out, replies come in, its death is seen once.
 
-Replies are told apart by call id: a caller's own id comes back to it, the one on the channel is this module's.
-Invariants: every call ends, by its last reply, by its deadline, or by `WorkerGone`; no reply reaches two calls.
+Replies are assigned by call id. The id on the channel is this module's own; the caller gets its own id back.
+
+Invariants:
+- Every call ends: by its last reply, by its deadline, or by `WorkerGone`.
+  [test_instance_port: call_past_its_deadline]
+- No reply reaches two calls. [test_instance_port: calls_to_one_worker_do_not_mix]
 """
 
 from __future__ import annotations
@@ -26,11 +30,11 @@ OnSpans = Callable[[Grant, Sequence[wire.Span]], None]
 _Replies = asyncio.Queue[wire.WorkerReply | None]
 """None: the worker is gone."""
 _DRAIN_S = 1.0
-"""For what a dead worker had written; a process that it forked may keep the channel open for longer."""
+"""The time for the last replies of a dead worker. A process that it forked may keep the channel open for longer."""
 
 
 class LocalWorker:
-    """A started process. `attach` it to its channel first."""
+    """A started process. Call `attach` first."""
 
     def __init__(
         self, grant: Grant, process: WorkerProcess, *, log_path: Path, on_spans: OnSpans, holds: socket.socket
@@ -40,7 +44,7 @@ class LocalWorker:
         self._holds = holds
         self.process = process
         self.ends_quietly = True
-        """Its end is nobody's news: it is not ready yet, or it was told to stop."""
+        """Whether its end needs no report: it is not ready yet, or the service has asked it to stop."""
         self._log_path = log_path
         self._on_spans = on_spans
         self._ids = itertools.count(READY_CALL_ID + 1)
@@ -48,7 +52,7 @@ class LocalWorker:
         self._exit_status: int | None = None
 
     async def attach(self, sock: socket.socket) -> None:
-        """Takes the service's end of the channel over."""
+        """Takes over the service's end of the channel."""
         self._channel = await AsyncChannel.open(sock, wire.WorkerReply)
         self._life = asyncio.create_task(self._live(), name=f"worker-{self.grant.gpu}")
 
@@ -57,7 +61,7 @@ class LocalWorker:
         return not self._life.done()
 
     async def until_ready(self, *, timeout_s: float) -> None:
-        """Raises WorkerGone when it died first, TimeoutError when it needs longer."""
+        """WorkerGone when it died first, TimeoutError when it needs longer."""
         async with asyncio.timeout(timeout_s):
             if await self._open[READY_CALL_ID].get() is None:
                 raise self._gone()
@@ -65,9 +69,9 @@ class LocalWorker:
         self.ends_quietly = False
 
     async def call(self, call: wire.WorkerCall, *, timeout_s: float) -> AsyncGenerator[wire.WorkerReply, None]:
-        """The replies as they come. Raises WorkerRefused (nothing changed), WorkerGone or TimeoutError.
+        """Yields the replies as they come. WorkerRefused (nothing changed), WorkerGone or TimeoutError.
 
-        After a TimeoutError the worker may still be at it; later replies are dropped.
+        After a TimeoutError the worker may still do the call. Later replies are dropped.
         """
         if not self.is_alive:
             raise self._gone()
@@ -89,12 +93,12 @@ class LocalWorker:
             del self._open[call_id]
 
     def take_gpu(self, hold: GateHold) -> None:
-        """Hand the passed gate over: the GPU is this worker's."""
+        """Hands the hold to the worker: the GPU is the worker's now."""
         hand_over(hold, self._holds)
         self.grant = hold.grant
 
     async def stand_down(self, *, timeout_s: float) -> None:
-        """Its gate is free, and it lives. Raises WorkerRefused, WorkerGone or TimeoutError."""
+        """The worker frees its gate and lives on. WorkerRefused, WorkerGone or TimeoutError."""
         call = wire.WorkerCall(stand_down=wire.StandDown())
         async with aclosing(self.call(call, timeout_s=timeout_s)) as replies:
             async for _ in replies:
@@ -102,7 +106,7 @@ class LocalWorker:
         self.grant = Grant(self.grant.gpu, NO_TOKEN)
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Ask it to leave, kill it when it has not by then; returns once it is dead."""
+        """Asks the worker to leave and kills it when it has not by then. Returns once it is dead."""
         self.ends_quietly = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -111,13 +115,13 @@ class LocalWorker:
                     async for _ in replies:
                         pass
                 await self.until_dead()
-        # Stopping is the end of it either way: what would not leave is killed.
+        # The worker must end either way: kill one that does not leave.
         except (TimeoutError, WorkerGone, WorkerRefused):
             self.process.kill()
         await self.until_dead()
 
     async def until_dead(self) -> int:
-        """Its exit status."""
+        """Waits for the death. Returns the exit status."""
         return await asyncio.shield(self._life)
 
     async def _send(self, call: wire.WorkerCall, deadline: float, timeout_s: float) -> None:
@@ -150,14 +154,14 @@ class LocalWorker:
         reading = asyncio.create_task(self._read())
         dying = asyncio.create_task(self.process.wait())
         await asyncio.wait({reading, dying}, return_when=asyncio.FIRST_COMPLETED)
-        # Without its channel a worker is of no use, and it leaves by itself only if its watcher can run.
+        # A worker without its channel is of no use. It leaves by itself only if its watcher can run.
         self.process.kill()
         status = await dying
         await asyncio.wait({reading}, timeout=_DRAIN_S)
         reading.cancel()
         self._channel.close()
         self._holds.close()
-        # Nobody could tell the status only if the fork server is dead, and then the kernel killed its workers.
+        # The status is unknown only if the fork server is dead. Then the kernel killed its workers.
         self._exit_status = -signal.SIGKILL if status is None else status
         for replies in self._open.values():
             replies.put_nowait(None)
@@ -185,7 +189,9 @@ class LocalWorker:
 
 
 def hand_over(hold: GateHold, holds: socket.socket) -> None:
-    """Put the lock into the queue of the worker's socket: from now on it lasts as long as that, or until it is taken
-    out and closed there."""
+    """Puts the lock into the queue of the worker's socket.
+
+    From now on the lock lasts as long as the queue, or until the worker takes it out and closes it.
+    """
     socket.send_fds(holds, [b"h"], [hold.fileno()])
     hold.close()

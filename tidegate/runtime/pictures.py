@@ -1,9 +1,14 @@
-"""When a lead tells how its iteration is: pictures, apart from the work that they are of.
+"""Reports how an iteration goes, as pictures. The reports run beside the work.
 
-At the beginning, at each turn (what a decision would stand on is other than before), and at the end; between these as
-often as the pace allows. A picture that says what the one before said is not told.
-Invariants: one at a time, so that none overtakes a later one; the work never waits for a picture, but for the last,
-which is told before the iteration is reported; an iteration that fails tells no more.
+A lead publishes a picture at the beginning, at each change that a decision depends on, and at the end. Between these it
+publishes as often as the pace allows. A picture equal to the one before is left out.
+
+Invariants:
+- Pictures are published one at a time, so that none overtakes a later one.
+  [test_pictures: turns_meanwhile_are_one]
+- The work never waits for a picture, except for the last one, which is published before the iteration's report.
+  [test_pictures: work_goes_on_while_a_picture_waits]
+- An iteration that fails publishes no more pictures. [test_pictures: work_that_fails_tells_no_end]
 """
 
 from __future__ import annotations
@@ -15,21 +20,23 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tidegate.config.sections.scheduler import SchedulerSection
-from tidegate.runtime.cancelling import end_task
+from tidegate.runtime.cancellation import end_task
 from tidegate.v1 import events_pb2
 
 DECIDING_BYTES_PER_S = 4000.0
-"""Of each component: 20 kB every 5 s, some 20 h in the 256 MiB of events that a job has by default."""
+"""The rate of each component: 20 kB every 5 s, for some 20 h in the 256 MiB of events that a job has by default."""
 WATCHING_BYTES_PER_S = 200.0
-"""The same in two weeks."""
+"""The rate at which the same space lasts two weeks."""
 
 Picture: TypeAlias = events_pb2.Generation | events_pb2.Inferring | events_pb2.Training
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """At most every `every_s`, and on average no more than `bytes_per_s`: events are kept for good, and a large job's
-    picture is some 20 kB."""
+    """At most one picture every `every_s`, and on average no more than `bytes_per_s`.
+
+    The limit is needed because events are kept for good, and a large job's picture has some 20 kB.
+    """
 
     every_s: float
     bytes_per_s: float
@@ -39,50 +46,50 @@ class Pace:
 
 
 def pace_of(scheduler: SchedulerSection) -> Pace:
-    """Where nothing is decided on pictures they are for people and for predictions: few are enough."""
+    """Where no policy decides on pictures, they are only for people and for predictions: few are enough."""
     decides = scheduler.policy != "static"
     return Pace(scheduler.decide_every_s, DECIDING_BYTES_PER_S if decides else WATCHING_BYTES_PER_S)
 
 
 class Pictures:
-    """Of one iteration. `paint` makes the present one; `tell` returns when it is on the stream."""
+    """The pictures of one iteration. `paint` makes the present one. `publish` returns when it is on the stream."""
 
     def __init__(
-        self, paint: Callable[[], Awaitable[Picture]], tell: Callable[[Picture], Awaitable[None]], pace: Pace
+        self, paint: Callable[[], Awaitable[Picture]], publish: Callable[[Picture], Awaitable[None]], pace: Pace
     ) -> None:
         self._paint = paint
-        self._tell = tell
+        self._publish = publish
         self._pace = pace
-        self._turned = asyncio.Event()
+        self._has_changed = asyncio.Event()
         self._last: bytes | None = None
         self._is_over = False
 
-    def turn(self) -> None:
-        """What a decision would stand on is other than before."""
-        self._turned.set()
+    def note_change(self) -> None:
+        """Something has changed that a decision depends on."""
+        self._has_changed.set()
 
     @asynccontextmanager
-    async def told(self) -> AsyncIterator[None]:
-        """While the iteration is worked on, and once it is done."""
-        telling = asyncio.create_task(self._go_on(), name="pictures")
+    async def updates(self) -> AsyncIterator[None]:
+        """Publishes pictures while the block works on the iteration, and one once it is done."""
+        publishing = asyncio.create_task(self._go_on(), name="pictures")
         try:
             yield
             self._is_over = True
-            self._turned.set()
-            await telling
+            self._has_changed.set()
+            await publishing
         finally:
-            await end_task(telling)
+            await end_task(publishing)
 
     async def _go_on(self) -> None:
         while True:
             is_last = self._is_over
-            self._turned.clear()
+            self._has_changed.clear()
             picture = await self._show()
             if is_last:
                 return
             try:
                 async with asyncio.timeout(self._pace.pause_s(picture)):
-                    await self._turned.wait()
+                    await self._has_changed.wait()
             except TimeoutError:
                 continue
 
@@ -90,6 +97,6 @@ class Pictures:
         picture = await self._paint()
         text = picture.SerializeToString(deterministic=True)
         if text != self._last:
-            await self._tell(picture)
+            await self._publish(picture)
             self._last = text
         return picture

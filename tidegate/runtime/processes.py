@@ -1,12 +1,18 @@
-"""The processes of a job as their launcher holds them: started, watched, started again, ended to the last one.
+"""The processes of a job in their launcher: it starts, watches and restarts them, and ends every one of them.
 
-Each service is the leader of a session of its own, so that the terminal's Ctrl-C reaches the launcher alone and all
-that a service forked can be found. When a service ends, what is left of its session is killed before the service is
-reaped: until then its number cannot name another session. Invariants:
-- the kernel kills a service when the launcher dies, however that happens (`tied`);
-- once a service's end is told, nothing of its session lives;
-- a service that fails is started again at most `max_restarts` times in `restart_window_s`, later each time; one that
-  leaves with status 0, or was told to stop, is not.
+Each service leads its own session. So the terminal's Ctrl-C reaches only the launcher, and everything that a service
+forked can be found. When a service ends, the rest of its session is killed before the service is reaped: until then
+its number cannot name another session.
+
+Invariants:
+- The kernel kills a service when the launcher dies, however that happens (`dies_with_parent`).
+  [test_processes: services_die_with_their_launcher]
+- Once a service's end is reported, no process of its session lives.
+  [test_processes: nothing_of_its_session_is_left]
+- A service that fails is restarted at most `max_restarts` times in `restart_window_s`, later each time.
+  [test_processes: later_each_time_until_its_budget]
+- A service that leaves with status 0 is not restarted. [test_processes: leaves_by_itself_stays_away]
+- A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidegate.runtime import tied
+from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
 
 _BACKOFF_GROWTH = 2.0
@@ -30,7 +36,7 @@ _BACKOFF_GROWTH = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """`command[0]` is an absolute path; `env` is added to the launcher's environment."""
+    """`command[0]` is an absolute path. `env` is added to the launcher's environment."""
 
     name: str
     command: tuple[str, ...]
@@ -44,7 +50,7 @@ class ServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class ServiceEnd:
-    """A service ended. `restarts_in_s` is None when it stays away; `was_asked` when it had been told to stop."""
+    """The end of a service. `restarts_in_s` is None when it stays away. `was_asked`: something had asked it to stop."""
 
     name: str
     pid: int
@@ -54,38 +60,38 @@ class ServiceEnd:
 
 
 class Supervisor:
-    """See the module. Use it on the thread that lives as long as the launcher: the main one."""
+    """See the module head. Use it on the thread that lives as long as the launcher: the main one."""
 
     def __init__(self) -> None:
         self._services: dict[str, _Service] = {}
         self._ends: asyncio.Queue[ServiceEnd] = asyncio.Queue()
 
     def start(self, spec: ServiceSpec) -> int:
-        """Its process id. ValueError when a service of that name runs, or its program is not there."""
+        """Returns the process id. ValueError when a service of that name runs, or its program does not exist."""
         if spec.name in self._services and not self._services[spec.name].is_over:
-            raise ValueError(f"service {spec.name} runs already as pid {self._services[spec.name].pid}; stop it first")
+            raise ValueError(f"service {spec.name} already runs as pid {self._services[spec.name].pid}; stop it first")
         if not os.access(spec.command[0], os.X_OK) or not os.path.isabs(spec.command[0]):
             raise ValueError(f"service {spec.name}: {spec.command[0]!r} is not the absolute path of a program")
-        # A service started again goes to the end of the order.
+        # A restarted service goes to the end of the order.
         self._services.pop(spec.name, None)
         self._services[spec.name] = _Service(spec, self._ends)
         return self._services[spec.name].pid
 
     def pid(self, name: str) -> int | None:
-        """None while it is not running."""
+        """None while the service does not run."""
         service = self._services.get(name)
         return service.running_pid if service is not None else None
 
     async def next_end(self) -> ServiceEnd:
-        """Ends of services, asked for or not, in order."""
+        """The next end of a service, requested or not, in order."""
         return await self._ends.get()
 
     async def stop(self, *names: str) -> list[ServiceEnd]:
-        """SIGTERM, then SIGKILL to what is left after its time; returns how each ended, with its session gone."""
+        """Sends SIGTERM, then SIGKILL after the service's time. Returns how each ended, with its session gone."""
         return await asyncio.gather(*(self._services[name].stop() for name in names))
 
     async def aclose(self) -> None:
-        """Stops what still runs, one by one, the last started first: nobody loses what he was started on."""
+        """Stops the services that still run, the last started first, so that none loses a service that it needs."""
         for service in reversed(list(self._services.values())):
             await service.stop()
 
@@ -119,7 +125,7 @@ class _Service:
         return await asyncio.shield(self._life)
 
     async def _live(self) -> ServiceEnd:
-        """The last of its ends."""
+        """Returns the last of the service's ends."""
         while True:
             exit_status = await self._until_ended()
             self._is_up = False
@@ -144,10 +150,10 @@ class _Service:
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
                 await asyncio.wait({ended}, timeout=self._spec.stop_timeout_s)
         finally:
-            # When the launcher's loop ends in the middle too: nothing remains. A dead, unreaped process takes a signal.
+            # Also when the launcher's loop ends in the middle: nothing remains. A dead, unreaped process takes signals.
             ended.cancel()
             stopping.cancel()
-            # Before the descriptor's number can name another process to the loop.
+            # Wait, before the descriptor's number can name another process to the loop.
             await asyncio.gather(ended, stopping, return_exceptions=True)
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 # killed: milliseconds
@@ -157,7 +163,7 @@ class _Service:
         return exit_status
 
     def _restart_delay(self, exit_status: int) -> float | None:
-        """None: it stays away."""
+        """None: the service stays away."""
         now = asyncio.get_running_loop().time()
         while self._restarts and self._restarts[0] < now - self._spec.restart_window_s:
             self._restarts.popleft()
@@ -169,14 +175,14 @@ class _Service:
 
 
 def session_members(session: int) -> list[int]:
-    """The living processes of a session but its leader."""
+    """The living processes of a session except its leader."""
     members = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal() or int(entry.name) == session:
             continue
         with suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(entry.path, "stat").read_text()
-            # The name in parentheses may hold anything; state, parent, group, session follow the last one.
+            # The name in parentheses may have any characters; state, parent, group, session follow the last one.
             state, _parent, _group, in_session = stat.rpartition(")")[2].split()[:4]
             if int(in_session) == session and state not in "ZX":
                 members.append(int(entry.name))
@@ -184,13 +190,13 @@ def session_members(session: int) -> list[int]:
 
 
 async def _end_session(session: int) -> None:
-    """Kills what is left, children that were forked meanwhile included. The leader must be unreaped."""
+    """Kills the rest of the session, including children forked meanwhile. The leader must be unreaped."""
     while members := session_members(session):
         for pid in members:
             with suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(pid)
                 try:
-                    # Still of this session, so that the number names who was meant.
+                    # Check that it is still of this session, so that the pid names the intended process.
                     if os.getsid(pid) == session:
                         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                         await until_readable(pidfd)
@@ -200,10 +206,10 @@ async def _end_session(session: int) -> None:
 
 def _spawn(spec: ServiceSpec) -> subprocess.Popen[bytes]:
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-    # For this user only: unlike a log line, what a process prints was looked through by nobody.
+    # For this user only: a log line has its secrets removed, but the output of a process has not.
     with open(spec.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *spec.command],
+            [sys.executable, "-I", "-S", dies_with_parent.__file__, str(os.getpid()), *spec.command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

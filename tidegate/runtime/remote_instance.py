@@ -1,8 +1,11 @@
-"""Instances on other nodes, with the same Python interface as the one in this process.
+"""Instances on other nodes, with the same Python interface as the instance in this process.
 
-The channels are those of `tidegate.adapters.grpc_client`: what a peer refuses arrives as `PeerRefused` with the name of
-its exception, and leaves here as that exception; a peer that gives no answer is a `WorkerUnreachable`, which nobody
-else knows of. Invariant: but for that, a lead cannot tell from what it sees whether an instance is local or remote.
+The channels are those of `tidegate.adapters.grpc_client`. A refusal of a peer arrives as `PeerRefused` with the name of
+its exception, and leaves here as that exception. A peer that gives no answer becomes a `WorkerUnreachable`, which no
+other process knows of.
+
+Invariant: except for that, a lead cannot distinguish a remote instance from a local one. The tests of
+tests/contract/test_instance_port.py run against both. [test_instance_port: repeated_start_and_a_repeated_stop]
 """
 
 from __future__ import annotations
@@ -45,32 +48,35 @@ _NAMED_ERRORS: dict[str, type[Exception]] = {
 
 
 class RemoteInstance:
-    """An instance behind a channel. `timeout_s` bounds what is no worker's call: starts, stops and transfers."""
+    """An instance behind a channel. `timeout_s` bounds starts, stops and transfers, but not a worker's calls."""
 
     def __init__(self, channel: grpc.aio.Channel, *, timeout_s: float) -> None:
         self._stub = instance_pb2_grpc.InstanceStub(channel)
         self._timeout_s = timeout_s
 
     async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
-        """Through the gate and ready for calls; raises with none of them started."""
+        """Starts workers through the gate until they are ready for calls. If one fails, none of them runs."""
         request = instance_pb2.StartWorkersRequest(job=job, transition_id=transition, grants=encode_grants(grants))
         with _errors_as_named():
             await self._stub.StartWorkers(request, timeout=self._timeout_s)
 
     async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
-        """Returns when their gates are free: the bytes of device memory still held. Those not there are stopped."""
+        """Stops these workers. Returns, when their gates are free, the bytes of device memory still in use.
+
+        A worker that does not exist counts as stopped.
+        """
         request = instance_pb2.StopWorkersRequest(job=job, transition_id=transition, grants=encode_grants(grants))
         with _errors_as_named():
             return (await self._stub.StopWorkers(request, timeout=self._timeout_s)).held_bytes
 
     async def stand_down(self, job: JobId, grants: Sequence[Grant]) -> None:
-        """They give their GPUs back and stand by; returns when their gates are free."""
+        """The workers give their GPUs back and become standbys. Returns when their gates are free."""
         request = instance_pb2.StandDownRequest(job=job, grants=encode_grants(grants))
         with _errors_as_named():
             await self._stub.StandDown(request, timeout=self._timeout_s)
 
     async def workers(self, job: JobId) -> tuple[Grant, ...]:
-        """Those alive."""
+        """The grants of the living workers."""
         with _errors_as_named():
             request = instance_pb2.DescribeWorkersRequest(job=job)
             return decode_grants((await self._stub.DescribeWorkers(request, timeout=self._timeout_s)).workers)
@@ -78,7 +84,10 @@ class RemoteInstance:
     async def call(
         self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
     ) -> AsyncGenerator[wire.WorkerReply, None]:
-        """Replies as they come; raises WorkerGone, WorkerUnreachable, WorkerRefused (nothing changed), TimeoutError."""
+        """Yields the replies as they come.
+
+        WorkerGone, WorkerUnreachable, WorkerRefused (nothing changed) or TimeoutError.
+        """
         addressed = wire.WorkerCall()
         addressed.CopyFrom(call)
         addressed.gpu = grant.gpu
@@ -95,14 +104,14 @@ class RemoteInstance:
                 responses.cancel()
 
     async def store_address(self, grant: Grant) -> tuple[str, int]:
-        """Where the torch store of a world led by this worker listens."""
+        """The address at which the torch store of a world that this worker leads listens."""
         with _errors_as_named():
             request = instance_pb2.ReserveStoreRequest(grant=encode_grant(grant))
             reserved = await self._stub.ReserveStore(request, timeout=self._timeout_s)
         return reserved.host, reserved.port
 
     async def fetch_snapshot(self, snapshot: types_pb2.Snapshot) -> str:
-        """The folder on its node that holds the snapshot's files, verified."""
+        """The folder on its node that has the snapshot's files, verified."""
         with _errors_as_named():
             request = instance_pb2.FetchSnapshotRequest(snapshot=snapshot)
             return (await self._stub.FetchSnapshot(request, timeout=self._timeout_s)).folder
@@ -122,7 +131,7 @@ class GrpcShardSource:
     async def read(
         self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, *, timeout_s: float
     ) -> AsyncIterator[bytes]:
-        """Its bytes in order; raises SnapshotUnavailable, StaleSnapshot or WorkerUnreachable."""
+        """The bytes of the file in order. SnapshotUnavailable, StaleSnapshot or WorkerUnreachable."""
         request = instance_pb2.FetchShardRequest(
             job=snapshot.job,
             incarnation=snapshot.incarnation,

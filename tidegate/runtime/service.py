@@ -2,8 +2,10 @@
 
     python -m services.ROLE --config PATH --node NODE --forkserver PATH
 
-Order of a start: config, logs, bus and store, gate, workers, gRPC, host. Order of a stop (SIGTERM): the host
-leaves, gRPC ends, workers end, connections close. Invariant: what was built is closed, however the run ends.
+Order of a start: config, logs, bus and store, gate, workers, gRPC, host.
+Order of a stop (SIGTERM): the host leaves, gRPC ends, workers end, connections close.
+
+Invariant: everything that was built is closed, however the run ends. [test_stopping: signal_leaves_nothing]
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from tidegate.runtime.host import ComponentHost, Seat
 from tidegate.runtime.instance import InstanceServicer, LocalInstance, WeightsServicer
 from tidegate.runtime.launch import WorkerLauncher
 from tidegate.runtime.lead import Lead, LeadTools
-from tidegate.runtime.reconnecting import ReconnectingLauncher
+from tidegate.runtime.reconnecting_launcher import ReconnectingLauncher
 from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
 from tidegate.runtime.snapshots import SnapshotStore
 from tidegate.runtime.subprocess_launcher import SubprocessLauncher
@@ -48,14 +50,14 @@ from tidegate.types import InstanceId, JobId, NodeId, Role, instance_id, job_id
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, instance_pb2, instance_pb2_grpc
 
 FORKSERVER_TIMEOUT_S = 60.0
-"""Importing torch and megatron takes 4 s alone on a core, and several times that on a busy machine."""
+"""The import of torch and megatron takes 4 s alone on a core, and several times that on a busy machine."""
 ADOPTION_POLL_S = 0.1
 STOP_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What an instance is told on its command line."""
+    """The command line of an instance."""
 
     config: JobConfig
     node: NodeId
@@ -63,17 +65,17 @@ class Arguments:
 
 
 def parse_arguments(role: Role) -> Arguments:
-    """Of this process."""
+    """The arguments of this process."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"One instance of the {role}.")
     parser.add_argument("--config", type=Path, required=True, help="the job's resolved config.json")
     parser.add_argument("--node", required=True, help="the node's name in the config")
     parser.add_argument("--forkserver", type=Path, required=True, help="socket of the node's fork server")
-    given = parser.parse_args()
-    return Arguments(JobConfig.from_json(given.config.read_text()), NodeId(given.node), given.forkserver)
+    parsed = parser.parse_args()
+    return Arguments(JobConfig.from_json(parsed.config.read_text()), NodeId(parsed.node), parsed.forkserver)
 
 
 def run_instance(role: Role, *, worker_entry: str, make_lead: Callable[[LeadTools], Lead]) -> None:
-    """The `main` of a component's service; returns after an orderly stop."""
+    """The `main` of a component's service. Returns after an orderly stop."""
     arguments = parse_arguments(role)
     instance = instance_id(role, arguments.node)
     configure_logging(instance, path=JobFolder.of(arguments.config).attempt().logs / f"{instance}.jsonl")
@@ -81,14 +83,14 @@ def run_instance(role: Role, *, worker_entry: str, make_lead: Callable[[LeadTool
 
 
 async def stop_signal() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT."""
+    """An event that SIGTERM or SIGINT sets."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
 
 
-async def connected_bus(config: JobConfig, *, name: str) -> NatsBus:
+async def connect_bus(config: JobConfig, *, name: str) -> NatsBus:
     """The job's bus, with the limits that all its processes share."""
     bounds = config.runtime
     limits = BusLimits(
@@ -103,8 +105,8 @@ async def connected_bus(config: JobConfig, *, name: str) -> NatsBus:
     return bus
 
 
-async def attached(store: Store) -> Store:
-    """The store, once the scheduler has adopted it."""
+async def attach_when_adopted(store: Store) -> Store:
+    """Attaches to the store once the scheduler has adopted it."""
     while True:
         try:
             await store.attach()
@@ -133,9 +135,9 @@ class _Instance:
         config, times = self._config, self._config.runtime
         job = load_job(config)
         async with contextlib.AsyncExitStack() as closing:
-            bus = await connected_bus(config, name=self._name)
+            bus = await connect_bus(config, name=self._name)
             closing.push_async_callback(bus.close)
-            store: Store = await attached(redis_store(config.servers.redis_url))
+            store: Store = await attach_when_adopted(redis_store(config.servers.redis_url))
             closing.push_async_callback(store.aclose)
             boot = await store.next_boot(self._name)
             source = EventSource(self._name, role=self._role, boot=boot, now_ns=time.time_ns)
@@ -177,7 +179,7 @@ class _Instance:
         return self._host
 
     def _launcher(self) -> WorkerLauncher:
-        """A CUDA context does not survive a fork, so there every worker is a process of its own."""
+        """A CUDA context does not survive a fork, so with CUDA every worker is a separate process."""
         if self._config.cluster.device == "cuda":
             return SubprocessLauncher()
         return ReconnectingLauncher(self._arguments.forkserver, timeout_s=FORKSERVER_TIMEOUT_S)
@@ -197,7 +199,7 @@ class _Instance:
             home,
             gate=gate,
             launcher=launcher,
-            on_death=lambda grant, status: self._lead_host().tell_death(grant, status),
+            on_death=lambda grant, status: self._lead_host().report_death(grant, status),
         )
         closing.push_async_callback(workers.aclose)
         return LocalInstance(

@@ -1,7 +1,9 @@
-"""What one slot did when, as spans of its node's monotonic clock in integer nanoseconds.
+"""What one slot did and when, as spans of its node's monotonic clock in integer nanoseconds.
 
-Invariants: spans are contiguous (each starts where the one before ended, the first where the clock was made), so that
-their lengths add up to the time between the first start and the last end exactly; none is empty.
+Invariants:
+- Spans are contiguous: each starts where the one before ended, the first where the clock was made. So their lengths add
+  up exactly to the time between the first start and the last end. [test_slot_clock: time_without_a_gap]
+- No span is empty. [test_slot_clock: entered_again_stays_one_span]
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from enum import StrEnum
 
 
 class SlotState(StrEnum):
-    """What a worker does. When it waits, the state is `waiting_for(what)`."""
+    """What a worker does. A waiting worker's state is `waiting_for(what)`."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -40,7 +42,7 @@ class SlotSpan:
 
 
 class SlotClock:
-    """The state of this slot now, and the spans that nobody has taken yet. One thread uses it."""
+    """The present state of this slot, and the spans that `take` has not returned yet. One thread uses it."""
 
     def __init__(self, now_ns: Callable[[], int], state: str = SlotState.STARTING) -> None:
         self._now_ns = now_ns
@@ -53,14 +55,14 @@ class SlotClock:
         return self._state
 
     def enter(self, state: str) -> None:
-        """The slot is in `state` from now on; nothing happens when it is already."""
+        """The slot is in `state` from now on. Does nothing when it is already."""
         if state != self._state:
             self._cut()
             self._state = state
 
     @contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """In `state` within the block, afterwards in the one before."""
+        """The slot is in `state` within the block, and afterwards in its former state."""
         before = self._state
         self.enter(state)
         try:
@@ -69,7 +71,7 @@ class SlotClock:
             self.enter(before)
 
     def take(self) -> list[SlotSpan]:
-        """All spans up to now, each once; the state goes on in a new one."""
+        """All spans up to now, each once. The state continues in a new span."""
         self._cut()
         taken, self._finished = self._finished, []
         return taken

@@ -1,12 +1,13 @@
-"""A node's snapshots of weights in host memory: kept, served to other nodes, brought here, dropped.
+"""A node's snapshots of weights in host memory: keeps them, serves them to other nodes, fetches and drops them.
 
-They lie in `<root>/<job>/<incarnation>/<version>/<file>`, where workers of this node also write and read them. A file
-is brought under another name and gets its own only when size and checksum are those that its writer told; it never
-changes afterwards. Invariants:
-- no name that comes from outside leads out of the root;
-- what is served or brought is refused when its writer's tokens are older than those of an earlier version
-  (`SnapshotTokens`): a superseded actor cannot slip its weights in;
-- any number of callers that want one snapshot share one transfer.
+A file is at `<root>/<job>/<incarnation>/<version>/<file>`, where workers of this node write and read it too. A fetched
+file has another name until its size and checksum are those that its writer reported. After that it never changes.
+
+Invariants:
+- No name from outside leads out of the root. [test_snapshots: names_that_are_no_plain_file_names]
+- A snapshot is refused when its writer's tokens are older than those of an earlier version (`SnapshotTokens`). So a
+  superseded actor cannot slip its weights in. [test_snapshots: superseded_writer_is_refused]
+- Any number of callers that ask for one snapshot share one transfer. [test_snapshots: brought_once_however_many_ask]
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class SnapshotUnavailable(LookupError):
-    """A file of the snapshot is not where it should be, or is not what its writer said: the version cannot be had."""
+    """A file of the snapshot is missing, or differs from its writer's report. The version cannot be fetched."""
 
 
 class StaleSnapshot(RuntimeError):
-    """The snapshot was written under tokens that had been superseded."""
+    """The snapshot was written under superseded tokens."""
 
 
 class ShardSource(Protocol):
-    """Where a file of a snapshot on another node is read."""
+    """Reads a file of a snapshot from another node."""
 
     def read(
         self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, *, timeout_s: float
     ) -> AsyncIterator[bytes]:
-        """Its bytes in order; raises SnapshotUnavailable or StaleSnapshot."""
+        """The bytes of the file in order. SnapshotUnavailable or StaleSnapshot."""
         ...
 
 
@@ -57,26 +58,26 @@ class FetchedSnapshot:
 
 @dataclass(slots=True)
 class SnapshotTokens:
-    """The tokens that wrote each version, as far as seen: per GPU they never shrink from one version to a later one.
+    """The tokens that wrote each known version. For each GPU, tokens never shrink from a version to a later one.
 
-    An old version with the old tokens that it was written under stays welcome (the reference policy).
+    An old version with its own old tokens stays valid (the reference policy).
     """
 
     _seen: dict[tuple[JobId, GpuId], list[tuple[tuple[int, int], Token]]] = field(default_factory=dict)
 
     def check(self, job: JobId, *, incarnation: int, version: int, grants: Iterable[Grant]) -> None:
-        """Raises StaleSnapshot, and otherwise remembers them."""
+        """StaleSnapshot, or notes the tokens."""
         at = (incarnation, version)
-        held = list(grants)
-        for grant in held:
+        written_under = list(grants)
+        for grant in written_under:
             newest = max((token for seen, token in self._seen.get((job, grant.gpu), []) if seen <= at), default=None)
             if newest is not None and grant.token < newest:
                 raise StaleSnapshot(
                     f"version {version} of {job} was written on {grant.gpu} under token {grant.token}; an earlier one "
                     f"was written there under {newest}, so its writer had lost the GPU: ask the actor's lead again"
                 )
-        for grant in held:
-            # A version whose token a version before it had says nothing new.
+        for grant in written_under:
+            # A version adds nothing when an earlier version has the same token.
             seen = self._seen.setdefault((job, grant.gpu), [])
             if not any(before <= at and token == grant.token for before, token in seen):
                 seen.append((at, grant.token))
@@ -98,7 +99,7 @@ class SnapshotStore:
         return self._root / job / str(incarnation) / str(version)
 
     async def fetch(self, snapshot: types_pb2.Snapshot, *, timeout_s: float) -> FetchedSnapshot:
-        """Every file of it here and verified. Raises WireError, StaleSnapshot, SnapshotUnavailable or TimeoutError."""
+        """Brings every file here and verifies it. WireError, StaleSnapshot, SnapshotUnavailable or TimeoutError."""
         folder = self._check(snapshot)
         fetch = self._fetches.get(folder)
         if fetch is None:
@@ -111,7 +112,7 @@ class SnapshotStore:
     def file_to_serve(
         self, job: str, *, incarnation: int, version: int, file: str, grants: Sequence[types_pb2.Grant]
     ) -> Path:
-        """The file that another node asks for. Raises WireError, StaleSnapshot or SnapshotUnavailable."""
+        """The path of the file that another node requests. WireError, StaleSnapshot or SnapshotUnavailable."""
         checked_job = decode_job(job, field="FetchShardRequest.job")
         _check_file(file, "FetchShardRequest.file")
         self._tokens.check(checked_job, incarnation=incarnation, version=version, grants=decode_grants(grants))
@@ -124,7 +125,7 @@ class SnapshotStore:
         return path
 
     def drop(self, job: JobId, *, before_version: int, keep: Sequence[int]) -> int:
-        """Frees older versions of every incarnation; how many."""
+        """Frees older versions of every incarnation. Returns how many."""
         versions = [
             folder
             for folder in sorted((self._root / job).glob("*/*"))
@@ -144,7 +145,7 @@ class SnapshotStore:
             _check_file(shard.file, "SnapshotShard.file")
         checksums = {shard.file: shard.checksum for shard in snapshot.shards}
         if len(checksums) != len(snapshot.shards):
-            raise WireError(f"Snapshot.shards of version {snapshot.version} name a file twice; each is there once")
+            raise WireError(f"Snapshot.shards of version {snapshot.version} list a file twice; list each file once")
         if (combined := combined_checksum(checksums)) != snapshot.checksum:
             raise WireError(f"Snapshot.checksum is {snapshot.checksum}, its files make it {combined}")
         self._tokens.check(
@@ -154,8 +155,8 @@ class SnapshotStore:
 
     async def _bring(self, snapshot: types_pb2.Snapshot, folder: Path, *, timeout_s: float) -> int:
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        brought = [await self._bring_file(snapshot, shard, folder, timeout_s=timeout_s) for shard in snapshot.shards]
-        return sum(brought)
+        sizes = [await self._bring_file(snapshot, shard, folder, timeout_s=timeout_s) for shard in snapshot.shards]
+        return sum(sizes)
 
     async def _bring_file(
         self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, folder: Path, *, timeout_s: float
@@ -180,7 +181,7 @@ class SnapshotStore:
     async def _transfer(
         self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, path: Path, *, timeout_s: float
     ) -> int:
-        # Another instance of this node may be at the same file: whoever is last replaces it with equal bytes.
+        # Another instance of this node may write the same file: the last one replaces it with equal bytes.
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         digest = hashlib.blake2b(digest_size=16)
         size_bytes = 0

@@ -1,9 +1,10 @@
-"""Workers as plain subprocesses: a fresh interpreter each, for what must not be forked (CUDA).
+"""Workers as plain subprocesses: a new interpreter for each worker, where a fork is impossible (CUDA).
 
-    python -m tidegate.runtime.subprocess_launcher SPEC CHANNEL_FD HOLD_FD STORE_FD PARENT_PID   is such a worker.
+The command of such a worker:
+    python -m tidegate.runtime.subprocess_launcher SPEC CHANNEL_FD HOLD_FD STORE_FD PARENT_PID
 
-`launch` is to be called on a thread that lives as long as the service: the kernel kills a worker when the thread that
-started it ends.
+Call `launch` on a thread that lives as long as the service: the kernel kills a worker when the thread that started it
+ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tidegate.runtime.launch import (
 
 
 class SubprocessLauncher:
-    """Starts each worker with this interpreter, `sys.path` included."""
+    """Starts each worker with this interpreter and its `sys.path`."""
 
     def __init__(self, *, allow: Sequence[str] = ()) -> None:
         self._allowed = (*ALLOWED_PREFIXES, *allow)
@@ -46,7 +47,7 @@ class SubprocessLauncher:
             [sys.executable, "-m", "tidegate.runtime.subprocess_launcher", spec.to_json(), *numbers],
             pass_fds=fds.in_order(),
             stdin=subprocess.DEVNULL,
-            # A variable must be there before the interpreter and its libraries start.
+            # Set the variable before the interpreter and its libraries start.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), **spec.env},
         )
 

@@ -1,4 +1,4 @@
-"""Unix sockets at paths of any length: the kernel takes 107 bytes, so the name is reached through its folder."""
+"""Unix sockets at paths of any length. The kernel takes 107 bytes, so the name is reached through its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def bound_listener(path: Path) -> socket.socket:
-    """A listening packet socket at `path`, for this user only; what lay there is replaced."""
+    """A listening packet socket at `path`, for this user only. It replaces any file at `path`."""
     listener = _packet_socket()
     path.unlink(missing_ok=True)
     umask = os.umask(0o177)
@@ -23,8 +23,8 @@ def bound_listener(path: Path) -> socket.socket:
     return listener
 
 
-def connected(path: Path) -> socket.socket:
-    """Raises FileNotFoundError or ConnectionRefusedError where nobody listens."""
+def connect_to(path: Path) -> socket.socket:
+    """FileNotFoundError or ConnectionRefusedError where no process listens."""
     sock = _packet_socket()
     try:
         with _short(path) as address:
@@ -36,7 +36,7 @@ def connected(path: Path) -> socket.socket:
 
 
 def _packet_socket() -> socket.socket:
-    """Packets keep each request together with its descriptors."""
+    """Makes a socket of packets, which keep each request together with its descriptors."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

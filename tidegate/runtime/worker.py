@@ -1,13 +1,20 @@
-"""The worker's side of its channel: takes calls, answers them, tells what its slot did, and dies with its service.
+"""The worker's side of its channel: takes calls, answers them, reports what its slot did, and dies with its service.
 
 An entry is a function `def main(channel: WorkerChannel) -> None` that ends in `run_worker(channel, handler)`. The loop
-takes one call at a time; between calls a handler that steps (an engine) is stepped while it is busy, and answers calls
-that it left open from there. What an exception means:
-- `CallRefused`: the call was wrong and changed nothing; the worker goes on;
-- anything else: this process's state is unknown, the reply is `fatal` and the worker ends with status 1.
-A worker that stands by is one like any other: it has passed no gate, or gave its GPU back.
-Invariants: each call is answered by exactly one reply with `last`; every reply carries all spans up to it; a worker
-whose service is gone ends itself, in the middle of a call too.
+takes one call at a time. Some handlers have a stepper (an engine): the loop steps it between calls while it is busy,
+and a step may answer calls that the handler left open.
+
+The meaning of an exception:
+- `CallRefused`: the call was wrong and changed nothing. The worker goes on.
+- Any other exception: the state of this process is unknown. The reply is `fatal`, and the worker ends with status 1.
+
+A standby is a worker like any other that has passed no gate, or gave its GPU back.
+
+Invariants:
+- Each call is answered by exactly one reply with `last`. [test_worker: answers_each_in_its_own_time]
+- Every reply carries all spans up to it. [test_worker: each_span_is_told_once]
+- A worker whose service is gone ends itself, in the middle of a call too.
+  [test_worker_launcher: closes_the_channel_while_it_works]
 """
 
 from __future__ import annotations
@@ -43,9 +50,9 @@ ReplyBody: TypeAlias = (
 )
 
 READY_CALL_ID = 0
-"""Of the reply that a worker sends by itself when it is ready for calls; calls are numbered from 1."""
+"""The id of the reply that a worker sends by itself when it is ready for calls. Calls are numbered from 1."""
 ORPHANED_STATUS = 70
-"""Exit status of a worker that ended itself because its service was gone."""
+"""The exit status of a worker that ended itself because its service was gone."""
 
 _FIELD_OF_BODY = {
     field.message_type.full_name: field.name
@@ -73,12 +80,12 @@ _STATE_OF_CALL = {
 
 
 class CallRefused(RuntimeError):
-    """The call cannot be done and nothing was changed; the message says why and what would do."""
+    """The call cannot be done, and nothing was changed. The message says why and gives the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One reply to an open call; `last` closes it."""
+    """One reply to an open call. `last` closes the call."""
 
     call_id: int
     body: ReplyBody | None = None
@@ -86,10 +93,10 @@ class Answer:
 
 
 class Handler(Protocol):
-    """What a worker does with its calls."""
+    """Does a worker's calls."""
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
-        """Do the call. One that ends unanswered is answered empty, or by a later step where the worker steps."""
+        """Does the call. A call without an answer gets an empty one, or a later step answers it where there is one."""
         ...
 
 
@@ -98,16 +105,16 @@ class Stepper(Protocol):
 
     @property
     def busy(self) -> bool:
-        """There is something to do: do not wait for a call."""
+        """Whether there is something to do. Then the loop does not wait for a call."""
         ...
 
     def step(self) -> Iterator[Answer]:
-        """Do a little; short, because calls wait for its end."""
+        """Does a little. It must be short, because calls wait for its end."""
         ...
 
 
 class WorkerChannel:
-    """A worker's calls and replies, and what else its service gave it. One thread uses it."""
+    """A worker's calls and replies, and the other resources from its service. One thread uses it."""
 
     def __init__(
         self,
@@ -118,9 +125,12 @@ class WorkerChannel:
         store_listener: socket.socket | None = None,
         holds: socket.socket | None = None,
     ) -> None:
-        """`store_listener` is bound and listening, for the torch store of a world that this worker leads; `grant` is
-        the one that it was started under. In the queue of `holds` lie the locks of what it holds, as long as it lives
-        or until it gives them back."""
+        """The resources of a worker.
+
+        - `grant`: the grant that the worker was started under.
+        - `store_listener`: bound and listening, for the torch store of a world that this worker leads.
+        - `holds`: its queue has the locks of the worker's GPU, as long as it lives or until it gives them back.
+        """
         self.grant = grant
         self.clock = clock
         self.store_listener = store_listener
@@ -130,11 +140,11 @@ class WorkerChannel:
         self._channel = BlockingChannel(sock, wire.WorkerCall)
 
     def next_call(self, timeout_s: float | None) -> wire.WorkerCall | None:
-        """The next call; None when none came within `timeout_s` (None waits for ever, 0 only looks)."""
+        """The next call. None when none came within `timeout_s` (None waits for ever, 0 only looks)."""
         return self._channel.receive(timeout_s)
 
     def stand_down(self) -> None:
-        """Give the GPU back: its gate is free."""
+        """Gives the GPU back: its gate is free."""
         if self._holds is None:
             raise CallRefused("this worker was started without a way to give its GPU back; stop it instead")
         with contextlib.suppress(BlockingIOError):
@@ -146,7 +156,7 @@ class WorkerChannel:
                     return
 
     def ready(self) -> None:
-        """Tell the service that calls may come."""
+        """Reports to the service that calls may come."""
         self.send(Answer(READY_CALL_ID))
 
     def reply(self, call: wire.WorkerCall, body: ReplyBody | None = None, *, last: bool = True) -> None:
@@ -159,7 +169,7 @@ class WorkerChannel:
         self._send(reply)
 
     def fail(self, call: wire.WorkerCall, error: str, *, fatal: bool = False) -> None:
-        """The call failed. Unless `fatal`, it changed nothing."""
+        """Answers that the call failed. Unless `fatal`, the call changed nothing."""
         self._send(
             wire.WorkerReply(call_id=call.call_id, last=True, error=error or "failed without a message", fatal=fatal)
         )
@@ -174,9 +184,9 @@ class WorkerChannel:
 def run_worker(
     channel: WorkerChannel, handler: Handler, *, stepper: Stepper | None = None, waits_for: str = "call"
 ) -> None:
-    """Serve calls until Stop, or until the service is gone. `waits_for` names what an idle slot waits for.
+    """Serves calls until Stop, or until the service is gone. `waits_for` names what an idle slot waits for.
 
-    An exception that is no `CallRefused` is raised again once it is answered.
+    An exception that is no `CallRefused` is raised again after its answer.
     """
     idle = waiting_for(waits_for)
     channel.clock.enter(idle)
@@ -219,19 +229,20 @@ def _serve(channel: WorkerChannel, handler: Handler, call: wire.WorkerCall, *, e
         except ChannelClosed:
             raise
         except Exception as error:
-            channel.fail(call, f"{kind} failed in the worker of {channel.grant.gpu}: {_told(error)}", fatal=True)
+            reason = f"{kind} failed in the worker of {channel.grant.gpu}: {_description(error)}"
+            channel.fail(call, reason, fatal=True)
             raise
 
 
-def _told(error: Exception) -> str:
+def _description(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def die_with_service(sock: socket.socket) -> None:
     """From now on this process ends at once when the other end of `sock` closes, whatever its main thread does.
 
-    A thread waits in poll() for the hang-up and needs the interpreter lock only to leave; torch's operators and gloo's
-    collectives release that lock while they work. Nothing is read from the socket.
+    A thread waits in poll() for the hang-up and needs the interpreter lock only to leave. torch's operators and gloo's
+    collectives release that lock while they work. The thread reads nothing from the socket.
     """
     watched = os.dup(sock.fileno())
     threading.Thread(target=_exit_on_hang_up, args=(watched,), name="die-with-service", daemon=True).start()

@@ -1,12 +1,16 @@
-"""All workers of one service instance on its node: started through the gate, called, watched, ended.
+"""All workers of one service instance on its node: starts them through the gate, calls, watches and ends them.
 
 Invariants:
-- a worker has passed the gate with its grant, and the GPU is held for exactly as long as it lives or until it stands
-  down; one that stands by, under no token, holds none;
-- one worker a GPU; a call or a stop reaches the worker of exactly its token, never that of a later owner;
-- starting what runs and stopping what does not is done already;
-- a death that nobody asked for is told to `on_death` once, after the worker's calls have failed;
-- a timeline that cannot be written ends nothing.
+- A worker has passed the gate with its grant. The GPU is held exactly as long as the worker lives or until it stands
+  down. [test_instance_port: workers_start_through_the_gate]
+- A standby, which has no token, holds no GPU. [test_instance_port: takes_a_gpu_and_gives_it_back]
+- A GPU has one worker. A call or a stop reaches the worker of exactly its token, never that of a later owner.
+  [test_instance_port: call_under_another_token]
+- To start a running worker or to stop an absent one changes nothing.
+  [test_instance_port: repeated_start_and_a_repeated_stop]
+- An unrequested death is reported to `on_death` once, after the worker's calls have failed.
+  [test_instance_port: death_is_told_once]
+- A timeline that cannot be written ends no worker. [test_instance_port: timeline_that_cannot_be_written]
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from tidegate.types import GpuId, Grant
 from tidegate.v1 import workers_pb2 as wire
 
 _STORE_HOST = "127.0.0.1"
-"""Where the torch stores of the workers' worlds listen."""
+"""The host on which the torch stores of the workers' worlds listen."""
 OnDeath = Callable[[Grant, int], Awaitable[None]]
 """(grant, exit status; negative: the signal)."""
 
@@ -55,16 +59,16 @@ class WorkerHome:
 
 
 class _Outcome(Enum):
-    """What a start came to."""
+    """The outcome of a start."""
 
     RAN = auto()
     STARTED = auto()
     TOOK_GPU = auto()
-    """A worker stood by."""
+    """A standby took the GPU."""
 
 
 class LocalWorkers:
-    """See the module. One event loop uses it."""
+    """See the module head. One event loop uses it."""
 
     def __init__(self, home: WorkerHome, *, gate: Gate, launcher: WorkerLauncher, on_death: OnDeath) -> None:
         for folder in (home.log_dir, home.timeline.parent):
@@ -77,16 +81,18 @@ class LocalWorkers:
         self._stores: dict[GpuId, tuple[str, int]] = {}
         self._locks: defaultdict[GpuId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._watches: set[asyncio.Task[None]] = set()
-        self._tells_spans = True
+        self._reports_timeline_faults = True
         self._log = structlog.get_logger("workers")
 
     def running(self) -> tuple[Grant, ...]:
-        """The grants of the workers alive, in order of GPU."""
+        """The grants of the living workers, in order of GPU."""
         return tuple(sorted(worker.grant for worker in self._workers.values() if worker.is_alive))
 
     async def start(self, grants: Sequence[Grant]) -> None:
-        """All ready for calls. Raises StaleToken, GateClosed, LaunchRefused, LauncherGone, WorkerGone or TimeoutError,
-        with each of them again as it was before."""
+        """Returns when all are ready for calls.
+
+        StaleToken, GateClosed, LaunchRefused, LauncherGone, WorkerGone or TimeoutError: then each worker is as before.
+        """
         outcomes = await asyncio.gather(*(self._start(grant) for grant in grants), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
@@ -98,18 +104,20 @@ class LocalWorkers:
             raise failures[0]
 
     async def stand_down(self, grants: Sequence[Grant]) -> None:
-        """They give their GPUs back and stand by; returns when the gates are free. Raises WorkerGone, WorkerRefused,
-        TimeoutError or GateClosed."""
+        """The workers give their GPUs back and become standbys. Returns when the gates are free.
+
+        WorkerGone, WorkerRefused, TimeoutError or GateClosed.
+        """
         await asyncio.gather(*(self._stand_down(grant) for grant in grants))
 
     async def stop(self, grants: Sequence[Grant]) -> None:
-        """Returns when none of these grants has a worker and their GPUs are free; GateClosed when one is not."""
+        """Returns when none of these grants has a worker and their GPUs are free. GateClosed when one is not."""
         await asyncio.gather(*(self._stop(grant) for grant in grants))
 
     async def call(
         self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
     ) -> AsyncGenerator[wire.WorkerReply, None]:
-        """The replies as they come. Raises WorkerRefused (nothing changed), WorkerGone or TimeoutError."""
+        """Yields the replies as they come. WorkerRefused (nothing changed), WorkerGone or TimeoutError."""
         worker = self._worker(grant)
         addressed = wire.WorkerCall()
         addressed.CopyFrom(call)
@@ -120,7 +128,7 @@ class LocalWorkers:
                 yield reply
 
     def store_address(self, grant: Grant) -> tuple[str, int]:
-        """Where the worker's `store_listener` listens; WorkerGone without that worker."""
+        """The address at which the worker's `store_listener` listens. WorkerGone without that worker."""
         self._worker(grant)
         return self._stores[grant.gpu]
 
@@ -132,7 +140,7 @@ class LocalWorkers:
     def _worker(self, grant: Grant) -> LocalWorker:
         worker = self._workers.get(grant.gpu)
         if worker is None or not worker.is_alive:
-            raise WorkerGone(f"no worker runs on {grant.gpu} (asked for under token {grant.token})")
+            raise WorkerGone(f"no worker runs on {grant.gpu} (the call is under token {grant.token})")
         if worker.grant != grant:
             raise WorkerGone(
                 f"the call for {grant.gpu} carries token {grant.token}, its worker runs under {worker.grant.token}: "
@@ -152,34 +160,34 @@ class LocalWorkers:
             try:
                 await worker.until_ready(timeout_s=self._home.start_timeout_s)
             except BaseException:
-                # Cancelled too: nobody would ever call it.
+                # Also when cancelled: kill the worker, because no task would ever call it.
                 worker.process.kill()
                 await worker.until_dead()
                 raise
             return _Outcome.STARTED
 
     async def _launch(self, grant: Grant) -> LocalWorker:
-        holds, its_holds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours, theirs = socket.socketpair()
+        holds, holds_of_worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel, channel_of_worker = socket.socketpair()
         listener = socket.create_server((_STORE_HOST, 0))
         log_path = self._home.log_dir / f"worker-{quote(grant.gpu, safe='').replace('%2F', '-')}.log"
         spec = WorkerSpec(entry=self._home.entry, grant=grant, log_path=log_path, env=self._home.env)
         try:
             if not grant.stands_by:
                 hand_over(self._gate.acquire(grant), holds)
-            fds = WorkerFds(theirs.fileno(), its_holds.fileno(), listener.fileno())
+            fds = WorkerFds(channel_of_worker.fileno(), holds_of_worker.fileno(), listener.fileno())
             process = await self._launcher.launch(spec, fds)
         except BaseException:
-            ours.close()
+            channel.close()
             holds.close()
             raise
         finally:
-            its_holds.close()
-            theirs.close()
+            holds_of_worker.close()
+            channel_of_worker.close()
             host, port = listener.getsockname()[:2]
             listener.close()
         worker = LocalWorker(grant, process, log_path=log_path, on_spans=self._write_spans, holds=holds)
-        await worker.attach(ours)
+        await worker.attach(channel)
         self._workers[grant.gpu] = worker
         self._stores[grant.gpu] = (host, port)
         watch = asyncio.create_task(self._watch(worker), name=f"watch-{grant.gpu}")
@@ -215,7 +223,7 @@ class LocalWorkers:
         if not await asyncio.to_thread(self._gate.wait_until_free, gpu, timeout_s=timeout_s):
             raise GateClosed(
                 f"{gpu} is still held {timeout_s:g} s after its worker {worker.process.pid} {done}: a process that it "
-                "started keeps the descriptor; end that one"
+                "started keeps the descriptor; end that process"
             )
 
     def _write_spans(self, grant: Grant, spans: Sequence[wire.Span]) -> None:
@@ -226,9 +234,9 @@ class LocalWorkers:
         try:
             append_lines(self._home.timeline, "".join(f"{line}\n" for line in lines).encode())
         except OSError as error:
-            # A full disk costs the timeline its spans, not the worker its life; said once until it is written again.
-            if self._tells_spans:
+            # A full disk costs the timeline its spans, not the worker its life. Log it once until writing works again.
+            if self._reports_timeline_faults:
                 self._log.warning("timeline not written", path=str(self._home.timeline), error=str(error))
-            self._tells_spans = False
+            self._reports_timeline_faults = False
         else:
-            self._tells_spans = True
+            self._reports_timeline_faults = True

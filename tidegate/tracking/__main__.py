@@ -22,7 +22,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.logs import configure_logging, without_credentials
 from tidegate.ports.bus import BusUnavailable
-from tidegate.runtime.cancelling import end_task
+from tidegate.runtime.cancellation import end_task
 from tidegate.tracking.outlet import Outlet, Sink, close_all
 from tidegate.tracking.tracker import Tracker
 from tidegate.types import job_id

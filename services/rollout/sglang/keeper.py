@@ -1,7 +1,8 @@
 """Keeps one SGLang server and leaves nothing of it behind: `python -I -S keeper.py OWNER_PID TIED COMMAND ARG...`.
 
-TIED is the path of `tidegate.runtime.tied`, through which the command runs. Whatever comes first, the owner's end, the
-server's, or SIGTERM, ends all processes of the server and removes what they have in shared memory; then the keeper ends
+TIED is the path of `tidegate.runtime.dies_with_parent`, through which the command runs. Whatever comes first, the
+owner's end, the server's, or SIGTERM, ends all processes of the server and removes what they have in shared memory;
+then the keeper ends
 as the server did. A program of its own, since the owner may be killed, and since a child of the server that is still
 starting would outlive both: SGLang ties it to its parent only later.
 Invariant: the server is a process group of its own, which its children do not leave, and dies with the keeper.

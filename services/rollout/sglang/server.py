@@ -32,7 +32,7 @@ from services.rollout.sglang.client import CallFailed, SglangClient
 from services.rollout.sglang.features import SglangFeatures, features_of
 from services.rollout.sglang.names import SPARE_POSITIONS, served_config
 from tidegate.model_config import ModelConfig
-from tidegate.runtime import tied
+from tidegate.runtime import dies_with_parent
 
 _LOOPBACK = "127.0.0.1"
 _CPU_LAUNCHER = Path(__file__).parent / "cpu" / "launch.py"
@@ -130,7 +130,7 @@ class SglangServer:
         self.log_path.touch(mode=0o600)
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), tied.__file__, *command],
+                [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), dies_with_parent.__file__, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -173,7 +173,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def _tell(self, job: str, body: EventBody) -> None:
         state = self._own(job)
-        await self._announcer.tell(body, incarnation=state.incarnation)
+        await self._announcer.publish(body, incarnation=state.incarnation)
 
     def _own(self, job: str) -> ClusterState:
         state = self._state()

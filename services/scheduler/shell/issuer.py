@@ -85,7 +85,7 @@ class Issuer:
         if not result.accepted:
             self._log.warning("command refused", command=header.id, reason=result.message)
         answer = events_pb2.CommandAnswered(command_id=header.id, accepted=result.accepted, message=result.message)
-        await self._announcer.tell(answer, incarnation=state.incarnation)
+        await self._announcer.publish(answer, incarnation=state.incarnation)
 
     async def _to_gate(self, command: cmd.AskGate, state: ClusterState) -> None:
         for endpoint in command.endpoints:
@@ -95,7 +95,7 @@ class Issuer:
                 self._log.warning("no answer from a gate", node=command.node, endpoint=endpoint, error=str(error))
                 continue
             reported = events_pb2.GateReported(node=report.node, gpus=report.gpus)
-            await self._announcer.tell(reported, incarnation=state.incarnation, grants=[command.grant])
+            await self._announcer.publish(reported, incarnation=state.incarnation, grants=[command.grant])
             return
 
     async def _to_store(self, command: cmd.StoreCommand, state: ClusterState) -> None:

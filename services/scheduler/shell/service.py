@@ -41,7 +41,7 @@ from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable, Versio
 from tidegate.ports.bus import BusUnavailable, EventConsumer, EventDelivery, EventLog, TermRegister
 from tidegate.ports.store import JobState, Store
 from tidegate.runtime.announcer import Announcer
-from tidegate.runtime.cancelling import end_task
+from tidegate.runtime.cancellation import end_task
 from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
@@ -200,7 +200,7 @@ class SchedulerService:
             known = state.instances.get(holder)
             if known is not None:
                 lost = events_pb2.InstanceLost(instance=holder, boot=known.boot)
-                await self._ports.announcer.tell(lost, incarnation=state.incarnation)
+                await self._ports.announcer.publish(lost, incarnation=state.incarnation)
                 await self._ports.store.release(holder)
         for name, instance in sorted(state.instances.items()):
             if not instance.living:

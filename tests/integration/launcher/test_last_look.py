@@ -11,16 +11,16 @@ import pytest
 
 from cli.views import LinesView, UnfailingStream
 from tests.unit.cli.configs import small_config
-from tests.unit.cli.leaving_scheduler import LeavingScheduler
+from tests.unit.cli.schedulers import LeavingScheduler
 from tidegate.job import JobFolder
 from tidegate.launcher.follow import JobFollower
 from tidegate.runtime.embedded import EmbeddedServers
-from tidegate.runtime.service import connected_bus
+from tidegate.runtime.service import connect_bus
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
 
 class ReportingScheduler(LeavingScheduler):
-    """Of a job in its second iteration."""
+    """Reports a job in its second iteration."""
 
     async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
         return control_pb2.GetJobResponse(job="small", phase="running", iteration=1, incarnation=1)
@@ -38,7 +38,7 @@ async def test_a_run_that_is_stopped_has_the_schedulers_last_word_if_it_answers(
         control_pb2_grpc.add_ControlServicer_to_server(ReportingScheduler(folder), server)
         folder.endpoint.write_text(json.dumps({"control": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"}))
         await server.start()
-        bus = await connected_bus(config, name="test")
+        bus = await connect_bus(config, name="test")
         try:
             if not is_there:
                 await server.stop(None)

@@ -14,14 +14,18 @@ from safetensors.torch import save_file
 
 from tests.hugging_face import save
 from tests.unit.cli.configs import small_config
+from tidegate.adapters.nats_bus import NatsBus
+from tidegate.adapters.redis_store import redis_store
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.launcher.preflight import check_engine, check_servers, check_weights, masked
+from tidegate.ports.bus import JobNotOpen
+from tidegate.ports.store import StoreContents
 from tidegate.runtime.embedded import EmbeddedServers
-from tidegate.runtime.service import connected_bus
+from tidegate.runtime.service import connect_bus
 from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
@@ -48,15 +52,30 @@ async def test_a_redis_url_that_does_not_answer_is_named_without_its_password(tm
 
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "redis://", "redis://host:port"])
 async def test_what_is_no_redis_url_is_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(CannotStart, match="is no URL like redis://host:port"):
+    with pytest.raises(CannotStart, match="is not a URL like redis://host:port"):
         await check_servers(with_servers(tmp_path, redis_url=url), Start.FRESH)
+
+
+async def test_a_check_of_free_servers_writes_nothing(tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        await check_servers(with_servers(tmp_path, nats_url=servers.nats.url, redis_url=servers.store.url), Start.FRESH)
+        bus = await NatsBus.connect(servers.nats.url, name="test")
+        store = redis_store(servers.store.url)
+        try:
+            with pytest.raises(JobNotOpen):
+                await bus.events.free_bytes(JobId("small"))
+            assert not (await store.identity()).is_open
+            assert await store.contents() == StoreContents((), ())
+        finally:
+            await bus.close()
+            await store.aclose()
 
 
 async def test_a_fresh_run_is_refused_where_the_servers_hold_an_older_one_of_its_name(tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = with_servers(tmp_path, nats_url=servers.nats.url, redis_url=servers.store.url)
         await check_servers(config, Start.FRESH)
-        bus = await connected_bus(config, name="test")
+        bus = await connect_bus(config, name="test")
         try:
             await check_servers(config, Start.FRESH)
             source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
@@ -65,7 +84,7 @@ async def test_a_fresh_run_is_refused_where_the_servers_hold_an_older_one_of_its
         finally:
             await bus.close()
         for start in (Start.FRESH, Start.FORCE):
-            with pytest.raises(CannotStart, match=r"holds an older run of job small: .*--resume"):
+            with pytest.raises(CannotStart, match=r"has an older run of job small: .*--resume"):
                 await check_servers(config, start)
         await check_servers(config, Start.RESUME)
 

@@ -14,7 +14,7 @@ from tests.integration.launcher.launched import Launched, assert_nothing_is_left
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.launcher.outcome import End, Outcome
-from tidegate.runtime.service import connected_bus
+from tidegate.runtime.service import connect_bus
 from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
@@ -122,7 +122,7 @@ def test_a_run_that_fills_its_stream_of_events_stops_and_goes_on_once_the_stream
 
 async def fill_events(config: JobConfig) -> None:
     """With what changes nothing in the job."""
-    bus = await connected_bus(config, name="test")
+    bus = await connect_bus(config, name="test")
     source = EventSource("test", role=None, boot=1, now_ns=lambda: 1)
     failed = events_pb2.Failed(what=events_pb2.Failed.WHAT_SAMPLE, message="x" * 200_000)
     try:

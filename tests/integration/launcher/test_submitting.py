@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.views import LinesView, UnfailingStream
 from tests.unit.cli.configs import small_config
+from tests.unit.cli.schedulers import LeavingScheduler, served
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.event_file import EventFile, read_events
 from tidegate.launcher.follow import JobFollower
+from tidegate.launcher.outcome import End
 from tidegate.runtime.embedded import EmbeddedServers
-from tidegate.runtime.service import connected_bus
+from tidegate.runtime.service import connect_bus
 from tidegate.types import JobId
-from tidegate.v1 import events_pb2
+from tidegate.v1 import control_pb2, events_pb2
 
 FOUND = FoundCheckpoint("inc007-it000002", incarnation=7, next_iteration=2, version=2, num_samples_trained=8)
 
@@ -29,7 +32,7 @@ async def test_a_resumed_job_has_an_incarnation_above_its_streams_and_above_its_
 ) -> None:
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
-        bus = await connected_bus(config, name="test")
+        bus = await connect_bus(config, name="test")
         try:
             source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
             for incarnation in told_before:
@@ -50,6 +53,39 @@ async def test_a_resumed_job_has_an_incarnation_above_its_streams_and_above_its_
     assert [event.incarnation for event in told] == [want, want]
 
 
+class TwoRunsScheduler(LeavingScheduler):
+    """Reports the end of the run before this one, and then the end of this one."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        super().__init__(folder)
+        self._statuses = iter((("failed", 1), ("failed", 1), ("running", 2), ("cancelled", 2)))
+        self._last = ("cancelled", 2)
+
+    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
+        phase, incarnation = next(self._statuses, self._last)
+        return control_pb2.GetJobResponse(job="small", phase=phase, incarnation=incarnation)
+
+
+async def test_an_earlier_runs_end_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
+        folder = JobFolder.of(config)
+        folder.root.mkdir(parents=True)
+        bus = await connect_bus(config, name="test")
+        try:
+            source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
+            earlier = events_pb2.JobSubmitted(config_json="{}")
+            await bus.events.publish(source.event(earlier, job=JobId(config.job), incarnation=1))
+            with (tmp_path / "shown").open("w") as shown:
+                follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)))
+                await follower.submit(source, resume=True, checkpoint=None)
+                async with served(folder, TwoRunsScheduler(folder)):
+                    end = await follower.end()
+        finally:
+            await bus.close()
+    assert end is End.CANCELLED
+
+
 def sequences(folder: JobFolder) -> list[int]:
     return [row.stream_sequence for row in read_events(folder.events)]
 
@@ -67,7 +103,7 @@ async def test_the_file_of_events(left: str, want: list[int], tmp_path: Path) ->
         config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
         folder = JobFolder.of(config)
         folder.root.mkdir(parents=True)
-        bus = await connected_bus(config, name="test")
+        bus = await connect_bus(config, name="test")
         try:
             for boot in (1, 2):
                 source = EventSource("launcher", role=None, boot=boot, now_ns=lambda: 1)

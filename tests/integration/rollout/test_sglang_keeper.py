@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from services.rollout.sglang import keeper
-from tidegate.runtime import tied
+from tidegate.runtime import dies_with_parent
 
 SHARES = """
 import mmap, os, signal, subprocess, sys
@@ -51,7 +51,9 @@ def test_a_server_is_ended_with_all_that_is_its_when(how: str) -> None:
     shared = Path(f"/dev/shm/sglang_test_{os.getpid()}")
     command = [sys.executable, "-c", SERVER, str(shared)]
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, keeper.__file__, tied.__file__, *command], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, keeper.__file__, dies_with_parent.__file__, *command],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert owner.stdout is not None
     assert owner.stdout.readline() == "up\n"

@@ -126,7 +126,7 @@ async def test_closing_ends_the_last_started_first(supervisor: Supervisor, tmp_p
 
 async def test_a_name_runs_once_and_a_program_must_be_there(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.start(shell(tmp_path, "sleep 1000"))
-    with pytest.raises(ValueError, match="runs already as pid"):
+    with pytest.raises(ValueError, match="already runs as pid"):
         supervisor.start(shell(tmp_path, "sleep 1000"))
     with pytest.raises(ValueError, match="not the absolute path"):
         supervisor.start(ServiceSpec("other", ("no-such-program",), tmp_path / "log"))

@@ -30,7 +30,7 @@ class Shelving:
     async def shelf(self) -> SnapshotShelf:
         """The shelf of a new lead, which takes over the ranks of the one before or starts them."""
         lead = self.bench.new_lead()
-        lead.crew.meet(self.bench.header().instances)
+        lead.crew.note_addresses(self.bench.header().instances)
         await lead.crew.take_over()
         if not lead.crew.members:
             await lead.crew.start(self.bench.grants(), transition="start")

@@ -12,7 +12,7 @@ from tests.unit.cli.configs import small_config
 from tidegate.config.job_config import ConfigError
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
-from tidegate.launcher.claim import Start, claimed
+from tidegate.launcher.claim import Start, claim_folder
 from tidegate.types import Layout
 
 
@@ -50,12 +50,12 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_only_a_resumed_run_goes_on_from_what_it_finds(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path))
-    with claimed(job, Start.FRESH, now_unix_s=0.0) as first:
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
         save(first.folder.checkpoints, incarnation=1, next_iteration=1)
         assert first.checkpoint is None
-    with claimed(job, Start.RESUME, now_unix_s=0.0) as resumed:
+    with claim_folder(job, Start.RESUME, now_unix_s=0.0) as resumed:
         assert resumed.checkpoint is not None
         assert resumed.checkpoint.name == "inc001-it000001"
-    with claimed(job, Start.FORCE, now_unix_s=0.0) as anew:
-        assert anew.checkpoint is None
+    with claim_folder(job, Start.FORCE, now_unix_s=0.0) as started_over:
+        assert started_over.checkpoint is None
     assert not list(JobFolder.of(job.config).checkpoints.iterdir())

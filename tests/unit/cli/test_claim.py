@@ -14,14 +14,14 @@ from tests.unit.cli.configs import small_config
 from tidegate.attempts import attempts_in
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder, load_job
-from tidegate.launcher.claim import CannotStart, Start, claimed, host_memory_folder, refuse_running, saved_config
+from tidegate.launcher.claim import CannotStart, Start, claim_folder, host_memory_folder, refuse_running, saved_config
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.v1 import control_pb2
 
 
 def run_once(tmp_path: Path, start: Start = Start.FRESH, *, now_unix_s: float = 0.0) -> int:
     """The boot of a run that came and went."""
-    with claimed(load_job(small_config(tmp_path)), start, now_unix_s=now_unix_s) as claim:
+    with claim_folder(load_job(small_config(tmp_path)), start, now_unix_s=now_unix_s) as claim:
         return claim.boot
 
 
@@ -32,7 +32,7 @@ def finish(tmp_path: Path) -> None:
 
 def test_a_claimed_folder_holds_a_private_config_with_absolute_paths(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    with claimed(load_job(config), Start.FRESH, now_unix_s=0.0) as claim:
+    with claim_folder(load_job(config), Start.FRESH, now_unix_s=0.0) as claim:
         saved = saved_config(claim.folder)
         assert saved == claim.config
         assert saved is not None
@@ -58,7 +58,7 @@ def test_only_what_may_hold_a_password_is_private(tmp_path: Path) -> None:
     servers = {"nats_url": "nats://me:secret@host:4222"}
     umask = os.umask(0o022)
     try:
-        with claimed(load_job(small_config(tmp_path, servers=servers)), Start.FRESH, now_unix_s=0.0) as claim:
+        with claim_folder(load_job(small_config(tmp_path, servers=servers)), Start.FRESH, now_unix_s=0.0) as claim:
             files = {path: stat.S_IMODE(path.stat().st_mode) for path in claim.folder.root.rglob("*") if path.is_file()}
     finally:
         os.umask(umask)
@@ -71,7 +71,7 @@ def test_only_what_may_hold_a_password_is_private(tmp_path: Path) -> None:
 def test_nothing_is_left_in_host_memory_and_what_a_kill_left_there_goes_at_the_next_start(tmp_path: Path) -> None:
     memory = host_memory_folder(small_config(tmp_path))
     (memory / "snapshots").mkdir(parents=True)
-    with claimed(load_job(small_config(tmp_path)), Start.FRESH, now_unix_s=0.0):
+    with claim_folder(load_job(small_config(tmp_path)), Start.FRESH, now_unix_s=0.0):
         assert list(memory.iterdir()) == []
     assert not memory.exists()
 
@@ -79,9 +79,9 @@ def test_nothing_is_left_in_host_memory_and_what_a_kill_left_there_goes_at_the_n
 def test_a_second_launcher_is_refused_while_the_first_runs(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path))
     with (
-        claimed(job, Start.FRESH, now_unix_s=0.0),
-        pytest.raises(CannotStart, match=r"runs already, by the launcher with pid \d+"),
-        claimed(job, Start.FORCE, now_unix_s=0.0),
+        claim_folder(job, Start.FRESH, now_unix_s=0.0),
+        pytest.raises(CannotStart, match=r"already runs, in the launcher with pid \d+"),
+        claim_folder(job, Start.FORCE, now_unix_s=0.0),
     ):
         pass
 
@@ -90,8 +90,8 @@ def test_a_job_that_runs_is_told_as_running_by_its_launchers_pid_until_that_leav
     config = small_config(tmp_path)
     refuse_running(JobFolder.of(config))
     with (
-        claimed(load_job(config), Start.FRESH, now_unix_s=0.0),
-        pytest.raises(CannotStart, match=rf"job small runs already, by the launcher with pid {os.getpid()}"),
+        claim_folder(load_job(config), Start.FRESH, now_unix_s=0.0),
+        pytest.raises(CannotStart, match=rf"job small already runs, in the launcher with pid {os.getpid()}"),
     ):
         refuse_running(JobFolder.of(config))
     refuse_running(JobFolder.of(config))
@@ -142,24 +142,24 @@ def test_a_resumed_run_may_not_change_what_decides_its_samples(tmp_path: Path) -
     other = load_job(small_config(tmp_path, seed=7))
     with (
         pytest.raises(CannotStart, match=r"changed are seed \(was 0, is 7\)"),
-        claimed(other, Start.RESUME, now_unix_s=0.0),
+        claim_folder(other, Start.RESUME, now_unix_s=0.0),
     ):
         pass
 
 
 @pytest.mark.parametrize(
     ("servers", "want"),
-    [({}, "run it anew: tidegate demo$"), ({"redis_url": "redis://mine:6379"}, "give the config another job name")],
+    [({}, "start over: tidegate demo$"), ({"redis_url": "redis://mine:6379"}, "give the config another job name")],
     ids=["embedded servers are emptied with the folder", "one's own keep what they hold"],
 )
-def test_what_would_run_a_job_anew_depends_on_whose_servers_hold_it(
+def test_the_advice_to_start_over_depends_on_who_owns_the_servers(
     servers: dict[str, str], want: str, tmp_path: Path
 ) -> None:
     run_once(tmp_path)
     other = load_job(small_config(tmp_path, seed=7, servers=servers))
     with (
         pytest.raises(CannotStart, match=want),
-        claimed(other, Start.RESUME, anew="tidegate demo", now_unix_s=0.0),
+        claim_folder(other, Start.RESUME, fresh_command="tidegate demo", now_unix_s=0.0),
     ):
         pass
 
@@ -179,24 +179,24 @@ FLOAT32 = {"engine": "sglang", "sglang": {"python": "python", "dtype": "float32"
 def test_a_resumed_run_may_not_change_who_draws_its_samples(
     before: dict[str, Any], after: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with claimed(load_job(small_config(tmp_path, rollout=before)), Start.FRESH, now_unix_s=0.0):
+    with claim_folder(load_job(small_config(tmp_path, rollout=before)), Start.FRESH, now_unix_s=0.0):
         pass
     other = load_job(small_config(tmp_path, rollout=after))
-    with pytest.raises(CannotStart, match=message), claimed(other, Start.RESUME, now_unix_s=0.0):
+    with pytest.raises(CannotStart, match=message), claim_folder(other, Start.RESUME, now_unix_s=0.0):
         pass
 
 
 def test_a_resumed_run_may_have_other_servers_and_fuller_engines(tmp_path: Path) -> None:
     moved = {"max_running_requests": 8, "num_reward_workers": 1, "sglang": {"start_timeout_s": 60, "dtype": "float32"}}
     run_once(tmp_path)
-    with claimed(load_job(small_config(tmp_path, rollout=moved)), Start.RESUME, now_unix_s=0.0) as claim:
+    with claim_folder(load_job(small_config(tmp_path, rollout=moved)), Start.RESUME, now_unix_s=0.0) as claim:
         assert claim.config.rollout.max_running_requests == 8
 
 
 def test_a_resumed_run_may_change_the_machinery(tmp_path: Path) -> None:
     run_once(tmp_path)
     other = load_job(small_config(tmp_path, checkpoint={"every": 2}))
-    with claimed(other, Start.RESUME, now_unix_s=0.0) as claim:
+    with claim_folder(other, Start.RESUME, now_unix_s=0.0) as claim:
         assert claim.config.checkpoint.every == 2
 
 
@@ -205,11 +205,11 @@ def test_a_resumed_run_may_change_the_schedule_of_the_rate_only_where_it_says_wh
     section = {"budget_updates": 99}
     with (
         pytest.raises(CannotStart, match=r"changed are actor.lr_schedule.budget_updates \(was None, is 99\)"),
-        claimed(load_job(with_schedule(tmp_path, **section)), Start.RESUME, now_unix_s=0.0),
+        claim_folder(load_job(with_schedule(tmp_path, **section)), Start.RESUME, now_unix_s=0.0),
     ):
         pass
     for chosen in ({"legacy_policy": "rebase"}, section | {"budget_mismatch": "config"}):
-        with claimed(load_job(with_schedule(tmp_path, **chosen)), Start.RESUME, now_unix_s=0.0) as claim:
+        with claim_folder(load_job(with_schedule(tmp_path, **chosen)), Start.RESUME, now_unix_s=0.0) as claim:
             assert claim.config.actor.lr_schedule.model_dump(exclude_defaults=True) == chosen
 
 
@@ -218,13 +218,13 @@ def test_a_resume_whose_schedule_may_change_keeps_what_progress_is_counted_by(tm
     section = {"budget_mismatch": "config"}
     changed: dict[str, Any] = {"learning_rate": 1e-4, "lr_warm_up_samples": 8}
     config = small_config(tmp_path, actor=changed | {"lr_schedule": section})
-    with claimed(load_job(config), Start.RESUME, now_unix_s=0.0):
+    with claim_folder(load_job(config), Start.RESUME, now_unix_s=0.0):
         pass
     section["mode"] = "optimizer_updates"
     config = small_config(tmp_path, actor=changed | {"lr_schedule": section})
     with (
         pytest.raises(CannotStart, match=r"changed are actor.lr_schedule.mode \(was nominal, is optimizer_updates\)"),
-        claimed(load_job(config), Start.RESUME, now_unix_s=0.0),
+        claim_folder(load_job(config), Start.RESUME, now_unix_s=0.0),
     ):
         pass
 
@@ -243,7 +243,7 @@ def test_a_host_memory_root_that_is_not_there_is_named(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path, runtime={"host_memory_root": str(tmp_path / "nowhere")}))
     with (
         pytest.raises(CannotStart, match=r"host_memory_root=.*nowhere is not"),
-        claimed(job, Start.FRESH, now_unix_s=0),
+        claim_folder(job, Start.FRESH, now_unix_s=0),
     ):
         pass
     assert not (tmp_path / "jobs").exists()

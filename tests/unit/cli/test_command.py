@@ -85,7 +85,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "num_heads % tp = 2 % 4 = 2, must be 0; legal tp: 1, 2",
     ),
     "an unknown task": ({"task": {"name": "chess"}}, "no task is called 'chess'; known tasks: countdown"),
-    "a URL that is none": ({"servers": {"nats_url": "localhost:4222"}}, "is no URL like nats://host:port"),
+    "a URL that is none": ({"servers": {"nats_url": "localhost:4222"}}, "is not a URL like nats://host:port"),
 }
 
 
@@ -178,7 +178,7 @@ def test_what_only_a_live_job_can_do_fails_with_1(
     arguments: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments, "--output-dir", str(finished)]) == 1
-    assert "job small is finished; only a job that runs" in capsys.readouterr().err
+    assert "job small is finished; only a running job" in capsys.readouterr().err
 
 
 def test_an_endpoint_that_nobody_serves_is_told_as_a_killed_run(

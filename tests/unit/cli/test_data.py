@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.unit.cli.configs_on_data import RIGHT, function, on_data
 from tidegate.config.files import load_config
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.job import load_job
-from tidegate.launcher.claim import CannotStart, Start, claimed, saved_config
+from tidegate.launcher.claim import CannotStart, Start, claim_folder, saved_config
 from tidegate.launcher.data_check import with_checked_data
 
 WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
@@ -41,7 +42,7 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no data": ([RIGHT], {"train": "nowhere.jsonl"}, "no data at "),
     "a chat template that is none": ([RIGHT], {"chat_template": "words.json.jinja"}, "words.json.jinja cannot be read"),
     "a tokenizer without a chat template": ([RIGHT], {"chat_template": "tokenizer"}, "the tokenizer came with none"),
-    "a checksum of other data": ([RIGHT], {"checksum": "abc"}, "and data.checksum is abc: give the data"),
+    "a checksum of other data": ([RIGHT], {"checksum": "abc"}, "but data.checksum is abc: use the data"),
     "a reward that does not import": ([RIGHT], function("grade:score"), "grade:score cannot be imported: ModuleNotFou"),
     "a reward that is not there": ([RIGHT], function("grading:scroe"), "grading:scroe cannot be imported: Attribut"),
     "a reward that is no function": (
@@ -127,7 +128,7 @@ EVALUATION: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     ),
     "no data": ([], {"data": "nowhere"}, "no data at "),
     "a folder without the split": ([RIGHT], {"data": ".", "split": "validation"}, "no files of the split validation"),
-    "a checksum of other data": ([RIGHT], {"checksum": "abc"}, "and evaluation.checksum is abc: give the data"),
+    "a checksum of other data": ([RIGHT], {"checksum": "abc"}, "but evaluation.checksum is abc: use the data"),
 }
 
 
@@ -171,20 +172,26 @@ def test_the_evaluations_data_is_relative_to_the_configs_folder_and_known_by_its
     assert len({checked.data.checksum, checked.evaluation.checksum, ""}) == 3
 
 
+def test_the_check_imports_no_reward_function_into_its_own_process(tmp_path: Path) -> None:
+    job = load_job(loaded(tmp_path, [RIGHT | {"level": 1}], **function("grading:score")))
+    asyncio.run(with_checked_data(job))
+    assert "grading" not in sys.modules
+
+
 def test_a_started_job_is_held_to_the_data_that_it_started_with(tmp_path: Path) -> None:
     job = asyncio.run(with_checked_data(load_job(loaded(tmp_path, [RIGHT]))))
-    with claimed(job, Start.FRESH, now_unix_s=0.0) as claim:
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         saved = saved_config(claim.folder)
     assert saved is not None
     assert saved.data is not None
     assert saved.data.checksum
     again = asyncio.run(with_checked_data(load_job(loaded(tmp_path, [RIGHT]))))
-    with claimed(again, Start.RESUME, now_unix_s=0.0):
+    with claim_folder(again, Start.RESUME, now_unix_s=0.0):
         pass
     changed = asyncio.run(with_checked_data(load_job(loaded(tmp_path, [RIGHT, RIGHT]))))
     with (
         pytest.raises(CannotStart, match=r"changed are data.checksum \(was \w+, is \w+\)"),
-        claimed(changed, Start.RESUME, now_unix_s=0.0),
+        claim_folder(changed, Start.RESUME, now_unix_s=0.0),
     ):
         pass
 

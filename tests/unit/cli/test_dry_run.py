@@ -15,7 +15,7 @@ from tests.unit.cli.configs_on_data import RIGHT, function, on_data
 from tidegate.config.files import load_config
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder, load_job
-from tidegate.launcher.claim import Start, claimed
+from tidegate.launcher.claim import Start, claim_folder
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -79,7 +79,7 @@ def test_overrides_alone_are_no_config(capsys: pytest.CaptureFixture[str]) -> No
 REFUSED = {
     "a task that is not there": (("task.name=chess",), "no task is called 'chess'"),
     "a tokenizer that is not there": (("model.tokenizer=words.json",), "no tokenizer at "),
-    "a server that does not answer": (("servers.nats_url=localhost:1",), "is no URL like nats://host:port"),
+    "a server that does not answer": (("servers.nats_url=localhost:1",), "is not a URL like nats://host:port"),
     "host memory that is not there": (
         ("runtime.host_memory_root=/nowhere",),
         "runtime.host_memory_root=/nowhere is not a folder that can be written to: name one in memory (/dev/shm), or "
@@ -107,9 +107,9 @@ def test_what_a_start_would_refuse_is_refused(case: str, tmp_path: Path, capsys:
 
 def test_an_older_run_is_told_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(small_file(tmp_path))
-    with claimed(load_job(config), Start.FRESH, now_unix_s=0.0):
+    with claim_folder(load_job(config), Start.FRESH, now_unix_s=0.0):
         assert main(["run", str(small_file(tmp_path)), "--dry-run"]) == 2
-        assert "job small runs already" in capsys.readouterr().err
+        assert "job small already runs" in capsys.readouterr().err
     before = sorted(JobFolder.of(config).root.rglob("*"))
     assert main(["run", str(small_file(tmp_path)), "--dry-run"]) == 2
     assert "was started before" in capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_an_older_run_is_told_and_stays(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["run", str(small_file(tmp_path)), "--resume", "--dry-run", "algorithm.group_size=4"]) == 2
     said = capsys.readouterr().err
     assert "changed are algorithm.group_size (was 2, is 4)" in said
-    assert f"run it anew: tidegate run {tmp_path / 'small.yaml'} algorithm.group_size=4 --force [override" in said
+    assert f"start over: tidegate run {tmp_path / 'small.yaml'} algorithm.group_size=4 --force [override" in said
     assert sorted(JobFolder.of(config).root.rglob("*")) == before
 
 

@@ -21,12 +21,12 @@ async def test_on_a_full_stream_figures_are_left_out_and_what_counts_fails_with_
     announcer = Announcer(bus.events, source, JOB)
 
     for count in range(50):
-        await announcer.tell(events_pb2.Progress(num_done=count), incarnation=1)
-        await announcer.tell(events_pb2.Backlog(num_messages=count), incarnation=1)
-        await announcer.tell(events_pb2.Generation(group_size=count + 1), incarnation=1)
+        await announcer.publish(events_pb2.Progress(num_done=count), incarnation=1)
+        await announcer.publish(events_pb2.Backlog(num_messages=count), incarnation=1)
+        await announcer.publish(events_pb2.Generation(group_size=count + 1), incarnation=1)
 
     stored = [event.WhichOneof("body") async for _, event in bus.events.read(JOB)]
     assert set(stored) == {"progress", "backlog", "generation"}
     assert len(stored) < 50
     with pytest.raises(StreamFull, match=r"raise runtime.events_max_bytes and resume"):
-        await announcer.tell(events_pb2.Failed(message="lost"), incarnation=1)
+        await announcer.publish(events_pb2.Failed(message="lost"), incarnation=1)

@@ -63,7 +63,7 @@ async def test_both_ends_understand_each_other(pair: Pair) -> None:
     ("data", "want"),
     [
         pytest.param(struct.pack("!I", MAX_FRAME_BYTES + 1), "over the limit", id="a frame that is too long"),
-        pytest.param(struct.pack("!I", 3) + b"\xff\xff\xff", "no Worker", id="bytes that are no message"),
+        pytest.param(struct.pack("!I", 3) + b"\xff\xff\xff", "not a Worker", id="bytes that are no message"),
         pytest.param(b"\x00", "closed", id="an end in the middle of a frame"),
     ],
 )

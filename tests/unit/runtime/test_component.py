@@ -169,7 +169,7 @@ async def test_a_component_that_works_as_one_world_refuses_a_part_of_its_gpus(tm
         less = commands_pb2.ScaleDownRequest(header=up.header, grants=up.grants, members=[other], layout=up.layout)
         for answer in ((await of.stub.ScaleUp(more)).result, (await of.stub.ScaleDown(less)).result):
             assert not answer.accepted
-            assert "gets or gives up no part of its GPUs yet; stop it and start it" in answer.message
+            assert "cannot get or give up a part of its GPUs yet; stop it and start it" in answer.message
         assert of.lead.diary == []
 
 
@@ -184,7 +184,7 @@ async def test_a_component_that_does_not_generate_refuses_to_evaluate(tmp_path: 
 async def test_what_this_release_does_not_do_is_unimplemented(tmp_path: Path, call: str) -> None:
     async with served(tmp_path) as of:
         request = getattr(commands_pb2, f"{call}Request")(header=of.hosted.bench.header())
-        with pytest.raises(PeerRefused, match=f"{call} is in the schema only") as refused:
+        with pytest.raises(PeerRefused, match=f"{call} is only in the schema") as refused:
             await getattr(of.stub, call)(request)
         assert refused.value.status == "UNIMPLEMENTED"
         assert "use scheduler.policy=static" in str(refused.value)

@@ -57,7 +57,7 @@ class Cluster:
 
     def crew(self, *, nodes: Sequence[NodeId] = NODES) -> Crew:
         crew = Crew(JOB, self._connect, call_timeout_s=5.0, work_timeout_s=50.0)
-        crew.meet(
+        crew.note_addresses(
             commands_pb2.InstanceAddress(instance=f"actor@{node}", endpoint=f"at-{node}", boot=1) for node in nodes
         )
         return crew

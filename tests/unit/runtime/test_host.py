@@ -125,7 +125,7 @@ async def test_the_death_of_a_worker_is_told_once_with_its_grant_and_status(tmp_
         host = of.start()
         epoch = await of.elected()
         host.lead_for(epoch, incarnation=6)
-        await host.tell_death(Grant(GpuId("n0/3"), Token(2, 9)), -9)
+        await host.report_death(Grant(GpuId("n0/3"), Token(2, 9)), -9)
         (failed,) = await of.bench.told("failed")
         assert failed.incarnation == 6, "of the last command that was let in"
         assert failed.failed.what == events_pb2.Failed.WHAT_WORKER

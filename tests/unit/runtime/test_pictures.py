@@ -47,10 +47,10 @@ async def test_the_beginning_the_turns_and_the_end_are_told_however_slow_the_pac
     work = Work()
     pictures = Pictures(work.paint, work.tell, SLOW)
 
-    async with pictures.told():
+    async with pictures.updates():
         await work.until_told(0)
         work.num_done = 1
-        pictures.turn()
+        pictures.note_change()
         await work.until_told(1)
         work.num_done = 2
 
@@ -59,7 +59,7 @@ async def test_the_beginning_the_turns_and_the_end_are_told_however_slow_the_pac
 
 async def test_progress_without_a_turn_is_told_at_the_pace() -> None:
     work = Work()
-    async with Pictures(work.paint, work.tell, Pace(every_s=0.001, bytes_per_s=1e9)).told():
+    async with Pictures(work.paint, work.tell, Pace(every_s=0.001, bytes_per_s=1e9)).updates():
         await work.until_told(0)
         work.num_done = 1
         await work.until_told(1)
@@ -69,9 +69,9 @@ async def test_what_was_told_is_not_told_again() -> None:
     work = Work()
     pictures = Pictures(work.paint, work.tell, SLOW)
 
-    async with pictures.told():
+    async with pictures.updates():
         await work.until_told(0)
-        pictures.turn()
+        pictures.note_change()
 
     assert work.told == [0]
 
@@ -81,10 +81,10 @@ async def test_the_work_goes_on_while_a_picture_waits_for_the_stream_and_turns_m
     work.may_tell.clear()
     pictures = Pictures(work.paint, work.tell, SLOW)
 
-    async with pictures.told():
+    async with pictures.updates():
         await asyncio.wait_for(work.is_telling.wait(), PATIENCE_S)
         for work.num_done in (1, 2, 3):
-            pictures.turn()
+            pictures.note_change()
         work.may_tell.set()
 
     assert work.told == [0, 3]
@@ -94,7 +94,7 @@ async def test_work_that_fails_tells_no_end() -> None:
     work = Work()
 
     async def broken() -> None:
-        async with Pictures(work.paint, work.tell, SLOW).told():
+        async with Pictures(work.paint, work.tell, SLOW).updates():
             await work.until_told(0)
             work.num_done = 1
             raise ValueError("broke off")
@@ -113,7 +113,7 @@ async def test_a_picture_that_cannot_be_made_is_told_of_when_the_work_is_done() 
         raise KeyError("engine")
 
     async def worked() -> None:
-        async with Pictures(fails, Work().tell, SLOW).told():
+        async with Pictures(fails, Work().tell, SLOW).updates():
             await asyncio.wait_for(tried.wait(), PATIENCE_S)
             done.set()
 

@@ -66,14 +66,14 @@ class WireCluster:
             for node in NODES:
                 name = instance_id(role, node)
                 joined = events_pb2.InstanceJoined(instance=name, endpoint=f"at-{name}", boot=1)
-                await self.announcer(name, role).tell(joined, incarnation=0)
+                await self.announcer(name, role).publish(joined, incarnation=0)
             name = instance_id(role, NODES[0])
             elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=1)
-            await self.announcer(name, role).tell(elected, incarnation=0)
+            await self.announcer(name, role).publish(elected, incarnation=0)
 
     async def submit(self) -> None:
         submitted = events_pb2.JobSubmitted(config_json=self.config.to_json())
-        await self.announcer("launcher").tell(submitted, incarnation=1)
+        await self.announcer("launcher").publish(submitted, incarnation=1)
 
     async def replica(self, *, store: CellStore | None = None) -> SchedulerService:
         """One more scheduler of the job."""
@@ -81,7 +81,7 @@ class WireCluster:
         store = store or await self.client()
         events = EventSource("scheduler", role=None, boot=self._num_replicas, now_ns=lambda: 0)
         announcer = Announcer(self.bus.events, events, JOB)
-        consumer = await self.bus.events.consumer(JOB, "scheduler", on_dead_letter=announcer.tell_dead_letter)
+        consumer = await self.bus.events.consumer(JOB, "scheduler", on_dead_letter=announcer.publish_dead_letter)
         issuer = Issuer(store, announcer, send=self.send, ask_gate=self.ask_gate)
         watched = _WatchedConsumer(consumer, self)
         ports = SchedulerPorts(store, self.bus.events, watched, self.bus.term, announcer, issuer, self.gate_reports)
@@ -121,7 +121,7 @@ class WireCluster:
 
         async def tell(body: EventBody, **fields: Any) -> None:
             said = {"incarnation": header.incarnation, "grants": self._members[role], **fields}
-            await self.announcer(name, role).tell(body, **said)
+            await self.announcer(name, role).publish(body, **said)
 
         match request:
             case commands_pb2.ScaleUpRequest():

@@ -12,7 +12,7 @@ from tests.unit.tracking.job_events import report
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.config.sections.record import TrackingSection, WandbSection, tracking_faults
 from tidegate.events import EventSource
-from tidegate.runtime.cancelling import end_task
+from tidegate.runtime.cancellation import end_task
 from tidegate.tracking.tracker import Tracker
 from tidegate.types import JobId, Role
 from tidegate.v1 import events_pb2

@@ -1,13 +1,13 @@
--- Prefixed to the other scripts. KEYS[1] is the store's own hash (run_id, term: as it was adopted).
--- The run id of the server that executes this very script is compared, so a server that restarted, and a replica that
--- was promoted, refuse until they are adopted.
+-- Prefixed to the other scripts. KEYS[1] is the store's own hash (run_id and term of the last adoption).
+-- A script compares the run id of the server that executes it. So a server that restarted, or a replica that was
+-- promoted, refuses until it is adopted.
 local function identity()
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
   local adopted = redis.call('HMGET', KEYS[1], 'run_id', 'term')
   return run_id, adopted[1] or '', adopted[2] or '0'
 end
 
--- nil, or the answer to a client whose session (run id, term) is not the one that the store is open under.
+-- nil, or the answer to a client whose session (run id, term) differs from the one that the store is open under.
 local function refusal(run_id, term)
   local actual, adopted, adopted_term = identity()
   if actual == run_id and adopted == run_id and adopted_term == term then
@@ -16,7 +16,7 @@ local function refusal(run_id, term)
   return {'refused', actual, adopted, adopted_term}
 end
 
--- Cells are given as (index of the table's key in KEYS, field, '1' and a value or '0' and '').
+-- A cell is (index of the table's key in KEYS, field, '1' and a value or '0' and '').
 local function as_expected(first, last)
   for i = first, last, 4 do
     local found = redis.call('HGET', KEYS[tonumber(ARGV[i])], ARGV[i + 1])

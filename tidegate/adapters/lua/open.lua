@@ -1,4 +1,4 @@
--- Adopts this server. ARGV: its run id, the run id ('' for none) and term adopted last, the new term, cells to write.
+-- Adopts this server. ARGV: its run id, the run id ('' for none) and term of the last adoption, the new term, cells.
 local actual, adopted, adopted_term = identity()
 if actual ~= ARGV[1] or adopted ~= ARGV[2] or adopted_term ~= ARGV[3] then
   return {'conflict'}

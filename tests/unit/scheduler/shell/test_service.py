@@ -88,7 +88,7 @@ async def test_progress_is_written_and_not_decided_on_before_its_time(tmp_path: 
             num_reads, rollout = store.num_ownership_reads, instance_id(Role.ROLLOUT, NODES[0])
             for number in range(40):
                 progress = events_pb2.Progress(phase="generate", num_done=number, num_total=40)
-                await of.announcer(rollout, Role.ROLLOUT).tell(progress, incarnation=1)
+                await of.announcer(rollout, Role.ROLLOUT).publish(progress, incarnation=1)
             await of.changes.until(lambda: num_done(of.written_state()) == 39)
             assert store.num_ownership_reads <= num_reads + 2, "a beat may come before and after them"
 
@@ -263,7 +263,7 @@ async def test_the_lease_of_an_instance_that_is_counted_as_lost_is_cleared_so_th
         await of.boot()
         await store.renew(name, ttl_ms=60_000)
         lost = events_pb2.InstanceLost(instance=name, boot=1)
-        await of.announcer("scheduler").tell(lost, incarnation=0)
+        await of.announcer("scheduler").publish(lost, incarnation=0)
         async with running(await of.replica()):
             lease = Cell("leases", name)
             await of.changes.until(lambda: of.server.read_cell(lease) is None)
@@ -273,7 +273,7 @@ async def test_an_event_that_cannot_be_understood_is_dead_lettered_and_the_job_g
     async with wire_cluster(tmp_path) as of:
         await of.boot()
         wrong = events_pb2.JobSubmitted(config_json='{"job": "bench", "colour": 3}')
-        await of.announcer("launcher").tell(wrong, incarnation=1)
+        await of.announcer("launcher").publish(wrong, incarnation=1)
         async with running(await of.replica()):
             letter = (await told(of, "dead_lettered")).dead_lettered
             assert "JobSubmitted.config_json" in letter.reason
@@ -282,7 +282,7 @@ async def test_an_event_that_cannot_be_understood_is_dead_lettered_and_the_job_g
             assert [each.id for each in kept] == [letter.dead_letter]
             await of.bus.dead_letters.drop(JOB, letter.dead_letter)
             await of.changes.until(lambda: of.written_state().phase is Phase.PAUSED)
-            await of.announcer("control").tell(events_pb2.JobResumeRequested(), incarnation=1)
+            await of.announcer("control").publish(events_pb2.JobResumeRequested(), incarnation=1)
             await of.submit()
             assert await ended(of) is Phase.FINISHED
 
@@ -297,7 +297,7 @@ async def test_a_job_whose_state_the_store_lost_goes_on_from_the_stream_in_a_new
         async with running(await of.replica()):
             name = instance_id(Role.ACTOR, NODES[0])
             elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=2)
-            await of.announcer(name, Role.ACTOR).tell(elected, incarnation=0)
+            await of.announcer(name, Role.ACTOR).publish(elected, incarnation=0)
             assert await ended(of) is Phase.FINISHED
         state = of.written_state()
         assert state.incarnation == 2

@@ -1,9 +1,10 @@
-"""A scheduler's control server that stops while its events and logs are followed."""
+"""Control servers that play a job's scheduler: one that leaves with the job, and ones that break or restart."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ def log_of(*words: str) -> list[str]:
 
 
 class LeavingScheduler(control_pb2_grpc.ControlServicer):
-    """It sends two rows. The job then ends with a third, and each stream breaks as when a server stops."""
+    """Tells two rows; the job then ends with a third, and each stream breaks as at a server's stop."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -53,8 +54,50 @@ class LeavingScheduler(control_pb2_grpc.ControlServicer):
         await context.abort(self.code, "Cancelling all calls")
 
 
+class FailingScheduler(LeavingScheduler):
+    """Loses its bus before the stream."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+class FaultyScheduler(FailingScheduler):
+    """Cannot tell any event, with the job running on."""
+
+    async def _leave(self, context: Any) -> None:
+        await context.abort(self.code, "KeyError: 'x'")
+
+
+class RestartedScheduler(LeavingScheduler):
+    """Breaks its first stream after one row, with the job still running."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        super().__init__(folder)
+        self.asked_after: list[int] = []
+
+    async def ListEvents(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ListEventsResponse]:
+        self.asked_after.append(request.after_sequence)
+        if len(self.asked_after) == 1:
+            yield event_row(1)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
+        yield event_row(2)
+        await self._leave(context)
+
+
 def end_job(folder: JobFolder, rows: Iterable[control_pb2.ListEventsResponse], lines: Iterable[str]) -> None:
     folder.events.write_text("".join(json.dumps(MessageToDict(row)) + "\n" for row in rows))
     (folder.attempt().logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in lines))
     status = control_pb2.GetJobResponse(job="small")
     Outcome(End.CANCELLED, "cancelled: enough", seed=0, wall_s=1.0, job=status).write(folder.result)
+
+
+@asynccontextmanager
+async def served(folder: JobFolder, scheduler: LeavingScheduler) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(scheduler, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    folder.endpoint.write_text(json.dumps({"control": f"127.0.0.1:{port}"}))
+    try:
+        yield
+    finally:
+        await server.stop(None)

@@ -1,4 +1,4 @@
-"""A launcher that finds its node's fork server again after that one was restarted."""
+"""A launcher that connects again after its node's fork server was restarted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidegate.runtime.launch import LauncherGone, WorkerFds, WorkerProcess, Work
 
 
 class ReconnectingLauncher:
-    """Connects at the first launch, and again at the first one after the server was lost."""
+    """Connects at the first launch, and again at the first launch after it lost the server."""
 
     def __init__(self, path: Path, *, timeout_s: float) -> None:
         """`timeout_s`: how long a server may take until it listens."""
@@ -21,16 +21,16 @@ class ReconnectingLauncher:
 
     async def launch(self, spec: WorkerSpec, fds: WorkerFds) -> WorkerProcess:
         try:
-            return await (await self._connected()).launch(spec, fds)
+            return await (await self._connect()).launch(spec, fds)
         except LauncherGone:
             self._launcher = None
-            return await (await self._connected()).launch(spec, fds)
+            return await (await self._connect()).launch(spec, fds)
 
     async def close(self) -> None:
         if self._launcher is not None:
             await self._launcher.close()
 
-    async def _connected(self) -> ForkServerLauncher:
+    async def _connect(self) -> ForkServerLauncher:
         async with self._connecting:
             if self._launcher is None:
                 self._launcher = await ForkServerLauncher.connect(self._path, timeout_s=self._timeout_s)

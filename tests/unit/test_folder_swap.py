@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tidegate.replacing import partial_of, put_in_place, recover
+from tidegate.folder_swap import empty_partial, recover, swap_in
 
 
 def written(folder: Path, text: str) -> Path:
-    partial = partial_of(folder)
+    partial = empty_partial(folder)
     (partial / "file").write_text(text)
     return partial
 
@@ -17,7 +17,7 @@ def written(folder: Path, text: str) -> Path:
 def test_the_new_folder_takes_the_place_of_the_old_one_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     for text in ("old", "new"):
-        put_in_place(written(folder, text), folder)
+        swap_in(written(folder, text), folder)
     assert (folder / "file").read_text() == "new"
     assert os.listdir(tmp_path) == ["kept"]
 
@@ -25,17 +25,17 @@ def test_the_new_folder_takes_the_place_of_the_old_one_and_nothing_is_left_besid
 def test_what_an_unfinished_write_left_is_no_part_of_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     (written(folder, "half") / "more").touch()
-    put_in_place(written(folder, "whole"), folder)
+    swap_in(written(folder, "whole"), folder)
     assert os.listdir(folder) == ["file"]
 
 
 def test_a_kill_between_the_renames_leaves_the_old_one_to_be_found(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    put_in_place(written(folder, "old"), folder)
+    swap_in(written(folder, "old"), folder)
     written(folder, "new")
     os.rename(folder, tmp_path / ".kept.former")
     recover(folder)
     assert (folder / "file").read_text() == "old"
-    put_in_place(written(folder, "newer"), folder)
+    swap_in(written(folder, "newer"), folder)
     recover(folder)
     assert (folder / "file").read_text() == "newer"

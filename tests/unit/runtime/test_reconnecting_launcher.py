@@ -11,7 +11,7 @@ import pytest
 from tests.integration.runtime.nodes import fork_server, spec, worker_fds
 from tidegate.runtime.channel import AsyncChannel
 from tidegate.runtime.launch import LauncherGone, LaunchRefused
-from tidegate.runtime.reconnecting import ReconnectingLauncher
+from tidegate.runtime.reconnecting_launcher import ReconnectingLauncher
 from tidegate.v1 import workers_pb2 as wire
 
 PATIENCE_S = 20.0

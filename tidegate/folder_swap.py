@@ -1,7 +1,7 @@
-"""A folder replaced by another as a whole.
+"""Replaces a folder by another one as a whole.
 
-Invariant: whenever its writer is killed, the one or the other is there, under its name or, until `recover`, as the
-former.
+Invariant: whenever the writer is killed, the old or the new folder is whole. It has its own name or, until `recover`,
+the former folder's name. [test_folder_swap: kill_between_the_renames]
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import shutil
 from pathlib import Path
 
 
-def partial_of(folder: Path) -> Path:
-    """Where the new one is to be written, empty; beside the folder, so that it can be renamed."""
+def empty_partial(folder: Path) -> Path:
+    """An empty folder to write the new content into. It stands beside `folder`, so that a rename can move it."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
+def swap_in(partial: Path, folder: Path) -> None:
     former = _former(folder)
     if folder.exists():
         shutil.rmtree(former, ignore_errors=True)
@@ -29,7 +29,7 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Bring the former one back where a kill came between the two renames."""
+    """Brings the former folder back when a kill came between the two renames."""
     former = _former(folder)
     if not folder.exists() and former.exists():
         os.rename(former, folder)

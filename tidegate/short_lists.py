@@ -1,18 +1,18 @@
-"""Long lists as a person is told them: the first few, and how many more there are."""
+"""Shortens long lists for a person: the first few items, and how many more there are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 
-def some(names: Iterable[str], *, most: int = 4) -> str:
-    """In one line."""
+def first_few(names: Iterable[str], *, most: int = 4) -> str:
+    """The names in one line."""
     shown = list(names)
     rest = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + rest
 
 
-def some_lines(faults: Sequence[str], *, most: int) -> str:
-    """A line each."""
+def first_lines(faults: Sequence[str], *, most: int) -> str:
+    """The faults, one in each line."""
     more = [f"and {len(faults) - most} more"] if len(faults) > most else []
     return "\n".join([*faults[:most], *more])
