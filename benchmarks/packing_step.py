@@ -19,7 +19,7 @@ from services.actor.grpo_minibatch import GrpoMinibatch
 from services.actor.microbatch import TrainBatch, TrainSample, train_batch
 from services.actor.settings import OptimizerSettings, TrainerSettings
 from services.actor.trainer import MegatronTrainer
-from tests.integration.elastic.worlds import join, open_store
+from tests.integration.elastic.world_ranks import join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.config.files import Sources, load_sources
 from tidegate.job import load_job

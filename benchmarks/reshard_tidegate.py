@@ -28,7 +28,7 @@ from tidegate.elastic.plan.planner import Planner
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state import catalogue
 from tidegate.elastic.state.catalogue import Announcement, Extent
-from tidegate.elastic.state.held import Held
+from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.trainer import ElasticTrainer
 
@@ -45,7 +45,7 @@ class ByGloo:
         self._trainer = ElasticTrainer(state.provider, adam(), world=self._world, settings=self._settings())
 
     def prepare(self, source: Mesh, target: Mesh) -> None:
-        if self._trainer.held is None:
+        if self._trainer.location is None:
             self._trainer.start(source.layout, fill=self._fill)
         else:
             self._trainer.reshard(source.layout)
@@ -58,10 +58,10 @@ class ByGloo:
         return self._floors(Traffic.of(self._part()))
 
     def check(self) -> None:
-        held = self._now()
-        if held.state is not None:
-            skeleton = held.state.skeleton
-            self._state.check(skeleton.chunks, skeleton.optimizer, held.mesh, self._crew.rank)
+        location = self._now()
+        if location.state is not None:
+            skeleton = location.state.skeleton
+            self._state.check(skeleton.chunks, skeleton.optimizer, location.mesh, self._crew.rank)
 
     def close(self) -> None:
         self._trainer.close()
@@ -82,19 +82,19 @@ class ByGloo:
         )
         return {"floor": seconds}
 
-    def _now(self) -> Held:
-        assert self._trainer.held is not None
-        return self._trainer.held
+    def _now(self) -> StateLocation:
+        assert self._trainer.location is not None
+        return self._trainer.location
 
-    def _fill(self, held: Held) -> Progress:
-        if held.state is not None:
-            skeleton = held.state.skeleton
-            self._state.fill(skeleton.chunks, skeleton.optimizer, held.mesh, self._crew.rank)
+    def _fill(self, location: StateLocation) -> Progress:
+        if location.state is not None:
+            skeleton = location.state.skeleton
+            self._state.fill(skeleton.chunks, skeleton.optimizer, location.mesh, self._crew.rank)
         return Progress(num_updates=int(NUM_STEPS))
 
     def _part(self) -> Part:
         """Of this rank, in the switch that was."""
-        ends = [held.as_end(adam()) for held in (self._source, self._now())]
+        ends = [location.as_end(adam()) for location in (self._source, self._now())]
         return _part(self._crew, self._state, *ends)
 
 
@@ -145,8 +145,8 @@ class WeightsAlone:
         if not self._sources and not self._targets:
             self._ends = State(source), State(target)
             part = _part(self._crew, self._state, *self._ends)
-            self._sources = _allocate(self._arenas[0], part.held)
-            self._targets = _allocate(self._arenas[1], part.wanted)
+            self._sources = _allocate(self._arenas[0], part.source_holdings)
+            self._targets = _allocate(self._arenas[1], part.target_holdings)
             self._transport = SharedMemory(self._places(), ArenaReader())
             for (name, kind), tensor in self._sources.items():
                 tensor.copy_(self._state.shard(name, kind, source, self._crew.rank))
@@ -197,4 +197,4 @@ def _part(crew: Crew, state: LogicalState, source: State, target: State) -> Part
 
 
 def _allocate(arena: SharedArena, holdings: tuple[Holding, ...]) -> Tensors:
-    return {(held.name, held.kind): arena.empty(held.num_elements, torch.float32) for held in holdings}
+    return {(holding.name, holding.kind): arena.empty(holding.num_elements, torch.float32) for holding in holdings}

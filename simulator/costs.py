@@ -17,7 +17,7 @@ from pydantic import Field
 
 from simulator.assumptions import Source
 from tidegate.config.base import Count, NonNegativeFloat, Positive, PositiveFloat, Section
-from tidegate.elastic.plan.planner import Moved
+from tidegate.elastic.plan.planner import RankTraffic
 from tidegate.types import Layout
 
 _LayoutName = Annotated[str, Field(pattern=r"^(single|(tp|pp|dp|cp|ep|vpp)\d+(-(pp|dp|cp|ep|vpp)\d+)*)$")]
@@ -167,7 +167,7 @@ class Costs(Section):
     sync: SyncCosts = SyncCosts()
 
 
-def busiest_bytes(ranks: Iterable[Moved]) -> int:
+def busiest_bytes(ranks: Iterable[RankTraffic]) -> int:
     """Of a reshard: what the rank that moves most sends or receives, whichever is more."""
     return max((max(moved) for moved in ranks), default=0)
 

@@ -42,9 +42,9 @@ from tidegate.config.job_config import JobConfig
 from tidegate.elastic import checkpoints
 from tidegate.elastic.epoch.world import PeerLost, World
 from tidegate.elastic.plan.layout import LayoutRefused
-from tidegate.elastic.plan.saved import SavedStateRefused
-from tidegate.elastic.preparing import Prepared
+from tidegate.elastic.plan.saved_state import SavedStateRefused
 from tidegate.elastic.report import ReshardReport
+from tidegate.elastic.reshard_preparation import PreparedReshard
 from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job, state_folder
@@ -70,7 +70,7 @@ class _PreparedReshard(NamedTuple):
     """A reshard whose first phase is done, and which is neither committed nor aborted."""
 
     id: str
-    prepared: Prepared
+    prepared: PreparedReshard
 
 
 class TrainerWorker:
@@ -157,7 +157,7 @@ class TrainerWorker:
 
     def _start(self, call: wire.WorkerCall) -> Answer:
         start, elastic = call.start_actor, self._member().elastic
-        if elastic.held is not None:
+        if elastic.location is not None:
             raise CallRefused("the trainer is started already")
         layout, ranks = decode_layout(start.layout), tuple(start.ranks)
         with self._peers("the start"):
@@ -296,10 +296,10 @@ class TrainerWorker:
     def _training(self) -> tuple[Job, MegatronTrainer]:
         """The job and the trainer. Raises CallRefused where this worker may not train."""
         trainer, _ = self._holding()
-        held, epoch = trainer.elastic.held, self._epochs.world.membership.epoch
+        location, epoch = trainer.elastic.location, self._epochs.world.membership.epoch
         assert self._job is not None
-        if held is None or held.epoch != epoch:
-            raise CallRefused(f"the state is of epoch {held and held.epoch}, this is {epoch}: reshard it first")
+        if location is None or location.epoch != epoch:
+            raise CallRefused(f"the state is of epoch {location and location.epoch}, this is {epoch}: reshard it first")
         return self._job, trainer
 
     def _holding(self) -> tuple[MegatronTrainer, str]:
@@ -307,9 +307,9 @@ class TrainerWorker:
 
         Raises CallRefused where this worker holds no part of the state."""
         trainer = self._trainer
-        if trainer is None or trainer.elastic.held is None:
+        if trainer is None or trainer.elastic.location is None:
             raise CallRefused("the trainer is not started; send JoinWorld and StartActor first")
-        mesh, me = trainer.elastic.held.mesh, trainer.elastic.world.me
+        mesh, me = trainer.elastic.location.mesh, trainer.elastic.world.me
         if me not in mesh.ranks:
             raise CallRefused(f"member {me} stands by: the layout is on members {mesh.ranks}")
         return trainer, rank_file(mesh.ranks.index(me))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.elastic import cutter
-from tests.unit.elastic.carrying_out import carry_out
+from tests.unit.elastic.message_simulation import carry_out
 from tidegate.elastic.plan.buckets import schedule
 from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
 from tidegate.elastic.plan.holders import State
@@ -30,7 +30,7 @@ from tidegate.elastic.plan.optimizers import (
 )
 from tidegate.elastic.plan.parameters import Parameter, Whole
 from tidegate.elastic.plan.plan import Plan
-from tidegate.elastic.plan.planner import Moved, Planner
+from tidegate.elastic.plan.planner import Planner, RankTraffic
 from tidegate.types import Layout
 
 NUM_RANKS = 16
@@ -159,7 +159,7 @@ def test_a_rank_alone_plans_exactly_its_part_of_the_whole(resize: Resize) -> Non
 @settings(max_examples=45)
 @given(resizes())
 def test_the_bytes_of_each_rank_are_those_of_its_part(resize: Resize) -> None:
-    want = {part.rank: Moved(part.sent_bytes, part.received_bytes) for part in resize.planner().whole().parts}
+    want = {part.rank: RankTraffic(part.sent_bytes, part.received_bytes) for part in resize.planner().whole().parts}
     assert resize.planner().bytes_by_rank() == want
 
 
@@ -170,7 +170,7 @@ def test_a_rank_receives_what_it_wants_and_did_not_hold_and_nothing_else(resize:
     source = cutter.world(resize.source, resize.parameters, whole)
     target = cutter.world(resize.target, resize.parameters, whole)
     for part in resize.planner().whole().parts:
-        itemsizes = {(holding.name, holding.kind): holding.itemsize for holding in part.wanted}
+        itemsizes = {(holding.name, holding.kind): holding.itemsize for holding in part.target_holdings}
         held = source.get(part.rank, {})
         want = 0
         for key, flat in target.get(part.rank, {}).items():

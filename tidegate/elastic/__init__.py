@@ -1,1 +1,1 @@
-"""The elastic Megatron library: a running job goes from one layout on some ranks to another on others."""
+"""The elastic Megatron library moves a running job from one layout on some ranks to another layout on others."""

@@ -1,7 +1,12 @@
-"""What the members of an epoch agree on before a reshard: what is asked, and the state that it starts from.
+"""The members of an epoch agree on a reshard before it begins: on the request and on the state it starts from.
 
-Each says what it was asked and what it can give of the state; all hear the same and conclude the same.
-Invariants: nothing is changed; a reshard goes on only if all were asked the same and one update is whole.
+Each member sends its request and the state it can provide. All members receive the same claims and reach the same
+conclusion. Nothing is changed here.
+
+Invariants:
+- A reshard continues only if all members request the same one. [test_agreement: different_requests_are_refused]
+- A reshard continues only if one update is whole on every rank of the source.
+  [test_recovery: without_one_update_of_all_the_state_is_lost]
 """
 
 from __future__ import annotations
@@ -13,28 +18,28 @@ from pydantic import TypeAdapter
 
 from tidegate.elastic.epoch.world import World
 from tidegate.elastic.plan.layout import Mesh
-from tidegate.elastic.plan.recovery import Chosen, Origin, Version, choose
+from tidegate.elastic.plan.recovery import Origin, Recovery, Version, choose_recovery
 from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.state.sources import Sources
 from tidegate.elastic.state.stamp import Note
 
 
 class MembersDisagree(RuntimeError):
-    """The members were not asked the same, or know of different states; nothing was changed."""
+    """The members request different reshards, or know different states. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one member says when a reshard begins."""
+    """The message that one member sends when a reshard begins."""
 
     name: str
     source: str
     target: str
     progress: Progress
-    """As far as this member knows; of one that stands by, of long ago perhaps."""
+    """The progress that this member knows. On a standby member it may be old."""
     versions: tuple[Version, ...] = ()
     notes: Mapping[int, Note] = field(default_factory=dict)
-    """Of the versions, by number of updates."""
+    """The notes of `versions`, by number of updates."""
 
 
 _CLAIM = TypeAdapter(Claim)
@@ -43,36 +48,41 @@ _CLAIM = TypeAdapter(Claim)
 @dataclass(frozen=True, slots=True)
 class Agreement:
     note: Note
-    """With what the job goes on."""
+    """The note of the state from which the job continues."""
     origins: Mapping[int, Origin]
-    """Who gives the tensors of each rank of the source."""
+    """By rank of the source: the member that provides its tensors."""
     newest: Progress
-    """What was committed on any rank; what it has more than the note is redone."""
+    """The newest progress that any rank committed. Updates beyond `note` are trained again."""
 
 
 def agree(name: str, sources: Sources, target: Mesh, progress: Progress, world: World) -> Agreement:
-    """Called by all members of the epoch alike. Raises MembersDisagree, StateLost, PeerLost."""
+    """All members of the epoch call this with the same arguments.
+
+    Raises MembersDisagree, StateLost or PeerLost.
+    """
     offers = list(sources.offers())
-    held = sources.held
+    location = sources.location
     claim = Claim(
         name,
-        f"{held.mesh!r} of epoch {held.epoch}",
+        f"{location.mesh!r} of epoch {location.epoch}",
         repr(target),
         progress,
         tuple(version for version, _ in offers),
-        # Of several with one number the first: the tensors' own note, which is of later than a copy's.
+        # Several versions may have one number. The first one wins: it is the tensors' own note, newer than a copy's.
         {version.num_updates: note for version, note in reversed(offers)},
     )
     gathered = world.gather(world.membership.members, _CLAIM.dump_json(claim))
-    return _conclude(held.mesh, {member: _CLAIM.validate_json(said) for member, said in gathered.items()})
+    return _conclude(location.mesh, {member: _CLAIM.validate_json(payload) for member, payload in gathered.items()})
 
 
 def _conclude(source: Mesh, claims: Mapping[int, Claim]) -> Agreement:
-    asked = {member: (said.name, said.source, said.target) for member, said in claims.items()}
-    if len(set(asked.values())) > 1:
-        raise MembersDisagree(f"the members were asked for different reshards: {asked}; ask all the same")
-    chosen: Chosen = choose(source.ranks, {member: said.versions for member, said in claims.items()})
-    notes = [said.notes[chosen.num_updates] for said in claims.values() if chosen.num_updates in said.notes]
-    known = [said.progress for said in claims.values()]
-    known += [note.progress for said in claims.values() for note in said.notes.values()]
-    return Agreement(notes[0], chosen.origins, max(known, key=lambda progress: progress.num_updates))
+    requests = {member: (claim.name, claim.source, claim.target) for member, claim in claims.items()}
+    if len(set(requests.values())) > 1:
+        raise MembersDisagree(
+            f"the members request different reshards: {requests}; call reshard with the same arguments on all"
+        )
+    recovery: Recovery = choose_recovery(source.ranks, {member: claim.versions for member, claim in claims.items()})
+    notes = [claim.notes[recovery.num_updates] for claim in claims.values() if recovery.num_updates in claim.notes]
+    known = [claim.progress for claim in claims.values()]
+    known += [note.progress for claim in claims.values() for note in claim.notes.values()]
+    return Agreement(notes[0], recovery.origins, max(known, key=lambda progress: progress.num_updates))

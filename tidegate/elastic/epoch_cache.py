@@ -1,10 +1,18 @@
-"""What a member has made for the layouts of one membership epoch, so that a switch allocates and copies only.
+"""Caches what a member has built for the layouts of one membership epoch, so that a switch only allocates and copies.
 
-For each mesh: its groups, this member's tensors, what all its ranks announced of theirs; for each pair of meshes, this
-member's part of the plan. All members call `introduce` alike, those outside the mesh too.
-Invariants: a skeleton's groups are the world's own at each use, else it is built anew; of the tensors that are not in
-use only those of the layout left last may hold memory; what fails one member while it builds fails all, and leaves
-nothing; an arena's file is one member's, in one mesh of one epoch.
+- For each mesh: its groups, this member's tensors, and the announcements of all its ranks.
+- For each pair of meshes: this member's part of the plan.
+
+All members call `introduce` with the same arguments, members outside the mesh too.
+
+Invariants:
+- A skeleton's groups are the world's own groups at each use; otherwise the skeleton is built anew.
+  [test_leaks: switches_leak_nothing]
+- Of the tensors that are not in use, only those of the last layout may keep memory.
+  [test_leaks: keep_the_memory_of_the_last_layout]
+- If building fails on one member, it fails on all members and leaves nothing.
+  [test_refusals: a_failure_of_one_member_while_it_builds]
+- An arena's file belongs to one member, in one mesh of one epoch. [test_memory: never_takes_an_existing_file]
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from tidegate.elastic.epoch.together import of_all
+from tidegate.elastic.epoch.joint_step import run_on_all
 from tidegate.elastic.epoch.world import World
 from tidegate.elastic.model.memory import Arena, OwnArena, SharedArena
 from tidegate.elastic.model.provider import ModelProvider
@@ -33,14 +41,14 @@ from tidegate.elastic.state import catalogue
 from tidegate.elastic.state.arena_files import arena_path
 from tidegate.elastic.state.catalogue import Announcement, Extent
 from tidegate.elastic.state.copies import Copies
-from tidegate.elastic.state.held import Held, RankState, discard
+from tidegate.elastic.state.location import RankState, StateLocation, discard
 from tidegate.elastic.state.stamp import RECORD_BYTES, Stamp
 from tidegate.megatron.groups import groups_of, megatron_groups
 from tidegate.megatron.reproducible import wrapper
 
 
 class EpochCache:
-    """See the module."""
+    """The module's head describes it."""
 
     def __init__(
         self,
@@ -61,64 +69,68 @@ class EpochCache:
         hosts = world.gather(world.membership.members, socket.gethostname().encode())
         self.hosts = {member: host.decode() for member, host in hosts.items()}
 
-    def introduce(self, mesh: Mesh, *, beside: Mesh | None, watch: Stopwatch) -> Held:
-        """A mesh that can hold the state; this member's tensors in it are without memory where they are new.
+    def introduce(self, mesh: Mesh, *, beside: Mesh | None, watch: Stopwatch) -> StateLocation:
+        """Return a location that can hold the state in this mesh. Tensors that are new here have no memory yet.
 
         The groups of the mesh `beside`, which is in use, stay.
         """
         with watch.part("groups"):
-            wanted = _groups(mesh)
-            is_known = self.world.is_prepared(wanted)
-            self.world.prepare(wanted if beside is None else wanted | _groups(beside))
+            groups = _groups(mesh)
+            is_known = self.world.is_prepared(groups)
+            self.world.prepare(groups if beside is None else groups | _groups(beside))
             if not is_known:
                 self._forget_dropped(mesh)
         with watch.part("build"):
             if mesh not in self._announced:
                 self._build(mesh)
-        return Held(self.world.membership.epoch, mesh, self._announced[mesh], self._states.get(mesh))
+        return StateLocation(self.world.membership.epoch, mesh, self._announced[mesh], self._states.get(mesh))
 
-    def part(self, source: Held, target: Held, hosts: Mapping[int, str]) -> Part | None:
-        """What this member does to bring the state from one to the other; None where it is in neither.
+    def part(self, source: StateLocation, target: StateLocation, hosts: Mapping[int, str]) -> Part | None:
+        """This member's part in moving the state from `source` to `target`; None where the member is in neither.
 
-        `hosts` are those on which the source's ranks, dead ones too, can be read."""
+        `hosts` are the hosts on which the source's ranks, dead ones too, can be read.
+        """
         if self.world.me not in {*source.mesh.ranks, *target.mesh.ranks}:
             return None
         key = (source.epoch, source.mesh, target.mesh)
-        # A source of another epoch has dead ranks, whose hosts are not its own; it is left once, so nothing is lost.
+        # A source of another epoch has dead ranks, whose hosts differ. It is used once, so caching would gain nothing.
         if key not in self._parts or source.epoch != self.world.membership.epoch:
             self._parts[key] = self.parts_of(source, target, hosts, [self.world.me])[self.world.me]
         return self._parts[key]
 
-    def parts_of(self, source: Held, target: Held, hosts: Mapping[int, str], ranks: Iterable[int]) -> dict[int, Part]:
-        """Those of other ranks, for whom this member stands in."""
+    def parts_of(
+        self, source: StateLocation, target: StateLocation, hosts: Mapping[int, str], ranks: Iterable[int]
+    ) -> dict[int, Part]:
+        """The parts of other ranks, which this member replaces."""
         planner = Planner(
             self._parameters, source.as_end(self._optimizer_config), target.as_end(self._optimizer_config), hosts=hosts
         )
         return {rank: planner.part(rank) for rank in ranks}
 
-    def leave(self, left: Held) -> None:
-        """After a switch: of the memory of what was left, keep what the settings say. It is of this epoch."""
-        if left.state is None:
+    def leave(self, location: StateLocation) -> None:
+        """After a switch: keep as much memory of the old location as the settings say. It belongs to this epoch."""
+        if location.state is None:
             return
-        if self._settings.keeps_last and isinstance(left.state.arena, SharedArena):
-            left.state.set_aside()
+        if self._settings.keeps_last and isinstance(location.state.arena, SharedArena):
+            location.state.set_aside()
         else:
-            left.state.release()
+            location.state.release()
 
-    def make_room(self, source: Held, mesh: Mesh) -> None:
-        """Before a reshard to the mesh: what other layouts kept is given back."""
+    def make_room(self, source: StateLocation, mesh: Mesh) -> None:
+        """Before a reshard to the mesh: give back the memory that other layouts kept."""
         for other, state in self._states.items():
             if other != mesh and state is not source.state:
                 state.release()
 
     def discard(self, *, but: RankState | None = None) -> None:
-        """At the epoch's end: give everything back but the tensors that hold the job's state."""
+        """At the end of the epoch: give everything back except the tensors that hold the job's state."""
         self._forget({mesh for mesh, state in self._states.items() if state is not but})
 
     def _build(self, mesh: Mesh) -> None:
-        """Make this member's tensors and learn of the others', to be found at the next switch too.
+        """Build this member's tensors and receive the others' announcements. Both are cached for the next switch.
 
-        Raises MemberFailed, and what failed this one; nothing is left then."""
+        Raises MemberFailed, and the error of this member. Nothing is left behind then.
+        """
         groups = megatron_groups(self.world, mesh)
         begun: list[tuple[Skeleton, Arena]] = []
         made: list[Arena] = []
@@ -142,8 +154,8 @@ class EpochCache:
             return catalogue.encode(state.announcement(self.hosts[self.world.me]))
 
         try:
-            of_all(self.world, begin)
-            announced = of_all(self.world, complete)
+            run_on_all(self.world, begin)
+            announced = run_on_all(self.world, complete)
         except Exception:
             self._states.pop(mesh, None)
             for arena in made:
@@ -168,7 +180,7 @@ class EpochCache:
         )
 
     def _stamp(self, arena: Arena) -> Stamp:
-        """In shared memory, for others to read, or in the host's, for it is not the device's business."""
+        """In shared memory, so that others can read it; otherwise in host memory: the device does not need it."""
         is_shared = isinstance(arena, SharedArena)
         return Stamp(
             arena.empty(RECORD_BYTES, torch.uint8) if is_shared else torch.zeros(RECORD_BYTES, dtype=torch.uint8)
@@ -196,7 +208,9 @@ class EpochCache:
         return SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
 
     def _forget_dropped(self, mesh: Mesh) -> None:
-        """The tensors of meshes of which the world has dropped groups, to make room for those of `mesh`, or its own."""
+        """Forget the tensors of meshes whose groups the world dropped to make room for `mesh`, and those of `mesh`
+        itself.
+        """
         whole = {other for other in self._announced if other != mesh and self.world.is_prepared(_groups(other))}
         self._forget(self._announced.keys() - whole)
 
@@ -207,7 +221,7 @@ class EpochCache:
             self._announced.pop(mesh, None)
         self._parts = {key: part for key, part in self._parts.items() if meshes.isdisjoint(key[1:])}
         if meshes:
-            # Megatron's models and optimizers refer to themselves, and to groups that have descriptors and threads.
+            # Megatron's models and optimizers are reference cycles, and they hold groups with descriptors and threads.
             gc.collect()
 
 

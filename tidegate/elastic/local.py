@@ -1,8 +1,15 @@
 """Runs the members of one epoch as processes of this machine, for an example, a test or a first look.
 
-`run` forks them from the caller, serves their store on loopback, gives them a folder of shared memory, and waits.
-Order: `on_cpu` before anything imports Megatron, then `run`. Invariants: when `run` returns or raises, no member and no
-folder is left; one member's failure ends the others.
+`run` forks the members from the caller, serves their store on loopback, gives them a folder of shared memory, and
+waits.
+
+Order:
+1. `on_cpu`, before anything imports Megatron.
+2. `run`.
+
+Invariants:
+- When `run` returns or raises, no member and no folder is left. [test_local: leaves_no_member_and_no_folder]
+- The failure of one member ends the others. [test_local: one_failure_ends_the_others]
 """
 
 from __future__ import annotations
@@ -28,12 +35,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class MemberFailed(RuntimeError):
-    """A member raised or was killed; its traceback went to stderr."""
+    """A member raised or was killed. Its traceback is on stderr."""
 
 
 def on_cpu() -> None:
     """Let this process, and those that `run` forks from it, run Megatron without CUDA."""
-    # What they warn of is what is missing on such a machine, and what is deprecated in calls between the two.
+    # Their warnings name parts that such a machine lacks, and deprecated calls between the two libraries.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     cpu_stand_in.install()
@@ -82,17 +89,20 @@ def _be(
 
 
 def _wait(members: dict[int, int]) -> None:
-    """Until all have ended; MemberFailed, with those still running left in `members`, at the first that failed."""
+    """Wait until all members have ended.
+
+    Raises MemberFailed at the first failure. Members that still run are left in `members`.
+    """
     poll = select.poll()
     for pidfd in members:
         poll.register(pidfd, select.POLLIN)
     while members:
         for pidfd, _ in poll.poll():
-            ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+            status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
             poll.unregister(pidfd)
             os.close(pidfd)
             me = members.pop(pidfd)
-            if ended is None or ended.si_status:
+            if status is None or status.si_status:
                 raise MemberFailed(
-                    f"member {me} ended with status {ended and ended.si_status}; see its traceback above"
+                    f"member {me} ended with status {status and status.si_status}; see its traceback above"
                 )

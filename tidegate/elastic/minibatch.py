@@ -1,8 +1,11 @@
-"""What one update trains on: whole, the same for every member, and cut by each rank for its own place.
+"""The minibatch of one update. Every member gets the whole minibatch, and each rank cuts its own part from it.
 
-Invariants: the cut into micro-batches does not depend on the layout, only which replica runs which does, but for a
-token cap without logical shards, which is cut for the replicas that there are; losses are weighted by the whole
-minibatch's denominators.
+Invariants:
+- The layout does not change the cut into micro-batches, only which replica runs which. The one exception is a token cap
+  without logical shards: then the cut follows the number of replicas.
+  [test_packing: logical_shards_run_does_not_depend_on_the_number_of_replicas]
+- Losses are divided by the denominators of the whole minibatch.
+  [test_training_after_switch: updates_after_a_switch_are_those]
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from tidegate.megatron.schedule import OnLogits
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands when it cuts a minibatch."""
+    """The place of a rank, by which it cuts a minibatch."""
 
     mesh: Mesh
     me: int
@@ -32,9 +35,10 @@ class RankPlace:
 
     @property
     def of_replicas(self) -> ReplicaPlace:
-        """Its replica among the others, which is all that the cut may follow.
+        """This rank's replica among the others. The cut may depend on nothing else.
 
-        In reproducible mode it may not follow the stages either: the schedule fills up what interleaved ones lack.
+        In reproducible mode the cut does not depend on the stages: the schedule adds the micro-batches that interleaved
+        stages lack.
         """
         layout = self.mesh.layout
         is_interleaved = layout.vpp > 1 and self.num_logical_shards is None
@@ -50,19 +54,22 @@ class RankPlace:
 class Minibatch(Protocol):
     @property
     def num_samples(self) -> int:
-        """Trained on, once the update is committed."""
+        """The number of samples that count as trained once the update is committed."""
 
     @property
     def num_sums(self) -> int:
-        """Length of what the loss keeps of each micro-batch."""
+        """The length of the sums that the loss returns for each micro-batch."""
 
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
-        """The rank's micro-batches, and the loss of each, whose first sum is the loss itself."""
+        """The rank's micro-batches, and the function of their losses. The first sum of each is the loss itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """The mean negative log-likelihood of each token after a sequence's first that its mask names; None: of all."""
+    """The mean negative log-likelihood of the tokens that the masks select, except the first of each sequence.
+
+    Without masks all those tokens count.
+    """
 
     sequences: Sequence[Sequence[int]]
     vocab_size: int
@@ -83,7 +90,7 @@ class NextTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Learned."""
+        """The number of tokens in the loss."""
         return sum(sum(self._mask(index)[1:]) for index in range(len(self.sequences)))
 
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:

@@ -1,8 +1,11 @@
-"""What a reshard did and what it cost, as one member saw it; the bytes are those of all members together.
+"""What a reshard did and its cost, as one member saw it. The bytes are those of all members together.
 
-Invariants: a report is made only of a committed reshard; `moved_bytes` counts each byte that went to a rank that did
-not hold it, once a rank; the seconds are wall-clock on the reporting member, a part each, and a part that did not occur
-is 0.
+Invariants:
+- A report is made only for a committed reshard. [test_refusals: a_failure_of_one_member_before_the_decision]
+- `moved_bytes` counts each byte that went to a rank that did not hold it, once per rank.
+  [test_certificate: a_plan_is_certified]
+- The seconds are wall-clock time on the reporting member, per part. A part that did not occur is 0.
+  [test_report: a_part_that_did_not_occur_is_zero]
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 from tidegate.types import Layout
 
 PARTS = ("agreement", "groups", "build", "plan", "allocation", "transfer", "certificate", "copies", "vote", "switch")
-"""In their order. `groups` and `build` are near 0 for a layout that was prepared before."""
+"""The parts of a reshard in their order. `groups` and `build` are near 0 for a layout that was prepared before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +29,24 @@ class ReshardReport:
     target: Layout
     target_ranks: tuple[int, ...]
     num_updates: int
-    """Committed before it, and in it."""
+    """The updates that were committed before the reshard and are in the state."""
     moved_bytes: int
     minimum_bytes: int
-    """What the target's ranks want and did not hold."""
+    """The bytes that the target's ranks need and did not hold."""
     local_bytes: int
-    """Copied within a rank."""
+    """The bytes that were copied within a rank."""
     certificate: str
-    """Checksum of the logical state, the same before and after; empty where the level is off."""
+    """A checksum of the logical state, the same before and after. Empty when the level is off."""
     seconds: Mapping[str, float]
-    """By part, see PARTS."""
+    """The seconds of each of PARTS."""
     lost: tuple[int, ...] = ()
-    """Members of the source that had died."""
+    """The members of the source that had died."""
     restored: Mapping[int, str] = field(default_factory=dict)
-    """By member of the source whose state was not taken from itself as it was: what it was taken from."""
+    """By member of the source whose own tensors were not used: the place from which its state was taken."""
     redone_updates: int = 0
-    """Committed on some member, and gone; they are trained again."""
+    """The updates that some member had committed and that are lost. They are trained again."""
     redone_samples: int = 0
-    """Of those updates."""
+    """The samples of those updates."""
 
     @property
     def total_s(self) -> float:

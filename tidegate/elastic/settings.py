@@ -1,4 +1,4 @@
-"""How an elastic trainer moves state and how far it checks it. Values only."""
+"""The settings of an elastic trainer: how it moves state and how much it checks. Values only."""
 
 from __future__ import annotations
 
@@ -10,35 +10,43 @@ from tidegate.elastic.check.certificate import Level
 
 
 class CopyTo(StrEnum):
-    """Where the state of the last updates is kept besides the tensors that are trained."""
+    """Where the state of the last updates is kept, in addition to the tensors in training."""
 
     NOWHERE = "nowhere"
-    """A death while an update is applied takes the state with it; so does any without shared memory."""
+    """A death while an update is applied loses the state. Without shared memory any death does."""
     NODE = "node"
-    """Each rank keeps the two last in its host's memory: what is left half applied goes back to the last whole one."""
+    """Each rank keeps its two last copies in its host's memory. After a half-applied update the job returns to the last
+    whole one.
+    """
     PEER = "peer"
-    """And another rank of the layout keeps them too, on another host where it can: for nodes that may be lost whole."""
+    """As NODE; and another rank of the layout keeps them too, on another host if possible. A whole node may then be
+    lost.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
     seed: int = 0
-    """Of the initial weights and of all random numbers."""
+    """The seed of the initial weights and of all random numbers."""
     shared_memory: Path | None = None
-    """A folder on a tmpfs of each host, owned by whoever outlives the members: ranks of a host then read each other's
-    tensors in place, and a dead rank's too. None: everything is sent through torch.distributed, and what only a dead
-    rank held is gone."""
+    """A folder on a tmpfs of each host. Its owner must outlive the members.
+
+    The ranks of a host then read each other's tensors in place, and those of a dead rank too. None: torch.distributed
+    sends everything, and the tensors that only a dead rank held are lost.
+    """
     keeps_last: bool = True
-    """Whether members keep the shared memory of the layout that was left last, so that a switch back takes none anew.
-    It is held beside the gradients of the present one: the most that a rank has at once grows by its gradients."""
+    """Whether members keep the shared memory of the last layout, so that a switch back allocates nothing.
+
+    The last layout's memory then exists beside the gradients of the present one: a rank's peak grows by its gradients.
+    """
     copies: CopyTo = CopyTo.NOWHERE
     copy_every: int = 1
-    """Updates from one copy to the next."""
+    """The number of updates from one copy to the next."""
     certificate: Level = Level.FULL
     staging_bytes: int = 64 << 20
-    """Of staging memory for what is sent, a rank."""
+    """The staging memory of each rank for the tensors that it sends and receives."""
     num_logical_shards: int | None = None
-    """Of reproducible updates, see `tidegate.megatron.reproducible`; None: the usual ones."""
+    """The logical shards of reproducible updates, see `tidegate.megatron.reproducible`. None: ordinary updates."""
     timeout_s: float = 60.0
     """How long members wait for each other's votes."""
 
@@ -52,5 +60,5 @@ class ElasticSettings:
             raise ValueError(f"copy_every={self.copy_every} must be 1 or more updates; copies=nowhere makes no copies")
         if self.shared_memory is not None and not self.shared_memory.is_dir():
             raise ValueError(
-                f"shared_memory={self.shared_memory} is no folder: make one on a tmpfs, such as under /dev/shm"
+                f"shared_memory={self.shared_memory} is not a folder: make one on a tmpfs, such as under /dev/shm"
             )

@@ -1,11 +1,21 @@
-"""A Megatron trainer that changes its layout between two updates: the library's face.
+"""A Megatron trainer that changes its layout between two updates: the interface of the library.
 
-Every process of a membership epoch has one and calls it alike; a process that the layout does not need stands by.
-Order of a reshard: `prepare` builds, fills and checks the new layout beside the old one; the members vote; at the
-decision `commit` switches, or `abort` gives the new one back. `reshard` is all of it, decided in the epoch's store.
-Invariants: until the decision nothing of the old layout is written, so that any failure leaves it as it was; the old
-tensors stay until every member has switched, or one is lost on the way; parameters, optimizer state, progress, learning
-rate and random numbers go on as if the job had always been in its layout.
+Every process of a membership epoch has one and makes the same calls. A process that the layout does not use stands by.
+
+Order of a reshard:
+1. `prepare` builds, fills and checks the new layout beside the old one.
+2. The members vote.
+3. After the decision, `commit` switches to the new layout, or `abort` gives it back.
+
+`reshard` does all three steps, with the decision in the epoch's store.
+
+Invariants:
+- Until the decision nothing of the old layout is written, so any failure leaves it as it was.
+  [test_refusals: a_failure_of_one_member_before_the_decision]
+- The old tensors stay until every member has switched, or until a member is lost on the way.
+  [test_kill_matrix: a_kill_leaves_the_old_or_the_new_layout]
+- Parameters, optimizer state, progress, learning rate and random numbers continue as if the job had always been in its
+  layout. [test_training_after_switch: updates_after_a_switch_are_those]
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ from pydantic import JsonValue
 
 from tidegate.elastic.epoch import coordinator
 from tidegate.elastic.epoch.decision import StoreDecision
-from tidegate.elastic.epoch.together import of_all
+from tidegate.elastic.epoch.joint_step import run_on_all
 from tidegate.elastic.epoch.world import World, peers_needed
 from tidegate.elastic.epoch_cache import EpochCache
 from tidegate.elastic.minibatch import Minibatch, RankPlace
@@ -26,13 +36,12 @@ from tidegate.elastic.model import param_groups
 from tidegate.elastic.model.memory import ArenaReader
 from tidegate.elastic.model.provider import ModelProvider
 from tidegate.elastic.plan.layout import LayoutRefused, Mesh
-from tidegate.elastic.preparing import At, Prepared, Preparing, ReshardAborted, nowhere
 from tidegate.elastic.report import ReshardReport, Stopwatch
+from tidegate.elastic.reshard_preparation import OnPoint, Preparation, PreparedReshard, ReshardAborted, ignore_point
 from tidegate.elastic.settings import ElasticSettings
-from tidegate.elastic.state import held as holding
 from tidegate.elastic.state.arena_files import sweep
 from tidegate.elastic.state.copies import NUM_SLOTS
-from tidegate.elastic.state.held import Held, RankState
+from tidegate.elastic.state.location import RankState, StateLocation, exchange_location
 from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.state.rng import seed_update
 from tidegate.elastic.state.stamp import Note, encoded
@@ -46,11 +55,14 @@ class NotInLayout(RuntimeError):
 
 
 class NotStarted(RuntimeError):
-    """There is no state yet."""
+    """The trainer has no state yet."""
 
 
 class ElasticTrainer:
-    """See the module. `layouts` are built ahead, over the first members that they need; others when first asked for."""
+    """The module's head describes it.
+
+    `layouts` are built ahead, over the first members of the epoch. Other layouts are built when they are first used.
+    """
 
     def __init__(
         self,
@@ -60,14 +72,14 @@ class ElasticTrainer:
         world: World,
         layouts: Iterable[Layout] = (),
         settings: ElasticSettings | None = None,
-        at: At = nowhere,
+        on_point: OnPoint = ignore_point,
     ) -> None:
         self.provider = model_provider
         self.optimizer_config = optimizer_config
         self._settings = settings or ElasticSettings()
-        self._at = at
+        self._on_point = on_point
         self._cache = EpochCache(model_provider, optimizer_config, world, self._settings)
-        self._held: Held | None = holding.shared(world, None)
+        self._location: StateLocation | None = exchange_location(world, None)
         self._progress = Progress()
         self._num_reshards = 0
         self._reader = ArenaReader()
@@ -79,14 +91,14 @@ class ElasticTrainer:
         return self._cache.world
 
     @property
-    def held(self) -> Held | None:
+    def location(self) -> StateLocation | None:
         """Where the job's state is; None before `start`."""
-        return self._held
+        return self._location
 
     @property
     def mesh(self) -> Mesh | None:
         """The layout and its ranks."""
-        return None if self._held is None else self._held.mesh
+        return None if self._location is None else self._location.mesh
 
     @property
     def progress(self) -> Progress:
@@ -94,64 +106,74 @@ class ElasticTrainer:
 
     @property
     def cursor(self) -> Mapping[str, JsonValue]:
-        """The caller's place in its data, to be set alike on all members of the layout between two updates.
+        """The caller's place in its data. All members of the layout set the same value between two updates.
 
-        What is set after an update is lost by a death before it is set: give it to `train_minibatch` instead.
+        A value that is set after an update is lost if a member dies before the set. Pass it to `train_minibatch`
+        instead.
         """
         return self._progress.cursor
 
     @cursor.setter
     def cursor(self, cursor: Mapping[str, JsonValue]) -> None:
         progress = replace(self._progress, cursor=dict(cursor))
-        if self._held is not None and (state := self._held.state) is not None:
+        if self._location is not None and (state := self._location.state) is not None:
             state.stamp.renote(Note(progress, param_groups.values_of(state.skeleton.optimizer)))
         self._progress = progress
 
     @property
     def state(self) -> RankState:
         """This member's tensors. Raises NotInLayout."""
-        if self._held is None or self._held.state is None:
-            raise NotInLayout(f"member {self.world.me} stands by: the layout is on {self.mesh and self.mesh.ranks}")
-        return self._held.state
+        if self._location is None or self._location.state is None:
+            raise NotInLayout(
+                f"member {self.world.me} stands by: the layout is on members {self.mesh and self.mesh.ranks}"
+            )
+        return self._location.state
 
     def start(
-        self, layout: Layout, *, ranks: Iterable[int] | None = None, fill: Callable[[Held], Progress] | None = None
+        self,
+        layout: Layout,
+        *,
+        ranks: Iterable[int] | None = None,
+        fill: Callable[[StateLocation], Progress] | None = None,
     ) -> None:
-        """Take the initial weights, in this layout on these members (the first ones). Raises LayoutRefused.
+        """Start with the initial weights, in this layout on these members (by default the first ones). Raises
+        LayoutRefused.
 
-        `fill` gives the state instead, on every member, and says how far it is; what it raises leaves nothing started.
+        `fill` provides the state instead: every member calls it, and it returns the progress. If it raises, nothing is
+        started.
         """
         mesh = self.mesh_of(layout, ranks)
-        held = self._cache.introduce(mesh, beside=None, watch=Stopwatch())
-        filled: list[Progress] = []
+        location = self._cache.introduce(mesh, beside=None, watch=Stopwatch())
+        progress: list[Progress] = []
 
         def take() -> bytes:
-            if held.state is not None:
-                held.state.materialise()
-            filled.append((fill or self._fill_anew)(held))
+            if location.state is not None:
+                location.state.materialise()
+            progress.append((fill or self._initialise)(location))
             return b""
 
         try:
-            of_all(self.world, take)
+            run_on_all(self.world, take)
         except Exception:
-            held.release()
+            location.release()
             raise
-        (self._progress,) = filled
-        self._begin(held)
+        (self._progress,) = progress
+        self._begin(location)
 
     def train_minibatch(
         self, minibatch: Minibatch, learning_rate: float, *, cursor: Mapping[str, JsonValue] | None = None
     ) -> Update | None:
-        """One update over a whole minibatch, which every member is given alike; None on a member that stands by.
+        """Apply one update over a whole minibatch. Every member passes the same minibatch. Returns None on a standby
+        member.
 
-        `cursor` is the caller's place in its data from the update on, committed with it.
+        `cursor` is the caller's place in its data after the update. It is committed together with the update.
 
-        After a PeerLost `progress` says how many updates this member has committed, and the next reshard's report of
-        how many all have; the state is that of one of them.
+        After a PeerLost, `progress` has the number of updates that this member committed. The report of the next
+        reshard has the number that all members have; the state is that of one of those updates.
         """
-        if self._held is None or self._held.state is None:
+        if self._location is None or self._location.state is None:
             return None
-        state = self._held.state
+        state = self._location.state
         skeleton = state.skeleton
         skeleton.materialise_gradients()
         place = RankPlace(
@@ -176,7 +198,7 @@ class ElasticTrainer:
         def note() -> Note:
             return Note(progress, param_groups.values_of(skeleton.optimizer))
 
-        # What it cannot be written down with is refused before anything is applied.
+        # Refuse a note that does not fit its record before anything is applied.
         encoded(note())
         with peers_needed(f"update {progress.num_updates}"):
             update = updates.update(batches, on_logits, learning_rate, applying=lambda: state.stamp.applying(note))
@@ -187,23 +209,26 @@ class ElasticTrainer:
         return update
 
     def reset_optimizer(self) -> None:
-        """Forget what past gradients were; weights and progress stay. Called by all ranks of the layout alike.
+        """Set the moments to 0; weights and progress stay. All ranks of the layout call it.
 
-        Raises NotInLayout and PeerLost."""
+        Raises NotInLayout and PeerLost.
+        """
         state, mesh = self.state, self.mesh
         assert mesh is not None
         state.stamp.spoil()
-        # Nobody has reset while another's state of before could be taken for that of after.
+        # Wait for all stamps to be spoiled: nobody may mistake another rank's old state for the reset one.
         self.world.barrier(mesh.ranks)
         state.skeleton.reset_moments()
-        # A copy of before has the same count of updates and another state, so that none may be left.
+        # An older copy has the same number of updates and another state, so overwrite every slot.
         self._note(state, num_copies=NUM_SLOTS)
 
     def reshard(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> ReshardReport:
-        """Go on in this layout on these members; called by all members of the epoch alike.
+        """Continue in this layout on these members. All members of the epoch make the same call.
 
-        Raises LayoutRefused before anything moves; ReshardAborted, with the old layout as it was; PeerLost when a
-        member died: `rejoin` the next epoch, in the layout that `mesh` says.
+        Raises:
+        - LayoutRefused, before anything moves;
+        - ReshardAborted, with the old layout as it was;
+        - PeerLost, when a member died: `rejoin` the next epoch, in the layout that `mesh` shows.
         """
         mesh = self.mesh_of(layout, ranks)
         self._num_reshards += 1
@@ -223,91 +248,93 @@ class ElasticTrainer:
             raise
         with prepared.watch.part("vote"):
             decision.vote()
-            self._at("voted")
+            self._on_point("voted")
             outcome = decision.outcome()
-        self._at("decided")
+        self._on_point("decided")
         if not outcome.committed:
             self.abort(prepared)
-            raise ReshardAborted(f"no reshard from {prepared.source.mesh.layout} to {layout}: {outcome.reason}")
+            raise ReshardAborted(
+                f"the reshard from {prepared.source.mesh.layout} to {layout} was aborted: {outcome.reason}"
+            )
         return self.commit(prepared)
 
-    def prepare(self, mesh: Mesh, *, name: str) -> Prepared:
-        """The first phase, of the reshard of this name. Whatever it raises, it has given back what it took.
+    def prepare(self, mesh: Mesh, *, name: str) -> PreparedReshard:
+        """The first phase of the reshard with this name. If it raises, it has given back all that it took.
 
-        Raises LayoutRefused where the state is in this mesh already, whose tensors cannot be both ends.
+        Raises LayoutRefused where the state is in this mesh already: the same tensors cannot be both source and target.
         """
-        if self._held is None:
+        if self._location is None:
             raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
-        if (self._held.epoch, self._held.mesh) == (self.world.membership.epoch, mesh):
+        if (self._location.epoch, self._location.mesh) == (self.world.membership.epoch, mesh):
             raise LayoutRefused(f"{mesh.layout} on ranks {mesh.ranks} is the layout already: go on training in it")
-        preparing = Preparing(self._cache, self._settings, self._reader, self._at)
-        return preparing.run(name, self._held, mesh, self._progress)
+        preparation = Preparation(self._cache, self._settings, self._reader, self._on_point)
+        return preparation.run(name, self._location, mesh, self._progress)
 
-    def commit(self, prepared: Prepared) -> ReshardReport:
-        """The second phase: train in the new layout from here on, and give the old one's memory back.
+    def commit(self, prepared: PreparedReshard) -> ReshardReport:
+        """The second phase: train in the new layout from here on, and give back the old layout's memory.
 
         Raises PeerLost, in the new layout, when a member does not switch: `rejoin` the next epoch.
         """
         with prepared.watch.part("switch"):
             note = prepared.agreement.note
-            self._held, self._progress = prepared.target, note.progress
+            self._location, self._progress = prepared.target, note.progress
             if prepared.target.state is not None:
                 param_groups.assign(prepared.target.state.skeleton.optimizer, note.groups)
-            self._at("switched")
+            self._on_point("switched")
             try:
                 self.world.barrier(self.world.membership.members)
-                self._at("all_switched")
+                self._on_point("all_switched")
                 if prepared.source.epoch != prepared.target.epoch:
                     self._sweep()
             finally:
                 self._retire(prepared)
-            self._at("released")
+            self._on_point("released")
             if prepared.target.state is not None:
                 prepared.target.state.skeleton.materialise_gradients()
         return prepared.report()
 
-    def abort(self, prepared: Prepared) -> None:
+    def abort(self, prepared: PreparedReshard) -> None:
         """Stay in the old layout."""
         prepared.target.release()
 
     def rejoin(self, world: World) -> None:
-        """Go on in another epoch, after a death or for new members; called by its members alike.
+        """Continue in another epoch, after a death or with new members. All its members make the same call.
 
-        The state stays where it is: the next `reshard` brings it into the new epoch. A member that knows of none takes
-        over what the others know.
+        The state stays where it is: the next `reshard` moves it into the new epoch. A member without a state learns its
+        location from the others.
         """
-        held = self._held
-        self._cache.discard(but=None if held is None else held.state)
+        location = self._location
+        self._cache.discard(but=None if location is None else location.state)
         self._cache = EpochCache(self.provider, self.optimizer_config, world, self._settings)
-        self._held = holding.shared(world, held)
-        # Counted anew, for a member that has just joined has seen none.
+        self._location = exchange_location(world, location)
+        # Start from 0: a member that has just joined has counted none.
         self._num_reshards = 0
 
     def close(self) -> None:
         """Give all memory back."""
-        self._cache.discard(but=None if self._held is None else self._held.state)
-        if self._held is not None:
-            self._held.discard()
-        self._held = None
+        self._cache.discard(but=None if self._location is None else self._location.state)
+        if self._location is not None:
+            self._location.discard()
+        self._location = None
 
-    def _fill_anew(self, held: Held) -> Progress:
-        if held.state is not None:
-            skeleton = held.state.skeleton
-            self.provider.initialise(skeleton.chunks, held.mesh, self.world.me, seed=self._settings.seed)
+    def _initialise(self, location: StateLocation) -> Progress:
+        if location.state is not None:
+            skeleton = location.state.skeleton
+            self.provider.initialise(skeleton.chunks, location.mesh, self.world.me, seed=self._settings.seed)
             skeleton.start_anew()
         return Progress()
 
-    def _begin(self, held: Held) -> None:
-        """Hold the first state, which all ranks of its layout have filled in."""
-        lost, self._held = self._held, held
-        if lost is not None and lost.epoch != held.epoch:
-            lost.discard()
+    def _begin(self, location: StateLocation) -> None:
+        """Adopt the first state, which all ranks of its layout have filled."""
+        previous, self._location = self._location, location
+        if previous is not None and previous.epoch != location.epoch:
+            previous.discard()
         self._sweep()
-        if held.state is not None:
-            self._note(held.state, num_copies=1)
+        if location.state is not None:
+            self._note(location.state, num_copies=1)
 
     def _note(self, state: RankState, *, num_copies: int) -> None:
-        """Its tensors are those of `progress`."""
+        """Record that the tensors are those of `progress`."""
         note = Note(self._progress, param_groups.values_of(state.skeleton.optimizer))
         state.stamp.set(note)
         if state.copies is not None:
@@ -315,25 +342,25 @@ class ElasticTrainer:
                 state.copies.take(state.skeleton.tensors(), note, self.world)
 
     def _sweep(self) -> None:
-        """What earlier epochs left in shared memory, dead members' files too, is of no use to anybody any more."""
+        """Remove the files of earlier epochs from shared memory, dead members' files too: nobody needs them."""
         if (folder := self._settings.shared_memory) is not None:
             sweep(folder, epoch=self.world.membership.epoch)
             self._reader = ArenaReader()
 
-    def _retire(self, prepared: Prepared) -> None:
+    def _retire(self, prepared: PreparedReshard) -> None:
         if prepared.source.epoch == prepared.target.epoch:
             self._cache.leave(prepared.source)
         else:
             prepared.source.discard()
 
     def mesh_of(self, layout: Layout, ranks: Iterable[int] | None = None) -> Mesh:
-        """The layout on these members, by default the first of the epoch. Raises LayoutRefused."""
+        """The layout on these members, by default the first members of the epoch. Raises LayoutRefused."""
         members = self.world.membership.members
         chosen = members[: layout.num_ranks] if ranks is None else tuple(ranks)
         if strangers := [rank for rank in chosen if rank not in members]:
             raise LayoutRefused(
-                f"layout {layout} on ranks {chosen}: {strangers} are no members of epoch "
-                f"{self.world.membership.epoch}, which has {members}"
+                f"layout {layout} on ranks {chosen}: {strangers} are not members of epoch "
+                f"{self.world.membership.epoch}, whose members are {members}"
             )
         if (num_shards := self._settings.num_logical_shards) is not None:
             try:

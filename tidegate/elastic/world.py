@@ -1,4 +1,4 @@
-"""The documented place of `World` and `Membership`, which are made in `epoch.world`."""
+"""The documented import path of `World` and `Membership`. Their code is in `epoch.world`."""
 
 from __future__ import annotations
 

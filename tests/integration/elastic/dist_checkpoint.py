@@ -1,10 +1,12 @@
-"""Megatron's own way from one layout to another, as the oracle of ours: dist_checkpointing, fully reshardable.
+"""Megatron's own way from one layout to another, dist_checkpointing (fully reshardable), as the oracle for ours.
 
-`save` is called by all ranks of torch's WORLD, `load` likewise, by each with its `Trained`, or with None where it has
-no part of that layout. `held_state` is what a rank has, by logical name; `logical_state` puts the ranks' answers
-together, in the test's process. Nothing here knows of our plans, transports or arenas.
-Invariants: every element of a logical tensor is found at some rank, and replicas and tied copies agree bit for bit;
-padding is left out; after `load` each parameter has a step count of its own.
+- All ranks of torch's WORLD call `save`, and all call `load`, each with its `Trained`, or with None where it has no
+  part of that layout.
+- `held_state` has a rank's tensors by logical name.
+- `logical_state` joins the ranks' answers, in the test's process.
+
+Nothing here uses our plans, transports or arenas. Every element of a logical tensor must be found at some rank, and
+replicas and tied copies must agree bit for bit. Padding is omitted. After `load` each parameter has its own step count.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Trained:
         }
         if on_first_replica:
             for link in compat.links(self.optimizer):
-                # It gathers over gloo, beside NCCL; here the group itself is gloo's.
+                # Megatron gathers over gloo beside NCCL; here the group itself is gloo's.
                 link.data_parallel_group_gloo = link.data_parallel_group
         with _data_parallel_rank(self.groups.dp_cp.rank()):
             models = {
@@ -69,7 +71,7 @@ class Trained:
 
 @contextmanager
 def _data_parallel_rank(rank: int) -> Iterator[None]:
-    """language_module.py:506 reads it from parallel_state, for tied embeddings, whatever groups it is given."""
+    """language_module.py:506 reads it from parallel_state for tied embeddings, whatever groups it gets."""
     before = parallel_state._MPU_DATA_PARALLEL_RANK
     parallel_state._MPU_DATA_PARALLEL_RANK = rank
     try:
@@ -79,7 +81,7 @@ def _data_parallel_rank(rank: int) -> Iterator[None]:
 
 
 class _AlongsideSharedWriting(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Of a rank without a part: those that share the writing look at the whole again, with all of WORLD."""
+    """The strategy of a rank without a part: ranks that share the writing check the whole again, with all of WORLD."""
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> Any:
         determine_global_metadata(sharded_state_dict)
@@ -87,13 +89,13 @@ class _AlongsideSharedWriting(TorchDistSaveShardedStrategy):  # type: ignore[mis
 
 
 def save(source: Trained | None, folder: Path, *, on_first_replica: bool = False) -> None:
-    """Collective over WORLD; the folder is there and empty. ValueError where WORLD's first rank has no part.
+    """Collective over WORLD; the folder exists and is empty. Raises ValueError where WORLD's first rank has no part.
 
-    `on_first_replica`: only there the optimizer's state is put together, instead of on all, which share the writing.
+    `on_first_replica`: the optimizer's state is assembled only there, instead of on all ranks, which share the writing.
     """
     if source is None and dist.get_rank() == 0:
-        raise ValueError("rank 0 of WORLD holds nothing, and dist_checkpointing has it write what all share: use it")
-    # A save that is not asynchronous would still start a manager process, which outlives a rank that is killed.
+        raise ValueError("rank 0 of WORLD holds nothing, but dist_checkpointing lets it write the common part: use it")
+    # Even a synchronous save would start a manager process, which outlives a killed rank.
     filesystem_async._results_queue = queue.Queue()
     state: dict[str, Any] = {}
     strategy: Any = TorchDistSaveShardedStrategy() if on_first_replica else _AlongsideSharedWriting()
@@ -105,7 +107,7 @@ def save(source: Trained | None, folder: Path, *, on_first_replica: bool = False
 
 
 def load(target: Trained | None, folder: Path) -> None:
-    """Collective over WORLD; the target's weights and optimizer state are then those that were saved."""
+    """Collective over WORLD. The target then has the saved weights and optimizer state."""
     if target is not None:
         have_state(target.optimizer)
     state = {} if target is None else target.sharded_state(is_loading=True)
@@ -121,7 +123,7 @@ def load(target: Trained | None, folder: Path) -> None:
 
 
 def held_state(target: Trained, named: Iterable[tuple[str, torch.nn.Parameter]]) -> Results:
-    """This rank's tensors as `KIND/NAME`, flat and in fp32; NaN where the optimizer's range does not reach."""
+    """This rank's tensors as `KIND/NAME`, flat and in fp32. NaN where the optimizer's range does not reach."""
     found: Results = {}
     for name, weights in named:
         found[f"{StateKind.WEIGHT}/{name}"] = weights.detach().float().reshape(-1).numpy().copy()
@@ -134,7 +136,7 @@ def held_state(target: Trained, named: Iterable[tuple[str, torch.nn.Parameter]])
 
 
 def logical_state(results: Sequence[Results], parameters: Iterable[Parameter], mesh: Mesh) -> State:
-    """The unsharded tensors from what each rank's `held_state` returned; AssertionError on a hole or a disagreement."""
+    """The unsharded tensors from the ranks' `held_state`. Raises AssertionError on a hole or a disagreement."""
     whole: State = {}
     by_name = {parameter.name: parameter for parameter in parameters}
     for index, rank in enumerate(mesh.ranks):
@@ -168,7 +170,7 @@ def _put(
 
 
 def optimizer_tensors(optimizer: Any, weights: torch.nn.Parameter) -> tuple[slice, Mapping[StateKind, torch.Tensor]]:
-    """The elements of a parameter of which this rank keeps state, and the state, step included; maybe none."""
+    """The elements of a parameter whose state this rank keeps, and that state, step included. May be empty."""
     for link in compat.links(optimizer):
         if weights in link.model_param_group_index_map:
             group, order = link.model_param_group_index_map[weights]
@@ -181,7 +183,9 @@ def optimizer_tensors(optimizer: Any, weights: torch.nn.Parameter) -> tuple[slic
 
 
 def have_state(optimizer: Any) -> None:
-    """torch's Adam makes its state at its first step; the load wants it before, and the same step everywhere."""
+    """Create the state that torch's Adam creates at its first step: `load` needs it before, with the same step
+    everywhere.
+    """
     for link in compat.links(optimizer):
         for group in link.optimizer.param_groups:
             for main in group["params"]:
@@ -192,10 +196,10 @@ def have_state(optimizer: Any) -> None:
 
 
 def _load_link(link: Any, saved: dict[str, Any]) -> None:
-    """What `load_state_dict` does, without its ways with torch's Adam.
+    """Like `load_state_dict`, without its two faults with torch's Adam.
 
-    It gives all parameters one shared step tensor, which then counts once a parameter (distrib_optimizer.py:1028), and
-    fails on state whose step is a tensor (:1223).
+    It gives all parameters one shared step tensor, which then counts once per parameter (distrib_optimizer.py:1028),
+    and it fails on state whose step is a tensor (:1223).
     """
     del saved["param_state_sharding_type"]
     param_state = saved.pop("param_state")

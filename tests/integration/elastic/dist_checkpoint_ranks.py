@@ -1,4 +1,4 @@
-"""What the ranks of the test of dist_checkpointing run: skeletons of two layouts, one filled, one loaded."""
+"""The rank processes of the dist_checkpointing test: skeletons of two layouts, one filled, one loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from tests.integration.elastic.dist_checkpoint import Trained, held_state, load, save
-from tests.integration.elastic.worlds import CPU, join, open_store
+from tests.integration.elastic.world_ranks import CPU, join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.epoch.world import World
 from tidegate.elastic.model.memory import OwnArena
@@ -40,7 +40,7 @@ def provider(dtype: str) -> GptProvider:
 def through_a_checkpoint(
     context: RankContext, *, source: Any, target: Any, dtype: str, folder: str, num_steps: int
 ) -> Results:
-    """`held_state` in both layouts, each (its sizes, ranks), under `source:` and `target:`."""
+    """`held_state` in both layouts under `source:` and `target:`. Each layout is (its sizes, ranks)."""
     world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
     before = _skeleton(world, source, dtype)
     after = _skeleton(world, target, dtype)
@@ -77,7 +77,7 @@ def _skeleton(world: World, layout: Any, dtype: str) -> Skeleton | None:
 
 
 def _fill(skeleton: Skeleton, me: int, num_steps: int, dtype: str) -> None:
-    """Weights by the provider; optimizer state by the main parameters, so that replicas cannot disagree."""
+    """The provider sets the weights. Optimizer state is derived from the main parameters, so that replicas agree."""
     provider(dtype).initialise(skeleton.chunks, skeleton.mesh, me, seed=1)
     skeleton.start_anew()
     tensors = skeleton.tensors()

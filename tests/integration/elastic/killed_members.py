@@ -9,9 +9,9 @@ import pytest
 
 from tests.ranks import RankServer, Results
 
-TRAINS_ON = "tests.integration.elastic.survivors:trains_on"
+TRAINS_ON = "tests.integration.elastic.death_ranks:trains_on"
 NUM_RANKS = 5
-"""Four members and rank 0, which says which ranks are members."""
+"""Four members and rank 0, which publishes the epochs."""
 PLACES = [{"layout": {"dp": 2}, "ranks": [1, 2], "updates": 2}, {"layout": {"tp": 2}, "ranks": [2, 3], "updates": 2}]
 REFUGE = {"dp": 2}
 OLD, NEW = (
@@ -26,15 +26,15 @@ def undisturbed(ranks: RankServer) -> list[Results]:
 
 
 def run_with_kill(ranks: RankServer, victim: int, **script: Any) -> list[Results]:
-    """The results of rank 0, which says which ranks are members, then those of the members that live."""
+    """The results of rank 0, which publishes the epochs, then those of the members that live."""
     arguments = {"places": PLACES, "refuge": REFUGE, "victim": victim} | script
     found = ranks.run(TRAINS_ON, NUM_RANKS, arguments, expect_death=[victim])
-    assert found[0]["left"].tolist() == []
+    assert found[0]["leftover"].tolist() == []
     return [of_rank for rank, of_rank in enumerate(found) if rank != victim]
 
 
 def updates_of(members: list[Results]) -> dict[int, list[float]]:
-    """The losses of each update by its number: the last that a member reports."""
+    """The updates by number, from the members that trained. A later one replaces an earlier one of the same number."""
     found: dict[int, list[float]] = {}
     for of_rank in members:
         found |= dict(zip(of_rank["numbers"].tolist(), of_rank["updates"].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""A reshard gives every rank the bits of Megatron's own checkpoint, saved in one layout and loaded in the other."""
+"""A reshard gives every rank the same bits as Megatron's checkpoint, saved in one layout and loaded in the other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.ranks import RankServer
 
+RANKS = "tests.integration.elastic.against_dist_checkpointing_ranks:"
 Place = dict[str, Any]
 
 SWITCHES: dict[str, tuple[Place, Place, int]] = {
@@ -29,8 +30,10 @@ EXPERT_SWITCHES: dict[str, tuple[Place, Place, int]] = {
         8,
     ),
 }
-"""All with expert parallelism: without, Megatron has one optimizer for experts and all else, and its checkpoint of that
-cannot be loaded into two."""
+"""All have expert parallelism on both sides.
+
+Without it Megatron has one optimizer for experts and all else, and its checkpoint of that cannot be loaded into two.
+"""
 EVERYDAY = ("tensors to chunked stages", "bf16")
 
 
@@ -42,14 +45,14 @@ EVERYDAY = ("tensors to chunked stages", "bf16")
         for dtype in ("fp32", "bf16")
     ],
 )
-def test_a_reshard_gives_every_rank_what_a_checkpoint_gives_it(
+def test_a_reshard_gives_every_rank_the_same_bits_as_a_checkpoint(
     ranks: RankServer, tmp_path: Path, name: str, dtype: str
 ) -> None:
     source, target, num_ranks = (SWITCHES | EXPERT_SWITCHES)[name]
     model = {"experts": name in EXPERT_SWITCHES, "bf16": dtype == "bf16"}
     arguments = {"source": source, "target": target, "folder": str(tmp_path)} | model
 
-    found = ranks.run("tests.integration.elastic.loaded:resharded_and_loaded", num_ranks, arguments, timeout_s=120.0)
+    found = ranks.run(RANKS + "resharded_and_loaded", num_ranks, arguments, timeout_s=120.0)
 
     members = target.get("ranks", range(num_ranks))
     for rank, of_rank in enumerate(found):

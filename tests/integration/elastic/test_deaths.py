@@ -1,4 +1,4 @@
-"""A member is killed while it trains; the others go on in the next epoch, as the run does in which nobody dies."""
+"""A member is killed while it trains. The others continue in the next epoch, like the run in which nobody dies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.integration.elastic.death_ranks import APPLYING, FORWARD
 from tests.integration.elastic.killed_members import check_as_undisturbed, run_with_kill, undisturbed
-from tests.integration.elastic.survivors import APPLYING, FORWARD
 from tests.ranks import RankServer, Results
 
 __all__ = ["undisturbed"]
@@ -30,7 +30,7 @@ DEATHS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "while an update is applied, with copies at peers": (
         {"point": APPLYING, "dies_in": 3, "shared": False, "copies": "peer"},
-        # Member 3 needed nobody more, and had applied it.
+        # Member 3 needed no peer any more, and had applied the update.
         "(2,) {2: 'the copy that member 3 kept', 3: 'its own copy'} 1 8",
     ),
     "while an update is applied, with the last common copy two behind": (
@@ -51,7 +51,7 @@ IN_DEFAULT_SUITE = {
 @pytest.mark.parametrize(
     "death", [name if name in IN_DEFAULT_SUITE else pytest.param(name, marks=pytest.mark.long) for name in DEATHS]
 )
-def test_training_goes_on_after_a_death(ranks: RankServer, undisturbed: list[Results], death: str) -> None:
+def test_training_continues_after_a_death(ranks: RankServer, undisturbed: list[Results], death: str) -> None:
     script, want_report = DEATHS[death]
 
     _, *members = run_with_kill(ranks, VICTIM, **script)
@@ -59,17 +59,19 @@ def test_training_goes_on_after_a_death(ranks: RankServer, undisturbed: list[Res
     check_as_undisturbed(members, undisturbed)
     for of_rank in members:
         assert of_rank["reports"].tolist() == [want_report]
-    # The timeout is 20 s: who waits for it has not been told.
+    # The timeout is 20 s: a member that waits for it was not informed of the death.
     assert all(float(of_rank["seconds"]) < 10.0 for of_rank in members if not np.isnan(of_rank["seconds"]))
 
 
 @pytest.mark.long
-def test_state_that_is_lost_is_said_to_be_and_training_goes_on_from_the_checkpoint(
+def test_lost_state_is_reported_and_training_continues_from_the_checkpoint(
     ranks: RankServer, undisturbed: list[Results]
 ) -> None:
     _, *members = run_with_kill(ranks, VICTIM, point=APPLYING, dies_in=1, saves_after=1)
 
     check_as_undisturbed(members, undisturbed)
     for of_rank in members:
-        assert str(of_rank["error"]).startswith("no update is left whole: by rank, the updates of which tensors")
+        assert str(of_rank["error"]).startswith(
+            "no update survives whole on every rank: by rank, the updates whose tensors"
+        )
         assert "{1: [], 2: []}" in str(of_rank["error"])

@@ -1,4 +1,4 @@
-"""The oracle itself: what dist_checkpointing loads in one layout is what was saved in another."""
+"""The oracle itself: dist_checkpointing loads in one layout the state that was saved in another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PP2_VPP2 = ({"tp": 1, "pp": 2, "dp": 1, "vpp": 2}, [3, 1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_loaded_in_one_layout_is_what_was_saved_in_another(
+def test_the_oracle_loads_in_one_layout_the_state_that_was_saved_in_another(
     ranks: RankServer, tmp_path: Path, dtype: str
 ) -> None:
     arguments = {"source": TP2_DP2, "target": PP2_VPP2, "dtype": dtype, "folder": str(tmp_path), "num_steps": 7}

@@ -1,4 +1,4 @@
-"""The example of the pages is short, quiet, and says what the pages say that it does."""
+"""The example in the docs is short and quiet, and does what the docs say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_example_has_fewer_than_60_lines() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_example_trains_through_three_resizes_as_in_one_layout_and_says_nothing_else() -> None:
+def test_the_example_trains_through_three_resizes_as_in_one_layout_and_prints_nothing_else() -> None:
     ran = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=280, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     *resizes, summary = ran.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""kill -9 of any member at each point of a reshard: all are in the old layout or all in the new one, and go on."""
+"""After kill -9 of any member at any point of a reshard, all survivors are in one layout, old or new, and continue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.elastic.killed_members import NEW, OLD, check_as_undisturbed, run_with_kill, undisturbed
 from tests.ranks import RankServer, Results
-from tidegate.elastic.preparing import POINTS
+from tidegate.elastic.reshard_preparation import POINTS
 
 __all__ = ["undisturbed"]
 
@@ -25,31 +25,31 @@ IN_DEFAULT_SUITE = {("in both layouts", "introduced"), ("in the target only", "s
         for point in POINTS
     ],
 )
-def test_a_kill_leaves_the_old_or_the_new_layout_and_training_goes_on(
+def test_a_kill_leaves_the_old_or_the_new_layout_and_training_continues(
     ranks: RankServer, undisturbed: list[Results], victim: str, point: str
 ) -> None:
-    said, *members = run_with_kill(ranks, VICTIMS[victim], point=point)
+    coordinator, *members = run_with_kill(ranks, VICTIMS[victim], point=point)
 
-    check(said, members, undisturbed, point=point)
+    check(coordinator, members, undisturbed, point=point)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", ["introduced", "transferring", "summed", "voted", "switched", "released"])
 @pytest.mark.parametrize("copies", [{"shared": False, "copies": "peer"}, {"copies": "node"}], ids=["peer", "node"])
-def test_so_does_one_where_copies_are_kept(
+def test_a_kill_where_copies_are_kept_leaves_the_old_or_the_new_layout(
     ranks: RankServer, undisturbed: list[Results], copies: dict[str, Any], point: str
 ) -> None:
-    said, *members = run_with_kill(ranks, VICTIMS["in both layouts"], point=point, **copies)
+    coordinator, *members = run_with_kill(ranks, VICTIMS["in both layouts"], point=point, **copies)
 
-    check(said, members, undisturbed, point=point)
+    check(coordinator, members, undisturbed, point=point)
 
 
-def check(said: Results, members: list[Results], undisturbed: list[Results], *, point: str) -> None:
-    """`said` by the rank that says who is a member; `point`, at which one died."""
+def check(coordinator: Results, members: list[Results], undisturbed: list[Results], *, point: str) -> None:
+    """`coordinator`: the results of rank 0. `point`: where a member died."""
     want = NEW if point in SECOND_PHASE else OLD
     assert [of_rank["meshes"].tolist() for of_rank in members] == [[want]] * 3
-    assert int(said["committed"]) == (point in SECOND_PHASE)
-    # The certificate is of the logical state: that of the run in which nobody died, after as many updates.
+    assert int(coordinator["committed"]) == (point in SECOND_PHASE)
+    # The certificate is that of the logical state, so it equals the undisturbed run's after as many updates.
     (want_certificate,) = undisturbed[1]["certificates"].tolist()
     for of_rank in members:
         certificates = of_rank["certificates"][of_rank["certified"] == 2]

@@ -1,4 +1,4 @@
-"""Learning-rate progress is saved with the state that it is of, and goes on from it in any layout."""
+"""Learning-rate progress is saved with its state, and continues from it in any layout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from tests.ranks import RankServer
 
-RANKS = "tests.integration.elastic.progressing:"
+RANKS = "tests.integration.elastic.lr_progress_ranks:"
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.long)], ids=str)
-def test_a_restore_at_any_update_in_another_layout_goes_on_as_the_run_that_was_never_interrupted(
+def test_a_restore_at_any_update_in_another_layout_continues_like_the_uninterrupted_run(
     ranks: RankServer, layout: dict[str, int], tmp_path: Path
 ) -> None:
     want, _ = ranks.run(RANKS + "uninterrupted", 2, {"folder": str(tmp_path)})

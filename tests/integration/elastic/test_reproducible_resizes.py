@@ -1,4 +1,4 @@
-"""In reproducible mode a run that is resized has the bits of the run that never was."""
+"""In reproducible mode a resized run has the same bits as a run that is never resized."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.ranks import RankServer, Results
 
-WALKS = "tests.integration.elastic.trainers:walks"
+WALKS = "tests.integration.elastic.trainer_ranks:walks"
 RESIZED = [
     {"layout": {"dp": 2}},
     {"layout": {"dp": 2, "pp": 2}},
@@ -23,7 +23,7 @@ def run(ranks: RankServer, places: list[dict[str, Any]], *, updates_between: int
     return ranks.run(WALKS, 4, arguments)[0]
 
 
-def test_losses_norms_weights_and_moments_of_a_resized_run_are_the_fixed_ones_bit_for_bit(ranks: RankServer) -> None:
+def test_losses_norms_weights_and_moments_of_a_resized_run_equal_the_fixed_run_bit_for_bit(ranks: RankServer) -> None:
     resized = run(ranks, RESIZED, updates_between=1)
     want = run(ranks, FIXED, updates_between=len(RESIZED))
 

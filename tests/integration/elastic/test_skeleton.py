@@ -1,4 +1,4 @@
-"""Skeletons of real Megatron models: what they hold, their memory's coming and going, their parameter groups."""
+"""Skeletons of real Megatron models: their tensors, the release of their memory, their parameter groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import RankServer
 
-JOBS = "tests.integration.elastic.skeletons:"
+JOBS = "tests.integration.elastic.skeleton_ranks:"
 
 MESHES: list[dict[str, Any]] = [
     {"layout": {"tp": 2, "pp": 2}, "ranks": [2, 0, 3, 1], "model": {"tied": True}},
@@ -27,7 +27,7 @@ MESHES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def tmpfs() -> Iterator[str]:
-    """A folder of the host's shared memory, gone afterwards."""
+    """A folder of the host's shared memory, removed afterwards."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield folder
 
@@ -54,7 +54,7 @@ def test_a_rank_holds_exactly_what_the_planner_says_and_members_outside_the_mesh
         pytest.param({"tp": 2, "dp": 2}, {"frozen": True}, True, marks=pytest.mark.long),
     ],
 )
-def test_training_on_released_and_refilled_memory_is_the_run_that_was_never_broken(
+def test_training_on_released_and_refilled_memory_equals_the_unbroken_run(
     ranks: RankServer, tmpfs: str, layout: dict[str, int], model_of: dict[str, Any], shared: bool
 ) -> None:
     num_ranks = int(np.prod([size for axis, size in layout.items() if axis in ("tp", "pp", "dp", "cp")]))
@@ -69,7 +69,7 @@ def test_training_on_released_and_refilled_memory_is_the_run_that_was_never_brok
         assert of_rank["gradient_sizes_fit"]
         released, materialised = of_rank["bytes"]
         assert released == 0
-        # A file's memory comes in whole pages.
+        # A file's memory is a number of whole pages.
         assert of_rank["expected_bytes"] <= materialised < of_rank["expected_bytes"] + 4096
     assert not list(Path(tmpfs).iterdir())
 
@@ -78,7 +78,7 @@ def test_optimizers_that_cannot_change_their_layout_are_refused_by_name(ranks: R
     (found,) = ranks.run(JOBS + "refusals", 1)
 
     assert str(found["adam"]) == ""
-    assert "LayerWiseDistributedOptimizer cannot change its layout: it deals out whole" in str(found["layer-wise"])
+    assert "LayerWiseDistributedOptimizer cannot change its layout: it distributes whole" in str(found["layer-wise"])
     assert "HybridDeviceOptimizer cannot change its layout: a part" in str(found["offloaded"])
     assert "optimizer sgd cannot change its layout" in str(found["sgd"])
     assert "use_distributed_optimizer=False cannot change its layout" in str(found["plain"])
@@ -90,23 +90,23 @@ def test_optimizers_that_cannot_change_their_layout_are_refused_by_name(ranks: R
     ("experts", "layout", "other_layout", "want_groups_of"),
     [
         (False, {"pp": 2}, {"dp": 2}, [0, 1, 2]),
-        # Expert parallelism gives experts groups of their own, here after the dense ones, and takes them again.
+        # With expert parallelism, experts have groups of their own after the dense ones; without, they share them.
         (True, {"dp": 2}, {"dp": 2, "ep": 2}, [0, 1, 2, 0]),
         (True, {"dp": 2, "ep": 2}, {"pp": 2}, [0, 1, 2]),
     ],
 )
-def test_another_layouts_optimizer_goes_on_with_the_groups_values_and_the_schedule(
+def test_another_layouts_optimizer_continues_with_the_groups_values_and_the_schedule(
     ranks: RankServer, experts: bool, layout: dict[str, int], other_layout: dict[str, int], want_groups_of: list[int]
 ) -> None:
     arguments = {"experts": experts, "layout": layout, "other_layout": other_layout}
 
     for of_rank in ranks.run(JOBS + "scheduled", 2, arguments):
-        assert of_rank["again"].tolist() == of_rank["said"][:, want_groups_of].tolist()
-        assert len({tuple(group) for group in of_rank["said"][0].tolist()}) >= 3
+        assert of_rank["again"].tolist() == of_rank["values"][:, want_groups_of].tolist()
+        assert len({tuple(group) for group in of_rank["values"][0].tolist()}) >= 3
         assert of_rank["again"][0][0][2] == 0.5
         assert str(of_rank["betas"]) == "(0.9, 0.999)"
         assert of_rank["experts"].tolist() == [False] * 3 + [True] * (len(want_groups_of) - 3)
-        assert "no one of 1 parameter groups was made as" in str(of_rank["strange"])
+        assert "none of 1 parameter groups was made as" in str(of_rank["strange"])
         assert of_rank["after_refusal"][0] == 0.5
 
 
@@ -119,7 +119,7 @@ def test_random_numbers_are_a_function_of_seed_update_and_coordinates(ranks: Ran
     assert np.array_equal(there, back)
     assert not np.array_equal(there[0], found["next"][0])
     default, of_tp, of_experts, of_all = range(4)
-    # Ranks 0 and 1 are tp ranks of one replica, 2 and 3 of the other.
+    # Ranks 0 and 1 are the tp ranks of one replica, 2 and 3 those of the other.
     assert np.array_equal(there[0, default], there[1, default])
     assert np.array_equal(there[0, -1], there[1, -1])
     assert not np.array_equal(there[0, default], there[2, default])

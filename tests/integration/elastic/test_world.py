@@ -1,4 +1,4 @@
-"""Epochs of real processes: groups, their cache, deaths, and what is left open."""
+"""Epochs of real processes: groups, their cache, deaths, and leftover descriptors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks import RankServer
 
-WORLDS = "tests.integration.elastic.worlds:"
+WORLDS = "tests.integration.elastic.world_ranks:"
 TP2_PP2 = {"tp": 2, "pp": 2, "dp": 1, "cp": 1, "ep": 1}
 DP4_EP2 = {"tp": 1, "pp": 1, "dp": 4, "cp": 1, "ep": 2}
 TP2_CP2 = {"tp": 2, "pp": 1, "dp": 1, "cp": 2, "ep": 1}
@@ -25,27 +25,29 @@ def test_survivors_of_a_kill_in_an_all_reduce_meet_in_the_next_epoch(
 
     survivors = [rank for rank in range(4) if rank != victim]
     assert [int(found[rank]["total"]) for rank in survivors] == [sum(survivors)] * 3
-    # The timeout is 20 s: who waits for it has not been told.
+    # The timeout is 20 s: a member that waits for it was not informed of the death.
     assert all(found[rank]["seconds"].shape == (2,) and found[rank]["seconds"][-1] < 5.0 for rank in survivors)
 
 
-def test_an_abort_fails_those_who_wait_for_it_though_its_groups_are_held(ranks: RankServer) -> None:
+def test_an_abort_fails_the_members_that_wait_for_it_though_its_groups_are_referenced(
+    ranks: RankServer,
+) -> None:
     found = ranks.run(WORLDS + "one_aborts", 3)
 
     assert all(float(of_rank["seconds"]) < 5.0 for of_rank in found)
     assert [int(of_rank["total"]) for of_rank in found] == [3, 3, 3]
 
 
-def test_a_member_that_does_not_come_is_lost_at_the_timeout_and_may_come_to_the_next_epoch(ranks: RankServer) -> None:
+def test_an_absent_member_is_lost_at_the_timeout_and_may_join_the_next_epoch(ranks: RankServer) -> None:
     found = ranks.run(WORLDS + "one_is_late", 2)
 
     messages = [str(message) for message in found[0]["messages"]]
-    assert messages[0].startswith("gathering from members (0, 1): a peer is gone or too late:")
-    assert messages[1].startswith("member 0 joining epoch 2 of members (0, 1): a peer is gone or too late:")
+    assert messages[0].startswith("gathering from members (0, 1): a peer is dead or too late:")
+    assert messages[1].startswith("member 0 joining epoch 2 of members (0, 1): a peer is dead or too late:")
     assert [int(of_rank["total"]) for of_rank in found] == [1, 1]
 
 
-def test_members_come_go_and_change_places_and_keep_their_ids(ranks: RankServer) -> None:
+def test_members_join_leave_and_change_places_and_keep_their_ids(ranks: RankServer) -> None:
     found = ranks.run(WORLDS + "members_come_and_go", 4)
 
     want = ["0: 1:x", "2:xx 0: 1:x", "1:x 2:xx", "2:xx 1:x 0: 3:xxx"]
@@ -70,7 +72,7 @@ def test_groups_are_those_of_megatron_s_parallel_state(ranks: RankServer, layout
         }
 
 
-def test_groups_over_permuted_ranks_are_the_same_with_the_ranks_in_their_places(ranks: RankServer) -> None:
+def test_groups_over_permuted_ranks_are_the_plain_groups_with_permuted_ranks(ranks: RankServer) -> None:
     places = [2, 0, 3, 1]
 
     straight = ranks.run(WORLDS + "megatron_ranks", 4, {"layout": TP2_PP2, "ranks": [0, 1, 2, 3], "own": True})

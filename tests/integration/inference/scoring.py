@@ -10,7 +10,7 @@ import numpy as np
 from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
-from tests.integration.elastic.worlds import CPU
+from tests.integration.elastic.world_ranks import CPU
 from tests.integration.megatron import recorded
 from tests.integration.megatron.jobs import state_files, trainer, world
 from tests.ranks import RankContext, Results

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from tests.integration.elastic.worlds import open_store
+from tests.integration.elastic.world_ranks import open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.epoch.world import Membership, World
 from tidegate.elastic.plan.layout import Mesh

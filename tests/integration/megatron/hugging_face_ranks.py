@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from services.actor.worker import rank_file
-from tests.integration.elastic.worlds import open_store
+from tests.integration.elastic.world_ranks import open_store
 from tests.integration.megatron import recorded
 from tests.integration.megatron.jobs import trainer
 from tests.ranks import RankContext, Results

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
-from tests.integration.elastic.worlds import CPU, join, open_store
+from tests.integration.elastic.world_ranks import CPU, join, open_store
 from tests.integration.megatron import recorded
 from tests.ranks import RankContext, Results
 from tidegate.checksums import file_checksum

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from tests.integration.elastic.worlds import CPU, join, open_store
+from tests.integration.elastic.world_ranks import CPU, join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.minibatch import RankPlace
 from tidegate.elastic.model.memory import OwnArena

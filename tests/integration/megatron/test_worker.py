@@ -111,5 +111,5 @@ def test_a_member_that_finds_nobody_serving_the_store_of_an_epoch_joins_the_next
     ranks: RankServer, fixed: Results, tmp_path: Path
 ) -> None:
     (found,) = ranks.run(f"{RANKS}:without_a_store", 1, {"folder": str(tmp_path)})
-    assert "reaching the store of epoch 1: a peer is gone or too late" in str(found["refusal"])
+    assert "reaching the store of epoch 1: a peer is dead or too late" in str(found["refusal"])
     assert found["losses"] == pytest.approx(fixed["losses"][:1], abs=TOLERANCE)

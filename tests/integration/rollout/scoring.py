@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from services.rollout.engine import SamplingParams
-from tests.integration.elastic.worlds import CPU
+from tests.integration.elastic.world_ranks import CPU
 from tests.integration.megatron.jobs import world
 from tests.ranks import RankContext, Results
 from tests.unit.rollout.tiny_models import TINY, engine_of, random_weights, request_of, run

@@ -1,7 +1,7 @@
-"""Cuts whole arrays as Megatron would, without a word of the planner's: what a rank must hold, element by element.
+"""Cuts whole arrays as Megatron would, independently of the planner: what each rank must hold, element by element.
 
-Every element of every tensor has a value of its own, so that equal arrays mean that everything is in its place. Padding
-rows of the vocabulary are -1 and travel nowhere.
+Every element of every tensor has its own value, so equal arrays prove that everything is in its place. Padding rows of
+the vocabulary are -1 and are never moved.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cut(parameter: Parameter, whole: Array, tp: int, tp_rank: int) -> Array:
 
 
 def homes(mesh: Mesh, parameter: Parameter) -> Iterator[tuple[int, int, int]]:
-    """(rank, tp rank, which of the rank's buffers) of all that hold a shard of the parameter."""
+    """(rank, tp rank, index of the rank's buffer) of all ranks that hold a shard of the parameter."""
     layout = mesh.layout
     ranks = np.array(mesh.ranks).reshape(layout.pp, layout.dp * layout.cp, layout.tp)
     dealt = [
@@ -72,7 +72,7 @@ def homes(mesh: Mesh, parameter: Parameter) -> Iterator[tuple[int, int, int]]:
 
 
 def shares(mesh: Mesh, parameters: Sequence[Parameter], *, per_bucket: int) -> dict[int, dict[str, FlatRange]]:
-    """Flat ranges as Megatron's buffers give them: reverse order, aligned, in padded buckets."""
+    """Flat ranges as in Megatron's buffers: reverse order, aligned, in padded buckets."""
     buffers: dict[tuple[int, bool], list[tuple[Parameter, int, int]]] = {}
     for parameter in parameters:
         if parameter.trainable:
@@ -109,7 +109,7 @@ def _share_of_bucket(order: list[tuple[Parameter, int]], index: int, count: int)
 
 
 def world(state: State, parameters: Sequence[Parameter], whole: Mapping[tuple[str, StateKind], Array]) -> World:
-    """What each rank holds, flat."""
+    """The flat tensors that each rank holds."""
     held: World = {rank: {} for rank in state.mesh.ranks}
     for parameter in parameters:
         for rank, tp_rank, _ in homes(state.mesh, parameter):
@@ -138,7 +138,7 @@ def empty_like(held: World) -> World:
 
 
 def view(flat: Array, offset: int, stride: int, copy: RegionCopy) -> Array:
-    """A copy's region of a flat tensor. Raises where it leaves the tensor."""
+    """A copy's region of a flat tensor. Raises AssertionError where it leaves the tensor."""
     assert 0 <= offset <= offset + (copy.rows - 1) * stride + copy.cols <= flat.size
     return np.lib.stride_tricks.as_strided(
         flat[offset:], (copy.rows, copy.cols), (stride * flat.itemsize, flat.itemsize)
@@ -146,7 +146,7 @@ def view(flat: Array, offset: int, stride: int, copy: RegionCopy) -> Array:
 
 
 def apply(plan: Plan, source: World, target: World) -> None:
-    """Carry out a plan between arrays, every copy as it stands."""
+    """Carry out a plan between arrays, every copy as it is listed."""
     for part in plan.parts:
         carry((*part.local, *part.receives), source, target)
 

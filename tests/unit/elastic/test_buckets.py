@@ -1,10 +1,10 @@
-"""Copies between two ranks travel in buckets of bounded memory, in one order of all messages."""
+"""Copies between two ranks travel in buckets of bounded memory, in one common order of all messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.unit.elastic.carrying_out import carry_out
+from tests.unit.elastic.message_simulation import carry_out
 from tidegate.elastic.plan.buckets import Bucket, schedule
 from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.plan.plan import Holding, Part, RegionCopy
@@ -45,7 +45,7 @@ def test_a_copy_larger_than_a_bucket_is_cut_into_rows_and_then_within_a_row() ->
     assert boxes == [[(0, 0, 1, 3)], [(0, 3, 1, 1), (1, 0, 1, 2)], [(1, 2, 1, 2)]]
 
 
-def test_wide_elements_come_before_narrow_ones_so_that_each_is_aligned() -> None:
+def test_wide_elements_come_before_narrow_ones_to_keep_both_aligned() -> None:
     narrow = copy_between(0, 1, cols=3, name="a")._replace(itemsize=2)
     wide = copy_between(0, 1, name="b")
     held = (
@@ -56,26 +56,26 @@ def test_wide_elements_come_before_narrow_ones_so_that_each_is_aligned() -> None
     assert bucket.copies == (wide, narrow)
 
 
-def test_a_memory_that_holds_no_element_is_refused() -> None:
+def test_a_memory_too_small_for_one_element_is_refused() -> None:
     with pytest.raises(ValueError, match="a bucket of 3 bytes holds no element of p weight"):
         schedule(part_of(copy_between(0, 1)), ranks=range(2), memory_bytes=7)
 
 
-def test_the_same_host_comes_first_and_then_the_nearer_rounds() -> None:
+def test_messages_within_a_host_come_first_and_then_earlier_rounds() -> None:
     part = part_of(copy_between(2, 1), copy_between(2, 0), copy_between(2, 3))
     hosts = {0: "a", 1: "b", 2: "b", 3: "a"}
     batches = schedule(part, ranks=range(4), memory_bytes=32, hosts=hosts)
     assert [bucket.target_rank for batch in batches for bucket in batch] == [1, 3, 0]
 
 
-def test_batches_hold_as_many_buckets_as_the_memory() -> None:
+def test_batches_hold_as_many_buckets_as_fit_into_the_memory() -> None:
     part = part_of(*(copy_between(0, target) for target in range(1, 6)))
     batches = schedule(part, ranks=range(6), memory_bytes=32)
     assert [len(batch) for batch in batches] == [2, 2, 1]
 
 
-def test_ranks_that_take_their_messages_in_orders_of_their_own_do_deadlock() -> None:
-    """What the one order prevents; the simulation of the property test can fail."""
+def test_ranks_that_send_messages_in_different_orders_deadlock() -> None:
+    """The common order prevents this. The test also shows that the simulation in the property test can fail."""
     one, other = Bucket(0, 1, 0, ()), Bucket(1, 0, 0, ())
     with pytest.raises(AssertionError, match="wait for each other"):
         carry_out({0: ((one,), (other,)), 1: ((other,), (one,))}, {}, {})

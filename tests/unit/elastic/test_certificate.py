@@ -1,14 +1,24 @@
-"""The certificate passes what a plan brings about, and names the tensor and the ranks where anything is otherwise."""
+"""The certificate accepts the result of a plan, and names the tensor and the ranks of any difference."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 
 import pytest
 import torch
 
 from tests.unit.elastic import cutter
-from tidegate.elastic.check.certificate import Certificate, CertificateMismatch, Level, RankSums, certify, sum_part
+from tidegate.elastic.check.certificate import (
+    Certificate,
+    CertificateMismatch,
+    Level,
+    RankSums,
+    certify,
+    decode_all,
+    encode_all,
+    sum_part,
+)
 from tidegate.elastic.model.tensors import TensorKey
 from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, GptShape, gpt_parameters
 from tidegate.elastic.plan.holders import State
@@ -37,7 +47,7 @@ Tensors = dict[TensorKey, torch.Tensor]
 
 
 class Resharded:
-    """Both ends as they are after a transfer; a test may damage them."""
+    """Both ends after a transfer. A test may damage them."""
 
     def __init__(self, source: Layout, target: Layout, *, first_target: int = 0) -> None:
         self.source = state_of(source, 0)
@@ -45,13 +55,13 @@ class Resharded:
         self.plan: Plan = Planner(PARAMETERS, self.source, self.target).whole()
         self.before, self.after = tensors_of(self.source), tensors_of(self.target)
 
-    def certify(self, level: Level = Level.FULL, *, gone: frozenset[int] = frozenset()) -> Certificate:
+    def certify(self, level: Level = Level.FULL, *, dead: frozenset[int] = frozenset()) -> Certificate:
         sums = {
             part.rank: RankSums.decode(
                 sum_part(level, part, self.before.get(part.rank, {}), self.after.get(part.rank, {})).encode()
             )
             for part in self.plan.parts
-            if part.rank not in gone
+            if part.rank not in dead
         }
         return certify(level, sums, self.source.mesh, self.target.mesh)
 
@@ -76,7 +86,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
 @pytest.mark.parametrize("level", Level)
-def test_what_a_plan_brings_about_is_certified(switch: tuple[Layout, Layout], level: Level) -> None:
+def test_the_result_of_a_plan_is_certified(switch: tuple[Layout, Layout], level: Level) -> None:
     resharded = Resharded(*switch)
     got = resharded.certify(level)
     assert got.unchecked == ()
@@ -84,13 +94,27 @@ def test_what_a_plan_brings_about_is_certified(switch: tuple[Layout, Layout], le
     assert bool(got.digest) == (level is not Level.OFF)
 
 
-def test_the_digest_is_the_logical_states_whatever_the_layouts_and_ranks() -> None:
+def test_the_digest_is_that_of_the_logical_state_in_every_layout_and_on_all_ranks() -> None:
     want = Resharded(Layout(dp=4), Layout(tp=2, dp=2)).certify().digest
     assert Resharded(Layout(pp=2), Layout(tp=4), first_target=2).certify().digest == want
     changed = Resharded(Layout(dp=4), Layout(tp=2, dp=2))
     for tensors in (*changed.before.values(), *changed.after.values()):
         tensors[FINAL_NORM, StateKind.WEIGHT][0] += 1
     assert changed.certify().digest != want
+
+
+def test_sums_travel_as_plain_integers_and_come_back_equal() -> None:
+    resharded = Resharded(Layout(dp=4), Layout(tp=2, dp=2))
+    sums = {
+        part.rank: sum_part(Level.FULL, part, resharded.before[part.rank], resharded.after[part.rank])
+        for part in resharded.plan.parts
+    }
+
+    payload = encode_all(sums)
+
+    assert decode_all(payload) == sums
+    with pytest.raises((struct.error, UnicodeDecodeError, IndexError)):
+        decode_all(repr(sums).encode())
 
 
 @pytest.mark.parametrize("end", ["before", "after"])
@@ -110,7 +134,7 @@ def test_two_elements_that_changed_places_are_caught() -> None:
         resharded.certify()
 
 
-def test_a_replica_that_differs_is_caught_before_anything_is_added_up() -> None:
+def test_a_replica_that_differs_is_caught_before_sums_are_added_up() -> None:
     resharded = Resharded(Layout(dp=2), Layout(tp=2, dp=2))
     resharded.after[3][FINAL_NORM, StateKind.WEIGHT][0] += 1
     with pytest.raises(CertificateMismatch, match=rf"{FINAL_NORM} weight: ranks 0 and 3 hold the same 4 elements"):
@@ -131,7 +155,7 @@ def test_padding_is_not_certified() -> None:
     assert resharded.certify().digest == want
 
 
-def test_what_travelled_is_compared_with_what_was_sent() -> None:
+def test_at_level_new_received_regions_are_compared_with_sent_ones() -> None:
     resharded = Resharded(Layout(tp=2), Layout(tp=2, dp=2))
     copy = resharded.plan.part(2).receives[0]
     resharded.after[2][copy.name, copy.kind][copy.target_offset] += 1
@@ -139,11 +163,11 @@ def test_what_travelled_is_compared_with_what_was_sent() -> None:
         resharded.certify(Level.NEW)
 
 
-def test_a_rank_that_is_gone_leaves_tensors_unchecked_only_where_no_replica_has_them() -> None:
+def test_a_dead_rank_leaves_a_tensor_unchecked_only_where_no_replica_has_it() -> None:
     resharded = Resharded(Layout(tp=2, dp=2), Layout(tp=2))
-    got = resharded.certify(gone=frozenset({3}))
+    got = resharded.certify(dead=frozenset({3}))
     assert got.unchecked
     assert all(kind is not StateKind.WEIGHT for _, kind in got.unchecked)
     resharded.after[0][EMBEDDING, StateKind.WEIGHT][0] += 1
     with pytest.raises(CertificateMismatch, match="weight"):
-        resharded.certify(gone=frozenset({3}))
+        resharded.certify(dead=frozenset({3}))

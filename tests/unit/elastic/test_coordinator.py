@@ -1,4 +1,4 @@
-"""Epochs are published one after another, and the end of one wakes who waits in its store."""
+"""Epochs are published one after another, and the end of an epoch wakes the members that wait in its store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def connected(store: TCPStore) -> TCPStore:
     return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 
 
-def test_members_are_told_of_each_epoch_after_theirs(store: TCPStore) -> None:
+def test_members_receive_each_epoch_after_theirs(store: TCPStore) -> None:
     coordinator = Coordinator(store)
     coordinator.publish([1, 2, 3])
     coordinator.publish([3, 1])
@@ -37,7 +37,7 @@ def test_members_are_told_of_each_epoch_after_theirs(store: TCPStore) -> None:
     assert found == [Membership(1, (1, 2, 3)), Membership(2, (3, 1))]
 
 
-def test_who_waits_in_an_epoch_s_store_is_woken_at_its_end_with_the_reason(store: TCPStore) -> None:
+def test_the_end_of_an_epoch_wakes_members_that_wait_in_its_store_with_the_reason(store: TCPStore) -> None:
     waiting = EpochStore(connected(store), 4, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(PrefixStore("epoch/4", waiting).get, "an address")
@@ -49,22 +49,31 @@ def test_who_waits_in_an_epoch_s_store_is_woken_at_its_end_with_the_reason(store
     assert time.monotonic() - began < TIMEOUT_S / 2
 
 
-def test_other_epochs_go_on_and_what_an_ended_one_has_is_given_out(store: TCPStore) -> None:
-    ended, going_on = (EpochStore(connected(store), epoch, timeout_s=TIMEOUT_S) for epoch in (1, 2))
+def test_other_epochs_continue_and_an_ended_one_returns_its_keys(store: TCPStore) -> None:
+    ended, running = (EpochStore(connected(store), epoch, timeout_s=TIMEOUT_S) for epoch in (1, 2))
     ended.set("outcome", "committed")
     epoch_store.end(store, 1, "member 2 died")
-    going_on.set("key", "value")
+    running.set("key", "value")
 
-    assert (ended.get("outcome"), going_on.get("key")) == (b"committed", b"value")
+    assert (ended.get("outcome"), running.get("key")) == (b"committed", b"value")
 
 
-def test_a_wait_ends_at_its_timeout_too(store: TCPStore) -> None:
+def test_an_ended_epoch_stays_ended_with_its_first_reason(store: TCPStore) -> None:
+    epoch_store.end(store, 1, "member 2 died")
+    epoch_store.end(store, 1, "member 3 died")
+
+    for _ in range(2):
+        with pytest.raises(DistStoreError, match="epoch 1 has ended: member 2 died"):
+            EpochStore(connected(store), 1, timeout_s=TIMEOUT_S).get("an address")
+
+
+def test_a_wait_in_an_epoch_s_store_ends_at_its_timeout(store: TCPStore) -> None:
     with pytest.raises(DistStoreError, match=r"\['key'\] were not set within 0.1 s in epoch 1"):
         EpochStore(connected(store), 1, timeout_s=0.1).get("key")
 
 
 def open_reshard(store: TCPStore, *, epoch: int) -> StoreDecision:
-    """As member 1 of members 1 and 2."""
+    """The decision of an open reshard, as member 1 of members 1 and 2."""
     of_epoch = PrefixStore(epoch_prefix(epoch), store)
     announce(of_epoch, "1")
     return StoreDecision(of_epoch, "1", me=1, participants=(1, 2), timeout_s=TIMEOUT_S)
@@ -79,7 +88,7 @@ def test_the_end_of_an_epoch_aborts_the_reshard_that_is_open(store: TCPStore) ->
     assert coordinator.end("member 2 died") == decision.outcome() == want
 
 
-def test_a_reshard_that_was_committed_stays_so_at_the_end_of_the_epoch(store: TCPStore) -> None:
+def test_a_committed_reshard_stays_committed_at_the_end_of_its_epoch(store: TCPStore) -> None:
     coordinator = Coordinator(store)
     decision = open_reshard(store, epoch=coordinator.publish([1]).epoch)
     StoreDecision(PrefixStore(epoch_prefix(1), store), "1", me=2, participants=(1, 2), timeout_s=TIMEOUT_S).vote()

@@ -1,4 +1,4 @@
-"""A reshard ends the same for all: committed only when all are prepared, aborted by the first failure, once."""
+"""A reshard has one outcome for all: committed only when all are prepared, aborted by the first failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def store() -> TCPStore:
 
 
 def decisions(store: TCPStore, *, timeout_s: float = 20.0) -> list[StoreDecision]:
-    """One a member, each over a connection of its own, as processes have."""
+    """One per member, each over its own connection, as in separate processes."""
     return [
         StoreDecision(
             TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False),
@@ -38,14 +38,14 @@ def outcomes(waiting: Sequence[StoreDecision]) -> list[Outcome]:
         return list(pool.map(lambda decision: decision.outcome(), waiting))
 
 
-def test_when_all_are_prepared_it_is_committed_for_all(store: TCPStore) -> None:
+def test_a_reshard_is_committed_for_all_when_all_are_prepared(store: TCPStore) -> None:
     members = decisions(store)
     for member in members:
         member.vote()
     assert outcomes(members) == [COMMITTED] * 3
 
 
-def test_one_failure_aborts_it_for_all_with_its_reason_before_the_others_vote(store: TCPStore) -> None:
+def test_one_failure_aborts_it_for_all_with_the_reason_before_the_others_vote(store: TCPStore) -> None:
     members = decisions(store)
     members[1].vote("no memory")
     want = Outcome(committed=False, reason="member 0 failed: no memory")
@@ -55,7 +55,7 @@ def test_one_failure_aborts_it_for_all_with_its_reason_before_the_others_vote(st
     assert outcomes(members) == [want] * 3
 
 
-def test_a_death_seen_from_outside_aborts_it_at_once(store: TCPStore) -> None:
+def test_a_death_seen_from_outside_aborts_a_reshard_at_once(store: TCPStore) -> None:
     members = decisions(store)
     members[0].vote()
     want = Outcome(committed=False, reason="member 7 died")
@@ -63,7 +63,7 @@ def test_a_death_seen_from_outside_aborts_it_at_once(store: TCPStore) -> None:
     assert outcomes(members) == [want] * 3
 
 
-def test_what_is_committed_cannot_be_aborted(store: TCPStore) -> None:
+def test_a_committed_reshard_cannot_be_aborted(store: TCPStore) -> None:
     members = decisions(store)
     for member in members:
         member.vote()
@@ -72,7 +72,7 @@ def test_what_is_committed_cannot_be_aborted(store: TCPStore) -> None:
     assert outcomes(members) == [COMMITTED] * 3
 
 
-def test_a_member_that_stays_silent_past_the_timeout_aborts_it_for_all(store: TCPStore) -> None:
+def test_a_member_that_stays_silent_past_the_timeout_aborts_the_reshard_for_all(store: TCPStore) -> None:
     members = decisions(store, timeout_s=0.2)
     members[0].vote()
     members[2].vote()

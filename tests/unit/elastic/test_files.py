@@ -1,4 +1,6 @@
-"""Saved files: what one layout writes any other reads, each element from one file; what cannot be read is said."""
+"""Any layout reads the files that any other wrote, each element from one file. Unreadable files are refused with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tidegate.elastic.plan.holders import SourceMissing, State
 from tidegate.elastic.plan.layout import Mesh, even_chunks
 from tidegate.elastic.plan.optimizers import DistributedOptimizer, PlainOptimizer, StateKind
 from tidegate.elastic.plan.parameters import Parameter, Vocabulary
-from tidegate.elastic.plan.saved import SavedStateRefused
+from tidegate.elastic.plan.saved_state import SavedStateRefused
 from tidegate.elastic.state.files import FileCorrupt, StateFiles, weights_sum, write_rank
 from tidegate.types import Layout
 
@@ -53,7 +55,7 @@ World = dict[int, dict[TensorKey, torch.Tensor]]
 
 
 def state_of(layout: Layout, *, optimizer: str, first_rank: int = 0, parameters: Sequence[Parameter] = ()) -> State:
-    """Ranks in falling order, so that none is its own index."""
+    """Ranks are in falling order, so that no rank equals its own index."""
     ranks = tuple(range(first_rank, first_rank + layout.num_ranks))[::-1]
     mesh = Mesh(layout, ranks, even_chunks(SHAPE.num_layers, pp=layout.pp, vpp=layout.vpp))
     if optimizer == "none":
@@ -64,7 +66,7 @@ def state_of(layout: Layout, *, optimizer: str, first_rank: int = 0, parameters:
 
 
 def world_of(state: State, parameters: Sequence[Parameter] = PARAMETERS) -> World:
-    """Every element of every tensor has a value of its own; the padding of the vocabulary is -1."""
+    """Every element of every tensor has its own value. The padding of the vocabulary is -1."""
     held = cutter.world(state, parameters, cutter.whole_tensors(parameters))
     return {rank: {key: torch.from_numpy(flat).float() for key, flat in of.items()} for rank, of in held.items()}
 
@@ -103,15 +105,15 @@ def assert_same(got: World, want: World) -> None:
 def test_any_layout_reads_what_any_other_wrote_bit_for_bit(tmp_path: Path, source: str) -> None:
     files = StateFiles(tmp_path, write(tmp_path, state_of(LAYOUTS[source], optimizer="distributed")))
     for layout in LAYOUTS.values():
-        wanted = state_of(layout, optimizer="distributed", first_rank=2)
-        assert_same(read(files, wanted), world_of(wanted))
+        target = state_of(layout, optimizer="distributed", first_rank=2)
+        assert_same(read(files, target), world_of(target))
 
 
 @pytest.mark.parametrize("source", ["plain", "distributed"])
 def test_a_plain_optimizers_state_and_a_distributed_ones_are_read_from_each_other(tmp_path: Path, source: str) -> None:
     files = StateFiles(tmp_path, write(tmp_path, state_of(LAYOUTS["tp2 pp2 dp2 ep2"], optimizer=source)))
-    wanted = state_of(LAYOUTS["dp4 ep2"], optimizer="distributed" if source == "plain" else "plain")
-    assert_same(read(files, wanted), world_of(wanted))
+    target = state_of(LAYOUTS["dp4 ep2"], optimizer="distributed" if source == "plain" else "plain")
+    assert_same(read(files, target), world_of(target))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -134,20 +136,8 @@ def test_replicas_write_shares_of_the_weights_that_are_about_equal(tmp_path: Pat
     assert max(sizes) - min(sizes) <= max(torch.Size(p.shape).numel() for p in PARAMETERS)
 
 
-def test_a_rank_whose_replicas_write_all_writes_no_file(tmp_path: Path) -> None:
-    assert (
-        len(
-            write(
-                tmp_path,
-                state_of(
-                    Layout(dp=4),
-                    optimizer="none",
-                ),
-                PARAMETERS[:3],
-            )
-        )
-        == 3
-    )
+def test_a_rank_writes_no_file_when_its_replicas_write_everything(tmp_path: Path) -> None:
+    assert len(write(tmp_path, state_of(Layout(dp=4), optimizer="none"), PARAMETERS[:3])) == 3
 
 
 def test_whole_weights_are_read_without_padding(tmp_path: Path) -> None:
@@ -159,10 +149,10 @@ def test_whole_weights_are_read_without_padding(tmp_path: Path) -> None:
         assert torch.equal(tensor, torch.from_numpy(whole[name, StateKind.WEIGHT]).float()), name
 
 
-def test_weights_alone_are_read_from_a_checkpoint_when_asked_for(tmp_path: Path) -> None:
+def test_weights_alone_can_be_read_from_a_checkpoint(tmp_path: Path) -> None:
     files = StateFiles(tmp_path, write(tmp_path, state_of(Layout(tp=2), optimizer="distributed")))
-    wanted = state_of(Layout(pp=2), optimizer="none")
-    assert_same(read(files, wanted), world_of(wanted))
+    target = state_of(Layout(pp=2), optimizer="none")
+    assert_same(read(files, target), world_of(target))
 
 
 def test_optimizer_state_that_was_not_saved_is_refused(tmp_path: Path) -> None:
@@ -195,8 +185,31 @@ def test_another_model_is_refused_with_the_first_few_names(tmp_path: Path, model
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     checksums = write(tmp_path, state_of(Layout(), optimizer="none"))
     checksums |= write(tmp_path, state_of(Layout(tp=2), optimizer="none", first_rank=1))
-    with pytest.raises(SavedStateRefused, match=r"1.safetensors is of tp2 on .*, and 0.safetensors of single on"):
+    with pytest.raises(SavedStateRefused, match=r"1.safetensors belongs to tp2 on .*, and 0.safetensors to single on"):
         StateFiles(tmp_path, checksums)
+
+
+def test_a_file_appears_under_its_name_only_when_whole(tmp_path: Path) -> None:
+    state = state_of(Layout(), optimizer="none")
+    tensors = world_of(state)[0]
+    obstacle = tmp_path / "0"
+    obstacle.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_rank(tmp_path, "0", parameters=PARAMETERS, state=state, me=0, tensors=tensors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".0.partial", "0"]
+    obstacle.rmdir()
+    assert write_rank(tmp_path, "0", parameters=PARAMETERS, state=state, me=0, tensors=tensors) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0"]
+
+
+def test_padding_of_a_target_is_not_written(tmp_path: Path) -> None:
+    state = state_of(Layout(), optimizer="none")
+    files = StateFiles(tmp_path, write(tmp_path, state))
+    targets = {key: torch.full_like(tensor, 9.5) for key, tensor in world_of(state)[0].items()}
+    files.read(parameters=PARAMETERS, state=state, me=0, targets=targets)
+    embedding = targets[PARAMETERS[0].name, StateKind.WEIGHT].view(SHAPE.padded_vocab_size, SHAPE.hidden_size)
+    assert embedding[SHAPE.vocab_size :].eq(9.5).all()
+    assert not embedding[: SHAPE.vocab_size].eq(9.5).any()
 
 
 def test_a_changed_byte_is_noticed_before_anything_is_written_to_a_target(tmp_path: Path) -> None:
@@ -209,20 +222,20 @@ def test_a_changed_byte_is_noticed_before_anything_is_written_to_a_target(tmp_pa
     targets = {
         key: torch.zeros_like(tensor) for key, tensor in world_of(state_of(Layout(), optimizer="none"))[0].items()
     }
-    with pytest.raises(FileCorrupt, match=r"1.safetensors has checksum .* its writer said"):
+    with pytest.raises(FileCorrupt, match=r"1.safetensors has checksum .* its writer recorded"):
         StateFiles(tmp_path, checksums).read(
             parameters=PARAMETERS, state=state_of(Layout(), optimizer="none"), me=0, targets=targets
         )
     assert not any(tensor.any() for tensor in targets.values())
 
 
-def test_a_rank_that_needs_nothing_of_a_file_does_not_look_into_it(tmp_path: Path) -> None:
-    """Of pp2's last stage, which has no value for a reader of the first."""
+def test_a_rank_does_not_read_a_file_that_it_does_not_need(tmp_path: Path) -> None:
+    """A reader of pp2's first stage needs nothing of the last stage's file."""
     parameters = gpt_parameters(replace(SHAPE, tied_embeddings=False, num_experts=None))
     state = state_of(Layout(pp=2), optimizer="none")
     checksums = write(tmp_path, state, parameters)
     first, last = state.mesh.ranks
-    files = StateFiles(tmp_path, checksums | {f"{last}.safetensors": "of something else"})
+    files = StateFiles(tmp_path, checksums | {f"{last}.safetensors": "another file's checksum"})
     targets = {key: torch.zeros_like(tensor) for key, tensor in world_of(state, parameters)[first].items()}
     files.read(parameters=parameters, state=state, me=first, targets=targets)
     with pytest.raises(FileCorrupt):
@@ -258,7 +271,7 @@ UNNAMED = {
 
 
 @pytest.mark.parametrize("which", UNNAMED)
-def test_a_file_that_is_not_named_is_missed(tmp_path: Path, which: str) -> None:
+def test_a_needed_file_that_is_not_named_is_an_error(tmp_path: Path, which: str) -> None:
     layout, optimizer, unnamed, error, want = UNNAMED[which]
     checksums = write(tmp_path, state_of(layout, optimizer=optimizer))
     del checksums[f"{unnamed}.safetensors"]
@@ -267,7 +280,7 @@ def test_a_file_that_is_not_named_is_missed(tmp_path: Path, which: str) -> None:
 
 
 BAD_TARGETS = {
-    "one is not there": (None, r"4 elements .* are expected, there is nothing"),
+    "one is not there": (None, r"4 elements .* are expected, and there is nothing"),
     "one is of another size": (torch.zeros(3), r"there is torch.float32 \(3,\)"),
     "one is of another itemsize": (torch.zeros(4, dtype=torch.float64), r"there is torch.float64"),
     "one is of another type": (
@@ -278,7 +291,7 @@ BAD_TARGETS = {
 
 
 @pytest.mark.parametrize("bad", BAD_TARGETS)
-def test_a_target_that_is_not_what_the_layout_says_is_refused(tmp_path: Path, bad: str) -> None:
+def test_a_target_that_does_not_match_its_layout_is_refused(tmp_path: Path, bad: str) -> None:
     tensor, want = BAD_TARGETS[bad]
     state = state_of(Layout(), optimizer="none")
     files = StateFiles(tmp_path, write(tmp_path, state))
@@ -298,7 +311,7 @@ def test_a_tensor_of_another_size_than_its_shard_is_refused_before_anything_is_w
     assert list(tmp_path.iterdir()) == []
 
 
-def test_half_precision_goes_through_bit_for_bit(tmp_path: Path) -> None:
+def test_half_precision_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     parameters = [replace(parameter, itemsize=2) for parameter in PARAMETERS]
     state = state_of(Layout(), optimizer="none")
     bits = {key: torch.randint(-(2**15), 2**15, t.shape, dtype=torch.int16) for key, t in world_of(state)[0].items()}
@@ -307,13 +320,13 @@ def test_half_precision_goes_through_bit_for_bit(tmp_path: Path) -> None:
     assert written is not None
     targets = {key: torch.zeros_like(tensor) for key, tensor in halves.items()}
     StateFiles(tmp_path, {"0": written.checksum}).read(parameters=parameters, state=state, me=0, targets=targets)
-    num_read = 13 * SHAPE.hidden_size  # of the embedding; the rest of it is padding
+    num_read = 13 * SHAPE.hidden_size  # the embedding's elements without its padding
     for key, tensor in targets.items():
         size = num_read if "embedding" in key[0] else tensor.numel()
         assert torch.equal(tensor.view(torch.int16)[:size], bits[key][:size])
 
 
-def test_what_the_writers_noted_comes_back_and_files_of_two_moments_are_refused(tmp_path: Path) -> None:
+def test_notes_are_read_back_and_files_with_different_notes_are_refused(tmp_path: Path) -> None:
     state = state_of(Layout(tp=2), optimizer="none")
     checksums = [write(tmp_path, state, num_updates=number) for number in (3, 4)]
     assert StateFiles(tmp_path, checksums[1]).notes == {"num_updates": 4}
@@ -333,7 +346,7 @@ def total(state: State, world: World) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_sum_of_all_weights_is_the_models_in_every_layout_and_shows_each_change(layout: Layout) -> None:
+def test_the_sum_of_all_weights_is_the_same_in_every_layout_and_changes_with_each_weight(layout: Layout) -> None:
     alone = state_of(Layout(), optimizer="none")
     want = total(alone, world_of(alone))
     state = state_of(layout, optimizer="none")

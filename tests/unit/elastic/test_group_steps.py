@@ -1,4 +1,4 @@
-"""Steps that an optimizer's groups count go on over a start; torch's Adam, which counts them itself, is let be."""
+"""Step counts in an optimizer's groups continue after a start. torch's Adam counts per parameter and is left alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidegate.elastic.model.compat import group_steps, set_group_steps
 
 @dataclass
 class Chained:
-    """As Megatron's: links that wrap an optimizer, and the groups of all."""
+    """Like Megatron's chain: links that wrap an optimizer each, and the groups of all."""
 
     chained_optimizers: list[Link]
 
@@ -27,12 +27,12 @@ class Link:
 
 
 def counting_by_group() -> torch.optim.Optimizer:
-    """Two groups; like FusedAdam it keeps what is put into them."""
+    """Two groups. Like FusedAdam it keeps the values that are put into them."""
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     return torch.optim.SGD([{"params": [weight]} for weight in weights], lr=0.1)
 
 
-def test_groups_go_on_from_the_greatest_count_since_an_empty_one_counts_nothing() -> None:
+def test_groups_continue_from_the_greatest_count_because_an_empty_group_counts_nothing() -> None:
     before, after = counting_by_group(), counting_by_group()
     before.param_groups[1]["step"] = 7
     steps = group_steps(Chained([Link(before)]))
@@ -41,7 +41,7 @@ def test_groups_go_on_from_the_greatest_count_since_an_empty_one_counts_nothing(
     assert [group["step"] for group in after.param_groups] == [7, 7]
 
 
-def test_an_adam_that_counts_by_parameter_is_given_no_steps() -> None:
+def test_an_adam_that_counts_by_parameter_receives_no_steps() -> None:
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     assert group_steps(Chained([Link(adam)])) is None
     set_group_steps(Chained([Link(adam)]), 7)

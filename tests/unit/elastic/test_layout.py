@@ -1,4 +1,4 @@
-"""A mesh puts each rank where Megatron puts it, each layer at home once, and refuses what is no layout."""
+"""A mesh puts each rank where Megatron puts it and gives each layer one home. Impossible layouts are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_ranks_coordinates_are_its_places_in_megatrons_groups(layout: Layout) 
             assert group.index(rank) == got, (rank, axis)
 
 
-def test_ranks_may_be_any_in_any_order() -> None:
+def test_a_mesh_may_have_any_ranks_in_any_order() -> None:
     of = Mesh(Layout(tp=2, dp=2), (9, 4, 0, 7), even_chunks(1, pp=1))
     assert [of.holders(0, tp=tp, ep=None) for tp in range(2)] == [(9, 0), (4, 7)]
     assert of.holders(0, tp=None, ep=None) == (9, 4, 0, 7)
@@ -75,20 +75,20 @@ def test_layers_are_dealt_out_chunk_by_chunk_and_stage_by_stage() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "too few ranks": (lambda: Mesh(Layout(tp=2, dp=2), (0, 1, 2), ((1,),)), r"2 \* 1 \* 2 \* 1 = 4 ranks and got 3"),
+    "too few ranks": (lambda: Mesh(Layout(tp=2, dp=2), (0, 1, 2), ((1,),)), r"2 \* 1 \* 2 \* 1 = 4 ranks, and got 3"),
     "a rank twice": (lambda: Mesh(Layout(dp=2), (3, 3), ((1,),)), "names a rank twice"),
     "an uneven ep": (lambda: Mesh(Layout(dp=6, ep=4), tuple(range(6)), ((1,),)), "legal ep: 1, 2, 3, 6"),
-    "a stage without a number": (lambda: Mesh(Layout(pp=2), (0, 1), ((2,),)), "names 2 stages' numbers"),
-    "no chunk": (lambda: Mesh(Layout(), (0,), ()), "vpp=1 virtual chunks are wanted, 0 given"),
+    "a stage without a number": (lambda: Mesh(Layout(pp=2), (0, 1), ((2,),)), "numbers of layers of 2 stages"),
+    "no chunk": (lambda: Mesh(Layout(), (0,), ()), "vpp=1 needs as many virtual chunks, got 0"),
     "fewer than no layers": (lambda: Mesh(Layout(pp=2), (0, 1), ((3, -1),)), "fewer than 0 layers"),
-    "more chunks than vpp": (lambda: Mesh(Layout(), (0,), ((1,), (1,))), "vpp=1 virtual chunks are wanted, 2 given"),
+    "more chunks than vpp": (lambda: Mesh(Layout(), (0,), ((1,), (1,))), "vpp=1 needs as many virtual chunks, got 2"),
     "uneven layers": (lambda: even_chunks(12, pp=4, vpp=2), "legal pp with vpp=2: 1, 2, 3, 6"),
     "no stage": (lambda: even_chunks(12, pp=0), r"pp \* vpp = 0 \* 1"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_layout_is_refused_with_what_is_legal(name: str) -> None:
+def test_an_impossible_layout_is_refused_with_the_legal_values(name: str) -> None:
     make, want = REFUSED[name]
     with pytest.raises(LayoutRefused, match=want):
         make()

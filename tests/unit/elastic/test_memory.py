@@ -1,4 +1,4 @@
-"""Arenas: what stays, what goes, and what another process of the host sees."""
+"""Arenas: which memory stays after a release, and what another process of the host sees."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def arena(request: pytest.FixtureRequest) -> Arena:
     return made
 
 
-def test_tensors_and_views_live_on_through_a_release_and_are_zero_after_it(arena: Arena) -> None:
+def test_tensors_and_views_survive_a_release_and_are_zero_after_it(arena: Arena) -> None:
     odd, large = arena.empty(3, torch.bfloat16), arena.empty(100_000, torch.float32)
     view = large[10:70].view(6, 10)
     odd.fill_(1)
     large.fill_(2)
+    address = large.data_ptr()
     arena.release()
     arena.release()
     arena.materialise()
@@ -51,10 +52,11 @@ def test_tensors_and_views_live_on_through_a_release_and_are_zero_after_it(arena
     assert not large.any()
     large[15] = 5
     assert view[0, 5] == 5
+    assert isinstance(arena, OwnArena) or large.data_ptr() == address
     assert arena.num_bytes >= odd.nbytes + large.nbytes
 
 
-def test_content_stays_when_there_was_no_release(arena: Arena) -> None:
+def test_a_materialise_without_a_release_keeps_the_content(arena: Arena) -> None:
     tensor = arena.empty(10, torch.float32).fill_(7)
     arena.materialise()
     assert tensor.eq(7).all()
@@ -86,17 +88,17 @@ def test_pages_are_taken_before_they_are_touched(shared: SharedArena) -> None:
     assert shared.path.stat().st_blocks * 512 >= 1 << 20
 
 
-def test_what_does_not_fit_is_refused_with_numbers_and_leaves_the_arena_as_it_was(shared: SharedArena) -> None:
+def test_a_tensor_that_does_not_fit_is_refused_with_numbers_and_leaves_the_arena_unchanged(shared: SharedArena) -> None:
     tensor = shared.empty(4, torch.float32).fill_(3)
     space = os.statvfs(shared.path.parent)
     size_bytes = space.f_blocks * space.f_frsize + 4096
-    with pytest.raises(ArenaFull, match=rf"an arena there takes {size_bytes} more.*--shm-size"):
+    with pytest.raises(ArenaFull, match=rf"an arena there needs {size_bytes} more.*--shm-size"):
         shared.empty(size_bytes, torch.uint8)
     assert shared.num_bytes == ALIGNMENT_BYTES
     assert tensor.eq(3).all()
 
 
-def test_an_arena_never_takes_a_file_that_is_there(shared: SharedArena) -> None:
+def test_an_arena_never_takes_an_existing_file(shared: SharedArena) -> None:
     with pytest.raises(FileExistsError):
         SharedArena(shared.path)
 
@@ -141,7 +143,7 @@ def test_a_reader_notices_that_a_file_was_replaced(tmpfs: Path) -> None:
         reader.bytes_at(str(tmpfs / "arena"))
 
 
-def test_a_reader_lets_go_of_files_that_lost_their_name_when_it_maps_another(tmpfs: Path) -> None:
+def test_a_reader_unmaps_files_that_lost_their_name_when_it_maps_another(tmpfs: Path) -> None:
     reader = ArenaReader()
     for number in range(3):
         arena = SharedArena(tmpfs / f"arena{number}")

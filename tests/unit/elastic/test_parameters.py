@@ -1,4 +1,4 @@
-"""Every cut of Megatron's gives each tp rank its columns, once each; what cannot be cut is refused."""
+"""Every cut of Megatron's gives each tp rank its columns, once each. Impossible cuts are refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ UNEVEN: dict[str, tuple[tuple[tuple[int, ...], Cut], str]] = {
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_a_cut_that_does_not_come_out_even_is_refused(name: str) -> None:
+def test_an_uneven_cut_is_refused(name: str) -> None:
     (shape, cut), want = UNEVEN[name]
     with pytest.raises(LayoutRefused, match=want):
         shard_of(shape, cut, tp=2, tp_rank=0)
@@ -112,7 +112,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 
 
 IMPOSSIBLE: dict[str, tuple[Callable[[], Parameter], str]] = {
-    "no element": (lambda: Parameter("p", (0, 3), 2, Whole(), 0), "has nothing in it"),
+    "no element": (lambda: Parameter("p", (0, 3), 2, Whole(), 0), "has no element"),
     "a sequence-parallel mark on a cut parameter": (
         lambda: Parameter("p", (4, 3), 2, Split(0), 0, sequence_parallel=True),
         "each tp rank holds whole",
@@ -126,7 +126,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Parameter], str]] = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_a_parameter_that_cannot_be_is_refused_when_made(name: str) -> None:
+def test_an_impossible_parameter_is_refused_when_made(name: str) -> None:
     make, want = IMPOSSIBLE[name]
     with pytest.raises(ValueError, match=want):
         make()

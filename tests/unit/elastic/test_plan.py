@@ -1,4 +1,4 @@
-"""A plan that would lose, double or misplace something cannot be made."""
+"""A plan that would lose, double or misplace elements cannot be made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidegate.elastic.plan.plan import Holding, Part, Plan, PlanInvalid, RegionC
 from tidegate.elastic.plan.regions import Block
 
 W = StateKind.WEIGHT
-# Rank 0 holds a vector of 8, rank 1 holds nothing; both want 4 of it, rank 0 the first ones.
+# Rank 0 holds a vector of 8 elements, rank 1 holds nothing. Both need 4 of them, rank 0 the first ones.
 HELD = Holding("p", W, 2, 8, (Block(0, 0, 1, 8, 0, 8),))
 FIRST = Holding("p", W, 2, 4, (Block(0, 0, 1, 4, 0, 4),))
 LAST = Holding("p", W, 2, 4, (Block(0, 4, 1, 4, 0, 4),))
@@ -31,7 +31,7 @@ def half(copy: RegionCopy, index: int) -> RegionCopy:
     )
 
 
-def test_a_plan_knows_what_moves() -> None:
+def test_a_plan_counts_its_bytes_and_finds_the_part_of_a_rank() -> None:
     plan = Plan((SENDER, RECEIVER))
     assert plan.received_bytes == SENDER.sent_bytes == RECEIVER.received_bytes == 8
     assert plan.part(1) is RECEIVER
@@ -48,11 +48,11 @@ def sender(*copies: RegionCopy) -> Part:
 
 
 INVALID: dict[str, tuple[Callable[[], object], str]] = {
-    "nothing arrives": (lambda: receiver(), "wants 4 elements of p weight and gets 0"),
-    "a half arrives": (lambda: receiver(half(FAR, 1)), "wants 4 elements of p weight and gets 2"),
+    "nothing arrives": (lambda: receiver(), "needs 4 elements of p weight and gets 0"),
+    "a half arrives": (lambda: receiver(half(FAR, 1)), "needs 4 elements of p weight and gets 2"),
     "all arrives twice": (lambda: receiver(FAR, FAR), "gets 8, row 0 column 4 twice"),
     "one half arrives twice": (lambda: receiver(half(FAR, 0), half(FAR, 0)), "gets 4, row 0 column 4 twice"),
-    "what is not wanted arrives": (lambda: receiver(FAR, FAR._replace(name="q")), "wants no 1 x 4 elements of q"),
+    "an unneeded tensor arrives": (lambda: receiver(FAR, FAR._replace(name="q")), "needs no 1 x 4 elements of q"),
     "it arrives at another place": (lambda: receiver(FAR._replace(target_offset=1)), "at offset 1"),
     "it leaves from another place": (lambda: sender(FAR._replace(source_offset=3)), "holds no .* at offset 3"),
     "another stride": (lambda: sender(FAR._replace(source_stride=4)), "holds no .* stride 4"),
@@ -67,7 +67,7 @@ INVALID: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Plan((Part(0, (HELD,), (FIRST,), (LOCAL,), (), ()), RECEIVER)),
         "sent 0 and received 1 times from rank 0 to rank 1",
     ),
-    "two parts of one rank": (lambda: Plan((RECEIVER, RECEIVER)), "one a rank"),
+    "two parts of one rank": (lambda: Plan((RECEIVER, RECEIVER)), "one part per rank"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Small reshards whose plans are known, and those that are refused."""
+"""Small reshards with known plans, and refused ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def state(layout: Layout, ranks: tuple[int, ...], optimizer: Optimizer | None = 
 
 
 def shared(*shares: tuple[int, int], name: str = "vector") -> DistributedOptimizer:
-    """Ranges of ranks 0, 1, ... of one parameter."""
+    """The ranges of ranks 0, 1, ... of one parameter."""
     return DistributedOptimizer({rank: {name: FlatRange(*share)} for rank, share in enumerate(shares)})
 
 
@@ -53,7 +53,7 @@ def pairs(copies: tuple[RegionCopy, ...]) -> Counter[tuple[int, int]]:
     return Counter((copy.source_rank, copy.target_rank) for copy in copies)
 
 
-def test_a_rank_that_keeps_its_shard_copies_it_at_home() -> None:
+def test_a_rank_that_keeps_its_shard_copies_it_locally() -> None:
     plan = Planner([VECTOR], state(Layout(tp=2, dp=2), (0, 1, 2, 3)), state(Layout(tp=2), (2, 3))).whole()
     assert plan.received_bytes == 0
     assert [len(part.local) for part in plan.parts] == [0, 0, 1, 1]
@@ -65,7 +65,7 @@ def test_new_replicas_are_served_by_the_old_ones_in_turns() -> None:
     assert sum((pairs(part.sends) for part in plan.parts), Counter()) == want
 
 
-def test_the_next_parameter_goes_on_where_the_turns_stopped() -> None:
+def test_the_turns_of_the_next_parameter_continue_where_the_last_one_stopped() -> None:
     parameters = [replace(NORM, name=f"norm.{index}") for index in range(4)]
     plan = Planner(parameters, state(Layout(dp=2), (0, 1)), state(Layout(dp=3), (0, 1, 2))).whole()
     assert sum((pairs(part.sends) for part in plan.parts), Counter()) == Counter({(0, 2): 2, (1, 2): 2})
@@ -78,14 +78,14 @@ def test_a_holder_on_the_same_host_serves_before_one_afar() -> None:
 
 
 def test_the_copies_of_tied_embeddings_are_one_logical_parameter() -> None:
-    """Each of the two target copies comes from the nearest holder, once; a rank that holds one keeps it."""
+    """Each of the two target copies comes from the nearest holder, once. A rank that holds a copy keeps it."""
     parameters = [parameter for parameter in gpt_parameters(SHAPE) if parameter.name == EMBEDDING]
     source = state(Layout(pp=2), (0, 1), PlainOptimizer(), num_layers=4)
     target = state(Layout(pp=4), (2, 3, 0, 1), PlainOptimizer(), num_layers=4)
     plan = Planner(parameters, source, target).whole()
     assert sum((pairs(part.sends) for part in plan.parts), Counter()).keys() == {(0, 2)}
     assert {copy.kind for copy in plan.part(1).local} == set(StateKind)
-    assert plan.part(0).wanted == plan.part(3).wanted == ()
+    assert plan.part(0).target_holdings == plan.part(3).target_holdings == ()
     to_one = Planner(parameters, source, state(Layout(), (5,), PlainOptimizer(), num_layers=4)).whole()
     assert len(to_one.part(5).receives) == len(StateKind)
 
@@ -115,14 +115,14 @@ def test_frozen_parameters_move_without_optimizer_state() -> None:
     assert {copy.kind for part in plan.parts for copy in part.sends} == {StateKind.WEIGHT}
 
 
-def test_a_flat_range_goes_to_whoever_owns_it_next() -> None:
+def test_a_flat_range_goes_to_its_next_owner() -> None:
     source = state(Layout(dp=2), (0, 1), shared((0, 6), (6, 8)))
     target = state(Layout(dp=2), (0, 1), shared((0, 3), (3, 8)))
     (moment,) = (copy for copy in Planner([VECTOR], source, target).part(1).receives if copy.kind is StateKind.EXP_AVG)
     assert (moment.source_rank, moment.col, moment.cols, moment.source_offset, moment.target_offset) == (0, 3, 3, 3, 0)
 
 
-def test_a_step_that_the_rank_held_stays_and_goes_once_to_a_new_holder() -> None:
+def test_a_step_stays_on_its_rank_and_goes_once_to_a_new_holder() -> None:
     source = state(Layout(), (0,), shared((0, 8)))
     target = state(Layout(dp=2), (0, 1), shared((0, 5), (5, 8)))
     plan = Planner([VECTOR], source, target).whole()
@@ -135,7 +135,7 @@ def test_weights_alone_go_to_a_target_without_an_optimizer() -> None:
     assert [copy.kind for copy in plan.part(1).receives] == [StateKind.WEIGHT]
 
 
-def test_replicas_make_up_for_lost_ranks() -> None:
+def test_replicas_replace_lost_ranks() -> None:
     source, target = state(Layout(dp=3), (0, 1, 2)), state(Layout(dp=2), (2, 3))
     plan = Planner([NORM], source, target, lost=frozenset({0, 1})).whole()
     assert [part.rank for part in plan.parts] == [2, 3]
@@ -143,7 +143,7 @@ def test_replicas_make_up_for_lost_ranks() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [None, shared((0, 5), (5, 8))], ids=["weights", "optimizer state"])
-def test_what_only_lost_ranks_held_is_named(optimizer: DistributedOptimizer | None) -> None:
+def test_elements_that_only_lost_ranks_held_are_named(optimizer: DistributedOptimizer | None) -> None:
     ranks, lost = ((0, 1), frozenset({1})) if optimizer else ((0,), frozenset({0}))
     target = None if optimizer is None else DistributedOptimizer({7: {"vector": FlatRange(0, 8)}})
     planner = Planner(
@@ -186,9 +186,9 @@ def test_ranges_of_a_parameter_that_the_rank_does_not_train_are_refused() -> Non
 
 def test_ends_that_keep_different_state_are_refused() -> None:
     source, target = PlainOptimizer(), PlainOptimizer(step_itemsize=None)
-    with pytest.raises(ValueError, match="nothing is converted on the way"):
+    with pytest.raises(ValueError, match="both must keep the same"):
         Planner([VECTOR], state(Layout(), (0,), source), state(Layout(), (0,), target))
-    with pytest.raises(ValueError, match="the source's None"):
+    with pytest.raises(ValueError, match="the source's keeps None"):
         Planner([VECTOR], state(Layout(), (0,)), state(Layout(), (0,), target))
 
 
@@ -197,13 +197,13 @@ def test_a_model_with_more_layers_than_the_stages_hold_is_refused() -> None:
         Planner([replace(NORM, name="deep", place=1)], state(Layout(), (0,)), state(Layout(), (0,)))
 
 
-def test_what_is_asked_of_the_wrong_rank_or_of_two_parameters_with_one_name_is_refused() -> None:
+def test_a_wrong_rank_and_two_parameters_with_one_name_are_refused() -> None:
     source, target = state(Layout(), (0,)), state(Layout(), (1,))
     with pytest.raises(ValueError, match="rank 2 is in neither layout"):
         Planner([NORM], source, target).part(2)
-    with pytest.raises(LayoutRefused, match=r"ranks \[1\] are lost and in the target layout"):
+    with pytest.raises(LayoutRefused, match=r"ranks \[1\] are lost, and the target layout has them"):
         Planner([NORM], source, target, lost=frozenset({1}))
-    with pytest.raises(ValueError, match="have one name"):
+    with pytest.raises(ValueError, match="have the same name"):
         Planner([NORM, NORM], source, target)
 
 
@@ -215,7 +215,7 @@ def test_optimizers_that_cannot_be_described_are_refused_by_name() -> None:
 
 
 def test_the_cutter_makes_ranges_that_cover_every_shard() -> None:
-    """The tests' own ranges are checked by the planner only as targets."""
+    """The planner checks the tests' own ranges only as targets, so this test checks them too."""
     parameters = gpt_parameters(SHAPE)
     mesh = Mesh(Layout(tp=2, dp=3), tuple(range(6)), even_chunks(4, pp=1))
     shares = cutter.shares(mesh, parameters, per_bucket=3)

@@ -1,6 +1,6 @@
-"""Ranges of an optimizer that is not built are those that Megatron's buffers would have.
+"""The ranges of an optimizer that is not built are those of Megatron's buffers.
 
-Every size is a multiple of 512, so that what buffers are padded to plays no part against the cutter's own padding.
+Every size is a multiple of 512, so that the buffers' padding equals the cutter's.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("told", CASES)
-def test_ranges_are_those_of_buffers_in_one_bucket(told: str) -> None:
-    shape, layout, chunks = CASES[told]
+@pytest.mark.parametrize("case", CASES)
+def test_ranges_are_those_of_buffers_in_one_bucket(case: str) -> None:
+    shape, layout, chunks = CASES[case]
     parameters = gpt_parameters(shape)
     mesh = Mesh(layout, tuple(range(layout.num_ranks)), chunks)
     optimizer = with_optimizer(parameters, mesh).optimizer
@@ -50,9 +50,9 @@ def test_ranges_are_those_of_buffers_in_one_bucket(told: str) -> None:
     assert {rank: dict(shares) for rank, shares in optimizer.ranges.items()} == want
 
 
-@pytest.mark.parametrize("told", CASES)
-def test_a_reshard_between_them_can_be_planned(told: str) -> None:
-    shape, layout, chunks = CASES[told]
+@pytest.mark.parametrize("case", CASES)
+def test_a_reshard_between_computed_ranges_can_be_planned(case: str) -> None:
+    shape, layout, chunks = CASES[case]
     parameters = gpt_parameters(shape)
     source = with_optimizer(parameters, Mesh(layout, tuple(range(layout.num_ranks)), chunks))
     target = with_optimizer(parameters, Mesh(Layout(dp=2), (1, 0), ((5,),)))

@@ -1,4 +1,4 @@
-"""Flat ranges are boxes of the logical matrix; boxes overlap where both have them."""
+"""Flat ranges are boxes of the logical matrix. Boxes overlap where both contain the same elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_flat_range_of_gate_and_up_has_a_box_in_each_half() -> None:
     assert blocks_of(shard, 3, 6) == (Block(0, 7, 1, 1, 3, 8), Block(0, 12, 1, 2, 4, 8))
 
 
-def test_an_overlap_says_where_both_ends_have_the_box() -> None:
+def test_an_overlap_has_the_box_s_place_at_both_ends() -> None:
     source, target = Block(0, 2, 4, 4, 0, 4), Block(2, 0, 4, 3, 100, 3)
     assert overlaps_of([source], [target]) == (Overlap(2, 2, 2, 1, 8, 4, 102, 3),)
 

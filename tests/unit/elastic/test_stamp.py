@@ -1,4 +1,4 @@
-"""A record says of which update its tensors are, with that update's note, or that they are of none."""
+"""A record says which update its tensors belong to, with that update's note, or that they belong to none."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def stamp() -> Stamp:
     return Stamp(torch.zeros(RECORD_BYTES, dtype=torch.uint8))
 
 
-def test_memory_that_was_never_written_is_of_no_update(stamp: Stamp) -> None:
+def test_memory_that_was_never_written_belongs_to_no_update(stamp: Stamp) -> None:
     assert stamp.read() is None
 
 
-def test_a_record_keeps_its_note_for_whoever_reads_its_bytes(stamp: Stamp) -> None:
+def test_a_copy_of_a_record_s_bytes_has_its_note(stamp: Stamp) -> None:
     stamp.set(note(3))
 
     assert Stamp(stamp.record.clone()).read() == note(3)
 
 
-def test_an_update_counts_once_it_is_applied_and_not_while_it_is(stamp: Stamp) -> None:
+def test_an_update_counts_once_it_is_applied_and_not_before(stamp: Stamp) -> None:
     stamp.set(note(3))
 
     with stamp.applying(lambda: note(4)):
@@ -40,11 +40,11 @@ def test_an_update_that_fails_while_it_is_applied_leaves_no_update(stamp: Stamp)
     stamp.set(note(3))
 
     with pytest.raises(RuntimeError), stamp.applying(lambda: note(4)):
-        raise RuntimeError("a peer is gone")
+        raise RuntimeError("a peer is dead")
     assert stamp.read() is None
 
 
-def test_tensors_that_are_being_overwritten_are_of_no_update(stamp: Stamp) -> None:
+def test_tensors_that_are_being_overwritten_belong_to_no_update(stamp: Stamp) -> None:
     stamp.set(note(3))
 
     with stamp.writing(note(9)):

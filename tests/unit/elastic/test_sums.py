@@ -1,6 +1,8 @@
-"""The weighted sum of a tensor's bits: the same for every cut, another for every change."""
+"""The weighted sum of a tensor's bits is the same for every cut, and another for every change."""
 
 from __future__ import annotations
+
+import tracemalloc
 
 import pytest
 import torch
@@ -40,14 +42,25 @@ def test_a_shard_with_padding_counts_as_its_logical_elements(sums: WeightedSums)
     assert sums.of(shard, [Block(1, 5, ROWS - 1, 995, 0, 995 + 24)]) == want
 
 
-def test_more_elements_than_one_chunk_are_summed_alike(sums: WeightedSums) -> None:
+def test_memory_beside_the_tensor_is_bounded(sums: WeightedSums) -> None:
+    size = 4 * CHUNK
+    tensor = torch.zeros(size, dtype=torch.float32)
+    sums.of(tensor, [Block(0, 0, 1, size, 0, size)])
+    tracemalloc.start()
+    sums.of(tensor, [Block(0, 0, 1, size, 0, size)])
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < CHUNK * tensor.itemsize + (4 << 20)
+
+
+def test_a_tensor_larger_than_one_chunk_has_the_sum_of_its_pieces(sums: WeightedSums) -> None:
     size = CHUNK + 3 * BLOCK + 5
     tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
     pieces = [Block(0, start, 1, min(1 << 20, size - start), start, size) for start in range(0, size, 1 << 20)]
     assert sums.of(tensor, [Block(0, 0, 1, size, 0, size)]) == sums.of(tensor, pieces)
 
 
-def test_every_flipped_bit_shows_to_the_highest_of_the_largest_element(sums: WeightedSums) -> None:
+def test_every_flipped_bit_changes_the_sum_up_to_the_highest_bit_of_the_largest_element(sums: WeightedSums) -> None:
     bits = torch.randint(-(2**63), 2**63 - 1, (ROWS * COLS,))
     want = sums.of(bits, [WHOLE])
     for at in (0, BLOCK, ROWS * COLS - 1):
@@ -60,7 +73,7 @@ def test_every_flipped_bit_shows_to_the_highest_of_the_largest_element(sums: Wei
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (3, BLOCK + 3), (5, COLS + 5), (7, 2 * COLS + BLOCK)])
-def test_two_elements_that_changed_places_show(sums: WeightedSums, first: int, second: int) -> None:
+def test_two_elements_that_changed_places_change_the_sum(sums: WeightedSums, first: int, second: int) -> None:
     tensor = torch.ones(ROWS * COLS)
     tensor[first], tensor[second] = 2.0, 3.0
     want = sums.of(tensor, [WHOLE])

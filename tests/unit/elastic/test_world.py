@@ -1,4 +1,4 @@
-"""Which groups a full cache drops, and what a membership must be."""
+"""Which groups a full cache drops, and which memberships are legal."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from tidegate.elastic.epoch.world import Membership, peers_needed, surplus
 
 
-def test_the_groups_least_recently_used_go_until_no_member_has_too_many() -> None:
+def test_the_least_recently_used_groups_are_dropped_until_no_member_has_too_many() -> None:
     recency = [(0, 1), (2, 3), (0,), (1, 2), (0, 2)]
 
     assert surplus(recency, keep=frozenset(), bound=2) == [(0, 1), (2, 3)]
 
 
-def test_a_group_whose_members_have_room_stays_however_old() -> None:
+def test_an_old_group_stays_when_its_members_have_room() -> None:
     recency = [(2, 3), (0, 1), (0,), (1,)]
 
     assert surplus(recency, keep=frozenset(), bound=1) == [(0, 1)]

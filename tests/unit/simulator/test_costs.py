@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from simulator.assumptions import assumptions_of
 from simulator.costs import Costs, EngineCosts, SwitchCosts, TrainerCosts, busiest_bytes, even_split, imbalance
 from tidegate.config.base import fields_of
-from tidegate.elastic.plan.planner import Moved
+from tidegate.elastic.plan.planner import RankTraffic
 from tidegate.types import Layout
 
 engines = st.builds(
@@ -72,7 +72,7 @@ def test_a_reshard_costs_its_busiest_ranks_bytes_or_what_is_published() -> None:
     assert costs.resharding_s(None, is_new=True) == costs.resharding_s(None, is_new=False) == 3.0
     assert costs.resharding_s(20, is_new=True) == pytest.approx(2.75)
     assert costs.resharding_s(20, is_new=False) == 2.5
-    assert busiest_bytes([Moved(3, 7), Moved(5, 0)]) == 7
+    assert busiest_bytes([RankTraffic(3, 7), RankTraffic(5, 0)]) == 7
     assert busiest_bytes([]) == 0
 
 

@@ -1,1 +1,1 @@
-"""Transports: what carries out a plan between the tensors of two layouts."""
+"""Transports carry out a plan between the tensors of two layouts."""

@@ -1,10 +1,16 @@
 """The transport over torch.distributed: gloo between the memories of processes, NCCL between GPUs.
 
-Local copies first, then the batches of `buckets`, each finished before the next is started, so that no order of the
-ranks can deadlock. A bucket goes as one message of its small copies, packed, and one of each large copy; both ends tell
-which is which from the copy alone. A large copy is sent and received in place where it is contiguous.
-A rank that is gone keeps its sends: they are the messages of the member that stands in for it, in the same order.
-Invariant: staging is at most `memory_bytes` and an alignment a message, and is given back at the end of a run.
+Order:
+1. Local copies.
+2. The batches of `buckets`, each finished before the next one starts, so that no order of the ranks can deadlock.
+
+Messages: a bucket sends its small copies packed as one message, and each large copy as a message of its own. Both ends
+derive this from the copies alone. A large copy is sent and received in place where it is contiguous.
+
+A dead rank keeps its sends: the member that stands in for it sends the same messages in the same order.
+
+Invariant: staging takes at most `memory_bytes`, plus one alignment per message, and is freed at the end of a run.
+[test_peer_to_peer: staging_stays_within_its_bound]
 """
 
 from __future__ import annotations
@@ -29,17 +35,19 @@ from tidegate.elastic.plan.buckets import Bucket, batches
 from tidegate.elastic.plan.plan import Part, RegionCopy
 
 MEMORY_BYTES = 64 << 20
-"""Staging a rank may use. With four times as much a transfer between four ranks was slower by a fifth: what is packed
-is then out of the cache before it is sent, and the pages cost more to take."""
+"""The staging memory of a rank. With four times as much, a transfer between four ranks was slower by a fifth.
+
+Larger staging leaves the cache before it is sent, and its pages cost more to take.
+"""
 DIRECT_BYTES = 256 << 10
-"""From this size a copy is a message of its own: packing it would take longer than a message costs."""
+"""Copies of at least this size are messages of their own: packing one would take longer than a message costs."""
 _ALIGNMENT_BYTES = 16
 
 
 class PeerToPeer:
-    """Over `group`, whose i-th rank is `members[i]`.
+    """The transport over `group`, whose i-th rank is `members[i]`.
 
-    `served_by` names, for each rank that is gone, the member that stands in for it: the same at all members.
+    `served_by` names the member that stands in for each dead rank. It is the same at all members.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class PeerToPeer:
     ) -> None:
         self._group = group
         self._peers = {member: index for index, member in enumerate(members)}
-        self._peers |= {gone: self._peers[member] for gone, member in (served_by or {}).items()}
+        self._peers |= {rank: self._peers[member] for rank, member in (served_by or {}).items()}
         self._hosts = hosts
         self._memory_bytes = memory_bytes
 
@@ -70,31 +78,31 @@ class PeerToPeer:
         stand_ins: StandIns = NO_STAND_INS,
         carries: Callable[[RegionCopy], bool] = lambda copy: True,
     ) -> None:
-        """The part's sends and receives that this transport `carries`, which says the same at all members."""
-        held = {part.rank: sources} | {gone: tensors for gone, (_, tensors) in stand_ins.items()}
+        """Do those sends and receives of the part that `carries` selects. It selects the same copies at all members."""
+        readable = {part.rank: sources} | {rank: tensors for rank, (_, tensors) in stand_ins.items()}
         outward = [copy for copy in part.sends if carries(copy)]
         for other, _ in stand_ins.values():
             outward += [copy for copy in other.sends if carries(copy) and copy.target_rank != part.rank]
         inward = []
         for copy in filter(carries, part.receives):
-            if copy.source_rank in held:
-                copy_regions((copy,), held[copy.source_rank], targets)
+            if copy.source_rank in readable:
+                copy_regions((copy,), readable[copy.source_rank], targets)
             else:
                 inward.append(copy)
         self._check_served((*outward, *inward))
         order = batches((*outward, *inward), ranks=self._peers, memory_bytes=self._memory_bytes, hosts=self._hosts)
         messages = [
-            [self._message(copies, part.rank, held, targets) for bucket in batch for copies in _messages_of(bucket)]
+            [self._message(copies, part.rank, readable, targets) for bucket in batch for copies in _messages_of(bucket)]
             for batch in order
         ]
         self._carry(messages)
 
     def _message(
-        self, copies: tuple[RegionCopy, ...], me: int, held: Mapping[int, Tensors], targets: Tensors
+        self, copies: tuple[RegionCopy, ...], me: int, readable: Mapping[int, Tensors], targets: Tensors
     ) -> _Message:
         source, target = copies[0].source_rank, copies[0].target_rank
-        if source in held:
-            return _Message(self._peers[target], True, [source_region(held[source], copy) for copy in copies])
+        if source in readable:
+            return _Message(self._peers[target], True, [source_region(readable[source], copy) for copy in copies])
         assert target == me
         return _Message(self._peers[source], False, [target_region(targets, copy) for copy in copies])
 
@@ -129,7 +137,7 @@ class PeerToPeer:
         ends = {rank for copy in copies for rank in (copy.source_rank, copy.target_rank)}
         if unknown := ends - self._peers.keys():
             raise TransferFailed(
-                f"ranks {sorted(unknown)} of the plan are no members and nobody stands in for them; known: "
+                f"ranks {sorted(unknown)} of the plan are not members, and no member stands in for them; known ranks: "
                 f"{sorted(self._peers)}"
             )
 
@@ -155,7 +163,7 @@ class _Message:
         return sum(region.nbytes for region in self.regions)
 
     def buffer(self, staging: torch.Tensor) -> torch.Tensor:
-        """What is handed to torch.distributed: the region itself, or the beginning of `staging`."""
+        """The buffer for torch.distributed: the region itself, or the beginning of `staging`."""
         if self.is_in_place:
             return self.regions[0].reshape(-1).view(torch.uint8)
         return staging[: self._size_bytes]
@@ -169,7 +177,7 @@ class _Message:
             region.copy_(packed)
 
     def _staged(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each region beside its place in the staging; none where there is no staging."""
+        """Each region with its place in the staging. A message in place has no staging."""
         start = 0
         for region in () if self.is_in_place else self.regions:
             yield region, buffer[start : start + region.nbytes].view(region.dtype).view(region.shape)

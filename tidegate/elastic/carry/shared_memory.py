@@ -1,9 +1,12 @@
-"""The transport within a host: each rank takes what it wants straight out of the other ranks' arenas.
+"""The transport within a host: each rank copies its regions straight out of the other ranks' arenas.
 
-Nothing is staged and nobody sends. A region becomes strips of memory; strips that follow each other at both ends become
-one, as where tensors lie side by side in both arenas, and they are copied in order of their target addresses.
-A rank that is gone needs no stand-in, since its file is still there.
-Invariants: every strip lies in its tensor at both ends; other ranks' files are never written.
+- Nothing is staged, and no rank sends. A dead rank needs no stand-in, because its file is still there.
+- A region is copied as strips of memory, in order of their target addresses.
+- Strips that follow each other at both ends become one strip: tensors often lie side by side in both arenas.
+
+Invariants:
+- Every strip lies in its tensor at both ends. [test_shared_memory: a_region_outside_its_tensor_is_refused]
+- Other ranks' files are never written. [test_memory: sees_writes_and_cannot_write]
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ Places = Mapping[int, Mapping[TensorKey, Place]]
 
 
 class Strip(NamedTuple):
-    """`rows` runs of `row_bytes` from one address to another; strides are between the beginnings of rows."""
+    """`rows` runs of `row_bytes` from one address to another. Strides go from the beginning of one row to the next."""
 
     source: int
     target: int
@@ -36,7 +39,7 @@ class Strip(NamedTuple):
 
 
 class SharedMemory:
-    """`places` are those of all ranks that hold the source; ranks whose receives are never pulled may be left out."""
+    """`places` has all ranks that hold the source. A rank may be missing if nothing is pulled from it."""
 
     def __init__(self, places: Places, reader: ArenaReader) -> None:
         self._places = places
@@ -49,13 +52,13 @@ class SharedMemory:
         self, local: Iterable[RegionCopy], receives: Iterable[RegionCopy], sources: Tensors, targets: Tensors
     ) -> None:
         receives = tuple(receives)
-        wanted: defaultdict[int, set[TensorKey]] = defaultdict(set)
+        keys_by_rank: defaultdict[int, set[TensorKey]] = defaultdict(set)
         for copy in receives:
-            wanted[copy.source_rank].add((copy.name, copy.kind))
-        held = {rank: self._tensors_of(rank, keys) for rank, keys in wanted.items()}
+            keys_by_rank[copy.source_rank].add((copy.name, copy.kind))
+        others = {rank: self._tensors_of(rank, keys) for rank, keys in keys_by_rank.items()}
         strips = [_strip(copy, sources, targets) for copy in local]
-        strips += [_strip(copy, held[copy.source_rank], targets) for copy in receives]
-        alive = (sources, held, targets)
+        strips += [_strip(copy, others[copy.source_rank], targets) for copy in receives]
+        alive = (sources, others, targets)
         for source, target, rows, row_bytes, source_stride, target_stride in merged(strips):
             shape = (rows, row_bytes)
             np.copyto(
@@ -64,16 +67,16 @@ class SharedMemory:
             )
 
     def _tensors_of(self, rank: int, keys: AbstractSet[TensorKey]) -> Tensors:
-        """Those of the keys that the rank has."""
+        """The tensors of those keys that the rank has."""
         places = self._places[rank]
         try:
             return {key: self._reader.tensor_at(places[key]) for key in keys & places.keys()}
         except FileNotFoundError as error:
-            raise TransferFailed(f"the arena of rank {rank} is gone: {error}") from error
+            raise TransferFailed(f"the arena file of rank {rank} does not exist: {error}") from error
 
 
 def merged(strips: Iterable[Strip]) -> Iterator[Strip]:
-    """In order of target addresses; strips that go on where another ends, at both ends, are one with it."""
+    """The strips in order of target addresses. Strips that continue each other at both ends are joined."""
     last: Strip | None = None
     for strip in sorted(map(_flattened, strips), key=lambda strip: strip.target):
         if last is not None and last.rows == strip.rows == 1 and _follows(strip, last):
@@ -91,7 +94,7 @@ def _follows(strip: Strip, last: Strip) -> bool:
 
 
 def _flattened(strip: Strip) -> Strip:
-    """As one row where rows follow each other without gaps."""
+    """The strip as one row where its rows follow each other without gaps."""
     if strip.rows == 1 or strip.source_stride == strip.target_stride == strip.row_bytes:
         size_bytes = strip.rows * strip.row_bytes
         return Strip(strip.source, strip.target, 1, size_bytes, size_bytes, size_bytes)
@@ -114,6 +117,6 @@ def _address(tensors: Tensors, copy: RegionCopy, offset: int, stride: int) -> in
     tensor = tensor_of(tensors, copy, offset, stride)
     if tensor.device.type != "cpu":
         raise TransferFailed(
-            f"{copy.name} {copy.kind} is on {tensor.device}, and shared memory is the host's: use peer to peer"
+            f"{copy.name} {copy.kind} is on {tensor.device}, and shared memory is in host memory: use peer to peer"
         )
     return tensor.data_ptr() + offset * copy.itemsize

@@ -1,14 +1,20 @@
-"""Whether the target holds what the source held: every rank sums its tensors, and all compare the same sums.
+"""Certifies that the target holds what the source held: every rank sums its tensors, and all compare the same sums.
 
-- `full`: all that is held before and after. Ranks that hold one region have one sum, and so do the pipeline stages
-  that hold copies of one tensor; a tensor's regions add up to its sum, which is the same at both ends.
-- `new`: only what came from other ranks, as its sender and as its receiver have it. Cheaper, and blind to what a rank
-  copied at home.
+Levels:
+- `full`: everything that is held before and after. Ranks that hold the same region have the same sum, and so do the
+  pipeline stages that hold copies of one tensor. The sums of a tensor's regions add up to the tensor's sum, which is
+  the same at both ends.
+- `new`: only regions that came from other ranks, as the sender and as the receiver have them. It is cheaper, and does
+  not see a rank's local copies.
 - `off`: nothing.
-A source rank that is gone has sums only if somebody makes them of what it left; without, a stage of it that is not
-whole is not compared, and a tensor that no stage of the source has whole is named in the certificate.
-Invariants: the outcome is a function of the sums alone, so that all who have them decide alike; no sum travels as
-anything but plain integers.
+
+A dead source rank has sums only if a member sums the tensors that it left. Otherwise a stage that is not whole is not
+compared, and the certificate names every tensor that no stage of the source has whole.
+
+Invariants:
+- The outcome is a function of the sums alone, so all ranks that have them decide alike.
+  [test_certificate: the_digest_is_that_of_the_logical_state]
+- Sums travel as plain integers only. [test_certificate: sums_travel_as_plain_integers]
 """
 
 from __future__ import annotations
@@ -41,33 +47,33 @@ class Level(StrEnum):
 
 
 class CertificateMismatch(RuntimeError):
-    """The target does not hold what the source holds; nothing was switched."""
+    """The target does not hold what the source holds. Nothing was switched."""
 
 
 class RegionSum(NamedTuple):
     name: str
     kind: StateKind
     region: int
-    """Of what is held: a digest of its boxes. Of what travels: the rank at the other end."""
+    """For a region that is held: a digest of its boxes. For a region that travels: the rank at the other end."""
     num_elements: int
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankSums:
-    """One rank's, of its part."""
+    """The sums of one rank's part."""
 
-    wanted_bytes: int = 0
+    target_bytes: int = 0
     local_bytes: int = 0
     received_bytes: int = 0
-    held: tuple[RegionSum, ...] = ()
-    wanted: tuple[RegionSum, ...] = ()
+    source_sums: tuple[RegionSum, ...] = ()
+    target_sums: tuple[RegionSum, ...] = ()
     sent: tuple[RegionSum, ...] = ()
     received: tuple[RegionSum, ...] = ()
 
     def encode(self) -> bytes:
-        lists = (self.held, self.wanted, self.sent, self.received)
-        encoded = [_HEAD.pack(self.wanted_bytes, self.local_bytes, self.received_bytes, *map(len, lists))]
+        lists = (self.source_sums, self.target_sums, self.sent, self.received)
+        encoded = [_HEAD.pack(self.target_bytes, self.local_bytes, self.received_bytes, *map(len, lists))]
         for name, kind, region, num_elements, total in (entry for entries in lists for entry in entries):
             text = name.encode()
             encoded += [_ENTRY.pack(len(text), _KINDS.index(kind), region, num_elements, total), text]
@@ -75,7 +81,7 @@ class RankSums:
 
     @classmethod
     def decode(cls, payload: bytes) -> RankSums:
-        wanted_bytes, local_bytes, received_bytes, *lengths = _HEAD.unpack_from(payload)
+        target_bytes, local_bytes, received_bytes, *lengths = _HEAD.unpack_from(payload)
         at, lists = _HEAD.size, []
         for length in lengths:
             entries = []
@@ -84,11 +90,11 @@ class RankSums:
                 at += _ENTRY.size + size
                 entries.append(RegionSum(payload[at - size : at].decode(), _KINDS[kind], region, num_elements, total))
             lists.append(tuple(entries))
-        return cls(wanted_bytes, local_bytes, received_bytes, *lists)
+        return cls(target_bytes, local_bytes, received_bytes, *lists)
 
 
 def encode_all(sums: Mapping[int, RankSums]) -> bytes:
-    """By rank: of one that a member stands in for, too."""
+    """Encode sums by rank, those of ranks that a member stands in for too."""
     payloads = {rank: of.encode() for rank, of in sums.items()}
     return b"".join(_RANK.pack(rank, len(payload)) + payload for rank, payload in payloads.items())
 
@@ -105,56 +111,62 @@ def decode_all(payload: bytes) -> dict[int, RankSums]:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What all ranks have found in common."""
+    """The common result of all ranks."""
 
     digest: str
-    """Of the logical tensors' sums, the same in every layout; of what travelled with `new`; empty with `off`."""
+    """A digest of the logical tensors' sums, the same in every layout. With `new`: of the transfers. With `off`: empty.
+    """
     moved_bytes: int
-    """Received from other ranks."""
+    """The bytes received from other ranks."""
     minimum_bytes: int
-    """What the target's ranks want and did not hold."""
+    """The bytes that the target's ranks need and did not hold."""
     local_bytes: int
     unchecked: tuple[TensorKey, ...] = ()
-    """Tensors, or parts of them, of which nobody had the source's sums."""
+    """Tensors, or parts of them, for which no rank had the source's sums."""
 
 
 def sum_part(level: Level, part: Part, sources: Tensors, targets: Tensors) -> RankSums:
-    """After the transfer. Where a rank that is gone left its tensors, `sources` may be those, with its part."""
+    """The sums after the transfer. For a dead rank, `sources` may be the tensors that it left, with its part."""
     sums = WeightedSums()
-    wanted_bytes = sum(block.num_elements * holding.itemsize for holding in part.wanted for block in holding.blocks)
+    target_bytes = sum(
+        block.num_elements * holding.itemsize for holding in part.target_holdings for block in holding.blocks
+    )
     local_bytes = sum(copy.size_bytes for copy in part.local)
-    counted = wanted_bytes, local_bytes, part.received_bytes
+    counted = target_bytes, local_bytes, part.received_bytes
     match level:
         case Level.OFF:
             return RankSums(*counted)
         case Level.NEW:
-            sent = _travelling(sums, sources, part.sends, is_sent=True)
-            received = _travelling(sums, targets, part.receives, is_sent=False)
+            sent = _sums_of_transfers(sums, sources, part.sends, is_sent=True)
+            received = _sums_of_transfers(sums, targets, part.receives, is_sent=False)
             return RankSums(*counted, sent=sent, received=received)
         case Level.FULL:
-            held = tuple(_held(sums, sources, holding) for holding in part.held)
-            wanted = tuple(_held(sums, targets, holding) for holding in part.wanted)
-            return RankSums(*counted, held=held, wanted=wanted)
+            source_sums = tuple(_sum_of_holding(sums, sources, holding) for holding in part.source_holdings)
+            target_sums = tuple(_sum_of_holding(sums, targets, holding) for holding in part.target_holdings)
+            return RankSums(*counted, source_sums=source_sums, target_sums=target_sums)
 
 
 def certify(level: Level, sums: Mapping[int, RankSums], source: Mesh, target: Mesh) -> Certificate:
-    """By world rank: of all target ranks, and of the source ranks that are there. Raises CertificateMismatch."""
+    """Compare the sums by world rank: all target ranks', and those of the source ranks that exist.
+
+    Raises CertificateMismatch.
+    """
     found: Mapping[tuple[object, ...], int] = {}
     unchecked: tuple[TensorKey, ...] = ()
     if level is Level.NEW:
-        found, unchecked = _compare_travelling(sums, target)
+        found, unchecked = _compare_transfers(sums, target)
     elif level is Level.FULL:
-        found, unchecked = _compare_held(sums, source, target)
+        found, unchecked = _compare_ends(sums, source, target)
     return Certificate(
         digest=_digest(found) if level is not Level.OFF else "",
         moved_bytes=sum(of.received_bytes for of in sums.values()),
-        minimum_bytes=sum(sums[rank].wanted_bytes - sums[rank].local_bytes for rank in target.ranks),
+        minimum_bytes=sum(sums[rank].target_bytes - sums[rank].local_bytes for rank in target.ranks),
         local_bytes=sum(of.local_bytes for of in sums.values()),
         unchecked=unchecked,
     )
 
 
-def _held(sums: WeightedSums, tensors: Tensors, holding: Holding) -> RegionSum:
+def _sum_of_holding(sums: WeightedSums, tensors: Tensors, holding: Holding) -> RegionSum:
     boxes = sorted((block.row, block.col, block.rows, block.cols) for block in holding.blocks)
     region = int.from_bytes(hashlib.blake2b(repr(boxes).encode(), digest_size=8).digest())
     num_elements = sum(block.num_elements for block in holding.blocks)
@@ -162,7 +174,7 @@ def _held(sums: WeightedSums, tensors: Tensors, holding: Holding) -> RegionSum:
     return RegionSum(holding.name, holding.kind, region, num_elements, total)
 
 
-def _travelling(
+def _sums_of_transfers(
     sums: WeightedSums, tensors: Tensors, copies: Iterable[RegionCopy], *, is_sent: bool
 ) -> tuple[RegionSum, ...]:
     """One sum for each tensor and other end."""
@@ -179,7 +191,7 @@ def _travelling(
     )
 
 
-def _compare_travelling(
+def _compare_transfers(
     sums: Mapping[int, RankSums], target: Mesh
 ) -> tuple[Mapping[tuple[object, ...], int], tuple[TensorKey, ...]]:
     sent = {(entry.name, entry.kind, rank, entry.region): entry.total for rank, of in sums.items() for entry in of.sent}
@@ -207,21 +219,23 @@ class _Reading(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def _compare_held(
+def _compare_ends(
     sums: Mapping[int, RankSums], source: Mesh, target: Mesh
 ) -> tuple[Mapping[tuple[object, ...], int], tuple[TensorKey, ...]]:
-    before = _readings({rank: sums[rank].held for rank in source.ranks if rank in sums}, source)
-    after = _readings({rank: sums[rank].wanted for rank in target.ranks}, target)
+    before = _readings({rank: sums[rank].source_sums for rank in source.ranks if rank in sums}, source)
+    after = _readings({rank: sums[rank].target_sums for rank in target.ranks}, target)
     is_complete = all(rank in sums for rank in source.ranks)
     found: dict[tuple[object, ...], int] = {}
     unchecked: list[TensorKey] = []
     for key, (want, *others) in after.items():
-        # Some of a stage's ranks may be gone; the target is always whole.
+        # Some ranks of a source stage may be dead; the target is always whole.
         held = [reading for reading in before.get(key, []) if is_complete or reading.num_elements == want.num_elements]
         if not held and not is_complete:
             unchecked.append(key)
         elif not held:
-            raise CertificateMismatch(f"{key[0]} {key[1]}: ranks {want.ranks} hold it, and no rank of the source did")
+            raise CertificateMismatch(
+                f"{key[0]} {key[1]}: ranks {want.ranks} of the target hold it, and no rank of the source did"
+            )
         for reading in (*held, *others):
             if reading[:2] != want[:2]:
                 raise CertificateMismatch(
@@ -234,7 +248,10 @@ def _compare_held(
 
 
 def _readings(sums: Mapping[int, tuple[RegionSum, ...]], mesh: Mesh) -> dict[TensorKey, list[_Reading]]:
-    """Of each tensor, stage by stage. Raises CertificateMismatch where two ranks have two sums of one region."""
+    """The readings of each tensor, stage by stage.
+
+    Raises CertificateMismatch where two ranks have different sums of one region.
+    """
     regions: dict[TensorKey, dict[int, dict[int, tuple[RegionSum, list[int]]]]] = {}
     stages = {rank: index // mesh.num_stage_ranks for index, rank in enumerate(mesh.ranks)}
     for rank in sorted(sums):

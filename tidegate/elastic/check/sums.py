@@ -1,12 +1,21 @@
-"""A sum of a tensor's bits in which every logical element has a weight of its own, whatever layout holds it.
+"""A sum of a tensor's bits in which every logical element has its own weight, whatever layout holds it.
 
-A row of the logical matrix is words of 64 bits, elements from the low bits up. Word w counts as its value times
-`rows(row) * blocks(column // BLOCK) * words(w)`, three sequences of odd 64-bit numbers, the last anew for each BLOCK
-columns; all is taken modulo 2**64, so that an element counts alone as in its word. So the sums of boxes that tile a
-tensor add up to the tensor's, however it is cut; padding lies in no box and does not count. Odd weights show every
-single changed bit. Two elements that changed places go unseen with a probability below 2**-30, where two bytes are an
-element below 2**-14; more of them, as a misplaced region has, with one that is far smaller.
-Invariant: memory beyond the tensor's is bounded by CHUNK elements and a few MiB of weights.
+A row of the logical matrix is a sequence of 64-bit words, with its elements from the low bits up.
+
+    sum = sum over (row, word) of value * rows(row) * blocks(column // BLOCK) * words(word)   modulo 2**64
+
+- `value`: the word as an integer. One element alone counts as it does within its word.
+- `rows`, `blocks`, `words`: three sequences of odd 64-bit numbers. `words` starts anew for each BLOCK columns.
+
+Boxes that tile a tensor have sums that add up to the tensor's sum, however it is cut. Padding is in no box and does not
+count.
+
+Odd weights show every single changed bit. If two elements change places, the sum misses it with a probability below
+2**-30, and below 2**-14 for elements of two bytes. A misplaced region moves many elements, and the probability is then
+far smaller.
+
+Invariant: memory beyond the tensor's is at most CHUNK elements and a few MiB of weights.
+[test_sums: memory_beside_the_tensor_is_bounded]
 """
 
 from __future__ import annotations
@@ -21,26 +30,28 @@ from tidegate.elastic.model.memory import memory_at
 from tidegate.elastic.plan.regions import Block
 
 BLOCK = 1024
-"""Columns that share a weight table: at most 8 KiB, which stay in a core's first cache beside what they weigh."""
+"""The columns that share a weight table: at most 8 KiB, so that the table stays in a core's first cache beside the
+data.
+"""
 CHUNK = 1 << 22
-"""Elements that are brought to the host at once from another device."""
+"""The elements that are copied from another device to the host at once."""
 _WORD_BYTES = 8
 _MAX_KEPT = 1 << 18
-"""Of a sequence's numbers: more than a large vocabulary has rows."""
+"""The longest prefix of a sequence that is cached: more numbers than a large vocabulary has rows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Numbers = npt.NDArray[np.uint64]
 
 
 class OddNumbers:
-    """A sequence of odd 64-bit numbers: splitmix64 (Steele, Lea, Flood 2014), made odd. Keeps what was asked for."""
+    """A sequence of odd 64-bit numbers: splitmix64 (Steele, Lea, Flood 2014), made odd. It caches its first numbers."""
 
     def __init__(self, sequence: int) -> None:
         self._offset = np.uint64(sequence << 56)
         self._kept = self._made(0, 1)
 
     def at(self, first: int, count: int) -> Numbers:
-        """Elements `first` and on, to be read only."""
+        """`count` numbers from index `first` on, read-only."""
         end = first + count
         if end > _MAX_KEPT:
             return self._made(first, count)
@@ -60,7 +71,7 @@ class OddNumbers:
 
 
 class WeightedSums:
-    """Keeps the weights: of a block's columns by the bytes of what is summed with them, words and elements."""
+    """Sums tensors. It caches the weights of a block's columns, by the size summed at once (word or element)."""
 
     def __init__(self) -> None:
         words, self._rows, self._blocks = (OddNumbers(sequence) for sequence in (1, 2, 3))
@@ -72,7 +83,7 @@ class WeightedSums:
         }
 
     def of(self, tensor: torch.Tensor, blocks: Iterable[Block]) -> int:
-        """Of the blocks of a flat tensor of any dtype and device."""
+        """The sum of the blocks of a flat tensor of any dtype and device."""
         bits = tensor.detach().view(_INTEGERS[tensor.itemsize])
         return sum(self._of_block(bits, block) for block in blocks) % 2**64
 
@@ -95,19 +106,21 @@ class WeightedSums:
 def _on_host(
     bits: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> npt.NDArray[np.uint8]:
-    """Their bytes."""
+    """The elements as bytes in host memory."""
     if bits.device.type != "cpu":
         bits = bits.as_strided(shape, strides, bits.storage_offset() + offset).cpu()
         strides, offset = bits.stride(), 0
-    # By its address, since `Tensor.numpy` forbids the storage to be resized from then on; the last stride is 1.
+    # Read by address, because after `Tensor.numpy` the storage can no longer be resized. The last stride is 1.
     byte_strides = (*(stride * bits.itemsize for stride in strides[:-1]), 1)
     address = bits.data_ptr() + offset * bits.itemsize
     return memory_at(address, (*shape[:-1], shape[-1] * bits.itemsize), byte_strides, owner=bits)
 
 
 def _spans(col: int, cols: int, itemsize: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Columns as (first block, first column in it, blocks, columns of each, bytes to sum at once): a cut block, whole
-    ones, a cut block, and of those that are cut the elements of words that are."""
+    """Columns as (first block, first column in it, blocks, columns of each, bytes to sum at once).
+
+    The order is: a cut block, whole blocks, a cut block. In cut blocks the elements of cut words are summed one by one.
+    """
     block, low = divmod(col, BLOCK)
     if low:
         width = min(BLOCK - low, cols)

@@ -1,1 +1,1 @@
-"""Membership epochs: which processes belong together, how they meet, decide and part."""
+"""Membership epochs: which processes belong together, how they meet, decide and leave."""

@@ -1,6 +1,6 @@
-"""This process's TCP connections as the kernel has them, to end those of a group that has no way to be told.
+"""Closes the TCP connections of a process group that has no call to abort. It finds them among the process's sockets.
 
-A group's connections are those with one end at an address on which a member listens for it.
+A group's connections are those with one end at an address on which a member listens for the group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ def listening() -> frozenset[str]:
 
 
 def shut(addresses: Collection[str]) -> None:
-    """Shut the connections with an end at one of these down in both directions; descriptors stay their owner's."""
+    """Shut down, in both directions, the connections with an end at one of these addresses.
+
+    The descriptors stay open: their owner closes them.
+    """
     for end in _tcp_sockets():
-        # A listener that is shut reports an error for ever to the loop that polls it; a peer may be faster here.
+        # Spare listeners: a listener that is shut reports an error for ever to the loop that polls it.
+        # A peer may have shut the connection first, hence the suppressed error.
         with suppress(OSError):
             if not _is_listening(end) and {_address(end.getsockname()), _address(end.getpeername())} & set(addresses):
                 end.shutdown(socket.SHUT_RDWR)
@@ -28,7 +32,7 @@ def shut(addresses: Collection[str]) -> None:
 
 def _tcp_sockets() -> Iterator[socket.socket]:
     for fd in _socket_fds():
-        # Its owner may be closing it at this moment.
+        # The owner may close the descriptor at this moment.
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
                 yield end

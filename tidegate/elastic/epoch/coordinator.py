@@ -1,9 +1,15 @@
-"""Who is in each membership epoch, said from outside of the members: by the service that serves their store.
+"""Publishes and ends the membership epochs. It runs in the service that serves the members' store, not in a member.
 
-Order at a death: the reshard that is open, if any, is aborted; the epoch ends, which wakes who waits in the store; the
-next membership is published. Members that lose their epoch wait for the next one. Invariants: epochs are numbered one
-after another and each is published once; an abort comes before the end, so that who is woken finds the outcome there;
-a reshard that was committed stays so, whoever dies.
+Order at a death:
+1. An open reshard is aborted.
+2. The epoch ends, which wakes all members that wait in the store.
+3. The next membership is published. Members whose epoch ended wait for it.
+
+Invariants:
+- Epochs are numbered one after another, and each is published once. [test_coordinator: receive_each_epoch_after_theirs]
+- An abort comes before the end, so that woken members find the outcome in the store.
+  [test_coordinator: aborts_the_reshard_that_is_open]
+- A committed reshard stays committed, whoever dies. [test_coordinator: a_committed_reshard_stays_committed]
 """
 
 from __future__ import annotations
@@ -23,21 +29,24 @@ _MEMBERSHIP = TypeAdapter(Membership)
 
 
 class Coordinator:
-    """Over the members' store. One at a time; not a member itself."""
+    """Works on the members' store. Only one coordinator runs at a time, and it is not a member."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._membership: Membership | None = None
 
     def publish(self, members: Sequence[int]) -> Membership:
-        """The next epoch. Members that are not in it need not wait for another."""
+        """Publish the next epoch. A process that is not among the members need not wait for another epoch."""
         epoch = 1 if self._membership is None else self._membership.epoch + 1
         self._membership = Membership(epoch, tuple(members))
         self._store.set(_key(epoch), _MEMBERSHIP.dump_json(self._membership).decode())
         return self._membership
 
     def end(self, reason: str) -> Outcome | None:
-        """End the epoch, as a member has died or others shall join; what came of its last reshard, None without one."""
+        """End the epoch, because a member has died or others shall join.
+
+        Returns the outcome of its last reshard; None without a reshard.
+        """
         assert self._membership is not None
         epoch = self._membership.epoch
         of_epoch = PrefixStore(epoch_prefix(epoch), self._store)
@@ -49,7 +58,7 @@ class Coordinator:
 
 
 def announce(store: Store, name: str) -> None:
-    """A member of the epoch of this store begins a reshard of this name, as all of them do."""
+    """A member of this store's epoch begins a reshard of this name. All members announce the same name."""
     store.set(_OPEN, name)
 
 

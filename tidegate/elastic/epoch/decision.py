@@ -1,9 +1,15 @@
-"""The one place where a reshard is decided: each member votes, and a single key says committed or aborted, once.
+"""Decides a reshard in one place: each member votes, and a single key is written once, committed or aborted.
 
-Order: a member that has its part of the new world ready votes prepared; the last of them to do so writes committed.
-One that failed writes aborted with the reason, and so does whoever sees a member die. Invariants: the outcome is
-written by compare-and-set and never changes; it is committed only after every participant voted prepared; nobody
-switches on anything but the outcome, and who gets none in time tries to write aborted, so that all end alike.
+Order:
+1. A member whose part of the new layout is ready votes prepared.
+2. The last member to vote prepared writes committed.
+3. A member that failed writes aborted with the reason. So does any process that sees a member die.
+
+Invariants:
+- The outcome is written by compare-and-set and never changes. [test_decision: a_committed_reshard_cannot_be_aborted]
+- It is committed only after every participant voted prepared. [test_decision: one_failure_aborts_it_for_all]
+- A member switches only on the outcome. A member that receives none in time tries to write aborted, so that all end
+  alike. [test_decision: a_member_that_stays_silent]
 """
 
 from __future__ import annotations
@@ -25,25 +31,26 @@ _ABORTED = "aborted: "
 class Outcome:
     committed: bool
     reason: str = ""
-    """Of an abort: whose failure it was."""
+    """The reason of an abort: which member failed, and why."""
 
 
 class Decision(Protocol):
-    """One reshard's outcome."""
+    """The decision of one reshard."""
 
     def vote(self, failure: str = "") -> None:
-        """This member is prepared, or could not be."""
+        """Vote that this member is prepared, or that it failed."""
         ...
 
     def outcome(self) -> Outcome:
-        """Waits until it is decided; the same for all."""
+        """Wait for the outcome. It is the same for all members."""
         ...
 
 
 class StoreDecision:
-    """Over a torch store that outlives the members, such as the TCPStore of the membership epochs.
+    """A decision in a torch store that outlives the members, such as the TCPStore of the membership epochs.
 
-    `name` is the reshard's own, never used before on this store. Past `timeout_s` an undecided reshard is aborted.
+    `name` belongs to this reshard and was never used on this store before. After `timeout_s` an undecided reshard is
+    aborted.
     """
 
     def __init__(self, store: Store, name: str, *, me: int, participants: Sequence[int], timeout_s: float) -> None:
@@ -65,6 +72,7 @@ class StoreDecision:
             self._store.wait([_OUTCOME], self._timeout)
         except DistStoreError:
             silent = [member for member in self._participants if not self._store.check([_vote_key(member)])]
+            # Avoid different outcomes: only the compare-and-set decides, here too.
             self._propose(f"{_ABORTED}members {silent} did not vote within {self._timeout.total_seconds():g} s")
         return _read(self._store.get(_OUTCOME))
 
@@ -73,7 +81,7 @@ class StoreDecision:
 
 
 def abort(store: Store, name: str, reason: str) -> Outcome:
-    """End a reshard from outside, as whoever sees a member die does; the outcome, which may be committed already."""
+    """Abort a reshard from outside, after a member's death. Returns the outcome, which may be committed already."""
     return _read(_of_reshard(store, name).compare_set(_OUTCOME, "", _ABORTED + reason))
 
 

@@ -1,9 +1,13 @@
-"""The store of one membership epoch, whose waits end when the epoch does.
+"""The store of one membership epoch. All waits in it end when the epoch ends.
 
-A member that waits in the store for a dead one would wait for its timeout: groups are made so. Whoever sees a member
-die calls `end`; every wait of the epoch, those in torch and gloo too, then fails within NOTICE_S, with the reason.
-Invariants: a key that is there is given out in an ended epoch too, for a decision must be readable; an epoch that has
-ended does not begin again.
+Members wait in the store while they make groups. Without this class, a member that waits for a dead one would wait
+until its timeout. The process that sees a member die calls `end`. Every wait of the epoch, those inside torch and gloo
+too, then fails within NOTICE_S, with the reason.
+
+Invariants:
+- A key that exists can be read after the epoch's end too, because a decision must stay readable.
+  [test_coordinator: an_ended_one_returns_its_keys]
+- An epoch that has ended does not begin again. [test_coordinator: an_ended_epoch_stays_ended]
 """
 
 from __future__ import annotations
@@ -15,12 +19,16 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 NOTICE_S = 0.02
-"""The longest that a wait does not look. It looks again after an eighth of the time it has waited: torch's own wait can
-be ended by nothing but its timeout, and writes lines to stderr then."""
+"""The longest pause between two looks at the store. A pause is an eighth of the time waited so far, up to this value.
+
+Polling is needed: only its timeout ends torch's own wait, and that wait then writes lines to stderr.
+"""
 
 
 class EpochStore(Store):
-    """Over a store that outlives the members. Torch calls it through its C++ base: methods have torch's signatures."""
+    """Wraps a store that outlives the members. Torch calls it through its C++ base, so the methods have torch's
+    signatures.
+    """
 
     def __init__(self, inner: Store, epoch: int, *, timeout_s: float) -> None:
         super().__init__()
@@ -66,7 +74,7 @@ class EpochStore(Store):
 
 
 def end(store: Store, epoch: int, reason: str) -> None:
-    """Let nobody wait in this epoch any more; the first reason stays."""
+    """End all waits of this epoch, now and later. The first reason stays."""
     store.compare_set(_ended(epoch), "", reason)
 
 

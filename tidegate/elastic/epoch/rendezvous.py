@@ -1,7 +1,7 @@
-"""How processes of one world find each other: a TCP store on a known socket, traffic on a known interface.
+"""How the processes of one world meet: a TCP store on a known socket, and traffic on a known interface.
 
-Invariant: no socket listens on another interface than the configured one (loopback unless told otherwise), torch's
-store and gloo included.
+Invariant: no socket listens on another interface than the configured one, torch's store and gloo included. The default
+is loopback. [test_trainer: no_rank_listens_beyond_loopback]
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ LOOPBACK = "127.0.0.1"
 
 
 def listening_socket(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """A socket that listens on `host`, inheritable; on a free port, the way to know a world's port before it starts."""
+    """An inheritable socket that listens on `host`.
+
+    With `port=0` the port is free, so the caller knows a world's port before the world starts.
+    """
     server = socket.create_server((host, port), backlog=1024)
     server.set_inheritable(True)
     return server
 
 
 def serve_store(listen_fd: int, *, timeout_s: float, host: str = LOOPBACK) -> TCPStore:
-    """The store behind a listening socket, which it takes over; it lives as long as what is returned."""
-    # torch binds its own store to every interface; a socket handed over by descriptor stays where it was bound.
+    """The store behind a listening socket, which it takes over. It lives as long as the returned object."""
+    # torch binds its own store to every interface; a socket passed by descriptor stays where it was bound.
     with socket.socket(fileno=os.dup(listen_fd)) as server:
         port = server.getsockname()[1]
     return TCPStore(
@@ -42,5 +45,5 @@ def connect_store(port: int, *, timeout_s: float, host: str = LOOPBACK) -> TCPSt
 
 
 def use_interface(interface: str) -> None:
-    """Have torch's groups bind to this interface; both backends read it from the environment, for each group anew."""
+    """Bind torch's groups to this interface. Both backends read it from the environment, for each group anew."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface

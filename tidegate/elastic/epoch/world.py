@@ -1,13 +1,22 @@
-"""The processes of one membership epoch: their torch WORLD, the groups among them, and its end, orderly or not.
+"""The processes of one membership epoch: their torch WORLD, the groups among them, and the end of the epoch.
 
-A membership is an epoch's number and the ids of its members; torch's rank is the index among them. Every key in the
-store begins with the epoch, so that an epoch never meets what an older one left; numbers are never used twice.
-Groups are cached by their ordered tuple of members (one backend a world); a role whose tuple equals another's shares
-its group, whatever layout asks. Only members make a group, which waits for all of them: `prepare` therefore makes them
-in one order that all ranks share, by which some group can always be completed, and must be called by every member of
-the epoch, those in no group too, in one sequence. From that sequence alone each rank derives which groups are dropped.
-Invariants: a member id has one place; no group of the list just prepared is dropped; after `leave` this process has no
-open connection of the epoch, whoever still holds a group of it, and may join the next. Not safe for several threads.
+- A membership is an epoch's number and the ids of its members. torch's rank is the index among them.
+- Every key in the store begins with the epoch, so that an epoch never reads an older one's keys. Epoch numbers are
+  never reused.
+- Groups are cached by their ordered tuple of members (one backend per world). Roles with the same tuple share a group,
+  in every layout.
+- Only the members of a group make it, and making it waits for all of them. `prepare` makes groups in one order that all
+  ranks share, so that some group can always be completed.
+- Every member of the epoch must call `prepare` with the same sequence of groups, members of no group too. Each rank
+  derives the groups to drop from that sequence alone.
+
+A World is not safe for several threads.
+
+Invariants:
+- A member id has one place. [test_world: a_membership_has_members_and_each_once]
+- No group of the latest `prepare` is dropped. [test_world: a_group_in_use_stays]
+- After `leave` this process has no open connection of the epoch, whoever still holds a group of it. It may join the
+  next epoch. [test_world: epochs_leave_no_descriptor]
 """
 
 from __future__ import annotations
@@ -29,11 +38,14 @@ from tidegate.elastic.epoch.epoch_store import EpochStore
 from tidegate.elastic.epoch.rendezvous import use_interface
 
 MAX_GROUPS = 64
-"""Of one rank. With gloo, one of n members costs each n + 3 descriptors and 3 threads; the usual limit is 1,024."""
+"""The groups of one rank. With gloo a group of n members costs each n + 3 descriptors and 3 threads.
+
+The usual limit of descriptors is 1,024.
+"""
 
 
 class PeerLost(RuntimeError):
-    """A collective or transfer failed because a peer is gone or too late."""
+    """A collective or transfer failed, because a peer is dead or too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +61,20 @@ class Membership:
 
 
 def epoch_prefix(epoch: int) -> str:
-    """Of all keys of an epoch in the members' store."""
+    """The prefix of all keys of an epoch in the members' store."""
     return f"epoch/{epoch}"
 
 
 @contextmanager
 def peers_needed(what: str) -> Iterator[None]:
-    """Raise PeerLost for what torch raises when a peer is gone; other errors pass."""
+    """Raise PeerLost for the errors that torch raises when a peer is dead. Other errors pass."""
     try:
         yield
     except RuntimeError as error:
         # gloo has no exception type of its own; its messages begin with the path of its source file.
         if isinstance(error, dist.DistError) or "gloo/" in str(error):
             raise PeerLost(
-                f"{what}: a peer is gone or too late: {error}; leave(abort=True) and join the next"
+                f"{what}: a peer is dead or too late: {error}; call leave(abort=True) and join the next epoch"
             ) from error
         raise
 
@@ -70,7 +82,10 @@ def peers_needed(what: str) -> Iterator[None]:
 def surplus(
     recency: Iterable[tuple[int, ...]], *, keep: frozenset[tuple[int, ...]], bound: int
 ) -> list[tuple[int, ...]]:
-    """Of groups, least recently used first, those to drop so that no member is in more than `bound`, `keep` aside."""
+    """The groups to drop so that no member is in more than `bound` groups. Groups in `keep` are never dropped.
+
+    `recency` lists the groups, least recently used first.
+    """
     groups = list(recency)
     counts = Counter(member for group in groups for member in group)
     dropped = []
@@ -82,7 +97,7 @@ def surplus(
 
 
 class World:
-    """This process's part in a membership epoch; made by `join`."""
+    """This process's part in a membership epoch. `join` makes it."""
 
     def __init__(
         self,
@@ -96,7 +111,7 @@ class World:
     ) -> None:
         self.membership = membership
         self.me = me
-        # Torch knows only the C++ part of a store of ours, which does nothing without this one.
+        # Keep a reference: torch holds only the C++ part of our store, which does nothing without the Python part.
         self._epoch_store = EpochStore(store, membership.epoch, timeout_s=timeout_s)
         self.store = PrefixStore(epoch_prefix(membership.epoch), self._epoch_store)
         self.device = device
@@ -120,7 +135,7 @@ class World:
         interface: str = "lo",
         max_groups: int = MAX_GROUPS,
     ) -> World:
-        """Meet all members. PeerLost when one does not come in time; the process may then join a later epoch."""
+        """Meet all members. Raises PeerLost when one does not come in time; the process may then join a later epoch."""
         if me not in membership.members:
             raise ValueError(f"member {me} cannot join epoch {membership.epoch}: its members are {membership.members}")
         world = cls(membership, me=me, store=store, device=device, timeout_s=timeout_s, max_groups=max_groups)
@@ -131,26 +146,28 @@ class World:
         return world
 
     def group(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of these members in this order, one of which asks; all must ask if it is not there yet."""
+        """The group of these members in this order. The caller is one of them. All of them must call if it does not
+        exist yet.
+        """
         if members not in self._groups:
             self._make(members)
         return self._groups[members]
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Have this rank's among these groups ready. Called by every member of the epoch with the same groups."""
-        wanted = sorted({group for group in groups if group != self.membership.members})
-        for group in wanted:
+        """Make this rank's groups among these. Every member of the epoch calls it with the same groups."""
+        ordered = sorted({group for group in groups if group != self.membership.members})
+        for group in ordered:
             self._recency.pop(group, None)
             self._recency[group] = None
-        for group in surplus(self._recency, keep=frozenset(wanted), bound=self._max_groups):
+        for group in surplus(self._recency, keep=frozenset(ordered), bound=self._max_groups):
             del self._recency[group]
             self._drop(group)
-        for group in wanted:
+        for group in ordered:
             if self.me in group:
                 self.group(group)
 
     def is_prepared(self, groups: Iterable[tuple[int, ...]]) -> bool:
-        """Whether all of these are cached; the same on every member of the epoch."""
+        """Whether all of these are cached. The answer is the same on every member of the epoch."""
         return all(group in self._recency or group == self.membership.members for group in groups)
 
     def gather(self, members: tuple[int, ...], payload: bytes) -> dict[int, bytes]:
@@ -167,10 +184,11 @@ class World:
             arrived.item()
 
     def leave(self, abort: bool = False) -> None:
-        """End this rank's part: together with all members, or, after a failure, at once and alone.
+        """End this rank's part: together with all members, or with `abort`, after a failure, at once and alone.
 
-        An abort closes this rank's connections, which fails what peers wait for from it. PeerLost, after having left,
-        when a member did not come to the end. A second call does nothing."""
+        An abort closes this rank's connections, so the operations in which peers wait for this rank fail. Raises
+        PeerLost, after leaving, when a member did not come to the end. A second call does nothing.
+        """
         if not self._groups:
             return
         try:
@@ -206,7 +224,7 @@ class World:
         except PeerLost:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # torch names WORLD by a counter that only its destruction resets; all members must count alike.
+            # torch names WORLD by a counter that only its destruction resets; the counters of all members must agree.
             c10d._world.group_count = 0
             raise
         finally:
@@ -218,13 +236,13 @@ class World:
         epoch = self.membership
         if self.me not in members or not set(members) <= set(epoch.members):
             raise ValueError(
-                f"member {self.me} asks for a group of {members}; a group is made by its members, "
-                f"which are among those of epoch {epoch.epoch}: {epoch.members}"
+                f"member {self.me} requests a group of {members}; only the members of a group make it, "
+                f"and they must be members of epoch {epoch.epoch}: {epoch.members}"
             )
         ranks = [epoch.members.index(member) for member in members]
         name = c10d.GroupName(f"{epoch.epoch}/{'-'.join(map(str, members))}/{self._made[members]}")
         before = listening()
-        # new_group names a group by the number of groups this rank has, which members need not share.
+        # torch's new_group names a group by the number of groups of this rank, which may differ between members.
         with peers_needed(f"making the group of members {members}"):
             group, _ = c10d._new_process_group_helper(
                 len(ranks), ranks.index(dist.get_rank()), ranks, self.backend, self.store, name, timeout=self._timeout
@@ -235,7 +253,9 @@ class World:
         self._groups[members] = group
 
     def _exchanged(self, name: str, members: tuple[int, ...], mine: frozenset[str]) -> frozenset[str]:
-        """The addresses on which the members listen for a group; none with NCCL, which can be told to abort."""
+        """The addresses on which the members listen for a group. With NCCL there are none, because NCCL has an abort
+        call.
+        """
         self.store.set(f"{name}/listens/{self.me}", "\n".join(sorted(mine)))
         texts = self.store.multi_get([f"{name}/listens/{member}" for member in members])
         return frozenset(address for text in texts for address in text.decode().splitlines())
@@ -247,7 +267,7 @@ class World:
             dist.destroy_process_group(group)
 
     def _disconnect(self, members: tuple[int, ...]) -> None:
-        # Whoever holds a gloo group keeps it alive, and gloo has no abort; a peer must not wait for that.
+        # Any reference keeps a gloo group alive, and gloo has no abort call; a peer must not wait for the last one.
         shut(self._addresses.pop(members))
 
 

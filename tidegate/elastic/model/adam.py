@@ -1,7 +1,9 @@
-"""Which of Megatron's optimizers can change its layout and what state it keeps: known from its config, before any is
-built, to members too that will build none.
+"""Determines from an optimizer's config whether it can change its layout, and which state it keeps.
 
-Invariant: what is not refused here keeps exactly the tensors that `optimizer_form` names.
+The config alone decides, before any optimizer is built, so that members that build none know it too.
+
+Invariant: an optimizer that is not refused here keeps exactly the tensors that `optimizer_form` names.
+[test_skeleton: holds_exactly_what_the_planner_says]
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from tidegate.elastic.plan.parameters import Parameter
 def optimizer_form(config: OptimizerConfig) -> tuple[tuple[StateTensor, ...], int | None]:
     """The `states` and `step_itemsize` of the planner's DistributedOptimizer.
 
-    In fp32 the parameters are the main ones. FusedAdam's steps are in its parameter groups, see `param_groups`.
+    In fp32 the parameters are the main parameters. FusedAdam keeps its steps in its parameter groups, see
+    `param_groups`.
     """
     states = ADAM if config.bf16 else tuple(state for state in ADAM if state.kind is not StateKind.MAIN_PARAM)
     return states, 4 if USING_PYTORCH_OPTIMIZER else None
 
 
 def check_config(config: OptimizerConfig, parameters: Iterable[Parameter]) -> None:
-    """Raises OptimizerRefused for a config, or one with these parameters, that is of another form."""
+    """Raises OptimizerRefused where the config, or the config with these parameters, cannot change its layout."""
     require_supported(_class_names(config))
     refused = {
         "use_distributed_optimizer=False": not config.use_distributed_optimizer,
@@ -47,7 +50,7 @@ def check_config(config: OptimizerConfig, parameters: Iterable[Parameter]) -> No
 
 
 def _class_names(config: OptimizerConfig) -> list[str]:
-    """Of what Megatron would make."""
+    """The classes that Megatron would build."""
     names = ["DistributedOptimizer"]
     if config.use_layer_wise_distributed_optimizer or config.optimizer.startswith("dist_"):
         names.append("LayerWiseDistributedOptimizer")

@@ -1,15 +1,21 @@
-"""Where the tensors of one skeleton live, so that their memory can be given back and taken again without new tensors.
+"""Arenas hold the tensors of one skeleton, so that their memory can be given back and taken again without new tensors.
 
-An arena hands out flat tensors while a skeleton is built. `release` gives the memory back, `materialise` takes it
-again, zeroed; the tensors and all views of them stay the same objects throughout, and are not to be read or written
-while released.
-- `OwnArena`: memory of this process on any device, by resizing the tensors' storages to nothing and back.
-- `SharedArena`: one file on a tmpfs, mapped once and shared, so that other processes of the host read it in place. It
-  is sparse and as long as the machine's memory; pages exist for what was handed out, and a release punches them out.
-  The file belongs to the node and not to its process: it outlives a process that dies, until somebody unlinks it.
-Invariants: tensors start at multiples of ALIGNMENT_BYTES; a shared tensor's address never changes; a tmpfs that is too
-full is an ArenaFull at `empty` or `materialise`, never a bus error later; a reader never writes, and reads the file
-that has the path's name now.
+An arena hands out flat tensors while a skeleton is built. `release` gives the memory back, and `materialise` takes it
+again, filled with 0. The tensors and all views of them stay the same objects. Nobody may read or write them while they
+are released.
+
+- `OwnArena`: memory of this process on any device. It resizes the tensors' storages to nothing and back.
+- `SharedArena`: one file on a tmpfs, mapped once and shared, so that other processes of the host read it in place. The
+  file is sparse and as long as the machine's memory. It has pages only for the tensors; a release punches them out. The
+  file belongs to the node, not to its process: it outlives a dead process until somebody unlinks it.
+
+Invariants:
+- Tensors start at multiples of ALIGNMENT_BYTES. [test_memory: every_tensor_is_aligned]
+- A shared tensor's address never changes. [test_memory: tensors_and_views_survive_a_release]
+- A full tmpfs raises ArenaFull at `empty` or `materialise`. It is never a bus error later.
+  [test_memory: pages_are_taken_before]
+- A reader never writes. [test_memory: sees_writes_and_cannot_write]
+- A reader reads the file that has the path's name now. [test_memory: notices_that_a_file_was_replaced]
 """
 
 from __future__ import annotations
@@ -26,9 +32,9 @@ import numpy.typing as npt
 import torch
 
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14; Python has no name for it."""
+"""Available since Linux 5.14. Python has no name for it."""
 ALIGNMENT_BYTES = 64
-"""A cache line; as large as any vector instruction or Megatron's own padding asks for."""
+"""A cache line. No vector instruction and no padding of Megatron's needs a larger alignment."""
 
 
 class ArenaFull(RuntimeError):
@@ -36,7 +42,7 @@ class ArenaFull(RuntimeError):
 
 
 class Place(NamedTuple):
-    """Where a shared tensor lies, for another process of the host."""
+    """The place of a shared tensor, for other processes of the host."""
 
     path: str
     offset_bytes: int
@@ -47,16 +53,19 @@ class Place(NamedTuple):
 class Arena(Protocol):
     @property
     def num_bytes(self) -> int:
-        """Of all tensors handed out, released or not."""
+        """The bytes of all tensors of the arena, released or not."""
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of undefined content. Raises ArenaFull; not to be called while released."""
+        """A flat tensor of undefined content. Raises ArenaFull. Must not be called while the arena is released."""
 
     def release(self) -> None:
-        """Give the memory back; again is no harm."""
+        """Give the memory back. A second call does nothing."""
 
     def materialise(self) -> None:
-        """Take the memory again, zeroed; raises ArenaFull and is then still released. Without a release, nothing."""
+        """Take the memory again, filled with 0. Does nothing without a release.
+
+        Raises ArenaFull; the arena then stays released.
+        """
 
 
 class OwnArena:
@@ -96,7 +105,7 @@ class OwnArena:
 
 
 class SharedArena:
-    """A file at `path`, which must not exist yet: a file that is there may be all that is left of a dead rank."""
+    """A file at `path`, which must not exist yet: an existing file may be all that is left of a dead rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -128,7 +137,7 @@ class SharedArena:
         return torch.frombuffer(self._memory, dtype=dtype, count=num_elements, offset=start)
 
     def place(self, tensor: torch.Tensor) -> Place:
-        """Of a contiguous tensor that lies in this arena, a view or a whole one."""
+        """The place of a contiguous tensor in this arena, whole or a view."""
         start = tensor.data_ptr() - np.frombuffer(self._memory, np.uint8, count=1).ctypes.data
         assert tensor.is_contiguous()
         assert 0 <= start <= start + tensor.nbytes <= self._end_bytes
@@ -145,15 +154,15 @@ class SharedArena:
             self._is_released = False
 
     def unlink(self) -> None:
-        """Take the file's name away, and its pages when the last tensor or reader of it is gone."""
+        """Remove the file's name. Its pages go when the last tensor or reader of it is deleted."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """The last call: the file stays, and tensors that somebody still holds stay readable and writable."""
+        """The last call. The file stays, and tensors that are still referenced stay readable and writable."""
         os.close(self._file)
 
     def _take_pages(self, start: int, end: int) -> None:
-        """Pages are taken here and not at the first touch, where a full tmpfs is a bus error."""
+        """Take pages now: at the first touch a full tmpfs would be a bus error."""
         if start == end:
             return
         if end > len(self._memory):
@@ -165,7 +174,7 @@ class SharedArena:
                 raise
             raise self._full(end - start) from error
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        # Mapped at once, which takes two thirds of the time that as many page faults do; older kernels refuse.
+        # Mapping all pages at once takes two thirds of the time of as many page faults. Older kernels refuse it.
         with suppress(OSError):
             self._memory.madvise(_MADV_POPULATE_WRITE, first, _whole_pages(end) - first)
 
@@ -173,13 +182,13 @@ class SharedArena:
         space = os.statvfs(self._path.parent)
         return ArenaFull(
             f"{self._path.parent} has {space.f_bavail * space.f_frsize} bytes free of "
-            f"{space.f_blocks * space.f_frsize}, and an arena there takes {more_bytes} more: give it more room "
+            f"{space.f_blocks * space.f_frsize}, and an arena there needs {more_bytes} more: give it more room "
             "(docker run --shm-size, or mount -o remount,size=), or choose another tmpfs"
         )
 
 
 class ArenaReader:
-    """Maps other processes' arenas, read-only, each file once, while it has its name. Not for several threads."""
+    """Maps other processes' arenas read-only, each file once, while it has its name. Not safe for several threads."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, tuple[tuple[int, int], npt.NDArray[np.uint8]]] = {}
@@ -187,7 +196,7 @@ class ArenaReader:
     def bytes_at(self, path: str) -> npt.NDArray[np.uint8]:
         """The file that has this name now, as one read-only array. Raises FileNotFoundError.
 
-        The array keeps what it maps alive, also when the file has lost its name since.
+        The array keeps its mapping alive, even after the file has lost its name.
         """
         found = os.stat(path)
         identity = (found.st_dev, found.st_ino)
@@ -202,14 +211,14 @@ class ArenaReader:
         return self._slice(place).view(f"u{place.dtype.itemsize}")
 
     def tensor_at(self, place: Place) -> torch.Tensor:
-        """A shared tensor; who writes to it gets a segmentation fault."""
+        """A shared tensor. A process that writes to it gets a segmentation fault."""
         found = self._slice(place)
         if place.num_elements == 0:
             return torch.empty(0, dtype=place.dtype)
         return torch.from_numpy(memory_at(found.ctypes.data, (found.size,), (1,), owner=found)).view(place.dtype)
 
     def _forget_nameless(self) -> None:
-        """Files that have lost their name since they were mapped: their memory can go."""
+        """Drop the mappings of files that have lost their name, so that their memory can be freed."""
         for path, (identity, _) in list(self._mapped.items()):
             if _identity(path) != identity:
                 del self._mapped[path]
@@ -225,12 +234,15 @@ class ArenaReader:
 def memory_at(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], *, owner: object
 ) -> npt.NDArray[np.uint8]:
-    """Bytes at an address that `owner` keeps valid; nothing checks that they are there."""
+    """The bytes at an address that `owner` keeps valid. Nothing checks that they exist."""
     return np.asarray(_Memory(address, shape, strides, owner))
 
 
 class _Memory:
-    """What numpy asks for, to see memory that it has not allocated; torch warns of every array that is read-only."""
+    """Implements numpy's array interface over memory that numpy has not allocated.
+
+    The array is marked writable, because torch warns about every read-only array.
+    """
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: object) -> None:
         self.__array_interface__ = {
@@ -244,7 +256,7 @@ class _Memory:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """None: no file has this name."""
+    """The file's device and inode; None where no file has this name."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

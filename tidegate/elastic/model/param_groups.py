@@ -1,12 +1,18 @@
-"""What parameter groups say besides their parameters, from one layout's optimizer to the next's.
+"""Carries the values of parameter groups, besides their parameters, from one layout's optimizer to the next one's.
 
-Megatron makes the same groups on all ranks of a mesh; a rank may have nothing in some. Between layouts they differ in
-one way: experts have groups of their own where there is expert parallelism, and share the dense ones where there is
-none. So a group is known by what it said when it was made, which is a function of the optimizer's config: `mark` writes
-that into it. What it says later (learning rate and its bounds, multipliers, weight decay, betas, FusedAdam's count of
-steps) changes while training and is taken along by a switch; a member that has just joined gets it as JSON.
-Invariants: after `assign` each group says what the source's group of the same mark said, that of experts where both
-have one; a scheduler writes to the groups of one optimizer, the one that it was bound to last.
+- Megatron makes the same groups on all ranks of a mesh. A rank may have no parameter in some of them.
+- Groups of two layouts differ in one way: with expert parallelism, experts have groups of their own; without it, they
+  share the dense ones.
+- So a group is identified by its values at its making, which are a function of the optimizer's config. `mark` writes
+  them into the group.
+- Later values change in training: learning rate and its bounds, multipliers, weight decay, betas, FusedAdam's step
+  count. A switch carries them along, and a member that has just joined receives them as JSON.
+
+Invariants:
+- After `assign` each group has the values of the source's group with the same mark. Where dense and expert groups share
+  a mark, an expert group has the expert group's values. [test_skeleton: optimizer_continues_with_the_groups_values]
+- A scheduler writes to the groups of one optimizer: the last one to which it was bound.
+  [test_skeleton: optimizer_continues_with_the_groups_values]
 """
 
 from __future__ import annotations
@@ -28,13 +34,13 @@ _STEP = "step"
 
 
 def mark(optimizer: Any) -> None:
-    """Called once, before anything changes what the groups say."""
+    """Call this once, before anything changes the groups' values."""
     for group in optimizer.param_groups:
         group[_MARK] = json.dumps({key: value for key, value in _said_by(group).items() if key != _EXPERTS})
 
 
 def values_of(optimizer: Any) -> tuple[GroupValues, ...]:
-    """Group by group, of a marked optimizer."""
+    """The values of a marked optimizer, group by group."""
     # A group that is empty on this rank may have parameters where these values go.
     steps = group_steps(optimizer)
     common = {} if steps is None else {_STEP: steps}
@@ -42,29 +48,32 @@ def values_of(optimizer: Any) -> tuple[GroupValues, ...]:
 
 
 def assign(optimizer: Any, values: Sequence[GroupValues]) -> None:
-    """Let a marked optimizer's groups say `values`; ValueError, with nothing assigned, where there are none for one."""
+    """Set the groups of a marked optimizer to `values`.
+
+    Raises ValueError where a group has no values; nothing is assigned then.
+    """
     pairs = [(group, _values_for(group, values)) for group in optimizer.param_groups]
-    for group, said in pairs:
-        for key, value in said.items():
+    for group, group_values in pairs:
+        for key, value in group_values.items():
             if key not in (_MARK, _EXPERTS):
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def rebind(scheduler: OptimizerParamScheduler, optimizer: Any, *, num_steps: int) -> None:
-    """Let a scheduler that has counted `num_steps`, in its own unit, go on with this optimizer's groups."""
+    """Let a scheduler that has counted `num_steps`, in its own unit, continue with this optimizer's groups."""
     scheduler.optimizer = optimizer
     scheduler.num_steps = num_steps
     scheduler.step(0)
 
 
 def _values_for(group: dict[str, Any], values: Sequence[GroupValues]) -> GroupValues:
-    alike = [said for said in values if said[_MARK] == group[_MARK]]
+    alike = [each for each in values if each[_MARK] == group[_MARK]]
     if not alike:
         raise ValueError(
-            f"no one of {len(values)} parameter groups was made as {group[_MARK]}: both optimizers must be of one "
+            f"none of {len(values)} parameter groups was made as {group[_MARK]}: both optimizers must be made from one "
             "model and one config"
         )
-    return next((said for said in alike if said[_EXPERTS] == group[_EXPERTS]), alike[0])
+    return next((each for each in alike if each[_EXPERTS] == group[_EXPERTS]), alike[0])
 
 
 def _said_by(group: dict[str, Any]) -> dict[str, JsonValue]:

@@ -1,7 +1,10 @@
-"""What the elastic actor needs to know of a model: its logical parameters, and how a rank of any mesh builds its part.
+"""The interface of a model for the elastic actor: its logical parameters, and how a rank of any mesh builds its part.
 
-Invariants of every provider: logical tensors are the same in every mesh, at the start too; a rank's local parameters
-are exactly what `parameters()` gives its place of the mesh by the planner's rules; a mesh that can be had can be built.
+Every provider must keep these promises:
+- Logical tensors are the same in every mesh, from the start. [test_axes: the_initial_weights_are_the_same_bits]
+- A rank's local parameters are exactly those that the planner derives from `parameters()` for its place in the mesh.
+  [test_skeleton: holds_exactly_what_the_planner_says]
+- Every mesh that `mesh` returns can be built. [test_layout_walks: experts_go_through]
 """
 
 from __future__ import annotations
@@ -24,17 +27,21 @@ class ModelProvider(Protocol):
         """The logical parameters, in order from input to output."""
 
     def mesh(self, layout: Layout, ranks: tuple[int, ...]) -> Mesh:
-        """The layout over these members; LayoutRefused, with the equation and the legal sizes, where it cannot be."""
+        """The layout over these members. Raises LayoutRefused, with the equation and the legal sizes, where it is
+        impossible.
+        """
 
     def build(
         self, mesh: Mesh, me: int, groups: ProcessGroupCollection, *, device: torch.device
     ) -> list[MegatronModule]:
-        """Member `me`'s chunks, one a virtual stage, with weights of no meaning; all members of the mesh call it."""
+        """Member `me`'s chunks, one per virtual stage, with weights of undefined values. All members of the mesh call
+        it.
+        """
 
     def local_parameters(
         self, chunks: Sequence[torch.nn.Module], mesh: Mesh, me: int
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Logical names and local tensors in the chunks' order, of built chunks or of such that DDP wraps."""
+        """Logical names and local tensors in the chunks' order. The chunks may be wrapped by DDP."""
 
     def initialise(self, chunks: Sequence[torch.nn.Module], mesh: Mesh, me: int, *, seed: int) -> None:
-        """Fill the chunks with their parts of the logical tensors that `seed` stands for; padding becomes 0."""
+        """Fill the chunks with their parts of the logical tensors that `seed` determines. Padding becomes 0."""

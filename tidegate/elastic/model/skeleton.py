@@ -1,12 +1,23 @@
-"""A rank's model, DDP and optimizer in one layout, built once; its memory comes and goes, its objects stay.
+"""A rank's model, DDP and optimizer in one layout, built once. Its memory is freed and taken again; its objects stay.
 
-Order: refusals, the provider's chunks, DDP around each, their parameters into the arena, the optimizer, its state into
-the arena. The first half asks nothing of other ranks, so that who fails in it keeps none waiting. Then any number of
-times: weights and state are filled in (copied from elsewhere, or the provider's first
-weights and `start_anew`), `materialise_gradients`, training, `release`, `materialise`.
-Invariants: `tensors()` are exactly what the planner says that this rank holds, and they are all there is: once they are
-filled in, training goes on; the tensors and all views of them that Megatron keeps stay the same objects over a release;
-contents are undefined after the making and after `materialise`, and gradients stay so until an update zeroes them.
+Order of the making:
+1. Refusals.
+2. The provider's chunks, and DDP around each.
+3. The chunks' parameters move into the arena.
+4. `complete`: the optimizer, and its state moves into the arena.
+
+Steps 1 to 3 need no other rank, so a rank that fails in them keeps none waiting.
+
+Then any number of times: weights and state are filled (copied, or the provider's first weights and `start_anew`),
+`materialise_gradients`, training, `release`, `materialise`.
+
+Invariants:
+- `tensors()` are exactly the tensors that the planner expects on this rank, and they are complete: once they are
+  filled, training continues. [test_skeleton: holds_exactly_what_the_planner_says]
+- The tensors and all views of them that Megatron keeps stay the same objects over a release.
+  [test_skeleton: training_on_released_and_refilled_memory]
+
+Contents are undefined after the making and after `materialise`. Gradients stay undefined until an update zeroes them.
 """
 
 from __future__ import annotations
@@ -23,8 +34,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from tidegate.elastic.epoch.world import peers_needed
 from tidegate.elastic.model import compat, param_groups
 from tidegate.elastic.model.adam import check_config
+from tidegate.elastic.model.arena_placement import place_buffers, place_frozen, place_optimizer_state
 from tidegate.elastic.model.memory import Arena, ArenaFull
-from tidegate.elastic.model.placing import place_buffers, place_frozen, place_optimizer_state
 from tidegate.elastic.model.provider import ModelProvider
 from tidegate.elastic.model.tensors import TensorKey
 from tidegate.elastic.plan.layout import Mesh
@@ -34,7 +45,7 @@ from tidegate.megatron.updates import data_parallel, distributed_optimizer
 
 @dataclass(frozen=True, slots=True)
 class NumBytes:
-    """What a skeleton takes while it is materialised."""
+    """The bytes that a skeleton takes while it is materialised."""
 
     parameters: int
     optimizer: int
@@ -46,7 +57,7 @@ class NumBytes:
 
 
 class Skeleton:
-    """Made and used by all ranks of the mesh alike; an arena is one skeleton's."""
+    """All ranks of the mesh make and use it alike. An arena belongs to one skeleton."""
 
     def __init__(
         self,
@@ -61,7 +72,7 @@ class Skeleton:
         config_overrides: Mapping[Any, Any] | None = None,
         wrapper: type[DistributedDataParallel] = DistributedDataParallel,
     ) -> None:
-        """`config_overrides`: parameter groups as `get_megatron_optimizer` takes them; None: Megatron's usual ones.
+        """`config_overrides`: parameter groups as `get_megatron_optimizer` takes them. None: Megatron's usual groups.
 
         Raises OptimizerRefused before anything is built, ArenaFull, and PeerLost when a rank does not take part.
         """
@@ -82,7 +93,10 @@ class Skeleton:
         self._device = device
 
     def complete(self) -> Skeleton:
-        """Itself, with the optimizer; called by all ranks of the mesh once all are made. Raises as the making does."""
+        """Build the optimizer and return itself. All ranks of the mesh call this once all have made theirs.
+
+        Raises the same errors as the making.
+        """
         with compat.gathering_within(self.groups.intra_dist_opt, device=self._device):
             self.optimizer: Any = distributed_optimizer(
                 self.chunks, self._optimizer_config, self.groups, config_overrides=self._config_overrides
@@ -101,7 +115,9 @@ class Skeleton:
         return self
 
     def tensors(self) -> dict[TensorKey, torch.Tensor]:
-        """All of this rank's state, flat; a parameter's weights as a whole, of its optimizer state the owned range."""
+        """All of this rank's state as flat tensors: of a parameter the whole local weights, of its optimizer state the
+        owned range.
+        """
         found: dict[TensorKey, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             found[name, StateKind.WEIGHT] = parameter.detach().view(-1)
@@ -110,11 +126,11 @@ class Skeleton:
         return found
 
     def ranges(self) -> dict[str, FlatRange]:
-        """Of each parameter of which this rank keeps optimizer state, the elements that it does."""
+        """By parameter: the elements of which this rank keeps optimizer state."""
         return {name: share.range for name, share in self._shares.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """After an update, the reduced and clipped gradient of each of the `ranges`, not a copy."""
+        """After an update: the reduced and clipped gradient of each of the `ranges`, not a copy."""
         found: dict[str, torch.Tensor] = {}
         for name, share in self._shares.items():
             gradient: torch.Tensor = getattr(self._parameters[name], "main_grad")  # noqa: B009 - Megatron sets it
@@ -122,7 +138,7 @@ class Skeleton:
         return found
 
     def start_anew(self) -> None:
-        """The optimizer's state as before the first update, from the weights that there are."""
+        """Set the optimizer's state to that before the first update, from the present weights."""
         self.reset_moments()
         with torch.no_grad():
             for name, share in self._shares.items():
@@ -131,7 +147,7 @@ class Skeleton:
                     share.tensors[StateKind.MAIN_PARAM].copy_(weights)
 
     def reset_moments(self) -> None:
-        """Forget what past gradients were; weights and main parameters stay."""
+        """Set the moments and step counts to 0. Weights and main parameters stay."""
         for share in self._shares.values():
             for kind, tensor in share.tensors.items():
                 if kind is not StateKind.MAIN_PARAM:
@@ -139,23 +155,23 @@ class Skeleton:
         compat.set_group_steps(self.optimizer, 0)
 
     def release(self) -> None:
-        """Give all memory back; again is no harm."""
+        """Give all memory back. A second call does nothing."""
         self.release_gradients()
         self._arena.release()
 
     def materialise(self) -> None:
-        """Take the memory of weights and state again; raises ArenaFull and is then still released."""
+        """Take the memory of weights and state again. Raises ArenaFull; the skeleton then stays released."""
         self._arena.materialise()
 
     def release_gradients(self) -> None:
-        """Give the memory of gradients back, which are of no use between two updates."""
-        # Adam's own gradients are views of the buffers in fp32, else copies, which would stay.
+        """Give back the memory of gradients, which has no use between two updates."""
+        # Adam's own gradients are views of the buffers in fp32; otherwise they are copies, which would keep memory.
         self.optimizer.zero_grad()
         for buffer in self._gradient_buffers:
             buffer.untyped_storage().resize_(0)
 
     def materialise_gradients(self) -> None:
-        """Take the memory of gradients, which an update needs; where it is there, nothing. Raises ArenaFull."""
+        """Take the memory of gradients, which an update needs. Does nothing where it is there. Raises ArenaFull."""
         try:
             for buffer in self._gradient_buffers:
                 if buffer.untyped_storage().nbytes() != buffer.nbytes:

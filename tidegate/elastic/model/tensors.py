@@ -1,4 +1,4 @@
-"""The names of a rank's tensors and the tensors themselves, as transports, copies and checks share them."""
+"""The keys of a rank's tensors and the tensors themselves, for transports, copies and checks."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from tidegate.elastic.plan.optimizers import StateKind
 
 TensorKey = tuple[str, StateKind]
 Tensors = Mapping[TensorKey, torch.Tensor]
-"""Flat and contiguous, each with exactly its Holding's elements."""
+"""Flat and contiguous tensors, each with exactly the elements of its Holding."""

@@ -1,13 +1,21 @@
-"""In which order the copies of a part travel, in buckets of bounded memory. No order of it can deadlock.
+"""The order in which the copies of a part travel, in buckets of bounded memory. No such order can deadlock.
 
-All copies between two ranks go through buckets: staging memory that is packed, sent, received and unpacked as one
-message. Both ranks make the same buckets from the same copies. Every message has a place in one order of all messages
-of all ranks: same host, then far; then in rounds, in round k from the i-th rank to the (i + k)-th; then by number.
-A rank takes its messages in that order, in batches of which it finishes one before it starts the next. The first
-unfinished message of all is then in the present batch at both of its ends, whatever the batches are: so somebody always
-goes on, with blocking sends and receives too (a batch is then one message).
-Invariants: no bucket is larger than half of the memory, so that a send and a receive fit together, and no batch larger
-than the memory; each copy's bytes are in exactly one bucket, or where it is larger, in consecutive ones.
+- A bucket is staging memory that is packed, sent, received and unpacked as one message. All copies between two ranks
+  travel in buckets. Both ranks make the same buckets from the same copies.
+- Every message has a place in one order of all messages of all ranks: first messages within a host, then the others;
+  then by round, where round k goes from the i-th rank to the (i + k)-th; then by number.
+- A rank takes its messages in that order, in batches. It finishes one batch before it starts the next.
+
+Why this cannot deadlock: the first unfinished message of all is in the current batch at both of its ends, whatever the
+batches are. So some rank always makes progress. This holds with blocking sends and receives too, where a batch is one
+message.
+
+Invariants:
+- No bucket is larger than half of the memory, so that a send and a receive fit together.
+  [test_buckets: is_cut_into_rows]
+- No batch is larger than the memory. [test_planner: no_order_deadlocks]
+- Each copy's bytes are in exactly one bucket; those of a larger copy are in consecutive buckets.
+  [test_planner: no_order_deadlocks]
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from tidegate.elastic.plan.plan import Part, RegionCopy
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One message; the copies lie in it one after another, row by row, without gaps.
+    """One message. Its copies lie one after another, row by row, without gaps.
 
     They are ordered by falling itemsize, so that each is aligned to its own.
     """
@@ -41,15 +49,19 @@ Batch = tuple[Bucket, ...]
 def schedule(
     part: Part, *, ranks: Iterable[int], memory_bytes: int, hosts: Mapping[int, str] | None = None
 ) -> tuple[Batch, ...]:
-    """A rank's batches. `ranks` are those of the source and the target; all but `part` is the same for all ranks."""
+    """A rank's batches. `ranks` are those of the source and the target. All arguments but `part` are the same for all
+    ranks.
+    """
     return batches((*part.sends, *part.receives), ranks=ranks, memory_bytes=memory_bytes, hosts=hosts)
 
 
 def batches(
     copies: Iterable[RegionCopy], *, ranks: Iterable[int], memory_bytes: int, hosts: Mapping[int, str] | None = None
 ) -> tuple[Batch, ...]:
-    """Of the copies that one process sends or receives, in its own name or in that of a rank that is gone: the order
-    is one of messages, whoever carries them."""
+    """The batches of the copies that one process sends or receives, for itself or for a dead rank.
+
+    The order is an order of messages, so it does not matter which process carries them.
+    """
     places = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
     on = hosts or {}
 
@@ -58,7 +70,7 @@ def batches(
         far = on.get(source, "") != on.get(target, "")
         return far, (places[target] - places[source]) % len(places), bucket.number, places[source]
 
-    return tuple(_batched(sorted(_buckets(copies, memory_bytes // 2), key=order), memory_bytes))
+    return tuple(_to_batches(sorted(_buckets(copies, memory_bytes // 2), key=order), memory_bytes))
 
 
 def _buckets(copies: Iterable[RegionCopy], size_bytes: int) -> Iterator[Bucket]:
@@ -120,7 +132,7 @@ def _below(copy: RegionCopy, rows: int) -> RegionCopy:
     )
 
 
-def _batched(buckets: Iterable[Bucket], memory_bytes: int) -> Iterator[Batch]:
+def _to_batches(buckets: Iterable[Bucket], memory_bytes: int) -> Iterator[Batch]:
     batch: list[Bucket] = []
     used_bytes = 0
     for bucket in buckets:

@@ -1,11 +1,14 @@
-"""Who of the holders of a region serves whom: local copies, the same host, then far; the load in turns.
+"""Decides which holder of a region serves which receiver: local copies first, then the same host, then other hosts.
 
-A cell is a region together with the ranks that hold the same of it. The source cells of one tensor are disjoint, so a
-rank that is in a source cell copies that cell's part of what it wants at home, and receives the rest.
-Of each source cell the receivers on a host that has holders are served by those in turns, the others by all holders in
-turns; `turn` says where the turns begin, so that one parameter after another goes on where the last one stopped.
-Invariant: in each of these lanes, over any run of consecutive turns, two holders serve numbers of regions that differ
-by at most one.
+- A cell is a region together with the ranks that hold the same of it.
+- The source cells of one tensor are disjoint. So a rank in a source cell copies that cell's part of its target locally,
+  and receives the rest.
+- For each source cell, receivers on a host with holders are served by those holders in turns. The other receivers are
+  served by all holders in turns.
+- `turn` is the position at which the turns begin, so that each parameter continues where the last one stopped.
+
+Invariant: in each of these lanes, over any run of consecutive turns, the numbers of regions that two holders serve
+differ by at most one. [test_exchange: holders_serve_numbers_that_differ]
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class Cell:
 
 
 class Transfer(NamedTuple):
-    """The boxes that `source` has and `target` wants; the same rank for a local copy."""
+    """The boxes that `source` holds and `target` needs. Both are the same rank for a local copy."""
 
     source: int
     target: int
@@ -34,7 +37,7 @@ class Transfer(NamedTuple):
 class _Receiver(NamedTuple):
     rank: int
     cell: int
-    """The target cell for which it receives."""
+    """The target cell for which the rank receives."""
 
 
 class _Lane:
@@ -80,7 +83,7 @@ class _Route:
 
 
 class Exchange:
-    """What goes from source cells to target cells; works out only what is asked for, and keeps it."""
+    """The transfers from source cells to target cells. It computes only what is requested, and caches it."""
 
     def __init__(self, sources: tuple[Cell, ...], targets: tuple[Cell, ...], hosts: Mapping[int, str]) -> None:
         self._sources = sources
@@ -92,7 +95,7 @@ class Exchange:
         self._targets_of = _cells_by_rank(targets)
 
     def arriving(self, rank: int, turn: int) -> Iterator[Transfer]:
-        """All that `rank` wants, local copies too."""
+        """All transfers to `rank`, local copies too."""
         for target in self._targets_of.get(rank, ()):
             for source, cell in enumerate(self._sources):
                 boxes = self._boxes_of(source, target)
@@ -104,7 +107,7 @@ class Exchange:
                     yield Transfer(self._route(source).source_of(_Receiver(rank, target), turn), rank, boxes)
 
     def leaving(self, rank: int, turn: int) -> Iterator[Transfer]:
-        """All that `rank` sends to others."""
+        """All transfers from `rank` to other ranks."""
         for source in self._sources_of.get(rank, ()):
             for receiver in self._route(source).served_by(rank, turn):
                 yield Transfer(rank, receiver.rank, self._boxes_of(source, receiver.cell))

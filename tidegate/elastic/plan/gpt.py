@@ -1,8 +1,8 @@
-"""The logical parameters of a GPT of Megatron's: dense or with experts, in order from input to output.
+"""The logical parameters of Megatron's GPT, dense or with experts, in order from input to output.
 
-Names are Megatron's with the layer's and the expert's global numbers (`SequentialMLP`'s names for experts). Every form
-of cut occurs: vocabulary rows, group-interleaved QKV with its bias, row-parallel projections, [gate; up], whole norms
-and routers, experts.
+Names are Megatron's, with the global numbers of layer and expert (experts have `SequentialMLP`'s names). Every form of
+cut occurs: vocabulary rows, group-interleaved QKV with its bias, row-parallel projections, [gate; up], whole norms and
+routers, experts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 def layer_name(layer: int, suffix: str) -> str:
-    """Of a layer's parameter, by the layer's global number."""
+    """The name of a layer's parameter, by the layer's global number."""
     return f"decoder.layers.{layer}.{suffix}"
 
 
 def expert_prefix(index: int) -> str:
-    """Of what an expert has, within its layer, by the expert's global number."""
+    """The prefix of an expert's names within its layer, by the expert's global number."""
     return f"mlp.experts.local_experts.{index}."
 
 
@@ -42,7 +42,7 @@ class GptShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     num_experts: int | None = None
-    """None: a dense model; else every layer has a router and this many experts of `ffn_hidden_size`."""
+    """None: a dense model. Otherwise every layer has a router and this many experts of `ffn_hidden_size`."""
     itemsize: int = 2
     sequence_parallel: bool = False
 

@@ -1,9 +1,13 @@
 """Which ranks of a layout hold which regions of a parameter's tensors: weights, optimizer state, step.
 
-Three slots a parameter: its weights; its optimizer state, whose tensors are all of one form; its step. Weights, and the
-state of a plain optimizer, are the same for all replicas of a shard, and for every parameter of the same cut and place:
-such a slot is uniform. The slots of a distributed optimizer are read from its ranges, parameter by parameter.
-Invariants: the source's cells of one tensor are disjoint and cover it; a target's ranges cover each of its shards once.
+- A parameter has three slots: its weights; its optimizer state, whose tensors all have the same shape; and its step.
+- Weights, and the state of a plain optimizer, are the same for all replicas of a shard, and for every parameter with
+  the same cut and place. Such a slot is uniform.
+- The slots of a distributed optimizer are read from its ranges, parameter by parameter.
+
+Invariants:
+- The source's cells of one tensor are disjoint and cover it. [test_holders: source_cells_are_disjoint]
+- A target's ranges cover each of its shards once. [test_planner: target_ranges_that_do_not_cover]
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ from tidegate.elastic.plan.regions import Block, blocks_of
 
 
 class SourceMissing(ValueError):
-    """No living rank holds a part of what is to be moved; the message names the parameter and the elements."""
+    """No living rank holds a part of the state. The message names the parameter and the elements."""
 
 
 class RangesRefused(ValueError):
-    """Flat ranges that are not those of a distributed optimizer over these parameters in this layout."""
+    """The flat ranges do not belong to a distributed optimizer over these parameters in this layout."""
 
 
 class Slot(Enum):
@@ -38,14 +42,14 @@ class Slot(Enum):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One end of a reshard: a layout on ranks, and what they keep besides the weights; None: nothing."""
+    """One end of a reshard: a layout on ranks, and its optimizer state; None: weights alone."""
 
     mesh: Mesh
     optimizer: Optimizer | None = None
 
 
 class Group(NamedTuple):
-    """The ranks that share a parameter's shards: of these stages, with this ep coordinate; None for any."""
+    """The ranks that share a parameter's shards: the ranks of these stages with this ep coordinate; None: any."""
 
     stages: tuple[int, ...]
     ep: int | None
@@ -76,7 +80,7 @@ class Holders:
         self._owned: dict[int, dict[str, list[_Owned]]] = {}
 
     def group(self, parameter: Parameter) -> Group:
-        """Raises LayoutRefused when the layout has no such layer or deals the experts out unevenly."""
+        """Raises LayoutRefused when the layout has no such layer, or cannot divide the experts evenly."""
         ep = None if parameter.expert is None else parameter.expert.ep_rank(self._mesh.layout.ep)
         stages = self._stages.get(parameter.place)
         if stages is None:
@@ -103,7 +107,7 @@ class Holders:
         return slot is Slot.WEIGHT or self._ranges is None
 
     def tensors(self, parameter: Parameter, slot: Slot) -> tuple[StateTensor, ...]:
-        """The tensors of a slot; ValueError where this end keeps none."""
+        """The tensors of a slot. Raises ValueError where this end keeps none."""
         if slot is Slot.WEIGHT:
             return (StateTensor(StateKind.WEIGHT, parameter.itemsize),)
         if self._optimizer is None:
@@ -120,7 +124,7 @@ class Holders:
         return start < end
 
     def start(self, parameter: Parameter, slot: Slot, rank: int) -> int:
-        """Where in its shard the rank's tensor begins."""
+        """The position in its shard at which the rank's tensor begins."""
         if slot is not Slot.STATE or self._ranges is None:
             return 0
         return self._ranges[rank][parameter.name].start
@@ -130,7 +134,7 @@ class Holders:
         return frozenset(name for name, (start, end) in shares.items() if start < end)
 
     def holdings(self, parameter: Parameter, slot: Slot, rank: int) -> tuple[Holding, ...]:
-        """The tensors in the slot of a rank that has them."""
+        """The tensors that a rank has in the slot."""
         shape, cut = (parameter.shape, parameter.cut) if slot is not Slot.STEP else _STEP_SHAPE
         shard, blocks = self._whole_shard(shape, cut, min(self._at[rank].tp, num_shards(cut, self._mesh.layout.tp) - 1))
         num_elements = shard.num_elements
@@ -144,20 +148,20 @@ class Holders:
         )
 
     def uniform_cells(self, group: Group, shape: tuple[int, ...], cut: Cut) -> tuple[Cell, ...]:
-        """A cell a shard, in order of the tp ranks. Raises SourceMissing where every holder of one is lost."""
+        """One cell per shard, in order of the tp ranks. Raises SourceMissing where every holder of a shard is lost."""
         cells: list[Cell] = []
         for tp_rank in range(num_shards(cut, self._mesh.layout.tp)):
             ranks = self._ranks(group, tp=None if isinstance(cut, Whole) else tp_rank)
             if not ranks:
                 raise SourceMissing(
-                    f"shard {tp_rank} of {shape} on stage(s) {group.stages}: all its holders are lost; go back to "
+                    f"shard {tp_rank} of {shape} on stage(s) {group.stages}: all its holders are lost; return to "
                     "the checkpoint"
                 )
             cells.append(Cell(ranks, self._whole_shard(shape, cut, tp_rank)[1]))
         return tuple(cells)
 
     def step_cells(self, parameter: Parameter, group: Group) -> tuple[Cell, ...]:
-        """One cell: all that hold state of the parameter hold the same step."""
+        """One cell: all ranks with state of the parameter hold the same step."""
         if self._ranges is None:
             return self.uniform_cells(group, *_STEP_SHAPE)
         ranks = tuple(owned.rank for owned in self._owners(parameter, group))
@@ -165,8 +169,8 @@ class Holders:
             raise SourceMissing(f"{parameter.name}: no rank holds a part of its optimizer state")
         return (Cell(ranks, self._whole_shard(*_STEP_SHAPE, 0)[1]),)
 
-    def held_state_cells(self, parameter: Parameter, group: Group) -> tuple[Cell, ...]:
-        """Of a source: the shards, cut wherever a range begins or ends. Raises SourceMissing on a gap."""
+    def source_state_cells(self, parameter: Parameter, group: Group) -> tuple[Cell, ...]:
+        """For a source: the shards, cut wherever a range begins or ends. Raises SourceMissing on a gap."""
         if self._ranges is None:
             return self.uniform_cells(group, parameter.shape, parameter.cut)
         cells: list[Cell] = []
@@ -176,14 +180,14 @@ class Holders:
                 if not ranks and blocks:
                     raise SourceMissing(
                         f"{parameter.name}: no rank holds elements {start} to {end} of a shard's optimizer state; "
-                        "give the ranges of a rank with a copy, or go back to the checkpoint"
+                        "pass the ranges of a rank with a copy, or return to the checkpoint"
                     )
                 if blocks:
                     cells.append(Cell(ranks, blocks))
         return tuple(cells)
 
-    def wanted_state_cells(self, parameter: Parameter, group: Group) -> tuple[Cell, ...]:
-        """Of a target: a cell a rank. Raises RangesRefused unless each shard's ranges follow each other."""
+    def target_state_cells(self, parameter: Parameter, group: Group) -> tuple[Cell, ...]:
+        """For a target: one cell per rank. Raises RangesRefused unless each shard's ranges follow each other."""
         if self._ranges is None:
             return self.uniform_cells(group, parameter.shape, parameter.cut)
         cells: list[Cell] = []
@@ -196,7 +200,7 @@ class Holders:
         return tuple(cells)
 
     def _owners_by_shard(self, parameter: Parameter, group: Group) -> Iterable[tuple[Shard, range, list[_Owned]]]:
-        """Each different shard, the tp ranks that have it, and who owns ranges of it."""
+        """Each different shard, the tp ranks that have it, and the owners of its ranges."""
         owners = self._owners(parameter, group)
         if isinstance(parameter.cut, Whole):
             yield self._whole_shard(parameter.shape, parameter.cut, 0)[0], range(self._mesh.layout.tp), owners
@@ -209,7 +213,7 @@ class Holders:
             yield shard, range(tp_rank, tp_rank + 1), column
 
     def _owners(self, parameter: Parameter, group: Group) -> list[_Owned]:
-        """In mesh order, stage by stage."""
+        """The owners in mesh order, stage by stage."""
         return [owned for stage in group.stages for owned in self._ranges_of_stage(stage).get(parameter.name, ())]
 
     def _ranges_of_stage(self, stage: int) -> dict[str, list[_Owned]]:
@@ -250,7 +254,7 @@ def _segments(owners: list[_Owned], size: int) -> Iterable[tuple[int, int, tuple
 
 
 def _check_shares(whose: str, shares: list[FlatRange], size: int) -> None:
-    """A data-parallel group owns the whole of its shard, each element once."""
+    """A data-parallel group must own the whole of its shard, each element once."""
     bounds = [0, *(bound for share in sorted(shares) for bound in share), size]
     if any(left != right for left, right in zip(bounds[::2], bounds[1::2], strict=True)):
         raise RangesRefused(

@@ -1,10 +1,15 @@
 """Where a layout puts its coordinates: a mesh of world ranks, and which stage holds which layer.
 
-Megatron's default order, tp-cp-ep-dp-pp, tp fastest: `ranks[i]` stands at index i of it. Dense parameters see the mesh
-as (tp, cp, dp, pp); expert parameters see each stage as (tp, ep, rest) with rest = dp * cp / ep. Layers are dealt out
-chunk by chunk, within a chunk stage by stage, so that `chunks[v][p]` layers of virtual chunk v on stage p follow those
-of stage p - 1; stages may be uneven.
-Invariants: a Mesh is valid when made; each layer is at home on exactly one (stage, chunk); each rank has one place.
+- The order is Megatron's default, tp-cp-ep-dp-pp with tp fastest. `ranks[i]` stands at index i of it.
+- Dense parameters see the mesh as (tp, cp, dp, pp).
+- Expert parameters see each stage as (tp, ep, rest) with rest = dp * cp / ep.
+- Layers are dealt chunk by chunk, and within a chunk stage by stage: the `chunks[v][p]` layers of virtual chunk v on
+  stage p follow those of stage p - 1. Stages may be uneven.
+
+Invariants:
+- A Mesh is valid when made. [test_layout: an_impossible_layout_is_refused]
+- Each layer has exactly one home (stage, chunk). [test_layout: layers_are_dealt_out_chunk_by_chunk]
+- Each rank has one place. [test_layout: a_ranks_coordinates_are_its_places]
 """
 
 from __future__ import annotations
@@ -17,16 +22,16 @@ from tidegate.types import Layout
 
 
 class LayoutRefused(ValueError):
-    """A model cannot be cut so, or not on these ranks; the message gives the equation and what is legal."""
+    """A model cannot be cut in this way, or not on these ranks. The message has the equation and the legal values."""
 
 
 class Edge(StrEnum):
-    """Which end of the pipeline holds a parameter that belongs to no layer."""
+    """The end of the pipeline that holds a parameter without a layer."""
 
     INPUT = "input"
     OUTPUT = "output"
     BOTH = "both"
-    """Tied embeddings: one logical parameter; with pp > 1 the first and the last stage hold a copy each."""
+    """Tied embeddings: one logical parameter. With pp > 1 the first and the last stage hold a copy each."""
 
 
 Place = int | Edge
@@ -35,7 +40,7 @@ Place = int | Edge
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a layer lives; `index` is its number within the stage's chunk, as Megatron's local names have it."""
+    """The place of a layer. `index` is its number within the stage's chunk, as in Megatron's local names."""
 
     stage: int
     chunk: int
@@ -49,7 +54,7 @@ class Coordinates:
     dp: int
     stage: int
     ep: int
-    """The coordinate among the ranks that share a stage's experts out; 0 without expert parallelism."""
+    """The coordinate among the ranks that divide a stage's experts; 0 without expert parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Mesh:
         if len(self.ranks) != layout.num_ranks:
             raise LayoutRefused(
                 f"layout {layout} needs tp * cp * dp * pp = {layout.tp} * {layout.cp} * {layout.dp} * {layout.pp} = "
-                f"{layout.num_ranks} ranks and got {len(self.ranks)}"
+                f"{layout.num_ranks} ranks, and got {len(self.ranks)}"
             )
         if len(set(self.ranks)) != len(self.ranks):
             raise LayoutRefused(f"layout {layout} names a rank twice in {self.ranks}; each rank has one place")
@@ -77,13 +82,14 @@ class Mesh:
             )
         if any(len(chunk) != layout.pp for chunk in self.chunks):
             raise LayoutRefused(
-                f"layout {layout}: every virtual chunk names {layout.pp} stages' numbers of layers, got {self.chunks}"
+                f"layout {layout}: every virtual chunk needs the numbers of layers of {layout.pp} stages, got "
+                f"{self.chunks}"
             )
         if any(size < 0 for chunk in self.chunks for size in chunk):
             raise LayoutRefused(f"layout {layout}: a stage cannot hold fewer than 0 layers, got {self.chunks}")
         if len(self.chunks) != layout.vpp:
             raise LayoutRefused(
-                f"layout {layout}: vpp={layout.vpp} virtual chunks are wanted, {len(self.chunks)} given"
+                f"layout {layout}: vpp={layout.vpp} needs as many virtual chunks, got {len(self.chunks)}"
             )
 
     @property
@@ -95,13 +101,13 @@ class Mesh:
         return self.layout.tp * self.layout.cp * self.layout.dp
 
     def homes(self) -> Iterator[Home]:
-        """Of each layer, in order of their global numbers."""
+        """The home of each layer, in order of their global numbers."""
         for chunk, sizes in enumerate(self.chunks):
             for stage, size in enumerate(sizes):
                 yield from (Home(stage, chunk, index) for index in range(size))
 
     def coordinates(self, index: int) -> Coordinates:
-        """Of `ranks[index]`."""
+        """The coordinates of `ranks[index]`."""
         layout = self.layout
         stage, within = divmod(index, self.num_stage_ranks)
         replica, tp = divmod(within, layout.tp)
@@ -118,16 +124,16 @@ class Mesh:
 
 
 def even_chunks(num_layers: int, *, pp: int, vpp: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Equal stages, as Megatron makes them unless told otherwise. Raises LayoutRefused."""
+    """Equal stages, Megatron's default. Raises LayoutRefused."""
     if pp < 1 or vpp < 1 or num_layers % (pp * vpp):
         legal = ", ".join(str(n) for n in range(1, num_layers + 1) if num_layers % (n * vpp) == 0) or "none"
         raise LayoutRefused(
             f"{num_layers} layers do not divide by pp * vpp = {pp} * {vpp}; legal pp with vpp={vpp}: {legal}; "
-            "or name each stage's number of layers"
+            "or set the number of layers of each stage"
         )
     return tuple((num_layers // (pp * vpp),) * pp for _ in range(vpp))
 
 
 def divisors(number: int) -> str:
-    """As a message lists them."""
+    """The divisors as a message lists them."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,9 +1,10 @@
-"""Which optimizer state is to be moved, and who holds it. Other kinds of optimizer are refused by name.
+"""Which optimizer state moves, and which ranks hold it. Other kinds of optimizer are refused by name.
 
-- `PlainOptimizer`: each tensor is shaped like its parameter's shard, on every rank that holds the shard.
-- `DistributedOptimizer`: each rank of a shard's data-parallel group owns a flat range of the shard. The ranges are
-  those of the optimizer's own buffers (per dtype, bucket, reverse order, padded): they are given, never assumed.
-`step` is a scalar a parameter, held where other state of the parameter is; None where the optimizer keeps it in its
+- `PlainOptimizer`: each tensor has the shape of its parameter's shard, on every rank that holds the shard.
+- `DistributedOptimizer`: each rank of a shard's data-parallel group owns a flat range of the shard. The ranges come
+  from the optimizer's own buffers (per dtype, bucket, reverse order, padded): they are an input, never assumed.
+
+`step` is one scalar per parameter, held where other state of the parameter is; None where the optimizer keeps it in its
 parameter groups.
 """
 
@@ -40,7 +41,7 @@ ADAM = (
     StateTensor(StateKind.EXP_AVG, 4),
     StateTensor(StateKind.EXP_AVG_SQ, 4),
 )
-"""For parameters in half precision. In fp32 the model's parameters are the main ones, which are then left out."""
+"""Adam's tensors for parameters in half precision. In fp32 the parameters are the main ones, which are then omitted."""
 
 
 class FlatRange(NamedTuple):
@@ -62,7 +63,7 @@ class PlainOptimizer:
 @dataclass(frozen=True, slots=True)
 class DistributedOptimizer:
     ranges: RangesByRank
-    """By world rank and logical parameter; a rank without a part of a parameter does not name it."""
+    """By world rank and logical parameter. A rank without a part of a parameter does not name it."""
     states: tuple[StateTensor, ...] = ADAM
     step_itemsize: int | None = 4
 
@@ -70,22 +71,22 @@ class DistributedOptimizer:
 Optimizer = PlainOptimizer | DistributedOptimizer
 
 SUPPORTED = frozenset({"DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer"})
-"""Megatron's wrappers whose state is one of the two forms above."""
+"""Megatron's wrappers whose state has one of the two forms above."""
 _REASONS = {
-    "LayerWiseDistributedOptimizer": "it deals out whole parameters, and its state is of other kinds than Adam's",
+    "LayerWiseDistributedOptimizer": "it distributes whole parameters, and its state is of other kinds than Adam's",
     "HybridDeviceOptimizer": "a part of its state is offloaded to the host and moves between updates",
 }
 
 
 def require_supported(class_names: Iterable[str]) -> None:
-    """Raises OptimizerRefused for the first class that is not of the supported ones.
+    """Raises OptimizerRefused for the first class that is not supported.
 
-    The names are those of a job's optimizers with the members of a chain in the chain's place, and of the torch
-    optimizers that they wrap where those are Megatron's own.
+    `class_names` has the classes of a job's optimizers, with a chain replaced by its members, and the torch optimizers
+    that they wrap where those are Megatron's own.
     """
     for name in class_names:
         if name not in SUPPORTED:
-            reason = _REASONS.get(name, "its state is not known to be flat ranges or shaped like the parameters")
+            reason = _REASONS.get(name, "its state is neither known as flat ranges nor shaped like the parameters")
             raise OptimizerRefused(
                 f"optimizer {name} cannot change its layout: {reason}; supported: {', '.join(sorted(SUPPORTED))}"
             )

@@ -1,16 +1,20 @@
-"""What is to be moved: each logical parameter's shape, how tensor parallelism cuts it, and where it lives.
+"""The logical parameters that move: each one's shape, its cut by tensor parallelism, and its place.
 
-A logical parameter is the unsharded tensor under Megatron's name with the layer's and expert's global numbers. It is
-read as a matrix: the dims before the cut one are its rows, the cut dim and those after it are its columns, so that
-every cut of Megatron's is a cut of columns:
-- `Whole`: on every tp rank (norms, router, biases of row-parallel layers);
-- `Split(dim)`: equal contiguous parts (column-parallel: dim 0, row-parallel: dim 1);
-- `Split(dim, stride=2)`: [gate; up], of which each rank holds [gate_i; up_i]; Megatron's `partition_stride`;
-- `GroupedQkv`: equal contiguous rows of [queries of group 0, key 0, value 0, queries of group 1, ...]: whole groups;
-- `Vocabulary`: equal rows of the padded vocabulary; the padding rows are in no logical tensor.
-Sequence parallelism changes no shard: its marks are kept so that a reader may set them, on whole parameters only.
-Invariants: a Parameter is valid when made; over the tp ranks of one mesh the pieces cover each column exactly once, or,
-when `Whole`, once a rank.
+A logical parameter is the unsharded tensor under Megatron's name, with the global numbers of layer and expert. It is
+read as a matrix: the dims before the cut one are its rows; the cut dim and those after it are its columns. So every cut
+of Megatron's is a cut of columns:
+- `Whole`: on every tp rank (norms, router, biases of row-parallel layers).
+- `Split(dim)`: equal contiguous parts (column-parallel: dim 0, row-parallel: dim 1).
+- `Split(dim, stride=2)`: [gate; up], of which each rank holds [gate_i; up_i]; Megatron's `partition_stride`.
+- `GroupedQkv`: equal contiguous rows of [queries of group 0, key 0, value 0, queries of group 1, ...]: whole groups.
+- `Vocabulary`: equal rows of the padded vocabulary. The padding rows are in no logical tensor.
+
+Sequence parallelism changes no shard. Its marks are kept for readers that set them, on whole parameters only.
+
+Invariants:
+- A Parameter is valid when made. [test_parameters: an_impossible_parameter_is_refused]
+- Over the tp ranks of one mesh the pieces cover each column exactly once, or once per rank when `Whole`.
+  [test_parameters: a_shard_is_what_megatron_cuts]
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ class Whole:
 class Split:
     dim: int
     stride: int = 1
-    """The cut dim is this many equal blocks, each of which is cut on its own."""
+    """The cut dim is this many equal blocks, and each block is cut on its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedQkv:
-    """Rows of fused queries, keys and values, interleaved by key/value group; the bias is cut likewise."""
+    """Rows of fused queries, keys and values, interleaved by key/value group. The bias is cut in the same way."""
 
     num_groups: int
 
@@ -44,7 +48,7 @@ class GroupedQkv:
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     padded_rows: int
-    """Fixed for a job, whatever its layouts: padding enters the softmax."""
+    """Fixed for a job, whatever its layouts, because padding enters the softmax."""
 
 
 Cut = Whole | Split | GroupedQkv | Vocabulary
@@ -52,7 +56,7 @@ Cut = Whole | Split | GroupedQkv | Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """Expert `index` of the layer's `count`; expert parallelism gives each rank an equal contiguous run of them."""
+    """Expert `index` of the layer's `count`. Expert parallelism gives each rank an equal contiguous run of them."""
 
     index: int
     count: int
@@ -68,7 +72,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes an element, of the model's own copy."""
+    """Bytes per element of the model's own copy."""
     cut: Cut
     place: Place
     expert: Expert | None = None
@@ -78,11 +82,11 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1 or self.itemsize < 1:
-            raise ValueError(f"{self.name}: shape {self.shape} of {self.itemsize}-byte elements has nothing in it")
+            raise ValueError(f"{self.name}: shape {self.shape} of {self.itemsize}-byte elements has no element")
         if self.sequence_parallel and not isinstance(self.cut, Whole):
             raise ValueError(
-                f"{self.name}: marked sequence-parallel and cut by {self.cut}; Megatron marks parameters that each "
-                "tp rank holds whole"
+                f"{self.name}: marked sequence-parallel and cut by {self.cut}; Megatron marks only parameters that "
+                "each tp rank holds whole"
             )
         if self.expert is not None and not 0 <= self.expert.index < self.expert.count:
             raise ValueError(f"{self.name}: expert {self.expert.index} is not one of {self.expert.count}")
@@ -101,7 +105,7 @@ class Parameter:
 
 
 class Piece(NamedTuple):
-    """`size` columns, from `local` of the shard and from `logical` of the logical matrix."""
+    """`size` columns, which begin at `local` in the shard and at `logical` in the logical matrix."""
 
     local: int
     logical: int
@@ -110,7 +114,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One tp rank's part of a logical matrix: `rows` rows of `width` columns, of which `pieces` are logical ones."""
+    """One tp rank's part of a logical matrix: `rows` rows of `width` columns. `pieces` are the columns that are logical
+    ones.
+    """
 
     rows: int
     width: int
@@ -122,12 +128,12 @@ class Shard:
 
 
 def num_shards(cut: Cut, tp: int) -> int:
-    """How many different shards tp ranks hold."""
+    """The number of different shards that the tp ranks hold."""
     return 1 if isinstance(cut, Whole) else tp
 
 
 def shard_of(shape: tuple[int, ...], cut: Cut, *, tp: int, tp_rank: int) -> Shard:
-    """Raises LayoutRefused, with the legal sizes, where the cut does not come out even."""
+    """Raises LayoutRefused, with the legal sizes, where the cut is not even."""
     match cut:
         case Whole():
             return Shard(1, prod(shape), (Piece(0, 0, prod(shape)),))

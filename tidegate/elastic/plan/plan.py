@@ -1,10 +1,16 @@
-"""A plan as a frozen value: which region of which tensor goes from which rank to which. Checked when it is made.
+"""A plan as a frozen value: which region of which tensor goes from which rank to which. It is checked when it is made.
 
-A copy names a box of the logical parameter and where both ends have it in flat storage. A Part is all that one rank
-does; a Plan is the parts of all.
-Invariants of a Part: every logical element that the rank wants arrives exactly once, at its place; what it sends it
-holds, at that place; local copies stay on the rank, and none of its sends or receives is to itself.
-Invariants of a Plan: one part a rank; what is sent is what is received.
+- A copy names a box of the logical parameter and where both ends have it in flat storage.
+- A Part is all that one rank does.
+- A Plan is the parts of all ranks.
+
+Invariants of a Part:
+- Every logical element that the rank needs arrives exactly once, at its place. [test_plan: an_invalid_plan_is_refused]
+- The rank holds what it sends, at that place. [test_plan: an_invalid_plan_is_refused]
+- Local copies stay on the rank, and no send or receive is to itself. [test_plan: an_invalid_plan_is_refused]
+
+Invariants of a Plan:
+- It has one part per rank, and the sends equal the receives. [test_plan: an_invalid_plan_is_refused]
 """
 
 from __future__ import annotations
@@ -19,12 +25,15 @@ from tidegate.elastic.plan.regions import Block, first_clash, overlaps_of
 
 
 class PlanInvalid(ValueError):
-    """A plan would lose, double or misplace something: never a layout's fault, always a planner's."""
+    """A plan would lose, double or misplace elements. The fault is the planner's, never the layout's."""
 
 
 class RegionCopy(NamedTuple):
-    """`rows` by `cols` elements of the logical matrix from (row, col). Offsets and strides are in elements of the
-    tensor that the rank holds; for a rank's share of a distributed optimizer they count from the share's beginning."""
+    """`rows` by `cols` elements of the logical matrix from (row, col).
+
+    Offsets and strides count elements of the tensor that the rank holds. For a rank's share of a distributed optimizer
+    they count from the beginning of the share.
+    """
 
     name: str
     kind: StateKind
@@ -51,7 +60,7 @@ class RegionCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One tensor of a rank, of `num_elements` in flat storage; elements in no block are padding."""
+    """One tensor of a rank, with `num_elements` in flat storage. Elements in no block are padding."""
 
     name: str
     kind: StateKind
@@ -62,29 +71,29 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank does. Local copies come first; sends and receives are in the order of `Planner.copy_order`."""
+    """The work of one rank. Local copies come first. Sends and receives are in the order of `Planner.copy_order`."""
 
     rank: int
-    held: tuple[Holding, ...]
-    wanted: tuple[Holding, ...]
+    source_holdings: tuple[Holding, ...]
+    target_holdings: tuple[Holding, ...]
     local: tuple[RegionCopy, ...]
     sends: tuple[RegionCopy, ...]
     receives: tuple[RegionCopy, ...]
 
     def __post_init__(self) -> None:
         self._check_ends()
-        held, wanted = _by_tensor(self.held), _by_tensor(self.wanted)
+        held, expected = _by_tensor(self.source_holdings), _by_tensor(self.target_holdings)
         for copy in (*self.local, *self.sends):
             _check_place(copy, held, copy.source_offset, copy.source_stride, "holds")
         arriving: defaultdict[tuple[str, StateKind], list[RegionCopy]] = defaultdict(list)
         for copy in (*self.local, *self.receives):
-            _check_place(copy, wanted, copy.target_offset, copy.target_stride, "wants")
+            _check_place(copy, expected, copy.target_offset, copy.target_stride, "needs")
             arriving[copy.name, copy.kind].append(copy)
-        for key, holding in wanted.items():
+        for key, holding in expected.items():
             self._check_complete(holding, arriving.get(key, []))
 
     def _check_ends(self) -> None:
-        """Who sends to whom."""
+        """Check the sender and receiver of each copy."""
         for what, copies, sends, receives in (
             ("local copy", self.local, True, True),
             ("send", self.sends, True, False),
@@ -98,13 +107,13 @@ class Part:
                     )
 
     def _check_complete(self, holding: Holding, copies: list[RegionCopy]) -> None:
-        """Every element of the target exactly once: as many as are wanted, none of them twice."""
+        """Every element of the target must arrive exactly once: as many as are needed, none of them twice."""
         want = sum(block.num_elements for block in holding.blocks)
         got = sum(copy.num_elements for copy in copies)
         clash = first_clash((copy.row, copy.col, copy.rows, copy.cols) for copy in copies)
         if got != want or clash is not None:
             raise PlanInvalid(
-                f"rank {self.rank} wants {want} elements of {holding.name} {holding.kind} and gets {got}"
+                f"rank {self.rank} needs {want} elements of {holding.name} {holding.kind} and gets {got}"
                 + ("" if clash is None else f", row {clash[0]} column {clash[1]} twice")
             )
 
@@ -122,13 +131,13 @@ class Part:
 
     @property
     def minimum_bytes(self) -> int:
-        """What the rank wants and did not hold, counted from what it holds and not from the copies."""
-        held = {(holding.name, holding.kind): holding.blocks for holding in self.held}
+        """The bytes that the rank needs and did not hold, counted from its holdings and not from the copies."""
+        held = {(holding.name, holding.kind): holding.blocks for holding in self.source_holdings}
         missing = 0
-        for want in self.wanted:
-            wanted = sum(block.num_elements for block in want.blocks)
+        for want in self.target_holdings:
+            num_elements = sum(block.num_elements for block in want.blocks)
             kept = overlaps_of(held.get((want.name, want.kind), ()), want.blocks)
-            missing += (wanted - sum(box.rows * box.cols for box in kept)) * want.itemsize
+            missing += (num_elements - sum(box.rows * box.cols for box in kept)) * want.itemsize
         return missing
 
 
@@ -141,7 +150,7 @@ class Plan:
     def __post_init__(self) -> None:
         ranks = [part.rank for part in self.parts]
         if ranks != sorted(set(ranks)):
-            raise PlanInvalid(f"parts are one a rank, in order of the ranks, got {ranks}")
+            raise PlanInvalid(f"a plan has one part per rank, in order of the ranks, got {ranks}")
         sent = Counter(copy for part in self.parts for copy in part.sends)
         received = Counter(copy for part in self.parts for copy in part.receives)
         if sent != received:
@@ -170,7 +179,7 @@ def _by_tensor(holdings: Iterable[Holding]) -> _Tensors:
 
 
 def _check_place(copy: RegionCopy, tensors: _Tensors, offset: int, stride: int, verb: str) -> None:
-    """The copy's box lies in one block of the tensor, at the address that the copy gives."""
+    """The copy's box must lie in one block of the tensor, at the address that the copy names."""
     holding = tensors.get((copy.name, copy.kind))
     blocks = () if holding is None or holding.itemsize != copy.itemsize else holding.blocks
     for block in blocks:

@@ -1,13 +1,19 @@
-"""From parameters and two layouts on ranks, source and target, to a frozen plan. Pure: the same in, the same out.
+"""Plans a reshard: from parameters and two layouts on ranks, source and target, to a frozen plan.
 
-For each slot of each parameter the two ends are cells (who holds, who wants which region), and an exchange between them
-says who sends what: what a rank already holds it copies at home, the rest comes from the same host where it can, and
-far else; the holders of a region serve in turns. So each byte moves once for each rank that wants it and has it not:
-the minimum.
-One rank's part takes time in its own parameters and copies, not in the number of ranks: uniform slots of one cut and
-place share one exchange, which is worked out only where the rank takes part.
-Invariants: `part(rank)` is the same value as `whole().part(rank)`; the order in which copies are listed is a function
-of the copies and hosts alone.
+It is pure: the same input gives the same plan.
+
+1. For each slot of each parameter, both ends are described as cells: which ranks hold or need which region.
+2. An exchange between the cells decides which rank sends what. A rank copies locally what it already holds. Other
+   regions come from the same host where possible, else from another. The holders of a region serve in turns.
+
+So each byte moves once to each rank that needs it and does not hold it, which is the minimum.
+
+The time for one rank's part depends on its own parameters and copies, not on the number of ranks. Uniform slots of one
+cut and place share one exchange, and an exchange computes only what the rank takes part in.
+
+Invariants:
+- `part(rank)` equals `whole().part(rank)`. [test_planner: a_rank_alone_plans_exactly]
+- The order of the listed copies is a function of the copies and hosts alone. [test_planner: a_rank_alone_plans_exactly]
 """
 
 from __future__ import annotations
@@ -35,8 +41,8 @@ class _Move(NamedTuple):
     turn: int
 
 
-class Moved(NamedTuple):
-    """Of one rank, to and from others."""
+class RankTraffic(NamedTuple):
+    """The bytes that one rank sends to others and receives from them."""
 
     sent_bytes: int
     received_bytes: int
@@ -46,10 +52,10 @@ _UniformKey = tuple[Group, Group, tuple[int, ...], Cut]
 
 
 class Planner:
-    """Plans one reshard, whole or a rank's part at a time.
+    """Plans one reshard, whole or one rank's part at a time.
 
-    `hosts` names the host of each world rank; without it all are on one. `lost` ranks of the source hold nothing any
-    more. Raises LayoutRefused, RangesRefused, SourceMissing or ValueError where there is no plan.
+    `hosts` names the host of each world rank; without it all ranks are on one host. `lost` ranks of the source hold
+    nothing any more. Raises LayoutRefused, RangesRefused, SourceMissing or ValueError where no plan exists.
     """
 
     def __init__(
@@ -62,11 +68,11 @@ class Planner:
         lost: frozenset[int] = frozenset(),
     ) -> None:
         if back := lost.intersection(target.mesh.ranks):
-            raise LayoutRefused(f"ranks {sorted(back)} are lost and in the target layout: leave them out")
+            raise LayoutRefused(f"ranks {sorted(back)} are lost, and the target layout has them: leave them out")
         _check_states(source.optimizer, target.optimizer)
         self._parameters = tuple(parameters)
         if len({parameter.name for parameter in self._parameters}) != len(self._parameters):
-            raise ValueError(f"two of the {len(self._parameters)} parameters have one name")
+            raise ValueError(f"two of the {len(self._parameters)} parameters have the same name: each needs its own")
         self._hosts = hosts or {}
         self._ranks = sorted({*source.mesh.ranks, *target.mesh.ranks} - lost)
         self._source = Holders(source, lost=lost)
@@ -75,7 +81,7 @@ class Planner:
         self._uniform: dict[_UniformKey, Exchange] = {}
 
     def part(self, rank: int) -> Part:
-        """What one rank does, worked out alone."""
+        """One rank's part, computed alone."""
         if rank not in self._ranks:
             raise ValueError(f"rank {rank} is in neither layout; the ranks are {self._ranks}")
         arriving: list[RegionCopy] = []
@@ -88,7 +94,7 @@ class Planner:
         return self._assembled(rank, arriving, leaving)
 
     def whole(self) -> Plan:
-        """Every rank's part; what a rank sends is here what the others receive from it."""
+        """Every rank's part. A rank's sends are taken from the receives of the others."""
         arriving: defaultdict[int, list[RegionCopy]] = defaultdict(list)
         leaving: defaultdict[int, list[RegionCopy]] = defaultdict(list)
         for move in self._moves(None):
@@ -100,8 +106,8 @@ class Planner:
                         leaving[transfer.source] += copies
         return Plan(tuple(self._assembled(rank, arriving[rank], leaving[rank]) for rank in self._ranks))
 
-    def bytes_by_rank(self) -> dict[int, Moved]:
-        """What the parts of the whole plan would say, counted without listing their copies."""
+    def bytes_by_rank(self) -> dict[int, RankTraffic]:
+        """The bytes of the parts of the whole plan, counted without listing the copies."""
         sent: Counter[int] = Counter()
         received: Counter[int] = Counter()
         for move in self._moves(None):
@@ -112,7 +118,7 @@ class Planner:
                         size_bytes = itemsize * sum(box.rows * box.cols for box in transfer.boxes)
                         sent[transfer.source] += size_bytes
                         received[rank] += size_bytes
-        return {rank: Moved(sent[rank], received[rank]) for rank in self._ranks}
+        return {rank: RankTraffic(sent[rank], received[rank]) for rank in self._ranks}
 
     def _moves(self, rank: int | None) -> Iterator[_Move]:
         """All slots in which the rank takes part, in order of the parameters; None for all slots."""
@@ -137,7 +143,9 @@ class Planner:
                     yield _Move(parameter, slot, source, target, exchange, ordinal)
 
     def _uniform_exchange(self, key: _UniformKey) -> Exchange:
-        """Shared by all parameters of the key: whoever takes part in one takes part in all, and counts their turns."""
+        """The exchange of all parameters with this key. A rank that takes part in one takes part in all, and counts
+        their turns.
+        """
         if key not in self._uniform:
             source, target, shape, cut = key
             self._uniform[key] = Exchange(
@@ -152,8 +160,8 @@ class Planner:
             cells = self._source.step_cells(parameter, source), self._target.step_cells(parameter, target)
         else:
             cells = (
-                self._source.held_state_cells(parameter, source),
-                self._target.wanted_state_cells(parameter, target),
+                self._source.source_state_cells(parameter, source),
+                self._target.target_state_cells(parameter, target),
             )
         return Exchange(*cells, self._hosts)
 
@@ -185,20 +193,23 @@ class Planner:
         arriving = sorted(arriving, key=self.copy_order)
         return Part(
             rank=rank,
-            held=self._holdings(self._source, [source for source, _ in self._groups], rank),
-            wanted=self._holdings(self._target, [target for _, target in self._groups], rank),
+            source_holdings=self._holdings(self._source, [source for source, _ in self._groups], rank),
+            target_holdings=self._holdings(self._target, [target for _, target in self._groups], rank),
             local=tuple(copy for copy in arriving if copy.source_rank == rank),
             sends=tuple(sorted(leaving, key=self.copy_order)),
             receives=tuple(copy for copy in arriving if copy.source_rank != rank),
         )
 
     def copy_order(self, copy: RegionCopy) -> tuple[bool, int, int, str, str, int, int]:
-        """Same host, then far; then by the pair of ranks, tensor and place."""
+        """Same host first, then other hosts; then by the pair of ranks, by tensor and by place."""
         far = self._hosts.get(copy.source_rank, "") != self._hosts.get(copy.target_rank, "")
         return far, copy.source_rank, copy.target_rank, copy.name, copy.kind, copy.row, copy.col
 
     def _holdings(self, holders: Holders, groups: Iterable[Group], rank: int) -> tuple[Holding, ...]:
-        """All tensors of a rank at one end. Raises RangesRefused when its ranges name what it cannot have."""
+        """All tensors of a rank at one end.
+
+        Raises RangesRefused when the rank's ranges name a parameter that it cannot have.
+        """
         found: list[Holding] = []
         for parameter, group in zip(self._parameters, groups, strict=True):
             if rank in holders.members(group):
@@ -215,10 +226,13 @@ class Planner:
 
 
 def _check_states(source: Optimizer | None, target: Optimizer | None) -> None:
-    """Both ends keep the same tensors; a target without an optimizer takes the weights alone."""
+    """Both ends must keep the same tensors. A target without an optimizer takes the weights alone."""
     if target is None:
         return
-    wanted: tuple[tuple[StateTensor, ...], int | None] = (target.states, target.step_itemsize)
-    held = None if source is None else (source.states, source.step_itemsize)
-    if held != wanted:
-        raise ValueError(f"the target's optimizer keeps {wanted}, the source's {held}: nothing is converted on the way")
+    target_states: tuple[tuple[StateTensor, ...], int | None] = (target.states, target.step_itemsize)
+    source_states = None if source is None else (source.states, source.step_itemsize)
+    if source_states != target_states:
+        raise ValueError(
+            f"the target's optimizer keeps {target_states}, and the source's keeps {source_states}: a reshard converts "
+            "nothing, so both must keep the same"
+        )

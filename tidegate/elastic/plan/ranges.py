@@ -1,9 +1,14 @@
-"""Which flat ranges of its shards each rank's distributed optimizer keeps, where no optimizer is there to be asked.
+"""The flat ranges of its shards that each rank's distributed optimizer keeps, computed without building an optimizer.
 
-As Megatron's buffers have them without buckets: of each stage's virtual chunk, dense parameters and experts apart, in
-reverse order, each from a multiple of 64 elements on; the whole is dealt out over the replicas in equal shares,
-multiples of 128. A built optimizer says its own ranges (`skeleton`); these are for plans of what is not built.
-Invariant: each trainable shard's ranges follow each other from 0 to its end.
+The ranges are those of Megatron's buffers without buckets:
+1. Each virtual chunk of each stage has a buffer for dense parameters and one for experts.
+2. Parameters are in reverse order, and each starts at a multiple of 64 elements.
+3. The buffer is divided over the replicas in equal shares, multiples of 128 elements.
+
+A built optimizer reports its own ranges (`skeleton`). These are for plans of layouts that are not built.
+
+Invariant: the ranges of each trainable shard follow each other from 0 to its end.
+[test_ranges: a_reshard_between_computed_ranges]
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from tidegate.elastic.plan.parameters import Parameter, shard_of
 
 PARAMETER_STEP = 64
 SHARE_STEP = 128
-"""Elements; Megatron's `start_index` and `bucket_end` are padded so, for NCCL and cuBLAS."""
+"""In elements. Megatron pads `start_index` and `bucket_end` to these multiples, for NCCL and cuBLAS."""
 
 _Buffer = tuple[int, int, int]
 """(stage, virtual chunk, ep coordinate), the last -1 for dense parameters."""
@@ -30,7 +35,7 @@ def with_optimizer(
     states: tuple[StateTensor, ...] = ADAM,
     step_itemsize: int | None = 4,
 ) -> State:
-    """Raises LayoutRefused for a model that cannot be cut so."""
+    """Raises LayoutRefused for a model that cannot be cut in this layout."""
     ranges: dict[int, dict[str, FlatRange]] = {rank: {} for rank in mesh.ranks}
     buffers: dict[_Buffer, list[Parameter]] = {}
     homes = [(home.stage, home.chunk) for home in mesh.homes()]
@@ -46,7 +51,7 @@ def with_optimizer(
 
 
 def _places(parameter: Parameter, mesh: Mesh, homes: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """Every (stage, chunk) that has it: two of tied embeddings over several stages."""
+    """Every (stage, chunk) that has the parameter: two for tied embeddings over several stages."""
     if isinstance(parameter.place, int):
         return (homes[parameter.place],)
     first, last = (0, 0), (mesh.layout.pp - 1, len(mesh.chunks) - 1)
@@ -57,7 +62,7 @@ def _places(parameter: Parameter, mesh: Mesh, homes: Sequence[tuple[int, int]]) 
 def _deal_out(
     held: Iterable[Parameter], ranks: tuple[int, ...], tp: int, ranges: dict[int, dict[str, FlatRange]]
 ) -> None:
-    """One buffer, over the ranks that have a replica each."""
+    """Divide one buffer over the ranks that have a replica each."""
     starts: list[tuple[Parameter, int, int]] = []
     end = 0
     for parameter in held:

@@ -1,9 +1,14 @@
-"""From which update a job goes on, and who gives each rank's tensors. Pure: the same offers, the same choice.
+"""Chooses the update from which a job continues, and the member that provides each rank's tensors.
 
-Members offer what they can read: their own tensors and copies, and those that dead ranks left on their host or with
-them. The newest update that is offered for every rank of the layout is chosen; a rank's own tensors serve first, then
-what a member keeps of it, the tensors themselves before a copy.
-Invariant: a state is made of one update only, and of none when some rank's tensors of it are gone.
+It is pure: the same offers give the same choice.
+
+1. Members offer what they can read: their own tensors and copies, and those that dead ranks left on their host or with
+   them.
+2. The newest update that is offered for every rank of the layout is chosen.
+3. For each rank, its own tensors come first, then what other members have of it. In both, tensors come before copies.
+
+Invariant: a recovered state consists of one update only. Where some rank's tensors are lost for every update, there is
+no state. [test_recovery: without_one_update_of_all]
 """
 
 from __future__ import annotations
@@ -14,20 +19,20 @@ from typing import NamedTuple
 
 
 class StateLost(RuntimeError):
-    """Not enough of the state survives its dead members: go back to the checkpoint."""
+    """Not enough of the state survives its dead members: return to the checkpoint."""
 
 
 class Version(NamedTuple):
-    """A rank's tensors, whole, of one update."""
+    """A rank's whole tensors of one update."""
 
     rank: int
     num_updates: int
     slot: int | None
-    """Of its copies; None: the tensors themselves."""
+    """The slot of its copies; None: the tensors themselves."""
 
 
 class Origin(NamedTuple):
-    """Who gives a rank's tensors."""
+    """The member that provides a rank's tensors."""
 
     member: int
     slot: int | None
@@ -35,14 +40,14 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Recovery:
     num_updates: int
     origins: Mapping[int, Origin]
     """By rank of the layout."""
 
 
-def choose(ranks: Sequence[int], offers: Mapping[int, Sequence[Version]]) -> Chosen:
-    """By member, what it offers. Raises StateLost."""
+def choose_recovery(ranks: Sequence[int], offers: Mapping[int, Sequence[Version]]) -> Recovery:
+    """Choose from the offers of each member. Raises StateLost."""
     found: dict[int, dict[int, list[Origin]]] = {rank: {} for rank in ranks}
     for member in sorted(offers):
         for rank, num_updates, slot in offers[member]:
@@ -51,11 +56,11 @@ def choose(ranks: Sequence[int], offers: Mapping[int, Sequence[Version]]) -> Cho
     if not common:
         known = {rank: sorted(updates) for rank, updates in found.items()}
         raise StateLost(
-            f"no update is left whole: by rank, the updates of which tensors or copies survive: {known} (none where "
-            "they are gone, or an update was being applied): go back to the checkpoint"
+            f"no update survives whole on every rank: by rank, the updates whose tensors or copies survive: {known} "
+            "(none where they are lost, or an update was being applied): return to the checkpoint"
         )
     num_updates = max(common)
-    return Chosen(num_updates, {rank: _best(rank, updates[num_updates]) for rank, updates in found.items()})
+    return Recovery(num_updates, {rank: _best(rank, updates[num_updates]) for rank, updates in found.items()})
 
 
 def _best(rank: int, origins: Sequence[Origin]) -> Origin:
@@ -63,8 +68,10 @@ def _best(rank: int, origins: Sequence[Origin]) -> Origin:
 
 
 def guardians(hosts: Mapping[int, str]) -> dict[int, int]:
-    """By rank, which rank keeps its copy: each one another's, on another host wherever half of the ranks or more are
-    not on one host; none where there is one rank only."""
+    """By rank: the rank that keeps its copies. Each rank keeps the copies of one other rank.
+
+    The guardian is on another host unless one host has more than half of the ranks. Empty for a single rank.
+    """
     ranks = sorted(hosts, key=lambda rank: (hosts[rank], rank))
     if len(ranks) == 1:
         return {}

@@ -1,8 +1,12 @@
 """Boxes of a logical matrix and where they lie in flat storage. Integers only.
 
-A block is a box of the logical matrix, (row, col) and (rows, cols), stored row by row: element (r, c) of the matrix is
-at `offset + (r - row) * stride + (c - col)`. A shard's pieces are one block each; a flat range of a shard is at most
-three a piece: the rest of its first row, whole rows, the beginning of its last.
+A block is a box of the logical matrix, (row, col) and (rows, cols), stored row by row. Element (r, c) of the matrix is
+at
+
+    offset + (r - row) * stride + (c - col)
+
+Each piece of a shard is one block. A flat range of a shard is at most three blocks per piece: the rest of its first
+row, whole rows, the beginning of its last row.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class Overlap(NamedTuple):
 
 
 def blocks_of(shard: Shard, start: int, end: int) -> tuple[Block, ...]:
-    """The logical boxes of elements `start` to `end` of a shard; offsets count from the shard's first element."""
+    """The logical boxes of elements `start` to `end` of a shard. Offsets count from the shard's first element."""
     blocks: list[Block] = []
     for row, rows, low, high in _bands(start, end, shard.width):
         for piece in shard.pieces:
@@ -69,7 +73,7 @@ def _bands(start: int, end: int, width: int) -> Iterator[tuple[int, int, int, in
 
 
 def overlaps_of(sources: Iterable[Block], targets: Iterable[Block]) -> tuple[Overlap, ...]:
-    """What two holders have in common, box by box."""
+    """The common boxes of two holders."""
     found: list[Overlap] = []
     targets = tuple(targets)
     for source in sources:

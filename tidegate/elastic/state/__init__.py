@@ -1,1 +1,1 @@
-"""Where a job's training state is: in ranks, in copies of them, in files; and of which update it is."""
+"""Where a job's training state is (ranks, copies and files), and which update it belongs to."""

@@ -1,8 +1,12 @@
-"""What each member of a mesh announces of its tensors: which ranges of the optimizer it owns, and where they lie.
+"""The announcement of each member of a mesh: which ranges of the optimizer it owns, and where its tensors lie.
 
-A planner needs the ranges of all ranks of both ends, and a reader of shared memory the places; both are announced once
-for each mesh and epoch. Invariants: an entry is whole or absent; what is decoded is what was encoded, and nothing that
-came over a wire is executed.
+A planner needs the ranges of all ranks of both ends, and a reader of shared memory needs the places. Members announce
+both once for each mesh and epoch.
+
+Invariants:
+- Decoding gives exactly the announcement that was encoded. [test_catalogue: decoded_announcements_equal_the_encoded]
+- Nothing that came over a wire is executed, and an incomplete entry is refused.
+  [test_catalogue: malformed_announcements_are_refused]
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.
 
 
 class Extent(NamedTuple):
-    """Of a flat tensor."""
+    """The size of a flat tensor."""
 
     num_elements: int
     dtype: torch.dtype
@@ -35,13 +39,13 @@ class Announcement:
     host: str
     ranges: Mapping[str, FlatRange]
     tensors: Mapping[TensorKey, Extent]
-    """In their order, which is that of their copies too."""
+    """The order is also the order of their copies."""
     places: Mapping[TensorKey, Place] = field(default_factory=dict)
-    """In shared memory; none where tensors are sent."""
+    """In shared memory; empty where tensors are sent."""
     record: Place | None = None
-    """Where the member's stamp is, in shared memory."""
+    """The place of the member's stamp in shared memory."""
     copies: str = ""
-    """The file of the copies that the member keeps; none where they are not in shared memory, or there are none."""
+    """The file of the copies that the member keeps. Empty without copies, or where they are not in shared memory."""
 
 
 _WiredPlace = tuple[str, int, int, str]
@@ -53,12 +57,12 @@ _MESH = TypeAdapter(dict[int, _Wired])
 
 
 def encode_all(announcements: Mapping[int, Announcement]) -> bytes:
-    """Of all ranks of a mesh."""
+    """Encode the announcements of all ranks of a mesh."""
     return _MESH.dump_json({rank: _wired(entry) for rank, entry in announcements.items()})
 
 
 def decode_all(payload: bytes) -> dict[int, Announcement]:
-    """Inverse of `encode_all`; raises as `decode` does."""
+    """Inverse of `encode_all`. Raises the errors of `decode`."""
     return {rank: _read(wired) for rank, wired in _MESH.validate_json(payload).items()}
 
 
@@ -67,7 +71,7 @@ def encode(announcement: Announcement) -> bytes:
 
 
 def decode(payload: bytes) -> Announcement:
-    """Inverse of `encode`; raises pydantic's ValidationError, or ValueError, on anything else."""
+    """Inverse of `encode`. Raises pydantic's ValidationError, or ValueError, on anything else."""
     return _read(_ONE.validate_json(payload))
 
 

@@ -1,9 +1,17 @@
-"""Copies of a rank's tensors, of the two last updates that were copied, in host memory of its node or of a peer too.
+"""Copies of a rank's tensors at the two last copied updates, in host memory of its node or also of a peer.
 
-Order of a copy: the older slot is marked as of no update, filled, noted. With a guardian the slot's bytes then go to
-it, and those of the rank's ward come in, in pieces, all ranks of the mesh at once.
-Invariants: while one slot is written the other is whole, so that there is always an update of which every rank of the
-mesh has a whole copy; a slot's content is told by its own stamp; who has the announcements knows where every slot is.
+Order of a copy:
+1. The older slot is marked as belonging to no update.
+2. The slot is filled.
+3. Its note is written.
+4. With a guardian, the slot's bytes go to the guardian, and the bytes of the rank's ward come in. They travel in
+   pieces, on all ranks of the mesh at once.
+
+Invariants:
+- While one slot is written the other is whole, so every rank of the mesh always has a whole copy of one common update.
+  [test_kill_matrix: a_kill_where_copies_are_kept]
+- A slot's own stamp describes its content. [test_stamp: being_overwritten_belong_to_no_update]
+- The announcements determine the place of every slot. [test_deaths: training_continues_after_a_death]
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from tidegate.elastic.state.stamp import RECORD_BYTES, Note, Stamp
 
 NUM_SLOTS = 2
 _PIECE_BYTES = 16 << 20
-"""Of a copy that is sent: bounds what a device without host memory stages."""
+"""The size of the pieces in which a copy is sent. It bounds the staging of a device without host memory."""
 
 
 class Packing:
@@ -49,7 +57,7 @@ class Packing:
         return Stamp(slot[self._record : self._record + RECORD_BYTES])
 
     def places(self, path: str, start_bytes: int) -> dict[TensorKey, Place]:
-        """In a slot that begins there."""
+        """The places in a slot that begins at `start_bytes`."""
         return {
             key: Place(path, start_bytes + self._offsets[key], num_elements, dtype)
             for key, (num_elements, dtype) in self._tensors.items()
@@ -61,17 +69,17 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Who keeps this rank's copies, and whose copies it keeps beside its own."""
+    """The guardian, which keeps this rank's copies, and the ward, whose copies this rank keeps."""
 
     guardian: int
     ward: int
     packing: Packing
-    """Of the ward's."""
+    """The packing of the ward's tensors."""
     slots: tuple[torch.Tensor, ...]
 
 
 class Copies:
-    """Of one rank in one mesh; `arena` is in host memory and holds nothing else."""
+    """The copies of one rank in one mesh. `arena` is in host memory and holds nothing else."""
 
     def __init__(self, arena: Arena, tensors: Mapping[TensorKey, Extent]) -> None:
         self.arena = arena
@@ -81,12 +89,12 @@ class Copies:
         self._next = 0
 
     def send_to(self, guardian: int, *, ward: int, ward_tensors: Mapping[TensorKey, Extent]) -> None:
-        """Called once, before the first copy, by all ranks of the mesh: each has one guardian and one ward."""
+        """Call this once, before the first copy, on all ranks of the mesh. Each rank has one guardian and one ward."""
         packing = Packing(ward_tensors)
         self.peers = Peers(guardian, ward, packing, _slots(self.arena, packing))
 
     def take(self, tensors: Tensors, note: Note, world: World) -> None:
-        """Copy the tensors, which are those of the note's update. Raises PeerLost; the tensors are never touched."""
+        """Copy the tensors, which belong to the note's update. Raises PeerLost. The tensors are never changed."""
         slot = self.slots[self._next]
         with self.packing.stamp(slot).writing(note), torch.no_grad():
             copied = self.packing.tensors(slot)
@@ -117,7 +125,7 @@ class Copies:
 
 
 def slot_start_bytes(own: Packing, slot: int, *, ward: Packing | None = None) -> int:
-    """Where a slot begins in the file of a rank's copies: its own, or its ward's, which come after them."""
+    """Where a slot begins in the file of a rank's copies. The ward's slots come after the rank's own."""
     return slot * own.num_bytes if ward is None else NUM_SLOTS * own.num_bytes + slot * ward.num_bytes
 
 

@@ -1,12 +1,23 @@
-"""Saved state as safetensors files, a file a rank, which any rank of any layout reads.
+"""Saved state as safetensors files, one per rank, which any rank of any layout reads.
 
-A file holds tensors of its rank, flat as they are held, as `KIND/NAME`, and tells layout, ranges and parameters in its
-metadata. Order of a write: a partial file, fsync, rename. Order of a read: the heads of all files, the plan, the
-checksum of each file that serves, then the regions, from memory maps straight into the targets; each rank begins with
-another file.
-Invariants: a file never changes after it has its name; no value is taken from a file whose checksum is not the one
-expected; nothing is written to a target before all files that serve it are known to be good; values go through
-unchanged, bit for bit, each wanted one once; what no region names (padding) is left alone.
+A file has the tensors of its rank, flat as they are held, as `KIND/NAME`. Its metadata has the layout, ranges and
+parameters.
+
+Order of a write: a partial file, fsync, rename.
+
+Order of a read:
+1. The heads of all files.
+2. The plan.
+3. The checksum of each file that is needed.
+4. The regions, from memory maps straight into the targets. Each rank begins with another file.
+
+Invariants:
+- A file never changes after it has its name. [test_files: a_file_appears_under_its_name_only_when_whole]
+- No value is taken from a file with an unexpected checksum. [test_files: a_changed_byte_is_noticed]
+- Nothing is written to a target before all files that it needs are known to be good.
+  [test_files: a_changed_byte_is_noticed]
+- Values arrive unchanged, bit for bit, each needed one once. [test_files: any_layout_reads_what_any_other_wrote]
+- Elements in no region (padding) are not written. [test_files: padding_of_a_target_is_not_written]
 """
 
 from __future__ import annotations
@@ -32,7 +43,7 @@ from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.plan.parameters import Parameter
 from tidegate.elastic.plan.plan import Holding, RegionCopy
 from tidegate.elastic.plan.planner import Planner
-from tidegate.elastic.plan.saved import FileHead, SavedState, written_by
+from tidegate.elastic.plan.saved_state import FileHead, SavedState, written_by
 from tidegate.types import Layout
 
 _HEAD = TypeAdapter(FileHead)
@@ -40,7 +51,7 @@ _HEAD_KEY = "tidegate.head"
 
 
 class FileCorrupt(ValueError):
-    """A file of a saved state is missing, unreadable, or not what its writer said it is."""
+    """A file of a saved state is missing, unreadable, or not what its writer recorded."""
 
 
 def write_rank(
@@ -53,16 +64,18 @@ def write_rank(
     tensors: Tensors,
     notes: Mapping[str, JsonValue] | None = None,
 ) -> WrittenFile | None:
-    """Write a rank's share of the state as `folder/file`; None when its replicas write all that it holds.
+    """Write a rank's share of the state as `folder/file`. Returns None when the rank's replicas write all that it
+    holds.
 
-    `tensors` are all that the rank holds, of which its share is taken; `state` needs no other rank's ranges; `notes`
-    are the same for all ranks. ValueError, before anything is written, when a tensor is not what `state` says.
+    `tensors` are all that the rank holds; its share is selected from them. `state` needs no other rank's ranges.
+    `notes` are the same for all ranks. Raises ValueError, before anything is written, when a tensor does not match
+    `state`.
     """
-    head, held = written_by(parameters, state, me, notes or {})
-    if not held:
+    head, holdings = written_by(parameters, state, me, notes or {})
+    if not holdings:
         return None
-    tensors = {(holding.name, holding.kind): _checked(holding, tensors, "to write") for holding in held}
-    # Copies, since views of one buffer share memory, which safetensors refuses to write.
+    tensors = {(holding.name, holding.kind): _checked(holding, tensors, "to write") for holding in holdings}
+    # Copy: views of one buffer share memory, and safetensors refuses to write those.
     copies = {_key(*key): tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{file}.partial"
@@ -75,13 +88,16 @@ def write_rank(
 
 
 def weights_sum(parameters: Sequence[Parameter], state: State, me: int, tensors: Tensors) -> int:
-    """Of the weights that `write_rank` would write. Over all ranks these add up, modulo 2**64, to a sum that is the
-    model's, bit for bit and name for name, whatever its layout."""
-    _, held = written_by(parameters, state, me, {})
+    """The sum of the weights that `write_rank` would write.
+
+    The sums of all ranks add up, modulo 2**64, to a sum of the model's weights, bit for bit and name for name. It is
+    the same in every layout.
+    """
+    _, holdings = written_by(parameters, state, me, {})
     sums = WeightedSums()
     return sum(
         _odd_number(holding.name) * sums.of(tensors[holding.name, holding.kind], holding.blocks)
-        for holding in held
+        for holding in holdings
         if holding.kind is StateKind.WEIGHT
     ) % (1 << 64)
 
@@ -89,7 +105,7 @@ def weights_sum(parameters: Sequence[Parameter], state: State, me: int, tensors:
 class StateFiles:
     """The files of one save on this node, by name with their checksums.
 
-    Raises FileCorrupt when one is missing or has no readable head, SavedStateRefused when they are of two saves.
+    Raises FileCorrupt when one is missing or has no readable head, and SavedStateRefused when they belong to two saves.
     """
 
     def __init__(self, folder: Path, checksums: Mapping[str, str]) -> None:
@@ -106,29 +122,32 @@ class StateFiles:
 
     @property
     def notes(self) -> Mapping[str, JsonValue]:
-        """What the writers noted."""
+        """The notes of the writers."""
         return self._saved.notes
 
     def read(self, *, parameters: Sequence[Parameter], state: State, me: int, targets: Tensors) -> None:
-        """Fill all that a rank of `state` holds: flat tensors; without an optimizer in `state` the weights alone.
+        """Fill all flat tensors that a rank of `state` holds. Without an optimizer in `state`, the weights alone.
 
-        Raises SavedStateRefused when another model or no optimizer state was saved; FileCorrupt; SourceMissing when
-        files are not named; ValueError when a target is not what `state` says.
+        Raises:
+        - SavedStateRefused when another model or no optimizer state was saved;
+        - FileCorrupt;
+        - SourceMissing when needed files are not named;
+        - ValueError when a target does not match `state`.
         """
-        wanted, copies = self._planned(parameters, state, me)
-        for holding in wanted:
+        holdings, copies = self._planned(parameters, state, me)
+        for holding in holdings:
             _checked(holding, targets, "to read into")
         with torch.no_grad():
             self._fill(copies, targets, first=state.mesh.ranks.index(me))
 
     def read_whole(self, parameters: Sequence[Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each unsharded weight, without padding, one after another. Raises as `read` does, once it is begun."""
+        """Yield each unsharded weight, without padding. Raises the errors of `read`, once iteration begins."""
         alone = State(Mesh(Layout(), (0,), even_chunks(self.mesh.num_layers, pp=1)))
-        wanted, copies = self._planned(parameters, alone, 0)
+        holdings, copies = self._planned(parameters, alone, 0)
         by_name: defaultdict[str, list[RegionCopy]] = defaultdict(list)
         for copy in copies:
             by_name[copy.name].append(copy)
-        for parameter, holding in zip(parameters, wanted, strict=True):
+        for parameter, holding in zip(parameters, holdings, strict=True):
             key = (parameter.name, StateKind.WEIGHT)
             of_one = by_name[parameter.name]
             flat = torch.empty(holding.num_elements, dtype=self._dtype(of_one[0]))
@@ -141,7 +160,7 @@ class StateFiles:
         self._saved.check_model(parameters)
         source = self._saved.source(with_optimizer=state.optimizer is not None)
         part = Planner(parameters, source, state).part(me)
-        return part.wanted, part.receives
+        return part.target_holdings, part.receives
 
     def _fill(self, copies: Iterable[RegionCopy], targets: Tensors, *, first: int) -> None:
         by_file: defaultdict[str, defaultdict[TensorKey, list[RegionCopy]]] = defaultdict(lambda: defaultdict(list))
@@ -158,7 +177,7 @@ class StateFiles:
                     source, target = opened.get_tensor(_key(*key)), targets[key]
                     if source.dtype != target.dtype:
                         raise ValueError(
-                            f"{_key(*key)} was saved in {source.dtype}, the target is {target.dtype}: they must agree"
+                            f"{_key(*key)} was saved in {source.dtype}, the target is {target.dtype}: both must agree"
                         )
                     jobs.append((of_tensor, {key: source}))
         for of_tensor, sources in jobs:
@@ -173,13 +192,13 @@ class StateFiles:
         path, want = self._folder / file, self._checksums[file]
         if file not in self._good:
             if (found := file_checksum(path)) != want:
-                raise FileCorrupt(f"file {path} has checksum {found}, its writer said {want}: fetch it again")
+                raise FileCorrupt(f"file {path} has checksum {found}, its writer recorded {want}: fetch it again")
             self._good.add(file)
 
 
 def _head(path: Path) -> tuple[FileHead, tuple[TensorKey, ...]]:
     if not path.is_file():
-        raise FileCorrupt(f"file {path} is missing; its version was dropped or never arrived")
+        raise FileCorrupt(f"file {path} is missing: its version was dropped or never arrived")
     try:
         with safe_open(path, framework="pt") as opened:
             head = _HEAD.validate_json((opened.metadata() or {})[_HEAD_KEY])
@@ -195,7 +214,7 @@ def _checked(holding: Holding, tensors: Tensors, verb: str) -> torch.Tensor:
     if tensor is None or found != ((holding.num_elements,), holding.itemsize, True):
         raise ValueError(
             f"{holding.name} {holding.kind} {verb}: {holding.num_elements} elements of {holding.itemsize} bytes, flat, "
-            f"are expected, there is {'nothing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'}"
+            f"are expected, and there is {'nothing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'}"
         )
     return tensor
 

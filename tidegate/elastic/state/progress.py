@@ -1,7 +1,9 @@
-"""What a job carries besides its tensors, through every reshard, death and checkpoint.
+"""The progress of a job, carried besides its tensors through every reshard, death and checkpoint.
 
-Random numbers are not among it: `rng` makes them from the seed, the count of updates and the coordinates.
-Invariant: all ranks that hold the state hold the same progress between two updates.
+Random numbers are not part of it: `rng` derives them from the seed, the number of updates and the coordinates.
+
+Invariant: between two updates all ranks that hold the state hold the same progress.
+[test_training_after_switch: progress_and_the_cursor_follow]
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from pydantic import JsonValue
 @dataclass(frozen=True, slots=True)
 class Progress:
     num_updates: int = 0
-    """Committed by the optimizer."""
+    """The updates that the optimizer committed."""
     num_samples: int = 0
-    """Trained on; the learning rate is a function of it."""
+    """The samples trained on. The learning rate is a function of it."""
     cursor: Mapping[str, JsonValue] = field(default_factory=dict)
-    """The caller's place in its data, in words of its own."""
+    """The caller's place in its data, in the caller's own format."""

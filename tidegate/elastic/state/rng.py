@@ -1,16 +1,21 @@
 """Random numbers of an update: a pure function of (seed, number of committed updates, coordinates in the mesh).
 
-There is no state to carry through a reshard, a death or a checkpoint: each update begins by seeding every stream anew.
-An update that was not committed is drawn again as before. Megatron's streams, and what each is seeded by besides seed
-and update:
-- the default generators, of CPU and device: the place in (stage, dp, cp); the same over tp, whose ranks drop the same
-  elements of what they all hold;
-- `model-parallel-rng`: the place and tp, for what tp ranks hold parts of;
-- `expert-parallel-rng`: the place, tp and ep;
-- `data-parallel-rng`: nothing, for Megatron draws from it what all ranks are to share.
-So replicas and pipeline stages drop different elements, and the same layout has the same numbers whichever way, and
-over whatever members, it was reached. Another layout has others: with dropout a resized run is statistically, not
-bitwise, the fixed one. Invariant: streams of different coordinates are independent: their seeds are digests, not sums.
+No random state has to survive a reshard, a death or a checkpoint: each update begins by seeding every stream anew. An
+update that was not committed draws the same numbers again.
+
+Megatron's streams, and the inputs of each seed besides the seed and the update:
+- The default generators, of CPU and device: the place in (stage, dp, cp). It is the same for all tp ranks, which drop
+  the same elements of the tensors that they all hold.
+- `model-parallel-rng`: the place and tp, for tensors that are split over tp ranks.
+- `expert-parallel-rng`: the place, tp and ep.
+- `data-parallel-rng`: nothing, because Megatron draws from it the numbers that all ranks share.
+
+So replicas and pipeline stages drop different elements. The same layout has the same numbers, however it was reached
+and over whichever members. Another layout has others: with dropout a resized run is statistically, not bitwise, the
+fixed one.
+
+Invariant: streams of different coordinates are independent, because their seeds are digests, not sums.
+[test_skeleton: random_numbers_are_a_function]
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ def seed_update(seed: int, num_updates: int, mesh: Mesh, me: int) -> None:
     tracker.reset()
     for name, coordinates in streams.items():
         tracker.add(name, stream_seed(seed, num_updates, name, coordinates))
-    # The last: the tracker makes its streams by way of the default generator.
+    # This seed comes last, because the tracker uses the default generator to make its streams.
     torch.manual_seed(stream_seed(seed, num_updates, "default", place))
 
 

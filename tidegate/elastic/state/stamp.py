@@ -1,9 +1,15 @@
-"""Which update a rank's tensors are of, and how the job went on there, kept beside them so that it survives the rank.
+"""A stamp records which update a rank's tensors belong to, and the job's note there. It is kept beside the tensors, so
+it survives the rank.
 
-A record of RECORD_BYTES: two notes, then three counts: the update that was begun to be applied, the one that is, and
-which note is the last. Invariants: the counts of updates are equal exactly when the tensors are those of that update,
-whole; between the two writes the tensors are of no update; the last note is whole, and there before its update counts
-as applied.
+A record of RECORD_BYTES has two notes, then three counts: the update whose application began, the update that is
+applied, and the index of the latest note.
+
+Invariants:
+- The two counts of updates are equal exactly when the tensors are whole and belong to that update.
+  [test_stamp: an_update_counts_once_it_is_applied]
+- Between the two writes the tensors belong to no update. [test_stamp: being_overwritten_belong_to_no_update]
+- The latest note is whole, and is written before its update counts as applied.
+  [test_stamp: a_note_too_long_for_its_record]
 """
 
 from __future__ import annotations
@@ -20,40 +26,40 @@ from tidegate.elastic.model.param_groups import GroupValues
 from tidegate.elastic.state.progress import Progress
 
 _NOTE_BYTES = 32 << 10
-"""Two parameter groups take 2 KB; what is left is for the caller's place in its data."""
+"""Two parameter groups take 2 KB. The rest is for the caller's place in its data."""
 _COUNTS_BYTES = 24
 RECORD_BYTES = 2 * _NOTE_BYTES + _COUNTS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What goes with the tensors of one update."""
+    """The values that belong to the tensors of one update."""
 
     progress: Progress = field(default_factory=Progress)
     groups: tuple[GroupValues, ...] = ()
-    """Of the optimizer, as `param_groups` reads them."""
+    """The values of the optimizer's groups, as `param_groups` reads them."""
 
 
 _NOTE = TypeAdapter(Note)
 
 
 class Stamp:
-    """Over RECORD_BYTES of host memory, zeroed or written by another Stamp."""
+    """Works on RECORD_BYTES of host memory, filled with 0 or written by another Stamp."""
 
     def __init__(self, record: torch.Tensor) -> None:
         assert record.nbytes == RECORD_BYTES
         self.record = record
-        # Last, since what arrives from another rank is complete once its end is.
+        # The counts stand last: a record that arrives from another rank is complete once its end has arrived.
         self._counts = record[-_COUNTS_BYTES:].view(torch.int64)
 
     def set(self, note: Note) -> None:
-        """The tensors are of this update."""
+        """Record that the tensors belong to this update."""
         with self.writing(note):
             pass
 
     @contextmanager
     def writing(self, note: Note) -> Iterator[None]:
-        """Around what makes the tensors those of the note's update, whatever they were."""
+        """Surrounds code that turns the tensors, whatever they were, into those of the note's update."""
         self.spoil()
         yield
         self._write(note)
@@ -61,30 +67,33 @@ class Stamp:
 
     @contextmanager
     def applying(self, note: Callable[[], Note]) -> Iterator[None]:
-        """Around what changes the tensors from one update to the next, with the next one's note once it is applied; an
-        exception leaves them of no update."""
+        """Surrounds code that changes the tensors from one update to the next. The next update's note is written once
+        it is applied.
+
+        After an exception the tensors belong to no update.
+        """
         self._counts[0] += 1
         yield
         self._write(note())
         self._counts[1] += 1
 
     def spoil(self) -> None:
-        """The tensors are of no update."""
+        """Record that the tensors belong to no update."""
         self._counts[0] = -1
         self._counts[1] = -2
 
     def renote(self, note: Note) -> None:
-        """The note of the same update has changed."""
+        """Change the note of the same update."""
         self._write(note)
 
     def read(self) -> Note | None:
-        """The note of the tensors; None: they were never written, or what wrote them was interrupted."""
+        """The note of the tensors. None: they were never written, or their writer was interrupted."""
         begun, applied, last = self._counts.tolist()
         if begun != applied:
             return None
         area = self._area(last)
         size = int(area[:8].view(torch.int64))
-        # A copy, for a storage that numpy has seen cannot be given back.
+        # Clone: torch cannot resize a storage that numpy has seen.
         return _NOTE.validate_json(area[8 : 8 + size].clone().numpy().tobytes()) if size else None
 
     def _write(self, note: Note) -> None:
@@ -101,7 +110,10 @@ class Stamp:
 
 
 def encoded(note: Note) -> bytes:
-    """As it is written. ValueError when a record has no room for it, or what the caller gave is no JSON."""
+    """The note as it is written.
+
+    Raises ValueError when a record has no room for it, or when the caller's cursor is not JSON.
+    """
     text = _NOTE.dump_json(note)
     if len(text) > _NOTE_BYTES - 8:
         raise ValueError(
@@ -112,7 +124,7 @@ def encoded(note: Note) -> bytes:
 
 
 def read_at(reader: ArenaReader, place: Place) -> Note | None:
-    """Another rank's, as `Stamp.read`; None too where its memory is gone."""
+    """Another rank's note, as `Stamp.read`. None also where its memory does not exist any more."""
     try:
         return Stamp(reader.tensor_at(place)).read()
     except FileNotFoundError:

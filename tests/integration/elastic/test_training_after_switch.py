@@ -1,4 +1,4 @@
-"""After a switch training goes on as if it had always been there: updates, parameter groups, progress, dropout."""
+"""After a switch training continues as if the job had always been in its layout: updates, groups, progress, dropout."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.elastic.trainers import updates_of
+from tests.integration.elastic.trainer_ranks import updates_of
 from tests.ranks import RankServer
 
-TRAINERS = "tests.integration.elastic.trainers:"
+TRAINERS = "tests.integration.elastic.trainer_ranks:"
 Place = dict[str, Any]
 Switch = tuple[Place, Place]
 
@@ -30,9 +30,9 @@ OVER_EXPERTS: dict[str, Switch] = {
     "shared experts become cut ones": ({"layout": {"dp": 4, "ep": 2}}, {"layout": {"tp": 2, "dp": 2, "ep": 2}}),
 }
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-3}
-"""Relative, of losses and norms: 3e-7 and 6e-4 were seen over 22 updates."""
+"""Relative tolerances of losses and norms. 3e-7 and 6e-4 were seen over 22 updates."""
 TIGHTER = 1e-6
-"""In fp32 where tensors stay whole, and only sums over replicas change their order: 2e-7 was seen."""
+"""The tolerance in fp32 where tensors stay whole and only sums over replicas change their order. 2e-7 was seen."""
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ TIGHTER = 1e-6
         ),
     ],
 )
-def test_updates_after_a_switch_are_those_of_the_run_that_never_did(
+def test_updates_after_a_switch_are_those_of_the_run_without_a_switch(
     ranks: RankServer, name: str, dtype: str, num_updates: int
 ) -> None:
     source, target = (OVER_REPLICAS_AND_STAGES | OVER_TENSORS | OVER_EXPERTS)[name]
@@ -79,7 +79,7 @@ def test_progress_and_the_cursor_follow_onto_members_that_stood_by(ranks: RankSe
         assert str(of_rank["after"]) == '3 24 {"epoch": 2, "shard": "b"}'
 
 
-def test_dropout_is_that_of_the_seed_the_update_and_the_coordinates_however_the_layout_was_reached(
+def test_dropout_depends_on_seed_update_and_coordinates_however_the_layout_was_reached(
     ranks: RankServer,
 ) -> None:
     home = {"layout": {"tp": 2, "dp": 2}}

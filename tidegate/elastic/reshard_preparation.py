@@ -1,11 +1,22 @@
-"""The first phase of a reshard: the new layout is built, filled and checked beside the old one, which stays as it is.
+"""The first phase of a reshard builds, fills and checks the new layout beside the old one, which stays as it is.
 
-Order: all members agree on what is asked and on the state it starts from; groups and tensors of the new layout, from
-the epoch's cache or made and announced; each target rank plans its part alone, takes fresh memory and fetches its
-regions; both ends are summed and compared. Invariants: nothing of the old layout is written; on a failure what was
-taken for the new one is given back; all members call it alike, those without a part too, for they may be asked next;
-memory that one lacks, or reading that fails it, fails all at the end of that step, so that nobody waits for it; who
-was to be sent something by a member that fails waits for it as for a dead one.
+Order:
+1. All members agree on the request and on the state from which it starts.
+2. Groups and tensors of the new layout come from the epoch's cache, or are built and announced.
+3. Each rank plans its own part alone.
+4. Each target rank takes fresh memory and fetches its regions.
+5. Both ends are summed, and the sums are compared.
+
+All members call it with the same arguments. Members without a part call it too, because a later reshard may need them.
+
+Invariants:
+- Nothing of the old layout is written. [test_transports: the_source_is_untouched]
+- After a failure the memory that the new layout took is given back.
+  [test_refusals: a_failure_of_one_member_before_the_decision]
+- If one member lacks memory or cannot read, the step fails on all members at its end, so that nobody waits for it.
+  [test_refusals: a_failure_of_one_member_before_the_decision]
+
+A member that expects bytes from a failing member waits for it as for a dead one.
 """
 
 from __future__ import annotations
@@ -16,12 +27,12 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.elastic.agreement import Agreement, agree
-from tidegate.elastic.carry.by_host import ByHost
+from tidegate.elastic.carry.hybrid import HybridTransport
 from tidegate.elastic.carry.peer_to_peer import PeerToPeer
 from tidegate.elastic.carry.shared_memory import SharedMemory
 from tidegate.elastic.carry.transport import StandIns, Transport
 from tidegate.elastic.check.certificate import Certificate, certify, decode_all, encode_all, sum_part
-from tidegate.elastic.epoch.together import MemberFailed, of_all
+from tidegate.elastic.epoch.joint_step import MemberFailed, run_on_all
 from tidegate.elastic.epoch_cache import EpochCache
 from tidegate.elastic.model import param_groups
 from tidegate.elastic.model.memory import ArenaReader
@@ -32,13 +43,13 @@ from tidegate.elastic.plan.recovery import Origin
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state.copies import NUM_SLOTS
-from tidegate.elastic.state.held import Held
+from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.state.sources import Sources
 from tidegate.elastic.state.stamp import Note
 
-At = Callable[[str], None]
-"""Called as each named point is reached; tests end processes there."""
+OnPoint = Callable[[str], None]
+"""The trainer calls this as it reaches each named point. Tests end processes there."""
 POINTS = (
     "asked",
     "agreed",
@@ -56,30 +67,30 @@ POINTS = (
     "all_switched",
     "released",
 )
-"""All the points of a reshard in their order; those from `voted` on are of the second phase."""
+"""All points of a reshard in their order. The points from `voted` on belong to the second phase."""
 
 
-def nowhere(point: str) -> None:
-    """Where nobody waits for a point."""
+def ignore_point(point: str) -> None:
+    """The default: nobody waits for a point."""
 
 
 class ReshardAborted(RuntimeError):
-    """The layout is as it was; the message says whose failure it was."""
+    """The layout is as it was. The message names the member that failed."""
 
 
 @dataclass(slots=True)
-class Prepared:
-    """Both layouts, ready to switch or to give one back."""
+class PreparedReshard:
+    """Both layouts: the job can switch to the new one, or give it back."""
 
-    source: Held
-    target: Held
+    source: StateLocation
+    target: StateLocation
     agreement: Agreement
     lost: tuple[int, ...]
     certificate: Certificate
     watch: Stopwatch
 
     def report(self) -> ReshardReport:
-        seen = self.certificate
+        certificate = self.certificate
         progress, newest = self.agreement.note.progress, self.agreement.newest
         return ReshardReport(
             source=self.source.mesh.layout,
@@ -87,10 +98,10 @@ class Prepared:
             target=self.target.mesh.layout,
             target_ranks=self.target.mesh.ranks,
             num_updates=progress.num_updates,
-            moved_bytes=seen.moved_bytes,
-            minimum_bytes=seen.minimum_bytes,
-            local_bytes=seen.local_bytes,
-            certificate=seen.digest,
+            moved_bytes=certificate.moved_bytes,
+            minimum_bytes=certificate.minimum_bytes,
+            local_bytes=certificate.local_bytes,
+            certificate=certificate.digest,
             seconds=dict(self.watch.seconds),
             lost=self.lost,
             restored=_restored(self.agreement.origins),
@@ -101,33 +112,33 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """What this member does in the transfer."""
+    """This member's part in the transfer."""
 
     part: Part
     own: Tensors
     stand_ins: StandIns
-    """Of dead ranks that it can read."""
+    """The parts and tensors of dead ranks that this member can read."""
     transport: Transport
 
 
-class Preparing:
-    """One reshard's first phase on this member."""
+class Preparation:
+    """The first phase of one reshard on this member."""
 
-    def __init__(self, cache: EpochCache, settings: ElasticSettings, reader: ArenaReader, at: At) -> None:
+    def __init__(self, cache: EpochCache, settings: ElasticSettings, reader: ArenaReader, on_point: OnPoint) -> None:
         self._cache = cache
         self._settings = settings
         self._reader = reader
-        self._at = at
+        self._on_point = on_point
         self._watch = Stopwatch()
 
-    def run(self, name: str, source: Held, mesh: Mesh, progress: Progress) -> Prepared:
+    def run(self, name: str, source: StateLocation, mesh: Mesh, progress: Progress) -> PreparedReshard:
         try:
             return self._run(name, source, mesh, progress)
         except MemberFailed as error:
             raise ReshardAborted(f"the layout stays as it was: {error}") from error
 
-    def _run(self, name: str, source: Held, mesh: Mesh, progress: Progress) -> Prepared:
-        self._at("asked")
+    def _run(self, name: str, source: StateLocation, mesh: Mesh, progress: Progress) -> PreparedReshard:
+        self._on_point("asked")
         watch = self._watch
         world, hosts = self._cache.world, self._cache.hosts
         sources = Sources(source, world.me, hosts, self._reader)
@@ -135,77 +146,79 @@ class Preparing:
             self._make_room(source, mesh, progress)
         with watch.part("agreement"):
             agreement = agree(name, sources, mesh, progress, world)
-        self._at("agreed")
+        self._on_point("agreed")
         in_use = source.mesh if source.epoch == world.membership.epoch else None
         target = self._cache.introduce(mesh, beside=in_use, watch=watch)
-        self._at("introduced")
+        self._on_point("introduced")
         with watch.part("plan"):
             duty = self._duty(sources, agreement.origins, target)
-        self._at("planned")
+        self._on_point("planned")
         try:
-            self._of_all("allocation", lambda: self._allocate(target))
-            said = self._of_all("certificate", lambda: self._fill(duty, target))
+            self._run_on_all("allocation", lambda: self._allocate(target))
+            payloads = self._run_on_all("certificate", lambda: self._fill(duty, target))
             with watch.part("certificate"):
-                sums = {rank: of for payload in said.values() for rank, of in decode_all(payload).items()}
+                sums = {rank: of for payload in payloads.values() for rank, of in decode_all(payload).items()}
                 certificate = certify(self._settings.certificate, sums, source.mesh, target.mesh)
-            self._at("certified")
-            self._of_all("copies", lambda: self._copy(target, agreement.note))
-            self._at("copied")
+            self._on_point("certified")
+            self._run_on_all("copies", lambda: self._copy(target, agreement.note))
+            self._on_point("copied")
         except BaseException:
             target.release()
             raise
-        return Prepared(source, target, agreement, sources.lost, certificate, watch)
+        return PreparedReshard(source, target, agreement, sources.lost, certificate, watch)
 
-    def _duty(self, sources: Sources, origins: Mapping[int, Origin], target: Held) -> Duty:
+    def _duty(self, sources: Sources, origins: Mapping[int, Origin], target: StateLocation) -> Duty:
         me, hosts = self._cache.world.me, self._cache.hosts
         read_on = {rank: hosts[origin.member] for rank, origin in origins.items()}
-        held = sources.held
-        part = self._cache.part(held, target, hosts | read_on)
-        gone = [rank for rank in sources.lost if origins[rank].member == me]
-        parts = self._cache.parts_of(held, target, hosts | read_on, gone) if gone else {}
+        location = sources.location
+        part = self._cache.part(location, target, hosts | read_on)
+        served = [rank for rank in sources.lost if origins[rank].member == me]
+        parts = self._cache.parts_of(location, target, hosts | read_on, served) if served else {}
         device = self._cache.world.device
         own = {} if me not in origins else _on(device, sources.tensors(me, origins[me].slot))
-        stand_ins = {rank: (parts[rank], _on(device, sources.tensors(rank, origins[rank].slot))) for rank in gone}
+        stand_ins = {rank: (parts[rank], _on(device, sources.tensors(rank, origins[rank].slot))) for rank in served}
         return Duty(part or Part(me, (), (), (), (), ()), own, stand_ins, self._transport(sources, origins, read_on))
 
-    def _of_all(self, waiting: str, step: Callable[[], bytes]) -> dict[int, bytes]:
-        return of_all(self._cache.world, step, waiting=self._watch.part(waiting))
+    def _run_on_all(self, waiting: str, step: Callable[[], bytes]) -> dict[int, bytes]:
+        return run_on_all(self._cache.world, step, waiting=self._watch.part(waiting))
 
-    def _make_room(self, source: Held, mesh: Mesh, progress: Progress) -> None:
-        """Only the two layouts keep memory, without gradients; and what the caller changed since the last update, in
-        parameter groups say, is noted."""
+    def _make_room(self, source: StateLocation, mesh: Mesh, progress: Progress) -> None:
+        """Keep memory for the two layouts only, without gradients.
+
+        Also note what the caller changed since the last update, for example in the parameter groups.
+        """
         self._cache.make_room(source, mesh)
         if (state := source.state) is not None:
             state.skeleton.release_gradients()
-            noted = state.stamp.read()
-            # Who lost a peer in an update may have applied it and not counted it.
-            if noted is not None and noted.progress.num_updates == progress.num_updates:
+            note = state.stamp.read()
+            # A member that lost a peer during an update may have applied it without counting it.
+            if note is not None and note.progress.num_updates == progress.num_updates:
                 state.stamp.renote(Note(progress, param_groups.values_of(state.skeleton.optimizer)))
 
-    def _allocate(self, target: Held) -> bytes:
+    def _allocate(self, target: StateLocation) -> bytes:
         with self._watch.part("allocation"):
             if target.state is not None:
                 target.state.materialise()
-        self._at("allocated")
+        self._on_point("allocated")
         return b""
 
-    def _fill(self, duty: Duty, target: Held) -> bytes:
-        """This member's sums, of what it has sent and what it has received, and those of the ranks it stands in for."""
-        self._at("transferring")
+    def _fill(self, duty: Duty, target: StateLocation) -> bytes:
+        """This member's sums of the regions that it sent and received, and the sums of the ranks that it replaces."""
+        self._on_point("transferring")
         part, tensors = duty.part, target.tensors()
         with self._watch.part("transfer"):
             duty.transport.run(part, duty.own, tensors, stand_ins=duty.stand_ins)
-        self._at("transferred")
+        self._on_point("transferred")
         level = self._settings.certificate
         with self._watch.part("certificate"):
-            sums = {rank: sum_part(level, other, left, {}) for rank, (other, left) in duty.stand_ins.items()}
-            if part.held or part.wanted:
+            sums = {rank: sum_part(level, other, tensors, {}) for rank, (other, tensors) in duty.stand_ins.items()}
+            if part.source_holdings or part.target_holdings:
                 sums[part.rank] = sum_part(level, part, duty.own, tensors)
-        self._at("summed")
+        self._on_point("summed")
         return encode_all(sums)
 
-    def _copy(self, target: Held, note: Note) -> bytes:
-        """From here on the new layout's state survives what the settings say."""
+    def _copy(self, target: StateLocation, note: Note) -> bytes:
+        """Copy the new layout's state. From here on it survives the failures that the settings name."""
         if (state := target.state) is not None:
             with self._watch.part("copies"):
                 state.stamp.set(note)
@@ -214,7 +227,7 @@ class Preparing:
         return b""
 
     def _transport(self, sources: Sources, origins: Mapping[int, Origin], read_on: dict[int, str]) -> Transport:
-        """By way of shared memory where all that the source's ranks give is in it."""
+        """Use shared memory where all tensors that the source's ranks provide are in it."""
         world, hosts = self._cache.world, self._cache.hosts | read_on
         members = world.membership.members
         sent = PeerToPeer(
@@ -228,16 +241,16 @@ class Preparing:
         if not all(places.values()):
             return sent
         shared = SharedMemory(places, self._reader)
-        return shared if len(set(hosts.values())) == 1 else ByHost(shared, sent, hosts)
+        return shared if len(set(hosts.values())) == 1 else HybridTransport(shared, sent, hosts)
 
 
 def _on(device: torch.device, tensors: Tensors) -> Tensors:
-    """Copies are in the host's memory."""
+    """The tensors on the device. Copies are in host memory."""
     return {key: tensor.to(device) for key, tensor in tensors.items()}
 
 
 def _restored(origins: Mapping[int, Origin]) -> dict[int, str]:
-    """How the state of those ranks survived that did not keep it as they had it."""
+    """By rank whose own tensors were not used: how its state survived."""
     found = {}
     for rank, (member, slot) in origins.items():
         if slot is not None:

@@ -1,4 +1,4 @@
-"""The transport of a world of several hosts: shared memory where both ends are on one, torch.distributed elsewhere."""
+"""The transport for several hosts: shared memory where both ends are on one host, torch.distributed elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tidegate.elastic.model.tensors import Tensors
 from tidegate.elastic.plan.plan import Part, RegionCopy
 
 
-class ByHost:
-    """`hosts` names the host of every rank of the plan; those that are gone are where their arenas are."""
+class HybridTransport:
+    """`hosts` names the host of every rank of the plan. A dead rank is on the host that has its arena."""
 
     def __init__(self, shared_memory: SharedMemory, peer_to_peer: PeerToPeer, hosts: Mapping[int, str]) -> None:
         self._shared_memory = shared_memory

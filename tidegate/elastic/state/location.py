@@ -1,6 +1,8 @@
-"""Where a job's state is: in a mesh of an epoch, on ranks that have announced their tensors, some of them dead perhaps.
+"""Where a job's state is: in a mesh of an epoch, on ranks that announced their tensors. Some of them may be dead.
 
-Invariant: all members of an epoch agree on it; it changes only at a reshard's commit.
+Invariants:
+- All members of an epoch agree on the location. [test_kill_matrix: a_kill_leaves_the_old_or_the_new_layout]
+- It changes only at a reshard's commit. [test_refusals: a_failure_of_one_member_before_the_decision]
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class RankState:
     copies: Copies | None
 
     def announcement(self, host: str) -> Announcement:
-        """With the tensors' places, where other processes of the host can read them."""
+        """The announcement has the tensors' places where other processes of the host can read them."""
         tensors, ranges = self.skeleton.tensors(), self.skeleton.ranges()
         extents = {key: Extent(tensor.numel(), tensor.dtype) for key, tensor in tensors.items()}
         copies = ""
@@ -48,7 +50,7 @@ class RankState:
         return Announcement(host, ranges, extents, places, self.arena.place(self.stamp.record), copies)
 
     def materialise(self) -> None:
-        """Take memory for the tensors and their copies. Raises ArenaFull, and has none then."""
+        """Take memory for the tensors and their copies. Raises ArenaFull; no memory is taken then."""
         try:
             self.skeleton.materialise()
             if self.copies is not None:
@@ -72,7 +74,7 @@ class RankState:
             self.copies.arena.release()
 
     def discard(self) -> None:
-        """Give the memory back for good, and the files' names."""
+        """Give the memory back for good, and remove the files' names."""
         self.skeleton.release()
         for arena in (self.arena, None if self.copies is None else self.copies.arena):
             if isinstance(arena, SharedArena):
@@ -80,37 +82,37 @@ class RankState:
 
 
 def discard(arena: SharedArena) -> None:
-    """Give its memory back for good, and its file's name."""
+    """Give the arena's memory back for good, and remove its file's name."""
     arena.release()
     arena.unlink()
     arena.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Where the job's state is: in which mesh, of which epoch, and what its ranks announced of their tensors."""
+class StateLocation:
+    """The mesh and epoch that hold the job's state, and what its ranks announced of their tensors."""
 
     epoch: int
     mesh: Mesh
     announcements: Mapping[int, Announcement]
     state: RankState | None
-    """This member's own; None where it is not in the mesh."""
+    """This member's own state; None where the member is not in the mesh."""
 
     def tensors(self) -> Mapping[TensorKey, torch.Tensor]:
-        """This member's; none where it is not in the mesh."""
+        """This member's tensors; none where the member is not in the mesh."""
         return {} if self.state is None else self.state.skeleton.tensors()
 
     def as_end(self, optimizer_config: OptimizerConfig) -> State:
-        """This mesh with what its ranks announced of their optimizer, as the planner takes either end of a reshard."""
+        """This mesh and its ranks' announced optimizer ranges, as one end of a reshard for the planner."""
         ranges = {rank: entry.ranges for rank, entry in self.announcements.items()}
         return State(self.mesh, DistributedOptimizer(ranges, *optimizer_form(optimizer_config)))
 
     def hosts(self) -> dict[int, str]:
-        """By rank, the dead ones' too."""
+        """The hosts by rank, those of dead ranks too."""
         return {rank: entry.host for rank, entry in self.announcements.items()}
 
     def release(self) -> None:
-        """Give this member's memory back; the tensors stay, to be used again."""
+        """Give this member's memory back. The tensors stay for later use."""
         if self.state is not None:
             self.state.release()
 
@@ -123,13 +125,18 @@ class Held:
 _WIRED = TypeAdapter(tuple[int, Mesh, str])
 
 
-def shared(world: World, held: Held | None) -> Held | None:
-    """What the members of a new epoch know of the state, for those that have just joined; None: there is none yet."""
+def exchange_location(world: World, location: StateLocation | None) -> StateLocation | None:
+    """The location of the state after all members of a new epoch have shared it. A new member learns it from the
+    others.
+
+    Returns None where no member has a state yet.
+    """
     payload = b""
-    if held is not None:
-        payload = _WIRED.dump_json((held.epoch, held.mesh, catalogue.encode_all(held.announcements).decode()))
-    known = [said for said in world.gather(world.membership.members, payload).values() if said]
-    if held is not None or not known:
-        return held
+    if location is not None:
+        announcements = catalogue.encode_all(location.announcements).decode()
+        payload = _WIRED.dump_json((location.epoch, location.mesh, announcements))
+    known = [answer for answer in world.gather(world.membership.members, payload).values() if answer]
+    if location is not None or not known:
+        return location
     epoch, mesh, announcements = _WIRED.validate_json(known[0])
-    return Held(epoch, mesh, catalogue.decode_all(announcements.encode()), None)
+    return StateLocation(epoch, mesh, catalogue.decode_all(announcements.encode()), None)

@@ -1,11 +1,16 @@
-"""What each rank's file of a saved state holds, and how the files of all ranks stand for a source. Pure.
+"""What each rank's file of a saved state holds, and how the files of all ranks form a source. Pure.
 
-Of the replicas of a shard one writes, the lightest so far; tied copies and the tensor-parallel copies of a whole
-parameter are replicas too, of which those of the first stage and the first tp rank write. A distributed optimizer's
-state is written by its owners, as far as they are such. A source's ranks get ids below 0, apart from those of the
-living, so that all that a reader wants is received; a file serves for every replica of what it holds.
-Invariants: all ranks see alike who writes what; over all files each element is there once, but for steps, which each
-writer of other state of the parameter has.
+- Of the replicas of a shard one writes: the one with the least load so far.
+- Tied copies, and the tensor-parallel copies of a whole parameter, are replicas too. Of those, the first stage and the
+  first tp rank write.
+- A distributed optimizer's state is written by its owners, as far as they belong to those ranks.
+- A source's ranks get ids below 0, apart from living ranks, so that a reader receives everything it needs.
+- A file serves for every replica of its content.
+
+Invariants:
+- All ranks agree on which rank writes what. [test_files: each_element_of_the_state_is_written_once]
+- Over all files each element occurs once. Steps are the exception: each rank that writes other state of the parameter
+  writes its step too. [test_files: each_element_of_the_state_is_written_once]
 """
 
 from __future__ import annotations
@@ -27,12 +32,12 @@ _Key = tuple[str, StateKind]
 
 
 class SavedStateRefused(ValueError):
-    """Files that are in order, and are of another model, of two saves, or without what is asked for."""
+    """Intact files that belong to another model or to two saves, or that lack what the caller requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """What must be the same where it is read; the cut as a text."""
+    """What must be the same where the parameter is read. The cut is a text."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -44,26 +49,26 @@ class SavedOptimizer:
     states: tuple[StateTensor, ...]
     step_itemsize: int | None
     ranges: dict[str, FlatRange] | None
-    """Of the shards, what this file has the state of; None for a plain optimizer."""
+    """The parts of the shards whose state this file has; None for a plain optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
-    """What a rank's file says of itself."""
+    """A file's description of itself."""
 
     mesh: Mesh
     rank: int
     optimizer: SavedOptimizer | None
     parameters: dict[str, SavedParameter]
-    """Those of which the file holds something."""
+    """The parameters of which the file holds something."""
     num_parameters: int
-    """Of the whole model."""
+    """The number of parameters of the whole model."""
     notes: dict[str, JsonValue]
-    """The caller's, the same in all files of a save."""
+    """The caller's notes, the same in all files of a save."""
 
     def __post_init__(self) -> None:
         if self.rank not in self.mesh.ranks:
-            raise ValueError(f"rank {self.rank} is not one of the layout's {self.mesh.ranks}")
+            raise ValueError(f"rank {self.rank} is not one of the layout's ranks {self.mesh.ranks}")
 
 
 def written_by(
@@ -73,7 +78,7 @@ def written_by(
     holders, mesh = Holders(state), state.mesh
     at = mesh.coordinates(mesh.ranks.index(me))
     loads: dict[Group, list[int]] = {}
-    held: list[Holding] = []
+    holdings: list[Holding] = []
     for parameter in parameters:
         group = holders.group(parameter)
         whole = isinstance(parameter.cut, Whole)
@@ -85,26 +90,31 @@ def written_by(
         load[writer] += _size(parameter)
         for slot in holders.slots(parameter):
             if holders.has(parameter, slot, me) if not holders.is_uniform(slot) else replicas[writer] == me:
-                held += holders.holdings(parameter, slot, me)
+                holdings += holders.holdings(parameter, slot, me)
     named = {parameter.name: parameter for parameter in parameters}
-    described = {name: _described(named[name]) for name in dict.fromkeys(holding.name for holding in held)}
-    # By place in the mesh: the ids of members that came and went are no part of the state.
+    descriptions = {name: _description(named[name]) for name in dict.fromkeys(holding.name for holding in holdings)}
+    # Ranks by their place in the mesh: members' ids are not part of the state.
     placed = replace(mesh, ranks=tuple(range(len(mesh.ranks))))
     rank = mesh.ranks.index(me)
-    return FileHead(placed, rank, _optimizer(state, held, me), described, len(named), dict(notes)), tuple(held)
+    return FileHead(placed, rank, _optimizer(state, holdings, me), descriptions, len(named), dict(notes)), tuple(
+        holdings
+    )
 
 
 class SavedState:
-    """The files of one save, by name: their heads and what they hold. Raises SavedStateRefused when not of one save."""
+    """The files of one save, by name: their heads and content.
+
+    Raises SavedStateRefused when they do not belong to one save.
+    """
 
     def __init__(self, files: Mapping[str, tuple[FileHead, Collection[_Key]]]) -> None:
         if not files:
-            raise SavedStateRefused("a saved state of no files: nothing was saved, or nothing is named")
+            raise SavedStateRefused("a saved state without files: nothing was saved, or no file is named")
         (first, (head, _)) = next(iter(files.items()))
         for file, (other, _) in files.items():
             if (other.mesh, _kept(other), other.notes) != (head.mesh, _kept(head), head.notes):
                 raise SavedStateRefused(
-                    f"{file} is of {_save(other)}, and {first} of {_save(head)}: read the files of one save"
+                    f"{file} belongs to {_save(other)}, and {first} to {_save(head)}: read the files of one save"
                 )
         self.mesh = head.mesh
         self.optimizer = head.optimizer
@@ -118,31 +128,31 @@ class SavedState:
                 self._files[name, kind, self._shard(name, kind, index)] = file
 
     def check_model(self, parameters: Iterable[Parameter]) -> None:
-        """Raises SavedStateRefused unless the parameters are the saved ones, and cut alike, and all have a file."""
+        """Raises SavedStateRefused unless the parameters are the saved ones with the same cuts, and all have a file."""
         if len(self._parameters) < self._heads[0].num_parameters:
             raise SavedStateRefused(
                 f"the files hold {len(self._parameters)} of {self._heads[0].num_parameters} parameters; {self._named()}"
             )
-        wanted = {parameter.name: _described(parameter) for parameter in parameters}
+        model = {parameter.name: _description(parameter) for parameter in parameters}
         for what, names in (
-            ("are not in the files", wanted.keys() - self._parameters.keys()),
-            ("are in the files and not in the model", self._parameters.keys() - wanted.keys()),
+            ("are not in the files", model.keys() - self._parameters.keys()),
+            ("are in the files and not in the model", self._parameters.keys() - model.keys()),
         ):
             if names:
                 raise SavedStateRefused(
-                    f"another model was saved: of {len(wanted)} parameters here and {len(self._parameters)} there "
+                    f"another model was saved: of {len(model)} parameters here and {len(self._parameters)} there "
                     f"{len(names)} {what}: {_some(names)}"
                 )
-        differing = sorted(name for name, saved in self._parameters.items() if saved != wanted[name])
+        differing = sorted(name for name, saved in self._parameters.items() if saved != model[name])
         if differing:
             name = differing[0]
             raise SavedStateRefused(
                 f"another model was saved: {len(differing)} parameters differ: {_some(differing)}; {name} is "
-                f"{_text(wanted[name])} here and {_text(self._parameters[name])} there"
+                f"{_text(model[name])} here and {_text(self._parameters[name])} there"
             )
 
     def source(self, *, with_optimizer: bool) -> State:
-        """As one end of a reshard; SavedStateRefused when optimizer state is asked for and there is none."""
+        """The files as one end of a reshard. Raises SavedStateRefused when optimizer state is requested and missing."""
         mesh = replace(self.mesh, ranks=tuple(_source_rank(index) for index in range(len(self.mesh.ranks))))
         if not with_optimizer:
             return State(mesh)
@@ -161,7 +171,7 @@ class SavedState:
         return State(mesh, DistributedOptimizer(ranges, states, step))
 
     def file_of(self, copy: RegionCopy) -> str:
-        """Which file has what a copy from a rank of the source brings; a replica's serves as well."""
+        """The file with the content of a copy from a rank of the source. A replica's file serves too."""
         index = _source_rank(copy.source_rank)
         file = self._files.get((copy.name, copy.kind, self._shard(copy.name, copy.kind, index)))
         if file is None:
@@ -176,7 +186,7 @@ class SavedState:
         return f"the files are those of ranks {ranks} of {self.mesh.layout}: name the others too"
 
     def _shard(self, name: str, kind: StateKind, index: int) -> int:
-        """The same for the ranks, by their index, that hold the same of a tensor."""
+        """A number that is the same for ranks, by their index, that hold the same part of a tensor."""
         if kind is not StateKind.WEIGHT and self.optimizer is not None and self.optimizer.ranges is not None:
             return index
         whole = kind is StateKind.STEP or self._parameters[name].cut == str(Whole())
@@ -184,17 +194,17 @@ class SavedState:
 
 
 def _source_rank(index: int) -> int:
-    """The id of the saved rank at an index of the mesh; its own inverse."""
+    """The id of the saved rank at an index of the mesh. The function is its own inverse."""
     return -1 - index
 
 
-def _optimizer(state: State, held: Iterable[Holding], me: int) -> SavedOptimizer | None:
+def _optimizer(state: State, holdings: Iterable[Holding], me: int) -> SavedOptimizer | None:
     if state.optimizer is None:
         return None
     ranges: dict[str, FlatRange] | None = None
     if isinstance(state.optimizer, DistributedOptimizer):
         own = state.optimizer.ranges.get(me, {})
-        ranges = {holding.name: own[holding.name] for holding in held if holding.kind is not StateKind.WEIGHT}
+        ranges = {holding.name: own[holding.name] for holding in holdings if holding.kind is not StateKind.WEIGHT}
     return SavedOptimizer(state.optimizer.states, state.optimizer.step_itemsize, ranges)
 
 
@@ -218,7 +228,7 @@ def _size(parameter: Parameter) -> int:
     return size
 
 
-def _described(parameter: Parameter) -> SavedParameter:
+def _description(parameter: Parameter) -> SavedParameter:
     return SavedParameter(parameter.shape, parameter.itemsize, str(parameter.cut))
 
 

@@ -1,9 +1,9 @@
-"""What the ranks of the tests of elastic trainers run, and the logical state as numpy arrays, put together by them."""
+"""The rank processes of the elastic trainer tests, and the logical state as numpy arrays, assembled by the ranks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerLayer
 
-from tests.integration.elastic.worlds import TIMEOUT_S, join, open_store
+from tests.integration.elastic.world_ranks import TIMEOUT_S, join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.epoch.world import MAX_GROUPS
 from tidegate.elastic.minibatch import NextTokens
@@ -24,8 +24,8 @@ from tidegate.elastic.plan.layout import Mesh
 from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.plan.parameters import Parameter, Split
 from tidegate.elastic.plan.planner import Planner
-from tidegate.elastic.preparing import At, nowhere
 from tidegate.elastic.report import PARTS
+from tidegate.elastic.reshard_preparation import OnPoint, ignore_point
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.megatron.batching import BatchLimits
@@ -38,7 +38,7 @@ PADDED_VOCAB = 64
 LEARNING_RATE = 1e-3
 SEED = 5
 NUM_SEQUENCES = 8
-"""Of a minibatch: one each for as many replicas as there are in any test."""
+"""The sequences of a minibatch: one each for as many replicas as any test has."""
 DROPOUT = 0.2
 
 Logical = dict[str, npt.NDArray[Any]]
@@ -47,7 +47,7 @@ Logical = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class DroppingOut(GptProvider):
-    """With what Megatron drops between its layers, which no job of ours configures."""
+    """A GPT with Megatron's dropout between its layers, which no job of ours configures."""
 
     def build(
         self, mesh: Mesh, me: int, groups: ProcessGroupCollection, *, device: torch.device
@@ -93,7 +93,7 @@ def adam(*, bf16: bool = False) -> OptimizerConfig:
 
 
 def minibatch(update: int) -> NextTokens:
-    """The tokens of one update: the same whatever the layout."""
+    """The tokens of one update, the same in every layout."""
     draw = np.random.default_rng((SEED, update))
     sequences = [draw.integers(0, VOCAB, size=int(draw.integers(9, 17))).tolist() for _ in range(NUM_SEQUENCES)]
     return NextTokens(sequences, VOCAB, limits=BatchLimits(max_sequences=1, pad_multiple=16))
@@ -107,9 +107,10 @@ def started(
     *,
     shared: bool = True,
     shards: int | None = None,
-    at: At = nowhere,
+    on_point: OnPoint = ignore_point,
     max_groups: int = MAX_GROUPS,
     keeps_last: bool = True,
+    change: Callable[[GptProvider], GptProvider] = lambda provider: provider,
     **model: bool,
 ) -> Iterator[ElasticTrainer]:
     """A trainer over all ranks of the context, in its first layout."""
@@ -121,7 +122,8 @@ def started(
         seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S, num_logical_shards=shards, keeps_last=keeps_last
     )
     optimizer_config = adam(bf16=model.get("bf16", False))
-    trainer = ElasticTrainer(provider(**model), optimizer_config, world=world, settings=settings, at=at)
+    used = change(provider(**model))
+    trainer = ElasticTrainer(used, optimizer_config, world=world, settings=settings, on_point=on_point)
     trainer.start(layout, ranks=ranks)
     yield trainer
     trainer.close()
@@ -129,26 +131,27 @@ def started(
 
 
 def logical_state(trainer: ElasticTrainer) -> Logical:
-    """Put together by member 0, from all ranks' tensors as they lie there; replicas must agree bit for bit.
+    """Assembled by member 0 from all ranks' tensors as they lie in memory. Replicas must agree bit for bit.
 
-    Every member calls it, and the others get nothing."""
-    held, parameters = trainer.held, provider_parameters(trainer)
-    assert held is not None
-    end = held.as_end(trainer.optimizer_config)
+    Every member calls it; the others get an empty result.
+    """
+    location, parameters = trainer.location, provider_parameters(trainer)
+    assert location is not None
+    end = location.as_end(trainer.optimizer_config)
     planner = Planner(list(parameters.values()), end, end)
     own = b""
-    if held.state is not None:
-        tensors = held.state.skeleton.tensors()
-        holdings = planner.part(trainer.world.me).held
+    if location.state is not None:
+        tensors = location.state.skeleton.tensors()
+        holdings = planner.part(trainer.world.me).source_holdings
         own = b"".join(tensors[h.name, h.kind].clone().view(torch.uint8).numpy().tobytes() for h in holdings)
     gathered = trainer.world.gather(trainer.world.membership.members, own)
     if trainer.world.me != 0:
         return {}
     found: Logical = {}
     known: dict[str, npt.NDArray[np.bool_]] = {}
-    for rank in held.mesh.ranks:
+    for rank in location.mesh.ranks:
         offset = 0
-        for holding in planner.part(rank).held:
+        for holding in planner.part(rank).source_holdings:
             flat = np.frombuffer(gathered[rank], f"u{holding.itemsize}", holding.num_elements, offset)
             offset += flat.nbytes
             parameter, key = parameters[holding.name], f"{holding.name}/{holding.kind}"
@@ -181,7 +184,7 @@ def same(left: Logical, right: Logical) -> bool:
 
 
 def circuit(num_nodes: int) -> list[int]:
-    """A closed walk that takes every ordered pair of different nodes once, after Hierholzer; it begins at 0."""
+    """A closed walk that takes every ordered pair of different nodes once, after Hierholzer. It begins at 0."""
     ahead = {node: [other for other in range(num_nodes) if other != node] for node in range(num_nodes)}
     path, walk = [0], []
     while path:
@@ -200,12 +203,14 @@ def walks(
     hurried_at: int | None = None,
     **options: Any,
 ) -> Results:
-    """Trains through all the places, `updates` in each; what each update came to, and of each switch what it moved.
+    """Train through all the places, with `updates` in each. Returns each update's results and each switch's moved
+    bytes.
 
-    `kept`: whether the logical state, by member 0, was the same before and after. From the update
-    `hurried_at` on, what decays learns at eight times the rate."""
+    `is_same`: whether the logical state, by member 0, was the same before and after. From the update `hurried_at` on,
+    parameters with weight decay learn at eight times the rate.
+    """
     updates: list[tuple[float, float]] = []
-    moved, kept, seconds, certificates = [], [], [], []
+    moved, is_same, seconds, certificates = [], [], [], []
 
     def train(trainer: ElasticTrainer, num_updates: int) -> None:
         for _ in range(num_updates):
@@ -220,7 +225,7 @@ def walks(
         for place in others:
             before = logical_state(trainer)
             report = trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
-            kept.append(same(before, logical_state(trainer)))
+            is_same.append(same(before, logical_state(trainer)))
             moved.append((report.moved_bytes, report.minimum_bytes))
             certificates.append(report.certificate)
             seconds.append([report.seconds[part] for part in PARTS])
@@ -230,7 +235,7 @@ def walks(
     figures = {
         "updates": np.array(updates),
         "moved": np.array(moved),
-        "kept": np.array(kept),
+        "is_same": np.array(is_same),
         "certificates": np.array(certificates),
         "seconds": np.array(seconds),
         "progress": np.array([progress.num_updates, progress.num_samples]),
@@ -239,7 +244,7 @@ def walks(
 
 
 def holds_state(trainer: ElasticTrainer) -> bool:
-    return trainer.held is not None and trainer.held.state is not None
+    return trainer.location is not None and trainer.location.state is not None
 
 
 def _hurry(trainer: ElasticTrainer) -> None:
@@ -250,9 +255,9 @@ def _hurry(trainer: ElasticTrainer) -> None:
 
 
 def carries_progress(context: RankContext) -> Results:
-    """What is said of progress before the first update, after the second, and in a layout of other members."""
+    """The progress before the first update, after the second, and in a layout of other members."""
 
-    def said(trainer: ElasticTrainer) -> str:
+    def text_of(trainer: ElasticTrainer) -> str:
         progress = trainer.progress
         return f"{progress.num_updates} {progress.num_samples} {json.dumps(progress.cursor)}"
 
@@ -260,21 +265,21 @@ def carries_progress(context: RankContext) -> Results:
         if holds_state(trainer):
             trainer.cursor = {"epoch": 1, "shard": "a"}
         trainer.reshard(Layout(dp=4))
-        before = [said(trainer)]
+        before = [text_of(trainer)]
         for update in range(2):
             trainer.train_minibatch(minibatch(update), LEARNING_RATE)
-        before.append(said(trainer))
+        before.append(text_of(trainer))
         trainer.reshard(Layout(tp=2), ranks=(3, 2))
         if holds_state(trainer):
             trainer.cursor = {"epoch": 2, "shard": "b"}
         trainer.train_minibatch(minibatch(2), LEARNING_RATE)
         trainer.reshard(Layout(pp=2))
-        return {"before": np.array(before), "after": np.array(said(trainer))}
+        return {"before": np.array(before), "after": np.array(text_of(trainer))}
 
 
 def updates_of(found: Sequence[Results]) -> npt.NDArray[Any]:
-    """Loss and gradient norm of each update, on which all that took part agree."""
+    """Loss and gradient norm of each update. All ranks that took part must agree."""
     each = np.stack([of_rank["updates"] for of_rank in found])
-    said: npt.NDArray[Any] = np.nanmax(each, axis=0)
-    assert np.array_equal(said, np.nanmin(each, axis=0)), "the ranks of a layout do not say the same"
-    return said
+    common: npt.NDArray[Any] = np.nanmax(each, axis=0)
+    assert np.array_equal(common, np.nanmin(each, axis=0)), "the ranks of a layout report different numbers"
+    return common

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of skeletons run."""
+"""The rank processes of the skeleton tests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import MegatronModule
 
-from tests.integration.elastic.worlds import CPU, join, open_store
+from tests.integration.elastic.world_ranks import CPU, join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic.epoch.world import World
 from tidegate.elastic.model.adam import check_config, optimizer_form
-from tidegate.elastic.model.memory import Arena, OwnArena, SharedArena
+from tidegate.elastic.model.memory import ALIGNMENT_BYTES, Arena, OwnArena, SharedArena
 from tidegate.elastic.model.param_groups import assign, rebind, values_of
 from tidegate.elastic.model.skeleton import Skeleton
 from tidegate.elastic.model.tensors import TensorKey
 from tidegate.elastic.plan.gpt import EMBEDDING
 from tidegate.elastic.plan.holders import State
 from tidegate.elastic.plan.layout import Mesh
-from tidegate.elastic.plan.optimizers import DistributedOptimizer, FlatRange, OptimizerRefused
+from tidegate.elastic.plan.optimizers import DistributedOptimizer, FlatRange, OptimizerRefused, StateKind
 from tidegate.elastic.plan.parameters import Parameter
 from tidegate.elastic.plan.planner import Planner
 from tidegate.elastic.state.rng import seed_update
@@ -51,7 +51,7 @@ Tensors = dict[TensorKey, torch.Tensor]
 
 @dataclass(frozen=True)
 class PartlyFrozen(GptProvider):
-    """Embeddings and the first layer's norm do not learn."""
+    """Embeddings and the first layer's norm are frozen."""
 
     def parameters(self) -> tuple[Parameter, ...]:
         return tuple(dataclasses.replace(p, trainable=not _is_frozen(p.name)) for p in super().parameters())
@@ -109,7 +109,7 @@ def epoch(context: RankContext) -> Iterator[World]:
 
 
 def train(skeleton: Skeleton, *, seed: int) -> float:
-    """One update on random tokens, the same on all ranks of the layout; its loss."""
+    """Do one update on random tokens, the same on all ranks of the layout. Returns its loss."""
     updater = Updater(skeleton.chunks, skeleton.optimizer, skeleton.groups, num_sums=1)
     tokens_BS = np.random.default_rng(seed).integers(VOCAB, size=(2, SEQUENCE))
 
@@ -134,12 +134,12 @@ def fill(skeleton: Skeleton, state: Tensors) -> None:
 
 
 def same(left: Tensors, right: Tensors) -> bool:
-    """Bit for bit."""
+    """Whether both have the same bits."""
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
 def held_tensors(context: RankContext, *, cases: Sequence[dict[str, Any]]) -> Results:
-    """What each case's skeleton holds, against the planner's Holdings; members that are in no mesh stand by."""
+    """Compare each case's skeleton with the planner's Holdings. Members that are in no mesh stand by."""
     wrong: list[str] = []
     counts: list[int] = []
     with epoch(context) as world:
@@ -170,16 +170,22 @@ def _difference(
         rank: {name: FlatRange(*share) for name, share in json.loads(ranges[rank]).items()} for rank in mesh.ranks
     }
     state = State(mesh, DistributedOptimizer(by_rank, *optimizer_form(config)))
-    held = Planner(provider.parameters(), state, state).part(me).held
+    held = Planner(provider.parameters(), state, state).part(me).source_holdings
     want = {(holding.name, holding.kind): (holding.num_elements, holding.itemsize) for holding in held}
     got = {key: (tensor.numel(), tensor.itemsize) for key, tensor in skeleton.tensors().items()}
-    return [f"{key}: {got.get(key)} for {want.get(key)}" for key in want.keys() | got if got.get(key) != want.get(key)]
+    unaligned = [
+        f"{name} {kind} is not aligned"
+        for (name, kind), tensor in skeleton.tensors().items()
+        if kind not in (StateKind.WEIGHT, StateKind.STEP) and tensor.data_ptr() % ALIGNMENT_BYTES
+    ]
+    differing = [key for key in want.keys() | got if got.get(key) != want.get(key)]
+    return unaligned + [f"{key}: {got.get(key)} for {want.get(key)}" for key in differing]
 
 
 def released_and_filled(
     context: RankContext, *, layout: dict[str, int], model_of: dict[str, Any], folder: str | None
 ) -> Results:
-    """A run that is never broken, against one whose skeleton is released and filled, and one on a second skeleton."""
+    """Compare an unbroken run with one whose skeleton is released and filled, and with one on a second skeleton."""
     with epoch(context) as world:
         provider = model(**model_of)
         mesh = provider.mesh(Layout(**layout), world.membership.members)
@@ -233,14 +239,14 @@ def released_and_filled(
 
 
 def _bytes_held(skeleton: Skeleton, arena: Arena) -> int:
-    """That the arena's file, or the tensors' own memory, and the gradients take."""
+    """The bytes of the arena's file, or of the tensors' own memory, and of the gradients."""
     gradients = _storage_bytes(
         buffer.grad_data for chunk in skeleton.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     )
     tensors = skeleton.tensors().values()
     if not isinstance(arena, SharedArena):
         return _storage_bytes(tensors) + gradients
-    # `place` raises for what does not lie in the arena.
+    # `place` raises for a tensor outside the arena.
     assert len({arena.place(tensor).offset_bytes for tensor in tensors}) == len(tensors)
     return os.stat(arena.path).st_blocks * 512 + gradients
 
@@ -251,9 +257,9 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def refusals(context: RankContext) -> Results:
-    """What is said of optimizers that cannot change their layout."""
+    """The errors for optimizers that cannot change their layout."""
 
-    def said(provider: GptProvider, config: OptimizerConfig) -> str:
+    def refusal_of(provider: GptProvider, config: OptimizerConfig) -> str:
         try:
             check_config(config, provider.parameters())
         except OptimizerRefused as refusal:
@@ -262,19 +268,19 @@ def refusals(context: RankContext) -> Results:
 
     fp32 = model()
     texts = {
-        "adam": said(fp32, adam_config()),
-        "layer-wise": said(fp32, adam_config(optimizer="muon", use_layer_wise_distributed_optimizer=True)),
-        "offloaded": said(fp32, adam_config(optimizer_cpu_offload=True)),
-        "sgd": said(fp32, adam_config(optimizer="sgd")),
-        "plain": said(fp32, adam_config(use_distributed_optimizer=False)),
-        "bf16 optimizer": said(fp32, adam_config(bf16=True)),
-        "fp32 optimizer": said(model(bf16=True), adam_config()),
+        "adam": refusal_of(fp32, adam_config()),
+        "layer-wise": refusal_of(fp32, adam_config(optimizer="muon", use_layer_wise_distributed_optimizer=True)),
+        "offloaded": refusal_of(fp32, adam_config(optimizer_cpu_offload=True)),
+        "sgd": refusal_of(fp32, adam_config(optimizer="sgd")),
+        "plain": refusal_of(fp32, adam_config(use_distributed_optimizer=False)),
+        "bf16 optimizer": refusal_of(fp32, adam_config(bf16=True)),
+        "fp32 optimizer": refusal_of(model(bf16=True), adam_config()),
     }
     return {name: np.array(text) for name, text in texts.items()}
 
 
 def scheduled(context: RankContext, *, experts: bool, layout: dict[str, int], other_layout: dict[str, int]) -> Results:
-    """What the groups of one optimizer say in a run, and those of one in another layout that goes on half-way."""
+    """The groups' values in a run, and those of another layout's optimizer that continues half-way."""
     overrides = {
         ParamKey(predicate=ParamPredicate("norms", _is_norm)): ParamGroupOverride(wd_mult=0.0),
         ParamKey(attr="is_embedding_or_output_parameter"): ParamGroupOverride(max_lr=2e-2, min_lr=2e-3),
@@ -282,8 +288,8 @@ def scheduled(context: RankContext, *, experts: bool, layout: dict[str, int], ot
     with epoch(context) as world:
         provider = model(experts=experts)
 
-        def build(asked: dict[str, int]) -> Skeleton:
-            mesh = provider.mesh(Layout(**asked), world.membership.members)
+        def build(sizes: dict[str, int]) -> Skeleton:
+            mesh = provider.mesh(Layout(**sizes), world.membership.members)
             groups = megatron_groups(world, mesh)
             assert groups is not None
             prepare_megatron(groups, seed=1)
@@ -308,13 +314,13 @@ def scheduled(context: RankContext, *, experts: bool, layout: dict[str, int], ot
             _scheduled_update(first, scheduler, seed=update)
         wired = json.loads(json.dumps(values_of(first.optimizer)))
         num_steps = scheduler.num_steps
-        said = [_scheduled_update(first, scheduler, seed=update) for update in range(3, 6)]
+        values = [_scheduled_update(first, scheduler, seed=update) for update in range(3, 6)]
         assign(second.optimizer, wired)
         resumed = _scheduler(second.optimizer)
         rebind(resumed, second.optimizer, num_steps=num_steps)
         again = [_scheduled_update(second, resumed, seed=update) for update in range(3, 6)]
         return {
-            "said": np.array(said),
+            "values": np.array(values),
             "again": np.array(again),
             "betas": np.array(str(second.optimizer.param_groups[0]["betas"])),
             "experts": np.array([group["is_expert_parallel"] for group in second.optimizer.param_groups]),
@@ -362,12 +368,14 @@ def _refused(optimizer: Any, values: Sequence[Any]) -> str:
 
 
 def random_numbers(context: RankContext, *, layouts: Sequence[dict[str, int]]) -> Results:
-    """What each rank of each layout draws from each stream at the start of update 5, and of update 6 in the first."""
+    """The draws of each rank of each layout from each stream at the start of update 5; for the first layout of update 6
+    too.
+    """
     streams = ("default", "model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
 
     def draws(layout: dict[str, int], num_updates: int) -> Any:
-        asked = Layout(**layout)
-        mesh = Mesh(asked, tuple(range(asked.num_ranks)), ((4 // asked.pp,) * asked.pp,))
+        sizes = Layout(**layout)
+        mesh = Mesh(sizes, tuple(range(sizes.num_ranks)), ((4 // sizes.pp,) * sizes.pp,))
         rows = []
         for me in mesh.ranks:
             seed_update(11, num_updates, mesh, me)

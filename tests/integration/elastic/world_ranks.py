@@ -1,4 +1,4 @@
-"""What the ranks of the tests of worlds run."""
+"""The rank processes of the tests of worlds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT_S = 20.0
 
 
 def open_store(context: RankContext, *, timeout_s: float = TIMEOUT_S) -> TCPStore:
-    """Rank 0 serves it."""
+    """The world's store, which rank 0 serves."""
     if context.listen_fd is not None:
         return serve_store(context.listen_fd, timeout_s=timeout_s)
     return connect_store(context.port, timeout_s=timeout_s)
@@ -48,8 +48,8 @@ def summed(world: World, members: tuple[int, ...]) -> int:
 
 
 def mesh_of(layout: dict[str, int], ranks: list[int]) -> Mesh:
-    asked = Layout(**layout)
-    return Mesh(layout=asked, ranks=tuple(ranks), chunks=even_chunks(8, pp=asked.pp))
+    sizes = Layout(**layout)
+    return Mesh(layout=sizes, ranks=tuple(ranks), chunks=even_chunks(8, pp=sizes.pp))
 
 
 def usage() -> list[int]:
@@ -58,7 +58,7 @@ def usage() -> list[int]:
 
 
 def a_member_dies(context: RankContext, *, victim: int, num_elements: int) -> Results:
-    """The seconds until the others knew and had left, twice, and what those that were left added up in a new epoch."""
+    """The seconds until the others noticed and until they had left, and the survivors' sum in a new epoch."""
     store = open_store(context)
     everyone = tuple(range(context.world_size))
     world = join(context, store, epoch=1, members=everyone)
@@ -84,7 +84,7 @@ def a_member_dies(context: RankContext, *, victim: int, num_elements: int) -> Re
 
 
 def one_aborts(context: RankContext) -> Results:
-    """Rank 0 aborts with a collective of its own under way and the group held; the others wait for it meanwhile."""
+    """Rank 0 aborts while its own collective runs and the group is referenced. The others wait for it meanwhile."""
     store = open_store(context)
     everyone = tuple(range(context.world_size))
     world = join(context, store, epoch=1, members=everyone)
@@ -109,7 +109,7 @@ def one_aborts(context: RankContext) -> Results:
 
 
 def one_is_late(context: RankContext) -> Results:
-    """Rank 1 comes to no collective and then to no epoch; what rank 0 is told, and the epoch after."""
+    """Rank 1 comes to no collective and then to no epoch. Returns rank 0's errors, and a sum of the epoch after."""
     store = open_store(context)
     world = join(context, store, epoch=1, members=(0, 1), timeout_s=1.0)
     messages = []
@@ -136,7 +136,7 @@ def _loss(call: Any) -> str:
 
 
 def members_come_and_go(context: RankContext) -> Results:
-    """What each epoch's members gathered, as texts; an epoch this rank is not in counts as nothing."""
+    """The payloads that each epoch's members gathered, as texts. An epoch without this rank is omitted."""
     store = open_store(context)
     seen = []
     for epoch, members in enumerate([(0, 1), (2, 0, 1), (1, 2), (2, 1, 0, 3)]):
@@ -150,7 +150,7 @@ def members_come_and_go(context: RankContext) -> Results:
 
 
 def megatron_ranks(context: RankContext, *, layout: dict[str, int], ranks: list[int], own: bool) -> Results:
-    """By role, the ranks of this rank's group, as ours and else as `parallel_state` makes it; -1 for None."""
+    """By role, the ranks of this rank's group, made by us or by `parallel_state`; -1 for None."""
     store = open_store(context)
     world = join(context, store, epoch=1, members=tuple(range(context.world_size)))
     if own:
@@ -180,7 +180,7 @@ def megatron_ranks(context: RankContext, *, layout: dict[str, int], ranks: list[
 def meshes_in_turns(
     context: RankContext, *, meshes: list[tuple[dict[str, int], list[int]]], num_turns: int, max_groups: int
 ) -> Results:
-    """Of each turn the seconds for its groups, descriptors and threads; sums over each turn's groups are checked."""
+    """The seconds of each turn for its groups, and the descriptors and threads. Checks a sum over each group."""
     store = open_store(context)
     everyone = tuple(range(context.world_size))
     world = join(context, store, epoch=1, members=everyone, max_groups=max_groups)
@@ -202,7 +202,7 @@ def meshes_in_turns(
 
 
 def epochs(context: RankContext, *, num_epochs: int) -> Results:
-    """Descriptors and threads after each; every third epoch ends by an abort, with its groups still held."""
+    """Descriptors and threads after each epoch. Every third epoch ends by an abort, with its groups referenced."""
     store = open_store(context)
     everyone = tuple(range(context.world_size))
     used = []

@@ -1,4 +1,4 @@
-"""What the ranks of the test of a thousand switches run: what a process holds open, early on and at the end."""
+"""The rank processes of the leak tests: the resources of a process, early on and after a thousand switches."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.integration.elastic.trainers import LEARNING_RATE, logical_state, minibatch, same, started
-from tests.integration.elastic.worlds import usage
+from tests.integration.elastic.trainer_ranks import LEARNING_RATE, logical_state, minibatch, same, started
+from tests.integration.elastic.world_ranks import usage
 from tests.ranks import RankContext, Results
 from tidegate.elastic.model.memory import SharedArena
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.types import Layout
 
 UPDATE_EVERY = 25
-"""Switches; so that what training takes is taken by the first measure."""
+"""In switches. Updates happen before the first measure too, so that it includes the resources of training."""
 
 
 def switches(
@@ -27,49 +27,49 @@ def switches(
     measures, seconds = [], []
     first = places[0]
     with started(context, Layout(**first["layout"]), first.get("ranks"), **options) as trainer:
-        kept = True
+        is_same = True
         for switch in range(1, num_switches + 1):
             place = places[switch % len(places)]
             before = logical_state(trainer) if switch % UPDATE_EVERY == 0 else None
             report = trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
             seconds.append(report.total_s)
             if before is not None:
-                kept = kept and same(before, logical_state(trainer))
+                is_same = is_same and same(before, logical_state(trainer))
                 trainer.train_minibatch(minibatch(switch), LEARNING_RATE)
             if switch % measured_every == 0:
                 measures.append([*usage(), _resident_bytes(), _num_files(trainer)])
-        # Nobody's files go before all have counted them.
+        # Wait until all members have counted the files.
         trainer.world.barrier(trainer.world.membership.members)
-    return {"measures": np.array(measures), "seconds": np.array(seconds), "kept": np.array(kept)}
+    return {"measures": np.array(measures), "seconds": np.array(seconds), "is_same": np.array(is_same)}
 
 
 def walk(context: RankContext, *, places: list[dict[str, Any]], **options: Any) -> Results:
-    """After each switch, of how many layouts this member has memory; whether the state was the same all the way."""
+    """After each switch the number of layouts whose memory this member holds; and whether the state never changed."""
     first, *others = places
     with started(context, Layout(**first["layout"]), first.get("ranks"), **options) as trainer:
         before = logical_state(trainer)
-        kept, counts = True, [_num_with_pages(context)]
+        is_same, counts = True, [_num_with_pages(context)]
         for place in others:
             trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
-            kept = kept and same(before, logical_state(trainer))
+            is_same = is_same and same(before, logical_state(trainer))
             counts.append(_num_with_pages(context))
         trainer.world.barrier(trainer.world.membership.members)
-    return {"counts": np.array(counts), "kept": np.array(kept)}
+    return {"counts": np.array(counts), "is_same": np.array(is_same)}
 
 
 def _num_with_pages(context: RankContext) -> int:
-    """Of this member's files in shared memory, one a layout."""
+    """The number of this member's files in shared memory that have pages. There is one file per layout."""
     return sum(path.stat().st_blocks > 0 for path in context.tmpfs.glob(f"*-member{context.rank}-*"))
 
 
 def _resident_bytes() -> int:
-    """Without what is mapped from files, as arenas are."""
+    """Without memory that is mapped from files, such as arenas."""
     gc.collect()
     resident, shared = (int(pages) for pages in Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _num_files(trainer: ElasticTrainer) -> int:
-    """In the members' folder of shared memory; 0 where they have none."""
+    """The files in the members' folder of shared memory; 0 where they have none."""
     arena = trainer.state.arena
     return len(list(arena.path.parent.iterdir())) if isinstance(arena, SharedArena) else 0

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of learning-rate progress run: updates whose ledger is committed with the state."""
+"""The rank processes of the learning-rate progress tests: updates whose ledger is committed with the state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from torch._C._distributed_c10d import TCPStore
 
-from tests.integration.elastic.trainers import NUM_SEQUENCES, SEED, adam, minibatch, provider
-from tests.integration.elastic.worlds import join, open_store
+from tests.integration.elastic.trainer_ranks import NUM_SEQUENCES, SEED, adam, minibatch, provider
+from tests.integration.elastic.world_ranks import join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.checksums import file_checksum
 from tidegate.elastic import checkpoints
@@ -26,11 +26,11 @@ from tidegate.types import Layout
 NUM_UPDATES = 4
 SCHEDULE = LrSchedule(1e-2, budget=3, warm_up=Fraction(1, 2), decay=Decay.COSINE, minimum=1e-4)
 NOMINAL = Fraction(3, 2)
-"""Of a batch of two minibatches."""
+"""The nominal size of a batch of two minibatches."""
 
 
 def uninterrupted(context: RankContext, *, folder: str) -> Results:
-    """All updates in one layout, saved after each, half-way through a batch too."""
+    """Do all updates in one layout, with a save after each, half-way through a batch too."""
     losses, rates = [], []
     with _trainer(context, open_store(context), epoch=1) as trainer:
         trainer.start(Layout(dp=2))
@@ -44,7 +44,7 @@ def uninterrupted(context: RankContext, *, folder: str) -> Results:
 
 
 def restored(context: RankContext, *, folder: str, layout: dict[str, int]) -> Results:
-    """From each of those saves to the end, in another layout."""
+    """Continue from each of those saves to the end, in another layout."""
     losses, rates, texts = [], [], []
     store = open_store(context)
     for saved in range(NUM_UPDATES - 1):
@@ -70,7 +70,7 @@ def _trainer(context: RankContext, store: TCPStore, *, epoch: int) -> Iterator[E
 
 
 def _train(trainer: ElasticTrainer, update: int) -> tuple[float, float]:
-    """The loss and the rate; the ledger is that of the state, and is committed with the next one."""
+    """The loss and the rate. The cursor's ledger belongs to the state; its successor is committed with the update."""
     batch, is_last = divmod(update, 2)
     text = trainer.cursor.get("lr")
     ledger = LrLedger(SCHEDULE, LrRules(NUM_SEQUENCES)) if text is None else decoded(str(text))

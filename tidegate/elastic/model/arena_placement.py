@@ -1,11 +1,18 @@
-"""Moves what Megatron has built for a rank into an arena: the parameters of its buffers, and its optimizer's state.
+"""Moves the tensors that Megatron has built for a rank into an arena: its buffers' parameters and its optimizer's
+state.
 
-The parameters of a chunk move between DDP's construction and the optimizer's, which keeps views of them: by then no
-view exists but DDP's own. The state moves right after the optimizer's construction. Values do not move: they have no
-meaning yet. Which range of a parameter a rank owns is read from the optimizer's own maps, per (dtype, is_expert) buffer
-and bucket.
-Invariants: afterwards every tensor of the state lies in the arena, and Megatron holds no other copy of it; a range
-begins at a multiple of the arena's alignment; ranges without elements are left out.
+- A chunk's parameters move after DDP's construction and before the optimizer's, because the optimizer keeps views of
+  them. At that point only DDP's own views exist.
+- The optimizer's state moves right after its construction.
+- Values are not copied: they have no meaning yet.
+- The range of a parameter that a rank owns is read from the optimizer's own maps, per (dtype, is_expert) buffer and
+  bucket.
+
+Invariants:
+- Afterwards every tensor of the state lies in the arena, and Megatron holds no other copy of it.
+  [test_skeleton: training_on_released_and_refilled_memory]
+- A range begins at a multiple of the arena's alignment. [test_skeleton: holds_exactly_what_the_planner_says]
+- Ranges without elements are left out. [test_skeleton: holds_exactly_what_the_planner_says]
 """
 
 from __future__ import annotations
@@ -24,15 +31,15 @@ from tidegate.elastic.plan.optimizers import FlatRange, StateKind
 
 @dataclass(frozen=True, slots=True)
 class OwnedShare:
-    """What this rank's optimizer keeps of one parameter."""
+    """The part of one parameter that this rank's optimizer keeps."""
 
     range: FlatRange
     tensors: Mapping[StateKind, torch.Tensor]
-    """Flat: of the range's size, the step of one element."""
+    """Flat tensors of the range's size; the step has one element."""
 
 
 def place_buffers(chunk: DistributedDataParallel, arena: Arena) -> None:
-    """The trainable parameters of a chunk, with the padding between them that Megatron gathers too."""
+    """Move the trainable parameters of a chunk, with the padding between them, which Megatron gathers too."""
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         buffer.param_data = arena.empty(buffer.numel, buffer.param_dtype)
         for bucket in buffer.buckets:
@@ -42,7 +49,7 @@ def place_buffers(chunk: DistributedDataParallel, arena: Arena) -> None:
 
 
 def place_frozen(parameters: Iterable[torch.nn.Parameter], arena: Arena) -> None:
-    """The parameters that DDP leaves where they are."""
+    """Move the parameters that DDP leaves in place."""
     for parameter in parameters:
         if not parameter.requires_grad:
             parameter.data = arena.empty(parameter.numel(), parameter.dtype).view(parameter.shape)
@@ -51,7 +58,7 @@ def place_frozen(parameters: Iterable[torch.nn.Parameter], arena: Arena) -> None
 def place_optimizer_state(
     optimizer: Any, parameters: Mapping[str, torch.nn.Parameter], arena: Arena
 ) -> dict[str, OwnedShare]:
-    """By logical name, in the order of `parameters`."""
+    """Move the optimizer's state. Returns the shares by logical name, in the order of `parameters`."""
     shares: dict[str, OwnedShare] = {}
     for link in links(optimizer):
         shares |= _place_link(link, parameters, arena)
@@ -83,7 +90,7 @@ def _place_link(link: Any, parameters: Mapping[str, torch.nn.Parameter], arena: 
 
 
 def _main_param(link: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What Adam updates: a range of the parameter itself in fp32, else a copy of the range in fp32."""
+    """The tensor that Adam updates: in fp32 a range of the parameter itself, else an fp32 copy of the range."""
     group, order = link.model_param_group_index_map[parameter]
     main: torch.Tensor = link.optimizer.param_groups[group]["params"][order]
     return main
@@ -99,7 +106,7 @@ def _adopt(adam: torch.optim.Optimizer, main: torch.Tensor, tensors: Mapping[Sta
 
 
 def _packed(arena: Arena, sizes: list[int]) -> list[torch.Tensor]:
-    """One allocation in fp32, so that memory comes and goes in one piece."""
+    """One fp32 allocation for all, so that the memory is freed and taken in one piece."""
     step = ALIGNMENT_BYTES // torch.float32.itemsize
     starts, end = [], 0
     for size in sizes:

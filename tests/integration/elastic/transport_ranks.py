@@ -1,7 +1,7 @@
-"""What the ranks of the tests of transports run: both ends are cut by the cutter, bits stand for values.
+"""The rank processes of the transport tests. The cutter cuts both ends, and bits stand for values.
 
-Every element of every tensor has a bit pattern of its own (of those of 2 bytes, as many as there are); targets are
-filled with the pattern of padding before, so that whatever is written where it should not be is seen.
+Every element of every tensor has its own bit pattern (2-byte elements as far as patterns suffice). Targets are filled
+with the pattern of padding before, so that a write to a wrong place is seen.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.integration.elastic.worlds import join, open_store
+from tests.integration.elastic.world_ranks import join, open_store
 from tests.ranks import RankContext, Results
 from tests.unit.elastic import cutter
-from tidegate.elastic.carry.by_host import ByHost
+from tidegate.elastic.carry.hybrid import HybridTransport
 from tidegate.elastic.carry.peer_to_peer import PeerToPeer
 from tidegate.elastic.carry.shared_memory import SharedMemory
 from tidegate.elastic.carry.transport import NO_STAND_INS, StandIns, Transport
@@ -68,7 +68,7 @@ class Switch:
 
 
 class Model:
-    """The whole model's bits, and those of a rank."""
+    """The bits of the whole model, and those of one rank."""
 
     def __init__(self) -> None:
         self._whole = cutter.whole_tensors(PARAMETERS)
@@ -78,14 +78,14 @@ class Model:
 
 
 def switch_of(ends: Any, hosts: Mapping[int, str]) -> Switch:
-    """Each end as (layout's sizes, ranks)."""
+    """Each end is (the layout's sizes, ranks)."""
     source, target = ends
     return Switch(_state(*source), _state(*target), hosts)
 
 
 def _state(layout: dict[str, int], ranks: list[int]) -> State:
-    asked = Layout(**layout)
-    mesh = Mesh(asked, tuple(ranks), even_chunks(SHAPE.num_layers, pp=asked.pp, vpp=asked.vpp))
+    sizes = Layout(**layout)
+    mesh = Mesh(sizes, tuple(ranks), even_chunks(SHAPE.num_layers, pp=sizes.pp, vpp=sizes.vpp))
     return State(mesh, DistributedOptimizer(cutter.shares(mesh, PARAMETERS, per_bucket=5)))
 
 
@@ -94,7 +94,7 @@ def itemsize_of(kind: StateKind) -> int:
 
 
 def placed(arena: SharedArena, bits: cutter.Tensors, *, is_filled: bool) -> Tensors:
-    """Tensors of these sizes; of these bits, or of padding's."""
+    """Tensors of these sizes, with these bits or with the pattern of padding."""
     tensors: Tensors = {}
     for key, values in bits.items():
         dtype, integers = _TYPES[itemsize_of(key[1])]
@@ -154,16 +154,16 @@ class Host:
         )
         if kind == "shared memory":
             return shared
-        return ByHost(shared, peers, switch.hosts) if kind == "by host" else peers
+        return HybridTransport(shared, peers, switch.hosts) if kind == "hybrid" else peers
 
 
 def every_switch(
     context: RankContext, *, switches: list[Any], transports: list[str], hosts: list[str], folder: str
 ) -> Results:
-    """Over each transport; counts what travelled to this rank with one."""
+    """Do each switch over each transport. Returns the bytes that this rank received with one of them."""
     world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
     host, model = Host(world, Path(folder)), Model()
-    travelled_bytes = 0
+    received_bytes = 0
     for ends in switches:
         switch = switch_of(ends, dict(enumerate(hosts)))
         held, want = model.of(switch.source, world.me), model.of(switch.target, world.me)
@@ -178,35 +178,35 @@ def every_switch(
                 host.transport(kind, switch, places).run(part, sources, targets)
             assert_bits(targets, want)
             assert_bits(sources, held)
-        travelled_bytes += part.received_bytes if part is not None else 0
+        received_bytes += part.received_bytes if part is not None else 0
     world.leave()
-    return {"travelled_bytes": np.array(travelled_bytes)}
+    return {"received_bytes": np.array(received_bytes)}
 
 
-def a_rank_is_gone(context: RankContext, *, switch: Any, folder: str) -> Results:
-    """One rank more than the world has held a part of the source. Rank 0 has its tensors, in an arena that it left."""
+def a_rank_is_dead(context: RankContext, *, switch: Any, folder: str) -> Results:
+    """A rank beyond the world's held a part of the source. Rank 0 has its tensors, in an arena that it left."""
     world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
-    host, model, gone = Host(world, Path(folder)), Model(), context.world_size
-    resize = switch_of(switch, {rank: "near" if rank in (0, 1, gone) else "far" for rank in range(gone + 1)})
-    arena, left = host.arena(), host.arena()
+    host, model, dead = Host(world, Path(folder)), Model(), context.world_size
+    resize = switch_of(switch, {rank: "near" if rank in (0, 1, dead) else "far" for rank in range(dead + 1)})
+    arena, leftover = host.arena(), host.arena()
     sources = placed(arena, model.of(resize.source, world.me), is_filled=True)
-    lost = placed(left, model.of(resize.source, gone), is_filled=True)
-    places = host.places(arena, sources) | {gone: host.places(left, lost)[0]}
-    stand_ins: StandIns = {gone: (resize.part(gone), lost)} if world.me == 0 else NO_STAND_INS
-    peers = PeerToPeer(world.group(host.everyone), host.everyone, served_by={gone: 0}, memory_bytes=1 << 16)
-    by_host = ByHost(SharedMemory(places, host.reader), peers, resize.hosts)
+    lost = placed(leftover, model.of(resize.source, dead), is_filled=True)
+    places = host.places(arena, sources) | {dead: host.places(leftover, lost)[0]}
+    stand_ins: StandIns = {dead: (resize.part(dead), lost)} if world.me == 0 else NO_STAND_INS
+    peers = PeerToPeer(world.group(host.everyone), host.everyone, served_by={dead: 0}, memory_bytes=1 << 16)
+    hybrid = HybridTransport(SharedMemory(places, host.reader), peers, resize.hosts)
     want = model.of(resize.target, world.me)
-    carriers: tuple[Transport, ...] = (peers, by_host)
+    carriers: tuple[Transport, ...] = (peers, hybrid)
     for carrier in carriers:
         targets = placed(host.arena(), want, is_filled=False)
         carrier.run(resize.part(world.me), sources, targets, stand_ins=stand_ins)
         assert_bits(targets, want)
     world.leave()
-    return {"sent_for_it": np.array(resize.part(gone).sent_bytes)}
+    return {"sent_bytes_of_the_dead_rank": np.array(resize.part(dead).sent_bytes)}
 
 
 def a_sender_dies(context: RankContext, *, switch: Any, folder: str) -> Results:
-    """Rank 0 is killed before it sends anything; the others say how that ended for them."""
+    """Rank 0 is killed before it sends anything. The others return whether they lost a peer."""
     world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
     host, model, resize = Host(world, Path(folder)), Model(), switch_of(switch, {})
     sources = placed(host.arena(), model.of(resize.source, world.me), is_filled=True)

@@ -1,4 +1,4 @@
-"""A plan's batches carried out on arrays, all ranks side by side."""
+"""A simulation of all ranks' messages, side by side, with blocking sends and receives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from tidegate.elastic.plan.buckets import Batch
 
 
 def carry_out(batches: dict[int, tuple[Batch, ...]], source: cutter.World, target: cutter.World) -> None:
-    """Every rank finishes a batch before the next. A message passes when both of its ends are at it, as with blocking
-    sends and receives. AssertionError when no rank can go on."""
+    """Every rank finishes a batch before the next. A message passes when both of its ends have reached it.
+
+    Raises AssertionError when no rank can continue.
+    """
     at = dict.fromkeys(batches, 0)
     done: dict[int, set[tuple[int, int, int]]] = {rank: set() for rank in batches}
     while waiting := [rank for rank in batches if at[rank] < len(batches[rank])]:

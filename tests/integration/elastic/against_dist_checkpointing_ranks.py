@@ -1,4 +1,4 @@
-"""What the ranks of the test against dist_checkpointing run: the same state resharded, and saved and loaded."""
+"""The rank processes of the test against dist_checkpointing: the same state once resharded, once saved and loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.integration.elastic.dist_checkpoint import Trained, held_state, load, save
-from tests.integration.elastic.trainers import LEARNING_RATE, holds_state, minibatch, started
+from tests.integration.elastic.trainer_ranks import LEARNING_RATE, holds_state, minibatch, started
 from tests.ranks import RankContext, Results
 from tidegate.elastic.model.memory import OwnArena
 from tidegate.elastic.model.skeleton import Skeleton
@@ -21,7 +21,7 @@ NUM_UPDATES = 2
 def resharded_and_loaded(
     context: RankContext, *, source: dict[str, Any], target: dict[str, Any], folder: str, **options: Any
 ) -> Results:
-    """The tensors, padding included, that a loaded model and optimizer have in other bits; and how many there are."""
+    """The tensors, padding included, whose bits differ in a loaded model and optimizer; and the number of tensors."""
     with started(context, Layout(**source["layout"]), source.get("ranks"), **options) as trainer:
         for update in range(NUM_UPDATES):
             trainer.train_minibatch(minibatch(update), LEARNING_RATE)
@@ -44,7 +44,7 @@ def resharded_and_loaded(
 
 
 def _like(trainer: ElasticTrainer) -> Skeleton:
-    """Another model and optimizer in the trainer's layout, of undefined content."""
+    """Another model and optimizer in the trainer's layout, with undefined content."""
     skeleton, device = trainer.state.skeleton, trainer.world.device
     return Skeleton(
         trainer.provider,

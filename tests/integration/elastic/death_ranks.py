@@ -1,7 +1,8 @@
-"""What the ranks of the tests of deaths run: rank 0 serves the store and says who is in each epoch, the others train.
+"""The rank processes of the tests of deaths. Rank 0 serves the store and publishes the epochs; the others train.
 
-A member goes through `places`, some updates in each, in the order of its updates; where it loses a peer it waits for
-the next epoch and goes on there, in `refuge` on the first survivors that it needs. One of them kills itself.
+A member goes through `places`, with some updates in each, in the order of its updates. When it loses a peer, it waits
+for the next epoch and continues there, in `refuge` on the first survivors that the layout needs. One member kills
+itself.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
-from tests.integration.elastic.trainers import LEARNING_RATE, SEED, adam, minibatch, provider
-from tests.integration.elastic.worlds import CPU, TIMEOUT_S, open_store
+from tests.integration.elastic.trainer_ranks import LEARNING_RATE, SEED, adam, minibatch, provider
+from tests.integration.elastic.world_ranks import CPU, TIMEOUT_S, open_store
 from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
 from tidegate.elastic.epoch.coordinator import Coordinator, next_membership
@@ -31,7 +32,7 @@ from tidegate.elastic.epoch.world import PeerLost, World
 from tidegate.elastic.minibatch import NextTokens, RankPlace
 from tidegate.elastic.model import compat
 from tidegate.elastic.plan.recovery import StateLost
-from tidegate.elastic.preparing import ReshardAborted
+from tidegate.elastic.reshard_preparation import ReshardAborted
 from tidegate.elastic.settings import CopyTo, ElasticSettings
 from tidegate.elastic.state.files import StateFiles
 from tidegate.elastic.trainer import ElasticTrainer
@@ -49,13 +50,13 @@ class Script:
     refuge: dict[str, int]
     victim: int | None = None
     point: str = ""
-    """Of the first reshard in which all live, or FORWARD or APPLYING of the update `dies_in`."""
+    """The point of the first reshard with all members alive; or FORWARD or APPLYING of the update `dies_in`."""
     dies_in: int = -1
     shared: bool = True
     copies: str = CopyTo.NOWHERE
     copy_every: int = 1
     saves_after: int | None = None
-    """A number of updates."""
+    """The number of updates after which the members save."""
 
     @property
     def num_updates(self) -> int:
@@ -73,7 +74,9 @@ def trains_on(context: RankContext, **script: Any) -> Results:
 
 
 def _coordinate(store: TCPStore, world_size: int) -> Results:
-    """What was left in the folder, and whether the reshard of the death was committed: 1, 0, or -1 for none."""
+    """The files that are left in the folder, and whether the reshard during the death was committed: 1, 0, or -1 for
+    none.
+    """
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     store.set("folder", str(folder))
     alive = {os.pidfd_open(int(store.get(f"pid/{rank}"))): rank for rank in range(1, world_size)}
@@ -94,7 +97,7 @@ def _coordinate(store: TCPStore, world_size: int) -> Results:
                     outcome = coordinator.end(f"member {rank} died")
                     committed = -1 if outcome is None else int(outcome.committed)
                     coordinator.publish(sorted(alive.values()))
-        return {"left": np.array([path.name for path in folder.glob("epoch*")]), "committed": np.array(committed)}
+        return {"leftover": np.array([path.name for path in folder.glob("epoch*")]), "committed": np.array(committed)}
     finally:
         shutil.rmtree(folder)
 
@@ -119,7 +122,7 @@ class Fatal:
 
         def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
             self.die()
-            raise AssertionError("a killed process goes on")
+            raise AssertionError("a killed process still runs")
 
         return batches, on_logits
 
@@ -131,11 +134,11 @@ class _Member:
     script: Script
     updates: dict[int, tuple[float, float]] = field(default_factory=dict)
     certificates: dict[int, str] = field(default_factory=dict)
-    """By number of updates, of each reshard."""
+    """The certificate of each reshard, by number of updates."""
     meshes: list[str] = field(default_factory=list)
-    """In which this member was when it lost a peer."""
+    """The layout and ranks of this member each time it lost a peer."""
     reports: list[str] = field(default_factory=list)
-    """Of reshards after a death: who was lost, what came from where, what is redone."""
+    """For each reshard after a death: the lost members, the origins of their state, and the updates to redo."""
     resumed_at: float = float("nan")
     error: str = ""
     trainer: ElasticTrainer | None = None
@@ -171,11 +174,11 @@ class _Member:
                 copies=CopyTo(self.script.copies),
                 copy_every=self.script.copy_every,
             )
-            self.trainer = ElasticTrainer(provider(), adam(), world=world, settings=settings, at=self._at)
+            self.trainer = ElasticTrainer(provider(), adam(), world=world, settings=settings, on_point=self._on_point)
         else:
             self.trainer.rejoin(world)
         trainer = self.trainer
-        if trainer.held is None:
+        if trainer.location is None:
             self._walk(trainer)
             return
         try:
@@ -198,7 +201,8 @@ class _Member:
 
     def _save(self, trainer: ElasticTrainer) -> None:
         folder = Path(self.store.get("folder").decode()) / "checkpoint"
-        written = checkpoints.save(trainer, folder, str(self.me)) if trainer.held and trainer.held.state else None
+        has_state = trainer.location is not None and trainer.location.state is not None
+        written = checkpoints.save(trainer, folder, str(self.me)) if has_state else None
         self.store.set(f"saved/{self.me}", "" if written is None else written.checksum)
 
     def _resume(self, trainer: ElasticTrainer) -> None:
@@ -236,13 +240,13 @@ class _Member:
             if trainer.world.membership.epoch > 1 and np.isnan(self.resumed_at):
                 self.resumed_at = time.monotonic()
 
-    def _at(self, point: str) -> None:
+    def _on_point(self, point: str) -> None:
         is_first = self.trainer is not None and self.trainer.world.membership.epoch == 1
         if is_first and self.me == self.script.victim and point == self.script.point:
             self._die()
 
     def _die(self) -> None:
-        # One clock for all processes of the machine.
+        # The monotonic clock is common to all processes of the machine.
         self.store.set("killed_at", str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 

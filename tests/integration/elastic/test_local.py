@@ -1,0 +1,67 @@
+"""`local.run` ends with its members: no process and no folder of theirs stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+from tidegate.elastic import local
+
+local.on_cpu()
+
+import os
+import time
+from pathlib import Path
+
+
+def folders():
+    return {path.name for path in local.SHARED_MEMORY.iterdir()}
+
+
+def fails(world, folder):
+    (folder / "left").touch()
+    if world.me == 1:
+        raise ValueError("the second member fails")
+    time.sleep(60)
+
+
+def succeeds(world, folder):
+    (folder / str(world.me)).touch()
+
+
+def children():
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def outcome(member):
+    try:
+        local.run(member, 2)
+    except local.MemberFailed as error:
+        return str(error)
+    return "done"
+
+
+began = time.monotonic()
+before = folders()
+print(outcome(MEMBER))
+print(sorted(folders() - before), children(), time.monotonic() - began < 30)
+"""
+
+
+def outcome_of(member: str) -> list[str]:
+    script = SCRIPT.replace("MEMBER)", f"{member})")
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_a_run_leaves_no_member_and_no_folder() -> None:
+    assert outcome_of("succeeds") == ["done", "[] [] True"]
+
+
+def test_one_failure_ends_the_others_and_leaves_no_folder() -> None:
+    error, rest = outcome_of("fails")
+
+    assert error.startswith("member 1 ended with status 1")
+    assert rest == "[] [] True"
