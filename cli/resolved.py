@@ -40,4 +40,4 @@ def resolved_yaml(config: JobConfig, given: Layer) -> str:
 def _commented(line: str, at: KeyPath | None, given: Layer) -> str:
     origin = given.origins.get(at) if at is not None else None
     # A section's own line tells nothing that its keys do not.
-    return line if origin is None or line.endswith(":") else f"{line}  # {origin.told}"
+    return line if origin is None or line.endswith(":") else f"{line}  # {origin.place}"

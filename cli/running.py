@@ -24,7 +24,7 @@ from tidegate.config.files import Sources, load_sources, sources_of
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.reading.layers import Layer
 from tidegate.config.reading.origins import with_origins
-from tidegate.config.schedule import lr_told
+from tidegate.config.schedule import lr_summary
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, Start, saved_config
 from tidegate.launcher.outcome import End, Outcome
@@ -62,9 +62,9 @@ def run(given: argparse.Namespace, form: Form) -> int:
     start = Start.RESUME if given.resume else Start.FORCE if given.force else Start.FRESH
     order = _request(sourced.config, start, command, anew=["--force"], notes=sourced.notes)
     try:
-        return _dry_run(order, sourced.given, form) if given.dry_run else _whole_run(order, form)
+        return _dry_run(order, sourced.layer, form) if given.dry_run else _whole_run(order, form)
     except ConfigError as error:
-        raise ConfigError(with_origins(str(error), sourced.given)) from error
+        raise ConfigError(with_origins(str(error), sourced.layer)) from error
 
 
 def _sources(given: argparse.Namespace) -> Sources:
@@ -76,7 +76,7 @@ def _dry_run(order: RunRequest, given: Layer, form: Form) -> int:
     config = asyncio.run(check_job(order)).config
     for warning in (*order.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
-    print(f"tidegate: {lr_told(config)}", file=sys.stderr)
+    print(f"tidegate: {lr_summary(config)}", file=sys.stderr)
     print(config.to_json() if form is Form.JSON else resolved_yaml(config, given))
     return 0
 

@@ -27,7 +27,7 @@ from simulator.policies import NAMES
 from simulator.run import Run, simulate
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
 from simulator.world import Unfinished
-from tidegate.config.checks.faults import described
+from tidegate.config.checks.faults import fault_line
 from tidegate.config.gpu_lists import gpu_list
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.sections.costs import MEDIAN_SHARE
@@ -207,7 +207,7 @@ def _costs(config: JobConfig) -> Costs:
     try:
         return Costs.model_validate(raw)
     except ValidationError as error:
-        told = [f"costs.{described(Costs, fault)}" for fault in error.errors()]
+        told = [f"costs.{fault_line(Costs, fault)}" for fault in error.errors()]
         raise ScenarioError("\n".join(told)) from error
 
 

@@ -22,20 +22,20 @@ from simulator.scenario_sections import FaultSection, ScenarioSections
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.config.base import FileName, fields_of
-from tidegate.config.checks.faults import described
+from tidegate.config.checks.faults import fault_line
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.layers import (
-    NOTHING,
+    EMPTY_LAYER,
     Layer,
     Origin,
+    apply_override,
     dotted,
-    laid_over,
-    overridden,
+    merge_layers,
     parse_override,
-    with_whole_paths,
+    with_absolute_paths,
 )
 from tidegate.config.reading.origins import with_origin, with_origins
-from tidegate.config.reading.yaml_text import NotAsMeant, read_yaml, yaml_problem
+from tidegate.config.reading.yaml_text import AmbiguousYaml, read_yaml, yaml_problem
 from tidegate.types import GpuId, Layout, NodeId, Role
 
 
@@ -94,23 +94,23 @@ _WHOLE = frozenset({("cluster", "nodes"), ("costs", "trainer", "layout_efficienc
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     """ScenarioError lists what is wrong, the lengths file included."""
     try:
-        given = _layered(path, overrides)
+        layer = _layered(path, overrides)
     except ValueError as error:
         raise ScenarioError(str(error)) from error
-    scenario = parse_scenario(given.values, given=given)
+    scenario = parse_scenario(layer.values, layer=layer)
     if scenario.lengths.law is LengthLaw.TRACE:
         _read_trace(scenario)
     return scenario
 
 
-def parse_scenario(raw: object, *, given: Layer = NOTHING) -> Scenario:
+def parse_scenario(raw: object, *, layer: Layer = EMPTY_LAYER) -> Scenario:
     """ScenarioError with every fault; `given` knows where the values come from."""
     try:
         return Scenario.model_validate(raw)
     except ValidationError as error:
-        found = [(described(Scenario, fault), fault["loc"]) for fault in error.errors()]
-        told = [with_origin(text, given, at) if at else with_origins(text, given) for text, at in found]
-        raise ScenarioError("\n".join(told)) from error
+        found = [(fault_line(Scenario, fault), fault["loc"]) for fault in error.errors()]
+        lines = [with_origin(text, layer, at) if at else with_origins(text, layer) for text, at in found]
+        raise ScenarioError("\n".join(lines)) from error
 
 
 def is_scenario(path: Path) -> bool:
@@ -124,14 +124,14 @@ def is_scenario(path: Path) -> bool:
 
 
 def _layered(path: Path, overrides: Sequence[str]) -> Layer:
-    lowest = laid_over(NOTHING, _file_layer(path), whole=_WHOLE)
+    lowest = merge_layers(EMPTY_LAYER, _file_layer(path), whole=_WHOLE)
 
     def with_override(below: Layer, text: str) -> Layer:
         override = parse_override(text)
         origin = Origin(f"override {dotted(override.path)}", Path(), layer=1)
-        return overridden(below, override, origin, whole=_WHOLE)
+        return apply_override(below, override, origin, whole=_WHOLE)
 
-    return with_whole_paths(reduce(with_override, overrides, lowest), _FILE_NAMES)
+    return with_absolute_paths(reduce(with_override, overrides, lowest), _FILE_NAMES)
 
 
 def _file_layer(path: Path) -> Layer:
@@ -139,7 +139,7 @@ def _file_layer(path: Path) -> Layer:
         document = read_yaml(path.read_text())
     except OSError as error:
         raise ScenarioError(f"scenario {path}: {error.strerror}; give the path of a YAML file") from error
-    except NotAsMeant as error:
+    except AmbiguousYaml as error:
         raise ScenarioError(f"scenario {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ScenarioError(f"scenario {path} is not YAML: {yaml_problem(error)}; mend it there") from error

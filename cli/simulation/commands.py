@@ -68,14 +68,14 @@ def plan(given: argparse.Namespace) -> int:
     if found[0].run is None:
         raise ConfigError(f"the iteration cannot be foreseen: {found[0].refused}")
     if given.form == "json":
-        print(json.dumps(plan_report.as_json(sourced.config, sourced.given, found, known)))
+        print(json.dumps(plan_report.as_json(sourced.config, sourced.layer, found, known)))
         return 0
     print(table(plan_report.rows(found), plan_report.ROW_COLUMNS))
     print("", *plan_report.advice(found), "", sep="\n")
     if slower := plan_report.slower_rows(found):
         print("Policies that are slower than static as configured, and by what; seconds of a GPU on average:")
         print(table(slower, plan_report.SLOWER_COLUMNS), plan_report.moves_told(known), "", sep="\n")
-    rows = list(plan_report.assumptions(sourced.config, sourced.given, known))
+    rows = list(plan_report.assumptions(sourced.config, sourced.layer, known))
     print(_assumptions_table(rows))
     if any(row["source"] == plan_report.DEFAULT for row in rows):
         print(plan_report.DEFAULT_TOLD)
@@ -97,7 +97,7 @@ def _foreseen(sourced: SourcedConfig, given: argparse.Namespace) -> tuple[Known,
         known = assumed(config, model, unknown=unknown)
         return known, predictions(config, known)
     except ScenarioError as error:
-        raise ConfigError(with_origins(in_words_of_config(str(error)), sourced.given)) from error
+        raise ConfigError(with_origins(in_words_of_config(str(error)), sourced.layer)) from error
 
 
 def calibrate(given: argparse.Namespace) -> int:

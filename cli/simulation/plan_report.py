@@ -128,7 +128,7 @@ def _named(key: str, given: Layer, known: Known) -> tuple[str, str]:
     if own is None:
         return key, SIMULATORS
     origin = given.origins.get(("assumptions", section, own))
-    return f"assumptions.{section}.{own}", origin.told if origin else DEFAULT
+    return f"assumptions.{section}.{own}", origin.place if origin else DEFAULT
 
 
 def _placed(each: Prediction) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.config.schedule import num_updates_of, rules_of, samples_per_update, schedule_of
 from tidegate.lr.checkpoint import adopted, resumed
 from tidegate.lr.errors import RanksDisagree
-from tidegate.lr.progress import LrLedger, agreed
+from tidegate.lr.progress import LrLedger, agreed_mark
 from tidegate.v1 import workers_pb2 as wire
 
 _MAX_NAMED_RANKS = 4
@@ -77,7 +77,7 @@ class LrUpdate:
 
         Every rank's progress must be the ledger's. Every optimizer must have the ledger's rate or, after a skipped
         update, the same rate as its peers."""
-        mark = agreed({rank: report.lr_mark for rank, report in enumerate(reports)})
+        mark = agreed_mark({rank: report.lr_mark for rank, report in enumerate(reports)})
         want = self.committed.mark if reports[0].committed else self.before.mark
         if mark != want:
             raise RanksDisagree(

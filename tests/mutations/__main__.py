@@ -60,14 +60,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a logical mini-batch of the data-parallel size",
-        "tidegate/config/sections/lr.py",
+        "tidegate/config/schedule.py",
         "algorithm.n_minibatches * algorithm.group_size",
         "algorithm.n_minibatches * algorithm.group_size // config.actor.layout.dp",
         _OF_THE_CONFIG,
     ),
     Mutation(
         "a budget of the data-parallel size",
-        "tidegate/config/sections/lr.py",
+        "tidegate/config/schedule.py",
         "return config.algorithm.iterations * config.algorithm.n_minibatches",
         "return config.algorithm.iterations * config.algorithm.n_minibatches // config.actor.layout.dp",
         _OF_THE_CONFIG,

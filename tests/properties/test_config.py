@@ -1,4 +1,4 @@
-"""Whatever a config holds: each key has its origin after layers are merged, and what is printed is read as the same."""
+"""For any config: each key has its origin after layers are merged, and the printed config reads as the same one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cli.resolved import resolved_yaml
 from tidegate.config.job_config import parse_config
-from tidegate.config.reading.layers import NOTHING, Layer, Origin, laid_over, paths_in
+from tidegate.config.reading.layers import EMPTY_LAYER, Layer, Origin, merge_layers, paths_in
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
@@ -33,9 +33,9 @@ def layer(number: int, values: dict[str, Any]) -> Layer:
 
 
 @given(st.lists(st.dictionaries(KEYS, SECTIONS, max_size=3), min_size=2, max_size=2))
-def test_every_key_has_the_origin_of_the_last_layer_that_gave_it(given_values: list[dict[str, Any]]) -> None:
-    low, high = (layer(number, values) for number, values in enumerate(given_values))
-    both = laid_over(low, high, whole=WHOLE)
+def test_every_key_has_the_origin_of_the_last_layer_that_sets_it(layers: list[dict[str, Any]]) -> None:
+    low, high = (layer(number, values) for number, values in enumerate(layers))
+    both = merge_layers(low, high, whole=WHOLE)
     assert set(both.origins) == set(paths_in(both.values, ()))
     for path, origin in both.origins.items():
         assert origin.layer == int(path in high.origins)
@@ -43,7 +43,7 @@ def test_every_key_has_the_origin_of_the_last_layer_that_gave_it(given_values: l
 
 @settings(max_examples=25, deadline=None)
 @given(st.dictionaries(TEXTS, VALUES, max_size=3))
-def test_what_is_printed_is_the_same_config(kwargs: dict[str, Any]) -> None:
+def test_a_printed_config_reads_as_the_same_config(kwargs: dict[str, Any]) -> None:
     raw = {
         "job": "printed",
         "cluster": {"nodes": {"n0": 3}, "component_placement": {"actor": 0, "rollout": 1, "inference": 2}},
@@ -57,4 +57,4 @@ def test_what_is_printed_is_the_same_config(kwargs: dict[str, Any]) -> None:
     config = parse_config(raw)
     printed = resolved_yaml(config, layer(0, raw))
     assert parse_config(yaml.safe_load(printed)) == config
-    assert resolved_yaml(config, NOTHING).count("# ") <= 1 + str(kwargs).count("# ")
+    assert resolved_yaml(config, EMPTY_LAYER).count("# ") <= 1 + str(kwargs).count("# ")

@@ -116,7 +116,7 @@ def restored(ledger: LrLedger) -> LrLedger:
 
 
 @given(lengths=LENGTHS, plan=PLANS, random=st.randoms(use_true_random=False), mode=st.sampled_from(LrMode))
-def test_acknowledgements_told_again_and_in_any_order_come_to_the_same(
+def test_repeated_and_reordered_reports_give_the_same_ledger(
     lengths: list[int], plan: Plan, random: Any, mode: LrMode
 ) -> None:
     told = [(str(n), flat(ranks)) for n, ranks in enumerate(updates_of(range(len(lengths)), lengths, plan))]

@@ -1,8 +1,8 @@
-"""Whatever is asked of a store, in whatever order: one owner a GPU, tokens that only grow, disjoint transitions.
+"""For any calls to a store in any order: a GPU has one owner, tokens only grow, and open transitions are disjoint.
 
-The machine asks the store for random steps, most of which it may refuse, restarts it and adopts it, and keeps beside it
-what nodes would see: who holds each GPU. Somebody starts to use a GPU when the store grants it and stops before the
-store is told of the release.
+The machine asks the store for random steps, restarts the store and adopts it. The store may refuse most steps. The
+machine also keeps the view of the nodes: the holder of each GPU. A holder starts to use a GPU when the store grants it
+and stops before the store gets the report of the release.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     invariant,
     multiple,
     rule,
+    run_state_machine_as_test,
 )
 
 from tidegate.adapters.memory_bus import MemoryTermRegister
@@ -84,11 +85,14 @@ class OwnershipMachine(RuleBasedStateMachine):
     def do(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(call)
 
-    def tried(self, call: Coroutine[Any, Any, T]) -> T | None:
+    def try_call(self, call: Coroutine[Any, Any, T]) -> T | None:
         try:
             return self.do(call)
         except Refusal:
             return None
+
+    def stored(self, transition: Transition) -> Transition:
+        return next(each for each in self.do(self.store.transitions(transition.job)) if each.id == transition.id)
 
     async def reports(self, unreachable: frozenset[NodeId]) -> GateReports:
         states = [GateState(gpu, self.passed[gpu], held=self.holders[gpu] is not None) for gpu in GPUS]
@@ -103,19 +107,19 @@ class OwnershipMachine(RuleBasedStateMachine):
     @rule(
         target=planned,
         job=st.sampled_from(JOBS),
-        wanted=st.dictionaries(st.sampled_from(GPUS), st.sampled_from((None, *OWNERS)), min_size=1, max_size=3),
+        new_owners=st.dictionaries(st.sampled_from(GPUS), st.sampled_from((None, *OWNERS)), min_size=1, max_size=3),
     )
-    def plan(self, job: JobId, wanted: dict[GpuId, Owner | None]) -> Transition | MultipleResults[Transition]:
+    def plan(self, job: JobId, new_owners: dict[GpuId, Owner | None]) -> Transition | MultipleResults[Transition]:
         records = self.do(self.store.gpus())
         moves = tuple(
             Move(gpu, records[gpu].owner, target, records[gpu].token)
-            for gpu, target in wanted.items()
+            for gpu, target in new_owners.items()
             if records[gpu].owner != target
         )
         self.num_plans += 1
         parts = tuple(Part(role, PartKind.START, None, Layout()) for role in (Role.ACTOR, Role.ROLLOUT))
         transition = Transition(TransitionId(f"{self.num_plans}"), job, 1, moves, parts, 0, 0, "")
-        planned = self.tried(self.store.plan(transition))
+        planned = self.try_call(self.store.plan(transition))
         return multiple() if planned is None else planned
 
     @rule(transition=planned, index=st.integers(0, 2), step=st.sampled_from(STEPS))
@@ -125,7 +129,7 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     @rule(gpu=st.sampled_from(GPUS), receiver=st.sampled_from((None, *OWNERS)), num_steps=st.integers(1, 5))
     def hand_over(self, gpu: GpuId, receiver: Owner | None, num_steps: int) -> None:
-        """Some or all of the way that a single move takes when nothing comes between."""
+        """The first `num_steps` steps of a single move, without any other call between them."""
         job = receiver.job if receiver else JOBS[0]
         transition = self.plan(job, {gpu: receiver})
         if not isinstance(transition, Transition) or not transition.moves:
@@ -142,8 +146,9 @@ class OwnershipMachine(RuleBasedStateMachine):
         record = self.do(self.store.gpus())[gpu]
         if to_state is MoveState.RELEASED and record.transition == transition.id:
             self.holders[gpu] = None
-        after = self.tried(self.store.advance(transition, gpu, from_state=from_state, to_state=to_state))
-        if after and to_state is MoveState.ACQUIRING and record.state is GpuState.FREE:
+        is_repeat = self.stored(transition).move(gpu).state is to_state
+        after = self.try_call(self.store.advance(transition, gpu, from_state=from_state, to_state=to_state))
+        if after and to_state is MoveState.ACQUIRING and not is_repeat:
             granted = after.move(gpu).granted_token
             assert granted is not None
             assert granted > record.token
@@ -152,12 +157,12 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     @rule(transition=planned, role=st.sampled_from((Role.ACTOR, Role.ROLLOUT)))
     def commit(self, transition: Transition, role: Role) -> None:
-        self.tried(self.store.commit(transition, role, Layout()))
+        self.try_call(self.store.commit(transition, role, Layout()))
 
     @rule(transition=consumes(planned))
     def close(self, transition: Transition) -> None:
-        stored = next(each for each in self.do(self.store.transitions(transition.job)) if each.id == transition.id)
-        self.tried(self.store.close(stored, earned_outcome(stored)))
+        stored = self.stored(transition)
+        self.try_call(self.store.close(stored, earned_outcome(stored)))
 
     @rule(gpu=st.sampled_from(GPUS))
     def lose(self, gpu: GpuId) -> None:
@@ -176,7 +181,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         self.do(adopt(self.store, self.terms, lambda: self.reports(unreachable)))
 
     @invariant()
-    def who_holds_a_gpu_owns_it_or_it_is_lost(self) -> None:
+    def the_holder_of_a_gpu_owns_it_or_the_gpu_is_lost(self) -> None:
         for record in self.do(self.store.contents()).gpus:
             if self.holders[record.gpu] is not None and record.state is not GpuState.LOST:
                 assert record.owner == self.holders[record.gpu]
@@ -196,8 +201,9 @@ class OwnershipMachine(RuleBasedStateMachine):
         assert {(each.gpu, each.transition) for each in contents.gpus if each.transition} == set(holding)
 
 
-OwnershipMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestOwnership = OwnershipMachine.TestCase
+def test_a_gpu_has_one_owner_and_tokens_only_grow_and_open_transitions_are_disjoint() -> None:
+    run_state_machine_as_test(OwnershipMachine, settings=settings(max_examples=60, stateful_step_count=30))
+
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
 tokens = st.builds(Token, st.integers(0, 2**63), st.integers(0, 2**63))

@@ -1,1 +1,1 @@
-"""A job's config: its sections, the checks between them, and how it is read from files."""
+"""A job's config: its sections, the checks between sections, and the reading of config files."""

@@ -1,7 +1,7 @@
-"""What every section of the config is made of: frozen, without unknown keys, and the ranges that numbers share.
+"""The base class of every config section, and the number types that sections share.
 
-`fields_of` lists the keys of a config and of its sections, for whatever goes through all of them: merging layers,
-documentation, the editors' schema.
+A section is frozen and refuses unknown keys. `fields_of` lists all keys of a config. Layer merging, the documentation
+and the editors' schema use that list.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 KeyPath = tuple[str | int, ...]
-"""A key of a config from the top down; a number is a place in a list."""
+"""The names from the top of a config down to one key. A number is a place in a list."""
 ITEM = "[]"
-"""In a key path of `fields_of`: any place of a list."""
+"""Stands for any place of a list in a key path of `fields_of`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """Marks a text as the path of a file or folder, relative to the folder of the config that gives it."""
+    """Marks a text as the path of a file or folder. A relative path counts from the folder of the config file."""
 
     other_than: tuple[str, ...] = ()
-    """Words that are no paths."""
+    """Words with a meaning of their own. They are not paths."""
 
 
 def _number_as_text(value: Any) -> Any:
@@ -48,11 +48,11 @@ def _one_cluster(nodes: dict[str, int]) -> dict[str, int]:
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 MAX_GPUS = 65_536
-"""Of a cluster: many times the largest that a decision was measured on, and few enough to be listed at once."""
+"""The most GPUs of a cluster: many times the largest cluster of a measured decision, and few enough to list at once."""
 NumGpus = Annotated[int, Field(ge=1, le=MAX_GPUS)]
-"""Of a node."""
+"""The number of GPUs of one node."""
 Nodes = Annotated[dict[str, NumGpus], AfterValidator(_one_cluster)]
-"""GPUs by node, as `cluster.nodes` has them in configs and scenarios."""
+"""The number of GPUs by node: the value of `cluster.nodes` in configs and scenarios."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -60,23 +60,24 @@ ConfigPath = Annotated[str, FileName()]
 GpuList = Annotated[
     str, BeforeValidator(_number_as_text), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]})
 ]
-"""GPUs counted over the nodes in order: `0-3`, `0,2,5`, and `4`, which YAML reads as a number."""
+"""GPUs counted over the nodes in order: `0-3`, `0,2,5` or `4`. YAML reads the last one as a number."""
 
 
 class Section(BaseModel):
-    """Of the config."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The section that a key holds: itself, none at times (`Section | None`), or a list of them; None for a value."""
+    """The section type in the annotation of a key: `Section`, `Section | None` or a list of sections.
+
+    None: the key holds a plain value.
+    """
     candidates = (annotation, *get_args(annotation))
     return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def fields_of(section: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every key below `section` with its path, sections themselves left out."""
+    """Every plain key below `section` with its path. The keys of sections themselves are left out."""
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is None:

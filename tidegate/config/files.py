@@ -1,9 +1,14 @@
-"""Files and overrides -> a checked `JobConfig` that still knows where each value was given.
+"""Files and overrides -> a checked `JobConfig` that still knows the origin of each value.
 
-Order: every override is read, then every file from left to right, then the overrides from left to right, then
-`options`, which the command's own flags stand for; then keys of RLinf's become ours and paths absolute, then comes all
-that `tidegate.config.job_config` checks.
-Invariant: a fault names the file and line, or the override, that the value comes from.
+Order of reading:
+1. Every override is parsed.
+2. Files are merged from left to right.
+3. Overrides are applied from left to right.
+4. `options` are applied: the values of the command's own flags.
+5. RLinf's keys become Tidegate's keys, and paths become absolute.
+6. `tidegate.config.job_config` checks the result.
+
+Invariant: a fault names the file and line, or the override, of its value. [test_layers: a_fault_names_the_file]
 """
 
 from __future__ import annotations
@@ -19,17 +24,17 @@ import yaml
 from tidegate.config.base import ITEM, FileName, KeyPath, fields_of
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.reading.layers import (
-    NOTHING,
+    EMPTY_LAYER,
     Layer,
     Origin,
+    apply_override,
     dotted,
     is_override,
-    laid_over,
-    overridden,
+    merge_layers,
     parse_override,
-    with_whole_paths,
+    with_absolute_paths,
 )
-from tidegate.config.reading.yaml_text import Document, NotAsMeant, read_yaml, yaml_problem
+from tidegate.config.reading.yaml_text import AmbiguousYaml, Document, read_yaml, yaml_problem
 from tidegate.config.sections.data import with_function_folders
 from tidegate.rlinf.reading import read_rlinf
 
@@ -41,28 +46,28 @@ _FILE_NAMES = {path: mark for path, found in _FIELDS for mark in found.metadata 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a config is made of, the lowest first."""
+    """The parts of a config. A later field takes precedence over an earlier one."""
 
     files: Sequence[Path]
     overrides: Sequence[str] = ()
-    """`key=value`; relative paths in them count from `folder`."""
+    """`key=value` words. Relative paths in them count from `folder`."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Top-level keys that flags of the command give."""
+    """Top-level keys with the values of the command's flags."""
     folder: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)
 class SourcedConfig:
-    """A config, and the values that it was given with their origins."""
+    """A config, and the values in its sources with their origins."""
 
     config: JobConfig
-    given: Layer
+    layer: Layer
     notes: tuple[str, ...] = ()
-    """On what was read otherwise than it was written, for whoever starts the job."""
+    """One line for each value whose meaning here differs from its text, for the person who starts the job."""
 
 
 def sources_of(words: Sequence[str], options: Mapping[str, Any] | None = None) -> Sources:
-    """Of the words of a command line, files and `key=value` in any order. ConfigError where no file is among them."""
+    """Split the words of a command line: files and `key=value` in any order. ConfigError: no word is a file."""
     files = [Path(word) for word in words if not is_override(word)]
     if not files:
         raise ConfigError(f"{' '.join(words)}: no config to override; name a YAML file before key=value")
@@ -70,46 +75,46 @@ def sources_of(words: Sequence[str], options: Mapping[str, Any] | None = None) -
 
 
 def load_config(path: Path) -> JobConfig:
-    """Of one file. ConfigError as `load_sources`."""
+    """Load one file. ConfigError as `load_sources`."""
     return load_sources(Sources([path])).config
 
 
 def load_sources(sources: Sources) -> SourcedConfig:
-    """ConfigError of a file, of an override, or as `parse_config`."""
+    """ConfigError: a file or an override cannot be read, or `parse_config` refuses the result."""
     try:
         reading = read_rlinf(_layered(sources), _KEYS)
-        given = _with_paths(reading.layer, sources.folder)
+        layer = _with_paths(reading.layer, sources.folder)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return SourcedConfig(parse_config(given.values, given=given), given, reading.notes)
+    return SourcedConfig(parse_config(layer.values, layer=layer), layer, reading.notes)
 
 
 def _layered(sources: Sources) -> Layer:
     overrides = [parse_override(text) for text in sources.overrides]
     files = [_file_layer(path, number) for number, path in enumerate(sources.files)]
-    given = reduce(lambda below, above: laid_over(below, above, whole=_WHOLE), files, NOTHING)
+    merged = reduce(lambda below, above: merge_layers(below, above, whole=_WHOLE), files, EMPTY_LAYER)
     for number, override in enumerate(overrides, start=len(files)):
-        # Without the value, which a fault tells where it may be told: it may be a URL with a password.
+        # The origin leaves the value out: it may be a URL with a password. The fault itself shows a value where it may.
         origin = Origin(f"override {dotted(override.path)}", sources.folder, number)
-        given = overridden(given, override, origin, whole=_WHOLE)
+        merged = apply_override(merged, override, origin, whole=_WHOLE)
     top = len(files) + len(overrides)
     flags: dict[KeyPath, Origin] = {
         (key,): Origin(f"--{key.replace('_', '-')}", sources.folder, top) for key in sources.options
     }
-    return laid_over(given, Layer(dict(sources.options), flags), whole=_WHOLE)
+    return merge_layers(merged, Layer(dict(sources.options), flags), whole=_WHOLE)
 
 
-def _with_paths(given: Layer, default: Path) -> Layer:
-    """Every path absolute."""
+def _with_paths(layer: Layer, default: Path) -> Layer:
+    """Make every path absolute."""
 
     def folder_of(path: KeyPath) -> Path:
-        origin = given.origin(path)
+        origin = layer.origin(path)
         return (origin.folder if origin else default).absolute()
 
-    whole = with_whole_paths(given, _FILE_NAMES)
-    return replace(whole, values=with_function_folders(whole.values, folder_of))
+    absolute = with_absolute_paths(layer, _FILE_NAMES)
+    return replace(absolute, values=with_function_folders(absolute.values, folder_of))
 
 
 def _file_layer(path: Path, number: int) -> Layer:
@@ -127,9 +132,9 @@ def _read(path: Path) -> Document:
         return read_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(
-            f"config {path}: {error.strerror}; give the path of a YAML file, and after it key=value where some differ"
+            f"config {path}: {error.strerror}; give the path of a YAML file, then key=value for each value to override"
         ) from error
-    except NotAsMeant as error:
+    except AmbiguousYaml as error:
         raise ConfigError(f"config {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not YAML: {yaml_problem(error)}; mend it there") from error
+        raise ConfigError(f"config {path} is not YAML: {yaml_problem(error)}; correct it there") from error

@@ -1,7 +1,9 @@
-"""GPUs as configs and scenarios write them, counted over the nodes from 0: `0-3,6`.
+"""Lists of GPUs in configs and scenarios, such as `0-3,6`. GPUs are counted over the nodes from 0.
 
-Invariant: a list is never longer than a cluster may be, whatever ranges a person writes; what is wrong with one is one
-short line, however many GPUs it is about.
+Invariants:
+- A list never has more GPUs than a cluster may have, whatever ranges it names.
+  [test_gpu_lists: more_than_a_cluster_together_are_refused]
+- The faults of one list are one short line, however many GPUs they concern. [test_gpu_lists: beyond_are_one_line]
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from tidegate.config.base import MAX_GPUS
 
 
 def gpu_indices(text: str) -> list[int]:
-    """`0-3,6` -> [0, 1, 2, 3, 6]. ValueError on anything else."""
-    indices, told = list[int](), _shortened(text)
+    """`0-3,6` -> [0, 1, 2, 3, 6]. ValueError: the text is no such list."""
+    indices, shown = list[int](), _shortened(text)
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not _is_index(first) or (dash and not _is_index(last)):
-            raise ValueError(f"{told} is not a list of GPUs like '0-3' or '0,2,5', each below {MAX_GPUS:,}")
+            raise ValueError(f"{shown} is not a list of GPUs like '0-3' or '0,2,5', each below {MAX_GPUS:,}")
         low, high = int(first), int(last) if dash else int(first)
         if high < low:
-            raise ValueError(f"{told} holds the range {low}-{high}, which runs backwards")
+            raise ValueError(f"{shown} holds the range {low}-{high}, which runs backwards")
         if len(indices) + high + 1 - low > MAX_GPUS:
             raise ValueError(
-                f"{told} names more GPUs than the {MAX_GPUS:,} that a cluster may have: the ranges up to {low}-{high} "
+                f"{shown} names more GPUs than the {MAX_GPUS:,} that a cluster may have: the ranges up to {low}-{high} "
                 f"are {len(indices) + high + 1 - low:,} together; name each GPU once"
             )
         indices.extend(range(low, high + 1))
@@ -43,7 +45,10 @@ def gpu_list(indices: Collection[int]) -> str:
 
 
 def list_fault(key: str, indices: Sequence[int], *, own: str, num_gpus: int, holder: Mapping[int, str]) -> str | None:
-    """What is wrong with the GPUs that `key` names for `own`, where `holder` has those of others; None for nothing."""
+    """The faults of the GPUs that `key` names for the component `own`, as one line. None: there is no fault.
+
+    `holder` maps each GPU of another component to that component.
+    """
     beyond: list[int] = []
     held: dict[str, list[int]] = {}
     seen: set[int] = set()
@@ -54,10 +59,10 @@ def list_fault(key: str, indices: Sequence[int], *, own: str, num_gpus: int, hol
             held.setdefault(holder.get(index, own), []).append(index)
         seen.add(index)
     twice = ", ".join(f"{_named(found)}, which {name} has already" for name, found in held.items())
-    told = [f"{twice}: list each GPU once"] if twice else []
+    faults = [f"{twice}: list each GPU once"] if twice else []
     if beyond:
-        told.append(f"{_named(beyond)}, the cluster has {num_gpus} (0-{num_gpus - 1})")
-    return f"{key} names {'; '.join(told)}" if told else None
+        faults.append(f"{_named(beyond)}, the cluster has {num_gpus} (0-{num_gpus - 1})")
+    return f"{key} names {'; '.join(faults)}" if faults else None
 
 
 def _named(indices: Collection[int]) -> str:

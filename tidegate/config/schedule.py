@@ -1,8 +1,16 @@
 """The learning rate of a config: its `LrSchedule`, its `LrRules`, and the plan in one line.
 
-A batch of the ledger is a minibatch and owns one step, so the budget of a job is its iterations times its minibatches,
-whatever is filtered, packed or resized (docs/adr/0022).
-Invariant: a config without fault has a schedule; the number of replicas is in none of its numbers.
+A batch of the ledger is a minibatch and owns one step (docs/adr/0022). Filtering, packing and resizes do not change it:
+
+    budget = iterations * n_minibatches
+
+    budget        steps of the learning-rate schedule, unless `actor.lr_schedule.budget_updates` sets it
+    iterations    `algorithm.iterations`
+    n_minibatches `algorithm.n_minibatches`
+
+Invariants:
+- A config without fault has a schedule. [test_schedule: a_schedule_that_contradicts_itself]
+- No number of the schedule depends on the number of replicas. [test_schedule: the_number_of_replicas_changes_nothing]
 """
 
 from __future__ import annotations
@@ -15,19 +23,19 @@ from tidegate.lr.checkpoint import OnMismatch
 from tidegate.lr.progress import LrRules, projected_overshoot
 from tidegate.lr.schedule import Decay, LrSchedule, Steps
 
-OF_THE_RULES = ("mode", "on_skip", "empty_batch")
-"""Keys of the section that make no `LrSchedule`: what progress is counted by is the same for a whole lineage."""
+RULE_KEYS = ("mode", "on_skip", "empty_batch")
+"""Keys of the section that set the `LrRules`, not the `LrSchedule`. A whole lineage has the same rules."""
 
 
 def leave_out_schedule(actor: dict[str, Any]) -> None:
-    """Of the config's section `actor` as plain values, what makes its `LrSchedule`."""
+    """Remove the keys of the `LrSchedule` from the config's section `actor`, which is given as plain values."""
     for key in ("learning_rate", "lr_warm_up_samples"):
         del actor[key]
-    actor["lr_schedule"] = {key: actor["lr_schedule"][key] for key in OF_THE_RULES}
+    actor["lr_schedule"] = {key: actor["lr_schedule"][key] for key in RULE_KEYS}
 
 
 def schedule_of(config: JobSections) -> LrSchedule:
-    """LrError where it contradicts itself."""
+    """LrError: the schedule contradicts itself."""
     section = config.actor.lr_schedule
     return LrSchedule(
         peak=config.actor.learning_rate,
@@ -53,7 +61,7 @@ def rules_of(config: JobSections) -> LrRules:
 
 
 def num_updates_of(config: JobSections) -> int:
-    """Of the whole job, when each minibatch is one update."""
+    """The updates of the whole job: one for each minibatch."""
     return config.algorithm.iterations * config.algorithm.n_minibatches
 
 
@@ -67,13 +75,13 @@ def warm_up(config: JobSections) -> Steps:
 
 
 def samples_per_update(config: JobSections) -> int:
-    """Of a full minibatch, over all replicas."""
+    """Samples of a full minibatch, summed over all replicas."""
     algorithm = config.algorithm
     return algorithm.prompts_per_iteration // algorithm.n_minibatches * algorithm.group_size
 
 
-def lr_told(config: JobSections) -> str:
-    """One line, of a config without fault: what the budget holds, and by how much the job will pass it."""
+def lr_summary(config: JobSections) -> str:
+    """One line on the budget and the projected overshoot. The config must be without fault."""
     schedule, mode = schedule_of(config), config.actor.lr_schedule.mode
     planned = num_updates_of(config)
     text = (

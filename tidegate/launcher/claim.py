@@ -34,7 +34,7 @@ from typing import Any
 from tidegate.attempts import AttemptFolder, begin_attempt
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import leave_out_schedule
-from tidegate.config.sections.lr import OF_A_RESUME
+from tidegate.config.sections.lr import RESUME_KEYS
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
@@ -217,7 +217,7 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
         section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
     }
     del dumped["model"]["tokenizer"]
-    for key in OF_A_RESUME:
+    for key in RESUME_KEYS:
         del dumped["actor"]["lr_schedule"][key]
     if dumped["data"] is not None:
         del dumped["data"]["train"], dumped["data"]["chat_template"]

@@ -28,10 +28,10 @@ import structlog
 
 from tidegate.attempts import end_attempt
 from tidegate.config.job_config import ConfigError, JobConfig
-from tidegate.config.schedule import lr_told
+from tidegate.config.schedule import lr_summary
 from tidegate.config.sections.job import ServersSection
 from tidegate.config.sections.record import tracking_faults
-from tidegate.config.sections.scheduler import unmovable
+from tidegate.config.sections.scheduler import moving_fault
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
 from tidegate.launcher.checkpoint import newest_checkpoint
@@ -110,7 +110,7 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
 
 
 async def _checked(request: RunRequest) -> Job:
-    if fault := unmovable(request.config.scheduler):
+    if fault := moving_fault(request.config.scheduler):
         raise ConfigError(fault)
     job = load_job(request.config)
     refuse_running(JobFolder.of(request.config))
@@ -124,7 +124,7 @@ async def _checked(request: RunRequest) -> Job:
 
 
 def _report_config(request: RunRequest, view: View) -> None:
-    plan = lr_told(request.config)
+    plan = lr_summary(request.config)
     structlog.get_logger(SOURCE).info("config", message=plan)
     view.plan(plan)
     for warning in (*request.notes, *request.config.warnings()):

@@ -1,1 +1,1 @@
-"""The learning rate as a function of consumed data: the ledger, its schedule, its checkpoint. Pure."""
+"""The learning rate as a function of consumed data: the ledger of progress, its schedule, its checkpoint. Pure."""

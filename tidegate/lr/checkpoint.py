@@ -1,10 +1,15 @@
-"""A ledger of learning-rate progress as JSON, and what becomes of one that is taken up again.
+"""A ledger of learning-rate progress as JSON, and the rules of a resume.
 
-Loading assigns: it makes the ledger that was saved, however often it is done. Order of a resume: a text that says what
-it counts is read (`decoded`) and held against the config (`resumed`); counters that do not say it are foreign, whatever
-their numbers are, and are taken over only by a policy that somebody chose (`adopted`). Nothing is ever scaled by the
-ratio of two budgets. Invariants: `decoded(encoded(ledger)) == ledger`; a text whose numbers do not add up, or that a
-later version wrote, is refused.
+A resume takes one of two ways:
+- A text that names its unit is read (`decoded`) and compared with the config (`resumed`).
+- Counters without a unit are foreign, whatever their numbers. They are used only by an explicit policy (`adopted`).
+
+Invariants:
+- `decoded(encoded(ledger)) == ledger`, and a second load has the same result: loading assigns, it never adds.
+  [test_lr_checkpoint: loads_as_the_same_ledger]
+- A text whose numbers do not add up, or that a later version wrote, is refused.
+  [test_lr_checkpoint: a_damaged_ledger_is_refused]
+- Progress is never scaled by the ratio of two budgets. [test_lr_checkpoint: a_legacy_policy_sets_the_progress]
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ _COUNTS = ("next_batch", "num_units", "num_updates", "num_skips", "num_consecuti
 
 
 class OnMismatch(StrEnum):
-    """Whose schedule holds when the config's and the checkpoint's differ."""
+    """Which schedule holds when those of the config and the checkpoint differ. `ERROR`: refuse the resume."""
 
     ERROR = "error"
     CONFIG = "config"
@@ -39,19 +44,20 @@ class OnMismatch(StrEnum):
 
 
 class LegacyPolicy(StrEnum):
-    """What to make of counters that do not say what they count."""
+    """The progress of a lineage that resumes from foreign counters: counters without a unit."""
 
     ERROR = "error"
+    """Refuse the resume."""
     REBASE = "rebase"
-    """Progress is what was really consumed, as the caller knows it."""
+    """Progress is the really consumed number of steps, which the caller knows."""
     CLAMP = "clamp"
-    """Progress is theirs, up to the budget."""
+    """Progress is that of the counters, but at most the budget."""
     KEEP = "keep"
-    """Progress is theirs."""
+    """Progress is that of the counters."""
 
 
 def encoded(ledger: LrLedger) -> str:
-    """As JSON, with the full schedule."""
+    """JSON with all counters and the full schedule."""
     schedule = {name: _plain(value) for name, value in _fields(ledger.schedule).items()}
     counters = {name: _plain(getattr(ledger, name)) for name in (*_STEPS, *_COUNTS)}
     return json.dumps(
@@ -68,7 +74,7 @@ def encoded(ledger: LrLedger) -> str:
 
 
 def decoded(text: str) -> LrLedger:
-    """Inverse of `encoded`. ForeignCheckpoint for counters without a unit, CheckpointRefused for what is damaged."""
+    """The inverse of `encoded`. ForeignCheckpoint: counters without a unit. CheckpointRefused: a damaged ledger."""
     try:
         raw = json.loads(text)
     except (ValueError, TypeError) as error:
@@ -76,7 +82,7 @@ def decoded(text: str) -> LrLedger:
     if not isinstance(raw, dict):
         raise CheckpointRefused(f"the learning-rate ledger is a {type(raw).__name__}, not an object")
     if "unit" not in raw:
-        raise ForeignCheckpoint(f"{_told(raw)} say not what they count: {_CHOOSE}")
+        raise ForeignCheckpoint(f"{_counters(raw)} have no unit: {_CHOOSE}")
     if raw["unit"] != UNIT or not isinstance(raw.get("version"), int) or not 1 <= raw["version"] <= VERSION:
         raise CheckpointRefused(
             f"the learning-rate ledger has version {raw.get('version')} and counts {raw['unit']!r}; this one reads "
@@ -95,17 +101,17 @@ def decoded(text: str) -> LrLedger:
 def resumed(
     saved: LrLedger, schedule: LrSchedule, rules: LrRules, *, on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> LrLedger:
-    """The saved ledger under a config that asks for this schedule and these rules.
+    """The saved ledger under the schedule and the rules of a config.
 
-    How skips and empty batches are treated from here on is the config's. CheckpointRefused where a step would mean
-    something else than before, BudgetMismatch where the schedules differ and `on_mismatch` leaves it open.
+    The config's treatment of skips and empty batches holds from here on. CheckpointRefused: a step would change its
+    meaning. BudgetMismatch: the schedules differ and `on_mismatch` is ERROR.
     """
     was = saved.rules
     if (was.mode, was.logical_minibatch) != (rules.mode, rules.logical_minibatch):
         raise CheckpointRefused(
             f"the checkpoint counts in mode {was.mode} with logical mini-batches of {was.logical_minibatch} units, the "
-            f"config in {rules.mode} with {rules.logical_minibatch}: steps of the one are none of the other; set the "
-            "config to the checkpoint's"
+            f"config in {rules.mode} with {rules.logical_minibatch}: their steps cannot be compared; set the config's "
+            "values to the checkpoint's"
         )
     now = replace(saved, rules=rules)
     if saved.schedule == schedule or on_mismatch is OnMismatch.CHECKPOINT:
@@ -114,7 +120,7 @@ def resumed(
         raise BudgetMismatch(
             f"the checkpoint has a budget of {saved.schedule.budget} steps, of which {saved.progress} are done, and "
             f"the config one of {schedule.budget} ({_differences(saved.schedule, schedule)}): choose whose schedule "
-            "holds, config or checkpoint (of a job: actor.lr_schedule.budget_mismatch)"
+            "holds, config or checkpoint (for a job: actor.lr_schedule.budget_mismatch)"
         )
     return replace(now, schedule=schedule)
 
@@ -128,22 +134,22 @@ def adopted(
     consumed: Steps | None = None,
     next_batch: int = 0,
 ) -> LrLedger:
-    """A ledger that goes on from foreign counters, such as a Megatron scheduler's `state_dict()`.
+    """A ledger that continues from foreign counters, such as a Megatron scheduler's `state_dict()`.
 
-    `consumed`: the steps that the data consumed so far are worth, which `rebase` needs. The schedule is the config's
-    from here on. ForeignCheckpoint unless a policy is chosen.
+    `consumed` is the number of steps for the data consumed so far; `rebase` needs it. The config's schedule holds from
+    here on. ForeignCheckpoint: `policy` is ERROR, or the numbers that it needs are missing.
     """
     num_steps = counters.get("num_steps")
     if policy is LegacyPolicy.ERROR:
         raise ForeignCheckpoint(
-            f"{_told(counters)} say not what they count, and the config has a budget of {schedule.budget}: {_CHOOSE}"
+            f"{_counters(counters)} have no unit, and the config has a budget of {schedule.budget}: {_CHOOSE}"
         )
     if policy is LegacyPolicy.REBASE:
         if consumed is None or isinstance(consumed, float | bool) or consumed < 0:
-            raise ForeignCheckpoint(f"consumed={consumed!r}: rebase needs the exact steps that were consumed, from 0")
+            raise ForeignCheckpoint(f"consumed={consumed!r}: rebase needs the exact number of consumed steps, from 0")
         origin = Fraction(consumed)
     elif isinstance(num_steps, bool) or not isinstance(num_steps, int | Fraction) or num_steps < 0:
-        raise ForeignCheckpoint(f"num_steps={num_steps!r} is no count of steps: choose rebase, which does not use it")
+        raise ForeignCheckpoint(f"num_steps={num_steps!r} is no number of steps: choose rebase, which does not use it")
     else:
         origin = Fraction(num_steps)
     if policy is LegacyPolicy.CLAMP:
@@ -152,12 +158,12 @@ def adopted(
 
 
 _CHOOSE = (
-    "choose rebase (progress is what was consumed), clamp (theirs, up to the budget) or keep (theirs), of a job by "
-    "actor.lr_schedule.legacy_policy; they are never scaled"
+    "choose rebase (the consumed steps are the progress), clamp (theirs, up to the budget) or keep (theirs), for a job "
+    "by actor.lr_schedule.legacy_policy; they are never scaled"
 )
 
 
-def _told(counters: Mapping[str, object]) -> str:
+def _counters(counters: Mapping[str, object]) -> str:
     return f"num_steps={counters.get('num_steps')} of lr_decay_steps={counters.get('lr_decay_steps')}"
 
 
@@ -198,7 +204,7 @@ def _encoded_last(batch: ClosedBatch) -> dict[str, Any]:
 
 
 def _decoded(raw: Mapping[str, Any]) -> LrLedger:
-    # A ledger that was saved before there was one has none of the last batch.
+    # `get`: a ledger of an older version has no last batch.
     batch, last = raw["open_batch"], raw.get("last_batch")
     counters: dict[str, Any] = {name: _exact(raw[name]) for name in _STEPS}
     counters |= {name: _int(raw[name]) for name in _COUNTS}
@@ -252,7 +258,7 @@ def _decoded_last(raw: Mapping[str, Any]) -> ClosedBatch:
 
 
 def _check_sums(ledger: LrLedger) -> None:
-    """LrError where the steps contradict each other."""
+    """LrError: the steps contradict each other."""
     made = ledger.progress - ledger.origin
     batch = ledger.open_batch
     pending = Fraction(0) if batch is None else batch.share(batch.pending)
@@ -271,7 +277,7 @@ def _check_sums(ledger: LrLedger) -> None:
 
 
 def _check_counts(ledger: LrLedger) -> None:
-    """LrError where the counts of units, updates and skips contradict each other or the steps."""
+    """LrError: the counts of units, updates and skips contradict each other or the steps."""
     batch = ledger.open_batch or OpenBatch(ledger.next_batch, 1, Fraction(0))
     of_closed = ledger.nominal - batch.nominal - ledger.shortfall
     before = (
@@ -279,11 +285,11 @@ def _check_counts(ledger: LrLedger) -> None:
         ledger.num_updates - len(batch.updates) + len(batch.skips),
         ledger.num_skips - len(batch.skips),
     )
-    num_units, *num_told = before
+    num_units, num_updates, num_skips = before
     last = ledger.last_batch or ClosedBatch(0, Fraction(0))
     of_last = (sum(last.updates.values()), len(last.updates) - len(last.skips), len(last.skips))
-    is_possible = all(map(ge, before, of_last)) and num_units >= sum(num_told) and of_closed >= 0
-    # Each closed batch owns steps; without any, none of the units, updates and skips are theirs.
+    is_possible = all(map(ge, before, of_last)) and num_units >= num_updates + num_skips and of_closed >= 0
+    # Each closed batch owns steps. If they own none, no batch is closed, and no unit, update or skip is theirs.
     is_possible &= of_closed > 0 or not any(before)
     is_possible &= ledger.num_consecutive_skips <= ledger.num_skips and (ledger.num_skips > 0 or not ledger.skipped)
     if not ledger.num_updates:
@@ -292,10 +298,10 @@ def _check_counts(ledger: LrLedger) -> None:
         raise LrError(
             f"its counts do not add up: {ledger.num_units} units in {ledger.num_updates} updates and "
             f"{ledger.num_skips} skips, {ledger.num_consecutive_skips} in a row; the closed batches have "
-            f"{before[0]}, {before[1]} and {before[2]} of them for {of_closed} steps"
+            f"{num_units}, {num_updates} and {num_skips} of them for {of_closed} steps"
         )
 
 
-def _differences(saved: LrSchedule, asked: LrSchedule) -> str:
-    was, now = _fields(saved), _fields(asked)
+def _differences(saved: LrSchedule, configured: LrSchedule) -> str:
+    was, now = _fields(saved), _fields(configured)
     return ", ".join(f"{name} {was[name]} and {now[name]}" for name in was if was[name] != now[name])

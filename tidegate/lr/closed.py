@@ -1,7 +1,11 @@
-"""What the ledger of learning-rate progress keeps of the batch that was closed last, and what may be told of it again.
+"""The record of the last closed batch in the ledger of learning-rate progress. It tells a repeat from a new report.
 
-Invariants: what was told again changes nothing; what was never told, or told otherwise, is refused rather than taken
-for a repeat. Only how many units an update took is kept, so that it stays small whatever the units were.
+The record keeps only the number of units of each update, so that it stays small whatever the units were.
+
+Invariants:
+- A repeated report changes nothing. [test_lr_progress: a_repeated_report_changes_nothing]
+- A report that the batch never had, or had with another outcome, is refused and not taken for a repeat.
+  [test_lr_progress: a_report_that_the_last_closed_batch_never_had]
 """
 
 from __future__ import annotations
@@ -15,31 +19,29 @@ from tidegate.lr.errors import NoOpenBatch, UpdateConflict
 
 @dataclass(frozen=True, slots=True)
 class ClosedBatch:
-    """Its updates by their ids; none where nothing of the batch was left to train on."""
-
     id: int
     nominal: Fraction
     updates: Mapping[str, int] = field(default_factory=dict)
-    """How many units each took."""
+    """The number of units of each update, by the update's id. Empty: nothing of the batch was left to train on."""
     skips: frozenset[str] = frozenset()
 
     def check_update(self, update: str, num_units: int, *, is_skip: bool) -> None:
-        """NoOpenBatch for one that the batch never had, UpdateConflict for another outcome."""
+        """NoOpenBatch: the batch never had this update. UpdateConflict: it had it with another outcome."""
         if update not in self.updates:
             raise NoOpenBatch(
-                f"batch {self.id} is closed, and none of its {len(self.updates)} updates is {update}: tell an update "
+                f"batch {self.id} is closed, and none of its {len(self.updates)} updates is {update}: report an update "
                 "before its batch closes"
             )
         if self.updates[update] != num_units or (update in self.skips) != is_skip:
             raise UpdateConflict(
-                f"update {update} of batch {self.id}, which is closed, was told with {self.updates[update]} units and "
-                f"comes again with {num_units}, or with another outcome: give each update an id of its own"
+                f"update {update} of batch {self.id}, which is closed, was reported with {self.updates[update]} units "
+                f"and comes again with {num_units}, or with another outcome: give each update an id of its own"
             )
 
     def check_empty(self, nominal: Fraction) -> None:
-        """UpdateConflict where it was trained, or owned other steps."""
+        """UpdateConflict: the batch had updates, or owned another number of steps."""
         if self.updates or nominal != self.nominal:
             raise UpdateConflict(
                 f"batch {self.id} was closed with {len(self.updates)} updates and {self.nominal} steps, and comes "
-                f"again as an empty one of {nominal}: tell each batch once, or as it was"
+                f"again as an empty one of {nominal}: report a batch once, or again with the same numbers"
             )

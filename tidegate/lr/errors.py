@@ -1,13 +1,13 @@
-"""What a learning-rate ledger refuses, each kind by a name of its own, so that a caller can tell them apart.
+"""The errors of a learning-rate ledger, one class for each kind, so that a caller can distinguish them.
 
-Invariant: whoever raises one of these has changed nothing.
+Invariant: a call that raises one of these errors has changed nothing. [test_lr_progress: bad_input_to_an_open_batch]
 """
 
 from __future__ import annotations
 
 
 class LrError(ValueError):
-    """Refused, with nothing changed; the message gives the numbers and what to do."""
+    """The ledger refuses a call and has changed nothing. The message gives the numbers and the remedy."""
 
 
 class ScheduleRefused(LrError):
@@ -19,7 +19,7 @@ class BudgetRefused(LrError):
 
 
 class NominalRefused(LrError):
-    """A number of steps that is no exact positive number: zero, negative, a float, NaN, a bool."""
+    """A number of steps that is not exact and positive: zero, negative, a float, NaN, a bool."""
 
 
 class BatchRefused(LrError):
@@ -43,15 +43,15 @@ class OverConsumption(LrError):
 
 
 class UnknownUnit(LrError):
-    """A unit that is none of the batch's, or no unit at all."""
+    """A unit that does not belong to the batch, or a value that is no unit."""
 
 
 class DuplicateUnit(LrError):
-    """A unit that was consumed before, or is named twice."""
+    """A unit that an earlier update has consumed, or that is named twice."""
 
 
 class UpdateConflict(LrError):
-    """An update id comes again with other units or another outcome."""
+    """An update id that comes again with other units or another outcome."""
 
 
 class TooManySkips(LrError):
@@ -67,8 +67,8 @@ class CheckpointRefused(LrError):
 
 
 class BudgetMismatch(CheckpointRefused):
-    """The config and the saved ledger have different schedules, and nobody said which is meant."""
+    """The config and the saved ledger have different schedules, and no setting says which one holds."""
 
 
 class ForeignCheckpoint(CheckpointRefused):
-    """Counters that do not say what they count, and nobody said what to make of them."""
+    """Counters without a unit, and no setting says how to use them."""

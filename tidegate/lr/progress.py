@@ -1,16 +1,31 @@
-"""How far the learning-rate schedule is, as an exact function of consumed data: the ledger of progress.
+"""The ledger of learning-rate progress: the position in the schedule as an exact function of consumed data.
 
-A unit is one sample in one epoch; a batch (one call of the trainer) has N of them and owns `nominal` steps of the
-budget. Mode `nominal`: an update that consumes n units moves progress by `nominal * n / N`, so that the rate at any
-point of the data is the same whatever the token cap, the data-parallel size and the grouping into updates. Mode
-`optimizer_updates`: each successful update is one step. An update is made at the rate of the progress before it.
+A unit is one sample in one epoch. A batch is one call of the trainer. It has units and owns steps of the budget.
+In mode `nominal` an update moves progress by
 
-A ledger is a value: each step returns the next one, and what is refused has changed nothing. Invariants:
-- no float: progress and all counters are ints and Fractions;
-- each unit is consumed once; what was told twice, in whatever order, counts once, by (batch, update). What is told
-  of the batch closed last is held against what it was; of older ones no ids are kept, and anything passes as a repeat;
-- nominal steps of all batches = progress made + `skipped` + `shortfall` + what is pending (mode `nominal`);
-- gradients that are dropped were never told here: their units are pending, and may be planned anew on other ranks.
+    share = nominal * n / N
+
+    share    the steps of the update
+    nominal  the steps that the batch owns
+    n        the units that the update consumes
+    N        the units of the batch
+
+so that the rate at any point of the data does not depend on the token cap, the data-parallel size or the grouping into
+updates. In mode `optimizer_updates` each successful update is one step. An update uses the rate of the progress before
+it.
+
+A ledger is a value: each method returns the next ledger. Gradients that are dropped are not reported to it: their units
+stay pending, and may be assigned to other ranks.
+
+Invariants:
+- Progress and all counters are ints and Fractions, never floats. [test_lr_progress: no_float_is_in_the_ledger]
+- Each unit is consumed once. [test_lr_progress: bad_input_to_an_open_batch]
+- A repeated report counts once, in whatever order reports come. [test_lr_progress: repeated_and_reordered_reports]
+  A repeat for the last closed batch is compared with that batch. The ids of older batches are not kept: any report
+  for them passes as a repeat.
+- In mode `nominal`: steps of all batches = progress made + `skipped` + `shortfall` + steps of pending units.
+  [test_lr_progress: every_step_is_accounted_for]
+- A refused call changes nothing. [test_lr_progress: a_batch_that_cannot_open]
 """
 
 from __future__ import annotations
@@ -38,21 +53,21 @@ from tidegate.lr.units import Units
 
 
 class LrMode(StrEnum):
-    """What a step of progress is."""
+    """The meaning of one step of progress."""
 
     NOMINAL = "nominal"
     OPTIMIZER_UPDATES = "optimizer_updates"
 
 
 class OnSkip(StrEnum):
-    """What an update whose gradient was not finite does in mode `nominal`."""
+    """The effect on progress, in mode `nominal`, of an update with a non-finite gradient."""
 
     ADVANCE = "advance"
     HOLD = "hold"
 
 
 class EmptyBatch(StrEnum):
-    """What a batch without any update does in mode `nominal`."""
+    """The effect on progress, in mode `nominal`, of a batch without any update."""
 
     HOLD = "hold"
     ADVANCE = "advance"
@@ -60,10 +75,10 @@ class EmptyBatch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LrRules:
-    """What progress is counted by; the same for a whole lineage."""
+    """The rules of counting progress. `mode` and `logical_minibatch` are the same for a whole lineage."""
 
     logical_minibatch: int
-    """Units of one nominal update over all ranks, whatever their number."""
+    """The units of one nominal update, over all ranks. It does not depend on the number of ranks."""
     mode: LrMode = LrMode.NOMINAL
     on_skip: OnSkip = OnSkip.ADVANCE
     empty_batch: EmptyBatch = EmptyBatch.HOLD
@@ -74,20 +89,20 @@ class LrRules:
         _whole(self.max_consecutive_skips, "max_consecutive_skips", least=0)
 
     def nominal_of(self, num_units: int) -> Fraction:
-        """The steps of a batch by its size alone."""
+        """The steps that a batch owns by its size."""
         return Fraction(_whole(num_units, "num_units", least=1), self.logical_minibatch)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch, and the units that each of its updates has consumed."""
-
     id: int
     num_units: int
     nominal: Fraction
+    """The steps that the batch owns."""
     updates: Mapping[str, Units] = field(default_factory=dict)
+    """The units that each update has consumed, by the update's id."""
     skips: frozenset[str] = frozenset()
-    """Which of the updates were skipped."""
+    """The ids of the updates that were skipped."""
     consumed: Units = field(default_factory=Units)
 
     @property
@@ -95,60 +110,60 @@ class OpenBatch:
         return Units.of(range(self.num_units)) - self.consumed
 
     def share(self, units: Units) -> Fraction:
-        """The steps that these units are worth."""
+        """The steps of these units: `nominal * n / N`."""
         return self.nominal * units.count / self.num_units
 
 
 @dataclass(frozen=True, slots=True)
 class LrLedger:
-    """See the module. A new lineage begins with `LrLedger(schedule, rules)`."""
+    """The ledger of this module. A new lineage begins with `LrLedger(schedule, rules)`."""
 
     schedule: LrSchedule
     rules: LrRules
     origin: Fraction = Fraction(0)
-    """Progress that came from elsewhere: a checkpoint that was no ledger's."""
+    """The progress at which the ledger began, from a checkpoint without a ledger."""
     progress: Fraction = Fraction(0)
     committed: Fraction = Fraction(0)
-    """Progress after the last update that was applied."""
+    """The progress after the last applied update."""
     open_batch: OpenBatch | None = None
     next_batch: int = 0
-    """All batches before it are closed."""
+    """All batches with a smaller id are closed."""
     last_batch: ClosedBatch | None = None
-    """The one closed last; None where nothing is known of it, as in a checkpoint that was saved without it."""
+    """The last closed batch. None: nothing is known of it, as in a checkpoint of an older version."""
     nominal: Fraction = Fraction(0)
-    """Steps of all batches, the open one too."""
+    """The steps of all batches, the open one included."""
     num_units: int = 0
     num_updates: int = 0
-    """That were applied."""
+    """The number of applied updates."""
     num_skips: int = 0
     num_consecutive_skips: int = 0
     skipped: Fraction = Fraction(0)
-    """Steps of units whose update was skipped and moved nothing."""
+    """The steps of units whose update was skipped without any progress."""
     shortfall: Fraction = Fraction(0)
-    """Steps of batches without any update that moved nothing."""
+    """The steps of batches without any update and without any progress."""
 
     @property
     def rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return self.schedule.rate(self.num_steps)
 
     @property
     def num_steps(self) -> Steps:
-        """The progress as Megatron's scheduler takes it: an int wherever it is whole."""
+        """The progress for Megatron's scheduler: an int where it is whole."""
         return self.progress.numerator if self.progress.denominator == 1 else self.progress
 
     @property
     def overshoot(self) -> Fraction:
-        """Steps beyond the budget."""
+        """The steps beyond the budget."""
         return max(Fraction(0), self.progress - self.schedule.budget)
 
     @property
     def mark(self) -> str:
-        """What every rank has to agree on; empty before the first update."""
+        """A text that must be the same on every rank. It is empty before the first update."""
         return f"{self.committed} steps after {self.num_updates} updates" if self.num_updates else ""
 
     def opened(self, batch: int, num_units: int, *, nominal: Steps | None = None, dp: int = 1) -> LrLedger:
-        """Begin a batch. `nominal`: its steps; None: by its size. `dp` is only checked: progress knows no ranks."""
+        """Begin a batch. `nominal` sets its steps; None: its size does. `dp` is only checked."""
         self._check_follows(batch)
         if _whole(num_units, "num_units", least=1) < _whole(dp, "dp", least=1):
             raise BatchRefused(f"batch {batch} has {num_units} units for dp={dp}: use fewer replicas or larger batches")
@@ -156,7 +171,7 @@ class LrLedger:
         return replace(self, open_batch=OpenBatch(batch, num_units, steps), nominal=self.nominal + steps)
 
     def committed_update(self, batch: int, update: str, units: Units | Iterable[int]) -> LrLedger:
-        """The optimizer has applied this update of these units, of all ranks together."""
+        """The optimizer has applied this update. `units` are those of all ranks."""
         now = self._taking(batch, update, Units.of(units), is_skip=False)
         if now is None:
             return self
@@ -176,14 +191,14 @@ class LrLedger:
     def skipped_update(self, batch: int, update: str, units: Units | Iterable[int]) -> LrLedger:
         """The gradient of this update was not finite, and its units will not be trained on again.
 
-        TooManySkips when the rules allow no further one in a row."""
+        TooManySkips: the rules allow no further consecutive skip."""
         now = self._taking(batch, update, Units.of(units), is_skip=True)
         if now is None:
             return self
         if self.num_consecutive_skips >= self.rules.max_consecutive_skips:
             raise TooManySkips(
                 f"{self.num_consecutive_skips + 1} updates in a row were skipped, the last {update} of batch {batch}; "
-                f"at most {self.rules.max_consecutive_skips} may be: lower the rate or go back to a checkpoint"
+                f"at most {self.rules.max_consecutive_skips} are allowed: lower the rate or go back to a checkpoint"
             )
         share = now.share(now.updates[update])
         moves = self.rules.mode is LrMode.NOMINAL and self.rules.on_skip is OnSkip.ADVANCE
@@ -198,7 +213,7 @@ class LrLedger:
         )
 
     def closed(self, batch: int) -> LrLedger:
-        """End a batch all of whose units are consumed."""
+        """End a batch. UnitsLeft: some of its units are not consumed yet."""
         if self._is_past(batch):
             return self
         if pending := self._open(batch).pending:
@@ -212,7 +227,7 @@ class LrLedger:
         return replace(self, open_batch=None, next_batch=batch + 1, last_batch=last)
 
     def emptied(self, batch: int, nominal: Steps) -> LrLedger:
-        """A batch of so many steps of which nothing was left to train on."""
+        """Begin and end a batch that owns `nominal` steps but has nothing left to train on."""
         steps = exact_steps(nominal)
         if self._is_past(batch):
             if last := self._last(batch):
@@ -230,7 +245,7 @@ class LrLedger:
         )
 
     def next_units(self, count: int) -> Units:
-        """The next `count` pending units of the open batch. NoOpenBatch, OverConsumption."""
+        """The lowest `count` pending units of the open batch. NoOpenBatch; OverConsumption: fewer are pending."""
         if self.open_batch is None:
             raise NoOpenBatch("no batch is open: open one before its updates")
         return self.open_batch.pending.first(_whole(count, "count", least=1))
@@ -246,7 +261,7 @@ class LrLedger:
         if self.open_batch is not None:
             raise BatchOpen(f"batch {batch} cannot begin: batch {self.open_batch.id} is open; close it first")
         if batch != self.next_batch:
-            raise BatchRefused(f"batch {batch} cannot begin: {self.next_batch} is the one that follows")
+            raise BatchRefused(f"batch {batch} cannot begin: the next batch is {self.next_batch}")
 
     def _open(self, batch: int) -> OpenBatch:
         if self.open_batch is None or self.open_batch.id != batch:
@@ -255,7 +270,7 @@ class LrLedger:
         return self.open_batch
 
     def _taking(self, batch: int, update: str, units: Units, *, is_skip: bool) -> OpenBatch | None:
-        """The open batch with the update; None where it was told before."""
+        """The open batch with the update. None: the report is a repeat."""
         if self._is_past(batch):
             if last := self._last(batch):
                 last.check_update(update, units.count, is_skip=is_skip)
@@ -264,8 +279,8 @@ class LrLedger:
         if update in now.updates:
             if now.updates[update] != units or (update in now.skips) != is_skip:
                 raise UpdateConflict(
-                    f"update {update} of batch {batch} was told with {now.updates[update].count} units and comes again "
-                    f"with {units.count}, or with another outcome: give each update an id of its own"
+                    f"update {update} of batch {batch} was reported with {now.updates[update].count} units and comes "
+                    f"again with {units.count}, or with another outcome: give each update an id of its own"
                 )
             return None
         _check_units(now, units, f"update {update} of batch {batch}")
@@ -273,34 +288,34 @@ class LrLedger:
         return replace(now, updates={**now.updates, update: units}, skips=skips, consumed=now.consumed | units)
 
 
-def agreed(marks: Mapping[int, str]) -> str:
-    """The mark of all ranks. RanksDisagree, naming them, when they are not the same."""
+def agreed_mark(marks: Mapping[int, str]) -> str:
+    """The common mark of all ranks. RanksDisagree, which names the ranks: the marks differ."""
     holders: dict[str, list[int]] = {}
     for rank, mark in sorted(marks.items()):
         holders.setdefault(mark, []).append(rank)
     if len(holders) != 1:
-        told = "; ".join(f"ranks {ranks}: {mark or 'no update'}" for mark, ranks in holders.items())
-        raise RanksDisagree(f"ranks hold different progress ({told}): restart them all from one checkpoint")
+        groups = "; ".join(f"ranks {ranks}: {mark or 'no update'}" for mark, ranks in holders.items())
+        raise RanksDisagree(f"ranks hold different progress ({groups}): restart them all from one checkpoint")
     return next(iter(holders))
 
 
 def projected_overshoot(schedule: LrSchedule, num_updates: int) -> Fraction:
-    """Steps beyond the budget after so many updates, were each a step of its own."""
+    """The steps beyond the budget after `num_updates` updates of one step each."""
     return max(Fraction(0), num_updates - Fraction(schedule.budget))
 
 
 def _check_units(batch: OpenBatch, units: Units, what: str) -> None:
     if not units:
-        raise UnknownUnit(f"{what} names no unit: an update consumes one or more, and padding is none")
+        raise UnknownUnit(f"{what} names no unit: an update consumes at least one, and padding does not count")
     if units.count > batch.num_units - batch.consumed.count:
         raise OverConsumption(
             f"{what} consumes {units.count} units, {batch.num_units - batch.consumed.count} of {batch.num_units} are "
-            "pending: padded and duplicated samples are no units"
+            "pending: do not count padded and duplicated samples"
         )
     if strangers := units - Units.of(range(batch.num_units)):
         raise UnknownUnit(f"{what} names unit {strangers.runs[0][0]}; the batch has 0-{batch.num_units - 1}")
     if again := units & batch.consumed:
-        raise DuplicateUnit(f"{what} names unit {again.runs[0][0]}, which an update before it has consumed")
+        raise DuplicateUnit(f"{what} names unit {again.runs[0][0]}, which an earlier update has consumed")
 
 
 def _whole(value: int, name: str, *, least: int) -> int:

@@ -1,9 +1,14 @@
 """The learning rate as a pure function of progress, for every decay style of Megatron's scheduler.
 
-Progress and all lengths are exact (ints and Fractions) and counted in steps; only the rate that comes out is a float.
-Invariants: at any progress the rate is, bit for bit, that of `megatron.core.optimizer_param_scheduler` with as many
-`num_steps`, for a group whose `max_lr` and `min_lr` are the schedule's peak and minimum, for the operations on floats
-and their order are the same; beyond the budget it is `minimum`, unless it is constant; a schedule is valid when made.
+Progress and all lengths are exact (ints and Fractions) and counted in steps. Only the resulting rate is a float.
+
+Invariants:
+- At any progress the rate has the same bits as that of `megatron.core.optimizer_param_scheduler` at as many
+  `num_steps`, for a group with the schedule's peak and minimum as `max_lr` and `min_lr`. The operations on floats and
+  their order are the same. [test_lr_schedule: the_rate_is_megatrons_at_any_progress]
+- Beyond the budget the rate is `minimum`, unless the schedule is constant.
+  [test_lr_schedule: beyond_the_budget_the_rate_is_the_minimum]
+- A schedule is valid when made. [test_lr_schedule: a_contradictory_schedule_is_refused]
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ Steps: TypeAlias = int | Fraction
 
 
 class Decay(StrEnum):
-    """As Megatron names them."""
+    """Megatron's names of the decay styles."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -31,7 +36,7 @@ class Decay(StrEnum):
 
 
 class WsdDecay(StrEnum):
-    """How the rate falls at the end of WSD."""
+    """The form of the decay at the end of WSD."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -40,27 +45,27 @@ class WsdDecay(StrEnum):
 
 
 def exact_steps(value: object, name: str = "nominal") -> Fraction:
-    """A positive number of steps. NominalRefused for any other value, whatever its type."""
+    """A positive number of steps. NominalRefused: any other value of any type."""
     if isinstance(value, bool) or not isinstance(value, int | Fraction):
         raise NominalRefused(f"{name}={value!r} is not exact: give an int or a Fraction, such as Fraction(3, 4)")
     if value <= 0:
-        raise NominalRefused(f"{name}={value} is not above 0: a batch that trains nothing is told as empty")
+        raise NominalRefused(f"{name}={value} is not above 0: report a batch that trains nothing as empty")
     return Fraction(value)
 
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """The rate rises from `initial` to `peak` over `warm_up` steps and is at `minimum` after `budget`."""
+    """The rate rises from `initial` to `peak` over `warm_up` steps and is `minimum` after `budget` steps."""
 
     peak: float
     budget: Steps
-    """Steps until the end of the decay, the warm-up among them."""
+    """The steps until the end of the decay, the warm-up included."""
     warm_up: Steps = 0
     decay: Decay = Decay.CONSTANT
     initial: float = 0.0
     minimum: float = 0.0
     wsd_steps: Steps = 0
-    """Of WSD: the last so many steps of the budget, over which the rate falls."""
+    """For WSD: the number of steps at the end of the budget over which the rate falls."""
     wsd_decay: WsdDecay = WsdDecay.LINEAR
 
     def __post_init__(self) -> None:
@@ -88,7 +93,7 @@ class LrSchedule:
             )
 
     def rate(self, progress: Steps) -> float:
-        """Of the update that is made at this progress."""
+        """The rate of an update at this progress."""
         if self.warm_up > 0 and progress <= self.warm_up:
             return self.initial + (self.peak - self.initial) * float(progress) / float(self.warm_up)
         if self.decay is Decay.CONSTANT:
@@ -100,7 +105,7 @@ class LrSchedule:
         return self.minimum + self._height(progress) * (self.peak - self.minimum)
 
     def _height(self, progress: Steps) -> float:
-        """Of the curve after the warm-up, from 1 at the peak to 0 at the minimum."""
+        """The height of the curve after the warm-up, from 1 at the peak to 0 at the minimum."""
         if self.decay is Decay.WSD:
             fall = progress - (self.budget - self.wsd_steps)
             return 1.0 if fall <= 0 else _wsd_height(self.wsd_decay, float(fall) / float(self.wsd_steps))

@@ -1,7 +1,9 @@
-"""Sets of units (sample x epoch visits, as ints) that are as small as they are contiguous: sorted runs.
+"""Sets of units (visits of one sample in one epoch, as ints), stored as sorted runs of consecutive ints.
 
-A batch of 10^12 units of which two spans are left is two pairs of numbers, in memory and in a checkpoint.
-Invariants: runs are sorted, disjoint, not adjacent and not empty; a set is a value.
+The size of a set is that of its runs: a set of two spans of 10^12 units is two pairs of numbers, in memory and in a
+checkpoint. A set is a value.
+
+Invariant: runs are sorted, disjoint, not adjacent and not empty. [test_lr_units: runs_are_sorted_disjoint_and_merged]
 """
 
 from __future__ import annotations
@@ -13,24 +15,26 @@ from typing import TypeAlias
 from tidegate.lr.errors import DuplicateUnit, OverConsumption, UnknownUnit
 
 Run: TypeAlias = tuple[int, int]
-"""Units from the first up to, and without, the second."""
+"""The units from the first number up to the second, the second excluded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """See the module; made by `of`."""
+    """A set of units. `Units.of` makes one."""
 
     runs: tuple[Run, ...] = ()
 
     @classmethod
     def of(cls, *parts: Units | Iterable[int]) -> Units:
-        """All of the parts, such as those of each rank. DuplicateUnit when one is named twice, UnknownUnit for what is
-        no unit."""
+        """The union of the parts, such as the units of each rank.
+
+        DuplicateUnit: a unit occurs twice. UnknownUnit: a value is no unit.
+        """
         return cls(_merged(sorted(run for part in parts for run in _runs(part))))
 
     @property
     def count(self) -> int:
-        """How many; `len` would stop at what fits a C integer."""
+        """The number of units. `len` would be limited to a C integer."""
         return sum(stop - first for first, stop in self.runs)
 
     def __bool__(self) -> bool:
@@ -41,7 +45,7 @@ class Units:
             yield from range(first, stop)
 
     def __or__(self, other: Units) -> Units:
-        """DuplicateUnit when they share one."""
+        """The union. DuplicateUnit: both sets have a common unit."""
         return Units.of(self, other)
 
     def __and__(self, other: Units) -> Units:
@@ -63,9 +67,9 @@ class Units:
         return self & Units(tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b))
 
     def first(self, count: int) -> Units:
-        """The `count` lowest. OverConsumption when there are not as many."""
+        """The `count` lowest units. OverConsumption: the set has fewer."""
         if count > self.count:
-            raise OverConsumption(f"{count} units are asked for and {self.count} are pending; take as many at most")
+            raise OverConsumption(f"{count} units are requested and only {self.count} are pending; take fewer")
         taken: list[Run] = []
         for first, stop in self.runs:
             if count <= 0:
@@ -93,7 +97,7 @@ def _merged(runs: list[Run]) -> tuple[Run, ...]:
     merged: list[Run] = []
     for first, stop in runs:
         if merged and first < merged[-1][1]:
-            raise DuplicateUnit(f"unit {first} is named twice; a unit is consumed by one update on one rank")
+            raise DuplicateUnit(f"unit {first} occurs twice; one update on one rank consumes a unit")
         if merged and first == merged[-1][1]:
             merged[-1] = (merged[-1][0], stop)
         else:

@@ -1,1 +1,1 @@
-"""Who owns which GPU: the records, the steps that may follow each other, and the adoption of a store."""
+"""The ownership of GPUs: the records, the legal steps of a transition, and the adoption of a store."""

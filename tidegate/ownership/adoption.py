@@ -1,16 +1,23 @@
-"""Adoption: how a store that is new, restarted or failed over is opened again without trusting what it lost.
+"""Adoption: opens a store that is new, restarted or failed over, without relying on records that it may have lost.
 
-In order: a term above all that anyone saw, taken in the term register by compare-and-set; ownership rebuilt from what
-the nodes' gates report; then, in one write, the rebuilt records and the store's opening. Of two who adopt at once one
-wins, and the other finds the store open.
+Order:
+1. Ask the gates of the nodes, and read the store.
+2. Choose a term above every known term, and take it in the term register by compare-and-set.
+3. Rebuild ownership from the records and the gates' reports.
+4. In one write, store the rebuilt records and open the store.
+If several adopters race, one wins and the others find the store open.
 
 Invariants:
-- a term is taken by one adopter only, and is larger than every token that the register, the store or a reachable gate
-  knows; a GPU's token never falls;
-- a GPU is `owned` afterwards only if its record and its gate agree on the token, or an open transition's step is under
-  way on it; `free` only if its gate was asked and nobody holds it; else `lost`;
-- an open transition goes on only if all its GPUs are as its record says; one that does not is closed, and what refers
-  to a transition without a record lets go of it.
+- One adopter takes a term. [test_adoption: adopters_that_race]
+- A term is larger than that of every token that the register, the store or a reachable gate knows.
+  [test_adoption: the_next_term_is_above]
+- A GPU's token never falls. [test_ownership: tokens_only_grow]
+- A GPU is `owned` only if its record and its gate agree on the token, or a step of an open transition is under way on
+  it. It is `free` only if its gate reports no holder. Otherwise it is `lost`.
+  [test_adoption: a_gpu_is_rebuilt_from_its_record]
+- A transition stays open only if no gate and no record of its GPUs contradicts it. Otherwise it is closed.
+  [test_adoption: a_transition_that_a_gate_contradicts]
+- No GPU refers to a transition that is not open. [test_adoption: no_gpu_refers_to_a_closed_transition]
 """
 
 from __future__ import annotations
@@ -26,16 +33,16 @@ from tidegate.ports.store import Identity, StoreContents, StoreIdentity
 from tidegate.types import GpuId, NodeId, Token, TransitionId, node_of
 
 GateReports: TypeAlias = Mapping[NodeId, Sequence[GateState]]
-"""What each reachable node's gate says; a node that is missing could not be reached."""
+"""The report of each reachable node's gate. A node without an entry is unreachable."""
 
 MAX_RACES = 8
-"""Lost races before an adopter gives up. Whoever wins one opens the store, unless it dies in between."""
+"""Lost races before an adopter gives up. The winner of a race opens the store, unless it dies before its write."""
 
 
 async def adopt(store: StoreIdentity, terms: TermRegister, ask_gates: Callable[[], Awaitable[GateReports]]) -> Identity:
-    """Opens the store unless it is open, and attaches to it.
+    """Open the store unless it is open, and attach to it.
 
-    VersionConflict after `MAX_RACES` lost races; StoreUnavailable and BusUnavailable: call again, nothing is half done.
+    VersionConflict: `MAX_RACES` races were lost. StoreUnavailable, BusUnavailable: call again, nothing is half done.
     """
     for _ in range(MAX_RACES):
         found = await store.identity()
@@ -48,21 +55,21 @@ async def adopt(store: StoreIdentity, terms: TermRegister, ask_gates: Callable[[
         try:
             await terms.advance(expected_revision=revision, term=term)
             await store.adopt(expected=found, term=term, rebuilt=rebuild(contents, reports))
-        except (StaleTerm, VersionConflict):  # another adopter was quicker: look at what it made
+        except (StaleTerm, VersionConflict):  # Retry: another adopter was quicker and may have opened the store.
             continue
         return await store.attach()
     raise VersionConflict(f"the store was not adopted: {MAX_RACES} races lost to other adopters; try again")
 
 
 def next_term(last_term: int, reports: GateReports, contents: StoreContents) -> int:
-    """One above every term that the register, the store and the reachable gates know of."""
+    """One above every term that the register, the store and the reachable gates know."""
     tokens = [record.token for record in contents.gpus]
     tokens += [seen.highest_token for report in reports.values() for seen in report if seen.highest_token]
     return max([last_term, *(token.term for token in tokens)]) + 1
 
 
 def rebuild(contents: StoreContents, reports: GateReports) -> StoreContents:
-    """What the store shall hold: all GPUs that a record or a gate knows, and the transitions, going on or closed."""
+    """The new contents of the store: every GPU that a record or a gate knows, and every transition, open or closed."""
     seen = {state.gpu: state for report in reports.values() for state in report}
     records = {record.gpu: record for record in contents.gpus}
     transitions = []
@@ -103,15 +110,15 @@ def _rebuilt(
         agrees = seen.highest_token == record.token and record.state is GpuState.OWNED
         return record if agrees else replace(record, state=GpuState.LOST)
     if record.state is GpuState.OWNED and record.transition is not None:
-        return record  # its release or its acquisition is under way, and an event will tell of it
+        return record  # Its release or its acquisition is under way. An event will report the end.
     return replace(record, state=GpuState.FREE, owner=None)
 
 
 def _is_newer(seen: GateState, record: GpuRecord) -> bool:
-    """Somebody passed the gate under a token that the store no longer knows it granted."""
+    """Whether the gate knows a token that the store granted and then lost from its records."""
     return seen.highest_token is not None and seen.highest_token > record.token
 
 
 def _unrecorded(seen: GateState, token: Token) -> GpuRecord:
-    """A GPU whose last owner nobody knows."""
+    """The record of a GPU with an unknown last owner."""
     return GpuRecord(seen.gpu, GpuState.LOST if seen.held else GpuState.FREE, None, token)

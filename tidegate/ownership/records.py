@@ -1,16 +1,20 @@
-"""The owner of each GPU, and the record of a transition that moves GPUs. Pure values and their JSON, no I/O.
+"""The record of a GPU's ownership and the record of a transition that moves GPUs. Pure values and their JSON, no I/O.
 
-A lost GPU keeps its last owner where that is known. `tidegate.ownership.transitions` has the steps that a record takes.
+`tidegate.ownership.transitions` has the legal steps of a transition.
 
-Invariants, each checked when the value is made:
-- An owned GPU has an owner. [test_records: a_damaged_gpu_record]
-- A free GPU has no owner. [test_records: a_free_gpu_has_no_owner]
+Invariants, which each value checks when it is made:
+- A `free` GPU has no owner. [test_records: a_free_gpu_has_no_owner]
+- An `owned` GPU has an owner; the last owner of a `lost` one may be unknown. [test_records: an_owned_gpu_has_an_owner]
 - A transition names each GPU once. [test_records: names_each_gpu_once]
 - A transition names each role once. [test_records: names_each_role_once]
-- A transition moves no GPU to where it is. [test_records: no_gpu_to_where_it_is]
+- A transition moves no GPU to its own owner. [test_records: moves_no_gpu_to_its_own_owner]
 - The layouts of a part are those that its kind needs. [test_records: not_of_its_kind]
-- Decoding an encoded value gives an equal value. [test_records: a_transition_survives_its_json]
-- Decoding anything else raises ValueError. [test_records: damaged_transition_record]
+- A component of the transition's job that gains or loses a GPU has a part. [test_records: gains_or_loses_a_gpu]
+
+Invariants of the JSON:
+- Decoding an encoded record gives an equal record. [test_ownership: every_gpu_record_survives]
+- Decoding an encoded transition gives an equal transition. [test_ownership: every_transition_survives]
+- Any other text is refused with a ValueError. [test_records: a_text_that_is_no_transition]
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from tidegate.types import GpuId, JobId, Layout, Role, Token, TransitionId
 
 
 class StoreUnavailable(ConnectionError):
-    """The store did not answer. Whether the last write took effect is unknown; every store call may be repeated."""
+    """The store did not answer. It is unknown whether the last write took effect. Every store call may be repeated."""
 
 
 class StoreNotAdopted(RuntimeError):
@@ -34,11 +38,11 @@ class StoreNotAdopted(RuntimeError):
 
 
 class StaleToken(RuntimeError):
-    """A write carried a token that is no longer the GPU's: somebody owned it since."""
+    """The token of a write is no longer the GPU's token: the GPU has had another owner since."""
 
 
 class VersionConflict(RuntimeError):
-    """The record changed since it was read. Read again, decide again."""
+    """The record changed after it was read. Read it again and decide again."""
 
 
 class GpuBusy(RuntimeError):
@@ -46,7 +50,7 @@ class GpuBusy(RuntimeError):
 
 
 class IllegalStep(RuntimeError):
-    """The record does not allow this step as it stands; no repetition will change that by itself."""
+    """The record does not allow this step. A repetition alone does not change that."""
 
 
 class UnknownGpu(LookupError):
@@ -58,7 +62,7 @@ class UnknownTransition(LookupError):
 
 
 class GpuState(StrEnum):
-    """`lost`: nobody knows whether its last owner still uses it; it is free only when its gate has said so."""
+    """`lost`: it is unknown whether the last owner still uses the GPU. The GPU is free only when its gate says so."""
 
     FREE = "free"
     OWNED = "owned"
@@ -66,7 +70,10 @@ class GpuState(StrEnum):
 
 
 class MoveState(StrEnum):
-    """How far one GPU's move is. Released, it has no owner; acquiring, it belongs to the target under a new token."""
+    """The progress of one GPU's move.
+
+    A released GPU has no owner. An acquiring GPU belongs to the target under a new token.
+    """
 
     PLANNED = "planned"
     DRAINING = "draining"
@@ -111,7 +118,7 @@ class PartKind(StrEnum):
 
 
 class PartState(StrEnum):
-    """How far one component's layout switch is."""
+    """The progress of one component's layout switch."""
 
     PLANNED = "planned"
     COMMITTED = "committed"
@@ -119,7 +126,7 @@ class PartState(StrEnum):
 
 
 class Outcome(StrEnum):
-    """`partial`: some components switched their layout and others did not."""
+    """The end of a transition. `partial`: not everything was committed, but a component switched its layout."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -140,7 +147,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class GpuRecord:
-    """One GPU in the ownership map. `token` is the largest it was ever granted under; a free GPU keeps it."""
+    """One GPU in the ownership map. `token` is the largest token that was ever granted for it; a free GPU keeps it."""
 
     gpu: GpuId
     state: GpuState
@@ -157,7 +164,7 @@ class GpuRecord:
 
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """One GPU as its node's gate knows it. `highest_token` is None when nobody ever passed."""
+    """One GPU in the report of its node's gate. `highest_token` is None if no owner ever passed the gate."""
 
     gpu: GpuId
     highest_token: Token | None
@@ -166,7 +173,7 @@ class GateState:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One GPU from source to target; None is the free pool. `granted_token` is known from `acquiring` on."""
+    """The move of one GPU from source to target. None is the free pool. `granted_token` is set from `acquiring` on."""
 
     gpu: GpuId
     source: Owner | None
@@ -177,13 +184,13 @@ class Move:
 
     @property
     def token(self) -> Token:
-        """The token that the GPU has while this move is as it is."""
+        """The token that the GPU has in the present state of this move."""
         return self.granted_token or self.planned_token
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One component's part of a transition. A layout is None where the component has no GPUs."""
+    """One component's part of a transition. A layout of None: the component holds no GPU."""
 
     role: Role
     kind: PartKind
@@ -207,7 +214,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The saga's record. `moves` are in the planner's order, which is rank order; `planned_version` is the job's."""
+    """The record of a saga that moves GPUs.
+
+    `moves` are in the planner's order, which is rank order. `planned_version` is the version of the job.
+    """
 
     id: TransitionId
     job: JobId
@@ -238,7 +248,7 @@ class Transition:
         return self.outcome is Outcome.OPEN
 
     def move(self, gpu: GpuId) -> Move:
-        """UnknownGpu when this transition does not move it."""
+        """UnknownGpu: this transition does not move the GPU."""
         for move in self.moves:
             if move.gpu == gpu:
                 return move
@@ -246,7 +256,7 @@ class Transition:
         raise UnknownGpu(f"transition {self.id} does not move GPU {gpu}; it moves {held or 'none'}")
 
     def part(self, role: Role) -> Part:
-        """ValueError when this transition has no part for the role."""
+        """ValueError: this transition has no part for the role."""
         for part in self.parts:
             if part.role is role:
                 return part
@@ -269,7 +279,7 @@ def encode_transition(transition: Transition) -> bytes:
 
 
 def decode_gpu(encoded: bytes) -> GpuRecord:
-    """Inverse of `encode_gpu`; ValueError on anything else."""
+    """The inverse of `encode_gpu`. ValueError: the text is no GPU record."""
     try:
         fields = json.loads(encoded)
         return GpuRecord(
@@ -284,7 +294,7 @@ def decode_gpu(encoded: bytes) -> GpuRecord:
 
 
 def decode_transition(encoded: bytes) -> Transition:
-    """Inverse of `encode_transition`; ValueError on anything else."""
+    """The inverse of `encode_transition`. ValueError: the text is no transition."""
     try:
         fields = json.loads(encoded)
         return Transition(

@@ -1,15 +1,21 @@
-"""The rules of ownership: what may follow what when GPUs move. Pure: records in, changed records out.
+"""The rules of ownership: the legal steps of GPUs that move. Pure: records in, changed records out.
 
-A GPU's path within a transition, each step one write:
-    planned -> draining (told to leave) -> released (free, still held) -> acquiring (target's, new token) -> committed
-A GPU from the free pool goes from planned to acquiring; one that goes to the free pool ends at released.
+A GPU's path within a transition. Each step is one write:
+1. planned
+2. draining: the owner has the command to leave. A GPU from the free pool skips steps 2 and 3.
+3. released: the GPU has no owner, and the transition still holds it. A GPU that goes to the free pool ends here.
+4. acquiring: the GPU belongs to the target under a new token.
+5. committed
 
-Invariants (tests/properties/test_ownership.py):
-- a GPU has at most one owner, and between two owners none: release comes before acquire;
-- a GPU's token only grows, by exactly the step to `acquiring`;
-- no two open transitions hold one GPU, and a closed one holds none;
-- every step carries the token that the GPU had when it was decided, and fails when that is stale;
-- every step taken twice is taken once: the second time changes nothing.
+Invariants:
+- A GPU has at most one owner, and none between two owners: release comes before acquire.
+  [test_ownership: a_gpu_has_one_owner]
+- A GPU's token only grows. [test_ownership: tokens_only_grow]
+- Only the step to `acquiring` grants a new token. [test_records: only_the_step_to_acquiring_grants]
+- No two open transitions hold one GPU, and a closed one holds none. [test_ownership: open_transitions_are_disjoint]
+- Each step carries the token that the GPU had at the decision, and fails if that token is stale.
+  [test_records: a_step_with_a_stale_token]
+- A repeated step changes nothing. [test_records: a_repeated_step_changes_nothing]
 """
 
 from __future__ import annotations
@@ -37,16 +43,16 @@ from tidegate.types import GpuId, Layout, Role, Token
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The transition as it is after a step, and the GPU records that the step changed."""
+    """The transition after a step, and the GPU records that the step changed."""
 
     transition: Transition
     gpus: tuple[GpuRecord, ...] = ()
 
 
 def plan(transition: Transition, gpus: Mapping[GpuId, GpuRecord], *, job_version: int) -> Change:
-    """The transition takes hold of its GPUs. `gpus` holds those of them that are registered."""
+    """The transition takes hold of its GPUs. `gpus` has the records of its registered GPUs."""
     if transition.outcome is not Outcome.OPEN or any(move.state is not MoveState.PLANNED for move in transition.moves):
-        raise IllegalStep(f"transition {transition.id} is {transition.outcome}: only a fresh one can be planned")
+        raise IllegalStep(f"transition {transition.id} is {transition.outcome}: only a new one can be planned")
     if job_version != transition.planned_version:
         raise VersionConflict(
             f"transition {transition.id} was planned on version {transition.planned_version} of job {transition.job}, "
@@ -66,23 +72,23 @@ def plan(transition: Transition, gpus: Mapping[GpuId, GpuRecord], *, job_version
 
 
 def same_plan(one: Transition, other: Transition) -> bool:
-    """Whether both are the same plan, however far each has come."""
+    """Whether both are the same plan, whatever their progress."""
     return _as_planned(one) == _as_planned(other)
 
 
 def advance(stored: Transition, record: GpuRecord, *, from_state: MoveState, to_state: MoveState, term: int) -> Change:
-    """One GPU's next step; a step to `acquiring` grants a new token of `term`."""
+    """One GPU's next step. A step to `acquiring` grants a new token of `term`."""
     move = stored.move(record.gpu)
     if to_state is not _next_state(move, from_state):
         raise IllegalStep(
             f"GPU {move.gpu} cannot go from {from_state} to {to_state}: from {move.source or 'free'} to "
-            f"{move.target or 'free'} the step after {from_state} is {_next_state(move, from_state) or 'none here'}"
+            f"{move.target or 'free'} the step after {from_state} is {_next_state(move, from_state) or 'none'}"
         )
     if move.state is to_state:
         return Change(stored)
     if not stored.is_open or move.state is not from_state:
         raise VersionConflict(
-            f"GPU {move.gpu} of transition {stored.id} is {move.state}, not {from_state}, and the transition "
+            f"GPU {move.gpu} of transition {stored.id} is {move.state}, not {from_state}, and the transition is "
             f"{stored.outcome}: read the transition again"
         )
     _refuse_lost(record)
@@ -101,7 +107,7 @@ def advance(stored: Transition, record: GpuRecord, *, from_state: MoveState, to_
 
 
 def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layout: Layout | None) -> Change:
-    """A component's layout switch, with every GPU it acquires. `gpus` holds the transition's."""
+    """A component's layout switch, with every GPU that it acquires. `gpus` has the records of the transition's GPUs."""
     part = stored.part(role)
     if layout != part.new_layout:
         raise IllegalStep(
@@ -127,7 +133,7 @@ def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layo
 
 
 def earned_outcome(transition: Transition) -> Outcome:
-    """What the transition amounts to if it ends as it is now: `committed` only when no part and no GPU is missing."""
+    """The outcome if the transition ended now. It is `committed` only if every part and every GPU is done."""
     switched = [part.state is PartState.COMMITTED for part in transition.parts]
     if all(switched) and all(_is_done(move) for move in transition.moves):
         return Outcome.COMMITTED
@@ -135,7 +141,7 @@ def earned_outcome(transition: Transition) -> Outcome:
 
 
 def close(stored: Transition, gpus: Mapping[GpuId, GpuRecord], outcome: Outcome) -> Change:
-    """Ends it and lets go of the GPUs that it still holds. `gpus` holds the transition's."""
+    """End the transition and release its hold on GPUs. `gpus` has the records of the transition's GPUs."""
     if not stored.is_open:
         if stored.outcome is outcome:
             return Change(stored)
@@ -144,7 +150,7 @@ def close(stored: Transition, gpus: Mapping[GpuId, GpuRecord], outcome: Outcome)
         waiting = [f"{move.gpu} {move.state}" for move in stored.moves if not _is_done(move)]
         waiting += [f"{part.role} {part.state}" for part in stored.parts if part.state is not PartState.COMMITTED]
         raise IllegalStep(
-            f"transition {stored.id} cannot end {outcome}: as it is it would end {earned_outcome(stored)}; "
+            f"transition {stored.id} cannot end {outcome}: now it would end {earned_outcome(stored)}; "
             f"not committed: {', '.join(waiting) or 'nothing'}"
         )
     held = [move for move in stored.moves if move.gpu in gpus and gpus[move.gpu].transition == stored.id]
@@ -152,13 +158,13 @@ def close(stored: Transition, gpus: Mapping[GpuId, GpuRecord], outcome: Outcome)
 
 
 def mark_lost(record: GpuRecord, token: Token) -> GpuRecord:
-    """Its last owner stays on the record: nobody knows whether it still uses the GPU."""
+    """The last owner stays on the record: it is unknown whether that owner still uses the GPU."""
     _refuse_stale(record, token=token, owner=record.owner)
     return replace(record, state=GpuState.LOST)
 
 
 def reclaim(record: GpuRecord, token: Token) -> GpuRecord:
-    """A lost GPU whose gate says that nobody holds it is free."""
+    """Make a lost GPU free. The caller knows from its gate that nobody holds it."""
     _refuse_stale(record, token=token, owner=record.owner)
     if record.state is GpuState.OWNED:
         raise IllegalStep(f"GPU {record.gpu} is owned by {record.owner}: only a lost GPU can be reclaimed")
@@ -166,7 +172,7 @@ def reclaim(record: GpuRecord, token: Token) -> GpuRecord:
 
 
 def _next_state(move: Move, state: MoveState) -> MoveState | None:
-    """What `advance` may make of `state`; None where the step is `commit`'s or there is none."""
+    """The state that `advance` may set after `state`. None: only `commit` can follow, or nothing."""
     match state:
         case MoveState.PLANNED:
             return MoveState.DRAINING if move.source else MoveState.ACQUIRING
@@ -192,7 +198,7 @@ def _is_done(move: Move) -> bool:
 
 def _let_go(record: GpuRecord, move: Move) -> GpuRecord:
     if move.state is MoveState.ACQUIRING and record.state is GpuState.OWNED:
-        # It was handed out: the target may have passed the gate, so only the gate can call it free.
+        # Avoid two owners: the target may have passed the gate already, so only the gate can call the GPU free.
         return replace(record, state=GpuState.LOST, transition=None)
     return replace(record, transition=None)
 

@@ -1,1 +1,1 @@
-"""Configs as RLinf writes them: what they say in Tidegate's keys, and by name what cannot be done as they say."""
+"""RLinf's configs: their translation into Tidegate's keys, and a named fault for each value without a counterpart."""

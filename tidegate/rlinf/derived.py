@@ -1,7 +1,9 @@
-"""Keys of ours that follow from several of RLinf's: GPUs and layouts, iterations, evaluation, micro-batches, warm-up.
+"""Tidegate's keys that follow from several keys of RLinf's: GPUs, layouts, iterations, evaluation and others.
 
-They are derived of what the keys have come to that go by a rule of their own. Invariant: what cannot be known from the
-config, such as the GPUs of a node behind `all`, is asked for and not guessed.
+This step follows the translation of the keys with a rule of their own, and uses its results.
+
+Invariant: an unknown number, such as the GPUs behind `all`, is asked for and not guessed.
+[test_rlinf: an_impossible_placement_is_refused]
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _LONGEST_NAME = 48
 
 
 def derive(config: Translation) -> None:
-    """All of them. Placement comes first: nodes and layouts follow from it."""
+    """Derive all keys. The placement comes first: nodes and layouts follow from it."""
     _composition(config)
     placement = _placement(config)
     _nodes(config, placement)
@@ -42,22 +44,22 @@ def derive(config: Translation) -> None:
     _weights(config)
     _reward_scale(config)
     _lengths(config)
-    _said_again(config)
+    _repeated_keys(config)
 
 
 def _composition(config: Translation) -> None:
-    """Hydra's list of files: those of Hydra's own say nothing of a job."""
+    """Refuse Hydra's list of files to compose. Hydra's own files in it do not concern a job."""
     listed = config.take("defaults")
     items = listed if isinstance(listed, list) else [] if listed is MISSING else [listed]
     if other := [item for item in items if "hydra/" not in str(item) and item != "_self_"]:
         fault = "files are not composed by a list in one of them: name them all, tidegate run A.yaml B.yaml"
         config.refuse("defaults", f"defaults={other!r}: {fault}")
     elif items:
-        config.tell("without effect here: they are of Hydra's own", "defaults")
+        config.add_note("without effect here: these files are Hydra's own", "defaults")
 
 
 def _placement(config: Translation) -> dict[str, list[int]]:
-    """The GPUs of each component, with `all` and `actor,rollout` written out. Empty where something is wrong."""
+    """The GPUs of each component, with `all` and `actor,rollout` written out. A component with a fault is left out."""
     given = config.now(_PLACEMENT)
     if not isinstance(given, dict):
         return {}
@@ -78,7 +80,7 @@ def _placement(config: Translation) -> dict[str, list[int]]:
 def _write_out(config: Translation, key: str, components: list[str], where: Any, indices: list[int] | None) -> None:
     for name in components:
         if name == "reward":
-            config.tell("rewards are computed in processes beside the rollout's lead, on no GPU", key)
+            config.add_note("rewards are computed in processes beside the rollout's lead, without a GPU", key)
         elif name not in _COMPONENTS:
             config.refuse(key, f"{key}: there is no component {name!r}; leave it out (known: {', '.join(_COMPONENTS)})")
         elif indices is not None:
@@ -87,7 +89,7 @@ def _write_out(config: Translation, key: str, components: list[str], where: Any,
 
 
 def _indices(config: Translation, key: str, where: Any) -> list[int] | None:
-    """None where they cannot be told; what is no list of GPUs at all is left for the check of ours."""
+    """The GPUs of a placement. None: they are unknown. A text that is no list of GPUs is left to the later check."""
     if isinstance(where, dict):
         config.refuse(key, f"{key}: groups of nodes are not known; list GPUs counted over the nodes, such as 0-3")
         return None
@@ -97,7 +99,7 @@ def _indices(config: Translation, key: str, where: Any) -> list[int] | None:
     if where == "all":
         count = _num_gpus(config)
         if count is None and not key.endswith(".reward"):
-            config.refuse(key, f"{key}=all: how many GPUs that is, is not said; give cluster.nodes, such as {{n0: 8}}")
+            config.refuse(key, f"{key}=all: the number of GPUs is unknown; give cluster.nodes, such as {{n0: 8}}")
         if count is not None and count > MAX_GPUS:
             config.refuse(key, f"{key}=all: {count:,} GPUs are more than the {MAX_GPUS:,} that a cluster may have")
             return None
@@ -121,27 +123,28 @@ def _nodes(config: Translation, placement: dict[str, list[int]]) -> None:
     if count is MISSING or config.now("cluster.nodes") is not MISSING:
         return
     if not (isinstance(count, int) and 0 < count <= MAX_GPUS):
-        told = f"cluster.num_nodes={count!r} must be a number from 1 to {MAX_GPUS:,}, for each node has a GPU at least"
-        config.refuse("cluster.num_nodes", told)
+        fault = f"cluster.num_nodes={count!r} must be a number from 1 to {MAX_GPUS:,}: each node has at least one GPU"
+        config.refuse("cluster.num_nodes", fault)
         return
     if each is MISSING:
         named = 1 + max((index for indices in placement.values() for index in indices), default=-1)
         if not named or named % count:
             config.refuse(
                 "cluster.num_nodes",
-                f"cluster.num_nodes={count}: how many GPUs a node has is not said, and the {named} that "
+                f"cluster.num_nodes={count}: the number of GPUs a node is unknown, and the {named} GPUs that "
                 f"{_PLACEMENT} reaches do not divide by it; give cluster.nodes, such as {{n0: 8, n1: 8}}",
             )
             return
         each = named // count
-        config.tell(
-            f"each node is taken to have {each} GPUs, as {_PLACEMENT} reaches; cluster.nodes says", "cluster.num_nodes"
+        config.add_note(
+            f"each node is assumed to have {each} GPUs, since {_PLACEMENT} reaches so far; cluster.nodes sets it",
+            "cluster.num_nodes",
         )
     config.put("cluster.nodes", {f"n{index}": each for index in range(count)}, "cluster.num_nodes")
 
 
 def _layout(config: Translation, role: str, indices: list[int] | None) -> None:
-    """RLinf takes the data parallel size from the number of GPUs."""
+    """RLinf derives the data-parallel size from the number of GPUs."""
     for axis, name in (("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size")):
         key = f"{role}.model.{name}"
         value = config.take(key)
@@ -160,7 +163,7 @@ def _job(config: Translation) -> None:
         return
     job = _NO_NAME.sub("-", str(name).lower()).strip("-")[:_LONGEST_NAME].strip("-")
     if job != name and config.now("job") is MISSING:
-        config.tell(f"the job is named {job}: a name is of a-z, 0-9 and inner dashes", "runner.experiment_name")
+        config.add_note(f"the job is named {job}: a name has only a-z, 0-9 and inner dashes", "runner.experiment_name")
     config.put("job", job, "runner.experiment_name")
 
 
@@ -176,7 +179,7 @@ def _trackers(config: Translation) -> None:
             case "wandb":
                 config.put("tracking.wandb.mode", "online", key)
             case _:
-                config.refuse(key, f"{key} names {name!r}: there are tensorboard and wandb")
+                config.refuse(key, f"{key} names {name!r}: the known ones are tensorboard and wandb")
 
 
 def _iterations(config: Translation) -> None:
@@ -184,10 +187,10 @@ def _iterations(config: Translation) -> None:
     if isinstance(steps, int) and steps > 0:
         config.put("algorithm.iterations", steps, "runner.max_steps")
         if epochs is not MISSING:
-            config.tell("the data is gone through as often as runner.max_steps needs", "runner.max_epochs")
+            config.add_note("the data is read as often as runner.max_steps needs", "runner.max_epochs")
     elif config.now("algorithm.iterations") is MISSING and (steps, epochs) != (MISSING, MISSING):
         source, value = ("runner.max_epochs", epochs) if steps is MISSING else ("runner.max_steps", steps)
-        config.refuse(source, f"{source}={value}: a job has a number of iterations: set runner.max_steps to it")
+        config.refuse(source, f"{source}={value}: a job needs its number of iterations: set runner.max_steps to it")
     _checkpoints(config)
 
 
@@ -198,11 +201,11 @@ def _checkpoints(config: Translation) -> None:
         config.put("checkpoint.every", every, key)
     elif every is not MISSING and isinstance(last, int):
         config.put("checkpoint.every", last, key)
-        config.tell("the last iteration has a checkpoint nevertheless", key)
+        config.add_note("the last iteration has a checkpoint all the same", key)
 
 
 def _clipping(config: Translation) -> None:
-    """`clip_ratio_low` and `clip_ratio_high` hold over `ratio_clip_eps`, unless they are null."""
+    """`clip_ratio_low` and `clip_ratio_high` take precedence over `ratio_clip_eps`, unless they are null."""
     eps_key = "algorithm.ratio_clip_eps"
     eps = config.take(eps_key)
     for side in ("low", "high"):
@@ -215,7 +218,7 @@ def _clipping(config: Translation) -> None:
 
 
 def _warm_up(config: Translation) -> Any:
-    """Megatron counts it in updates, or as a share of `lr_decay_iters` updates if there is one; we count in samples.
+    """Translate the warm-up. Megatron counts it in updates or as a share of `lr_decay_iters`; Tidegate in samples.
 
     Returns `lr_decay_iters`."""
     schedule = "actor.lr_sched"
@@ -226,7 +229,7 @@ def _warm_up(config: Translation) -> Any:
     if share is MISSING or share is None:
         share, source = None, f"{schedule}.lr_warmup_iters"
     elif not isinstance(decay, int):
-        config.refuse(source, f"{source}={share}: of how many updates, is not said; set {schedule}.lr_decay_iters")
+        config.refuse(source, f"{source}={share}: the number of updates is unknown; set {schedule}.lr_decay_iters")
         return decay
     count = updates if share is None else share * decay
     if not isinstance(count, int | float) or count == 0:
@@ -234,7 +237,7 @@ def _warm_up(config: Translation) -> Any:
     names = ("prompts_per_iteration", "group_size", "n_minibatches")
     sizes = [config.now(f"algorithm.{name}") for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        config.refuse(source, f"{source} counts in updates: their samples need {', '.join(names)} of algorithm")
+        config.refuse(source, f"{source} counts updates: their samples need {', '.join(names)} of algorithm; set them")
         return decay
     prompts, group, minibatches = sizes
     config.put("actor.lr_warm_up_samples", round(count * prompts * group / minibatches), source)
@@ -242,12 +245,12 @@ def _warm_up(config: Translation) -> Any:
 
 
 def _decay(config: Translation, budget: Any) -> None:
-    """A constant rate has no end to go to, and no minimum."""
+    """Translate the decay. A constant rate has no budget and no minimum."""
     key = "actor.lr_sched.min_lr"
     minimum = config.take(key)
     if config.now("actor.lr_schedule.decay") in (MISSING, "constant"):
         if minimum is not MISSING:
-            config.tell("without effect here: the rate stays after its warm-up", key)
+            config.add_note("without effect here: the rate stays after its warm-up", key)
         return
     if minimum is not MISSING:
         config.put("actor.lr_schedule.minimum", minimum, key)
@@ -268,24 +271,24 @@ def _one_path(config: Translation, key: str, ours: str) -> None:
 
 
 def _evaluation(config: Translation) -> None:
-    """RLinf's configs name held-out data even where nothing is evaluated on it, the interval being -1."""
+    """Translate the evaluation. RLinf's configs name held-out data even where the interval -1 turns evaluation off."""
     every_key, data_key = "runner.val_check_interval", "data.val_data_paths"
     every = config.take(every_key)
     if every is not MISSING and every is not None and (isinstance(every, bool) or not isinstance(every, int)):
         config.refuse(every_key, f"{every_key}={every!r} must be a number of iterations, or -1 for no evaluation")
     elif isinstance(every, int) and every > 0:
         config.put("evaluation.every", every, every_key)
-        config.tell("the weights before the first iteration are evaluated too; evaluation says how", every_key)
+        config.add_note("the weights before the first iteration are evaluated too; see evaluation", every_key)
     elif every is not MISSING:
-        config.tell("asks for no evaluation; evaluation.every does", every_key)
+        config.add_note("turns evaluation off; evaluation.every turns it on", every_key)
     if config.now("evaluation.every") is not MISSING:
         _one_path(config, data_key, "evaluation.data")
     elif config.take(data_key) is not MISSING:
-        config.tell("without effect here: no evaluation is asked for", data_key)
+        config.add_note("without effect here: evaluation is off", data_key)
 
 
 def _weights(config: Translation) -> None:
-    """Megatron's, if a folder of them is named, else those of `model.path`, which RLinf's `use_hf_ckpt` stands for."""
+    """Translate the weights: a named folder of Megatron's, else `model.path`, which `use_hf_ckpt` selects in RLinf."""
     megatron = "actor.megatron"
     is_hugging_face = config.take(f"{megatron}.use_hf_ckpt")
     formats = {key: config.take(key) for key in (f"{megatron}.use_dist_ckpt", f"{megatron}.ckpt_format")}
@@ -297,10 +300,10 @@ def _weights(config: Translation) -> None:
         else:
             remedy = f"set it to null and {megatron}.use_hf_ckpt to true, for weights from rollout.model.model_path"
             config.refuse(
-                key, f"{key}={folder}: of Megatron's formats torch_dist alone is read (ckpt_format); {remedy}"
+                key, f"{key}={folder}: the only Megatron format that is read is torch_dist (ckpt_format); {remedy}"
             )
-    for key in (key for key, said in formats.items() if said is not MISSING and not folders):
-        config.tell("without effect here: no weights of Megatron's are named", key)
+    for key in (key for key, value in formats.items() if value is not MISSING and not folders):
+        config.add_note("without effect here: no folder of Megatron's weights is named", key)
     if is_hugging_face is False and not folders:
         key = f"{megatron}.use_hf_ckpt"
         config.refuse(key, f"{key}=False: no weights are named; set it to true, for those of rollout.model.model_path")
@@ -312,10 +315,10 @@ def _reward_scale(config: Translation) -> None:
     if scale is MISSING:
         return
     if config.now("algorithm.normalize_std") is False:
-        remedy = "leave it out and give rewards their weights; RLinf's answers are worth the scale or its negative"
-        config.refuse(key, f"{key}={scale} counts where algorithm.normalize_std is false: {remedy}")
+        remedy = "leave it out and set the weights of rewards; an answer earns the scale or its negative in RLinf"
+        config.refuse(key, f"{key}={scale} has an effect where algorithm.normalize_std is false: {remedy}")
     else:
-        config.tell("without effect here: advantages are divided by the standard deviation, which takes it away", key)
+        config.add_note("without effect here: the division by the standard deviation of advantages cancels it", key)
 
 
 def _lengths(config: Translation) -> None:
@@ -327,8 +330,8 @@ def _lengths(config: Translation) -> None:
         config.put("runtime.collective_timeout_s", 60 * minutes, minutes_key)
 
 
-def _said_again(config: Translation) -> None:
+def _repeated_keys(config: Translation) -> None:
     for key, ours in SAME_AS.items():
         value, meant = config.take(key), config.now(ours)
         if value is not MISSING and meant is not MISSING and value != meant:
-            config.refuse(key, f"{key}={value} and {ours}={meant} are one number: leave the first out")
+            config.refuse(key, f"{key}={value} and {ours}={meant} stand for one number: leave the first out")

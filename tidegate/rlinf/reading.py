@@ -1,8 +1,14 @@
-"""A config that RLinf wrote, or half of one -> the same in Tidegate's keys, with what is told about it.
+"""A config with keys of RLinf's -> the same config in Tidegate's keys, with notes on the differences.
 
-Order: references (`${...}`) are followed, each key goes by its rule, then come those that need others; all that cannot
-be done as it is written is told together. Invariants: no key of RLinf's is passed over without a word; a config of ours
-stays as it is.
+The config may have keys of both. Order:
+1. References (`${...}`) are replaced by their values.
+2. Each key with a rule of its own is translated.
+3. The keys that need several others are derived.
+4. All faults are raised together.
+
+Invariants:
+- Each key of RLinf's is translated, noted or refused. [test_rlinf: no_key_is_skipped_in_silence]
+- A config in Tidegate's keys stays unchanged. [test_rlinf: a_config_in_our_keys_is_unchanged]
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from tidegate.rlinf.rules import DERIVED, RULES, SAME_AS, WITHOUT_EFFECT, Become
 from tidegate.rlinf.translation import Translation
 
 _LIKENESS = 0.6
-"""Of a key to the nearest one that RLinf has (difflib's ratio)."""
+"""The smallest ratio of difflib at which a fault names RLinf's nearest key."""
 _REASONS = {key: reason for reason, keys in WITHOUT_EFFECT.items() for key in keys}
 _KNOWN = frozenset([*RULES, *DERIVED, *SAME_AS, *_REASONS])
 _SECTIONS = frozenset(key.rpartition(".")[0] for key in _KNOWN)
@@ -28,14 +34,13 @@ _SECTIONS = frozenset(key.rpartition(".")[0] for key in _KNOWN)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`notes` are for whoever starts the job."""
-
     layer: Layer
     notes: tuple[str, ...] = ()
+    """One line for each difference, for the person who starts the job."""
 
 
 def read_rlinf(given: Layer, ours: Collection[tuple[str, ...]]) -> Reading:
-    """`ours` are the keys of a config of ours. ValueError lists what cannot be done as it is written, a line each."""
+    """`ours` has Tidegate's keys. ValueError lists the values without a counterpart, one a line."""
     given = without_references(given)
     theirs = [key for key in _leaves(given.values, ()) if not _is_ours(key, ours)]
     if not any(_rule_of(dotted(path)) for path in theirs):
@@ -46,10 +51,10 @@ def read_rlinf(given: Layer, ours: Collection[tuple[str, ...]]) -> Reading:
     derive(config)
     if config.faults:
         raise ValueError("\n".join(config.faults))
-    return Reading(config.layer, tuple(_told(note, keys) for note, keys in config.notes.items()))
+    return Reading(config.layer, tuple(_note_line(note, keys) for note, keys in config.notes.items()))
 
 
-def _told(note: str, keys: Sequence[str]) -> str:
+def _note_line(note: str, keys: Sequence[str]) -> str:
     return f"{keys[0]}: {note}" if len(keys) == 1 else f"{note}: {', '.join(keys)}"
 
 
@@ -70,7 +75,7 @@ def _rule_of(key: str) -> bool:
 
 
 def _reason(key: str) -> str | None:
-    """Why a key has no effect; None where it has one."""
+    """The reason why a key has no effect. None: it has one."""
     parts = key.split(".")
     stars = [f"{'.'.join(parts[:length])}.*" for length in range(len(parts) - 1, 0, -1)]
     return next((_REASONS[each] for each in (key, *stars) if each in _REASONS), None)
@@ -83,7 +88,7 @@ def _apply(config: Translation, key: str, ours: Collection[tuple[str, ...]]) -> 
         _follow(config, key, RULES[key])
     elif (reason := _reason(key)) is not None:
         config.take(key)
-        config.tell(f"without effect here: {reason}", key)
+        config.add_note(f"without effect here: {reason}", key)
     elif _is_in_a_section_of_theirs(key, ours):
         near = difflib.get_close_matches(key, _KNOWN, n=1, cutoff=_LIKENESS)
         hint = f"; the nearest that RLinf has is {near[0]!r}" if near else ""
@@ -91,7 +96,10 @@ def _apply(config: Translation, key: str, ours: Collection[tuple[str, ...]]) -> 
 
 
 def _is_in_a_section_of_theirs(key: str, ours: Collection[tuple[str, ...]]) -> bool:
-    """Of a key that nobody knows: one in a section of ours is told with the keys that are known there."""
+    """Whether an unknown key is in a section that only RLinf has.
+
+    The later check of Tidegate's keys reports an unknown key in one of Tidegate's sections, with the known keys there.
+    """
     parts = key.split(".")
     nearest = next((parts[:n] for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in _SECTIONS), None)
     return nearest is not None and not any(path[: len(nearest)] == tuple(nearest) for path in ours)
@@ -103,17 +111,17 @@ def _follow(config: Translation, key: str, rule: Rule) -> None:
         case Becomes(target, values, instead):
             ours = next((to for word, to in values.items() if _is_same(value, word)), None) if values else value
             if values and ours is None:
-                config.refuse(key, f"{key}={value!r} cannot be had: {instead}")
+                config.refuse(key, f"{key}={value!r} is not supported: {instead}")
             else:
                 config.put(target, ours, key)
-        case OnlyAs(values, instead, at_least, told):
+        case OnlyAs(values, instead, at_least, notes):
             is_enough = at_least is not None and isinstance(value, int | float) and value >= at_least
             if not is_enough and not any(_is_same(value, each) for each in values):
-                config.refuse(key, f"{key}={value!r} cannot be had: {instead}")
-            elif note := next((note for word, note in told.items() if _is_same(value, word)), None):
-                config.tell(note, key)
+                config.refuse(key, f"{key}={value!r} is not supported: {instead}")
+            elif note := next((note for word, note in notes.items() if _is_same(value, word)), None):
+                config.add_note(note, key)
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal, a truth never being a number."""
+    """Whether both are equal, where a bool never equals a number."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -1,8 +1,11 @@
-"""`${...}` in the values of a config -> what it stands for, in the notation of OmegaConf, which RLinf's configs use.
+"""References `${...}` in the values of a config -> their values, in the notation of OmegaConf, which RLinf uses.
 
-`${a.b}` is the value of another key, `${.b}` of one in the same section, a further dot one section up; RLinf adds
-`${subtract:x,y}`, `multiply`, `int_div` and `not`. Invariants: a text that is one reference keeps the type of what it
-stands for; a reference to nothing, to itself or to another function is a fault, never a text that stays.
+`${a.b}` is the value of another key, and `${.b}` that of a key in the same section. Each further dot is one section up.
+RLinf adds the functions `${subtract:x,y}`, `multiply`, `int_div` and `not`.
+
+Invariants:
+- A text that is one reference gets the type of the referenced value. [test_references: a_reference_has_the_value]
+- A reference to a missing key, to itself or to an unknown function is a fault. [test_references: an_unresolvable]
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ _FUNCTIONS: Mapping[str, tuple[int, Callable[..., Any]]] = {
     "subtract": (2, lambda x, y: x - y),
     "not": (1, lambda x: not x),
 }
-"""With the number of their arguments."""
+"""Each function with the number of its arguments."""
 
 
 def without_references(given: Layer) -> Layer:
-    """ValueError lists every reference that stands for nothing."""
+    """Replace all references. ValueError lists every reference without a value."""
     resolver, values, faults = _Resolver(given.values), given.values, list[str]()
     for path, text in _texts(given.values, ()):
         try:
@@ -41,7 +44,7 @@ def without_references(given: Layer) -> Layer:
 
 
 def _texts(value: Any, at: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Those that hold a reference."""
+    """The texts that contain a reference, with their paths."""
     if isinstance(value, str):
         return [(at, value)] if _OPEN in value else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -51,22 +54,22 @@ def _texts(value: Any, at: KeyPath) -> list[tuple[KeyPath, str]]:
 class _Resolver:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        self._asked: list[KeyPath] = []
+        self._pending: list[KeyPath] = []
 
     def value_at(self, path: KeyPath) -> Any:
-        """ValueError when there is none, or when it refers to itself."""
-        if path in self._asked:
-            circle = " -> ".join(dotted(each) for each in [*self._asked[self._asked.index(path) :], path])
+        """The value without references. ValueError: there is no value, or it refers to itself."""
+        if path in self._pending:
+            circle = " -> ".join(dotted(each) for each in [*self._pending[self._pending.index(path) :], path])
             raise ValueError(f"it refers to itself ({circle}): write the value")
-        value = self._held(path)
-        self._asked.append(path)
+        value = self._raw(path)
+        self._pending.append(path)
         try:
             return self._resolved(value, path)
         finally:
-            self._asked.pop()
+            self._pending.pop()
 
-    def _held(self, path: KeyPath) -> Any:
-        """As it was written."""
+    def _raw(self, path: KeyPath) -> Any:
+        """The value as the config has it, with its references."""
         value: Any = self._values
         for part in path:
             is_place = isinstance(value, list) and isinstance(part, int) and part < len(value)
@@ -87,17 +90,17 @@ class _Resolver:
         if start < 0:
             return text
         end = _closing(text, start)
-        value = self._meant(text[start + len(_OPEN) : end].strip(), at)
+        value = self._referenced(text[start + len(_OPEN) : end].strip(), at)
         before, after = text[:start], text[end + len(_CLOSE) :]
         return value if not before and not after else f"{before}{value}{self._read(after, at)}"
 
-    def _meant(self, inner: str, at: KeyPath) -> Any:
+    def _referenced(self, inner: str, at: KeyPath) -> Any:
         name, colon, arguments = inner.partition(":")
         if not colon:
             return self.value_at(_path(inner, at))
         if name not in _FUNCTIONS:
             known = ", ".join(_FUNCTIONS)
-            raise ValueError(f"{name!r} is no function here (known: {known}): write the value")
+            raise ValueError(f"{name!r} is no known function (known: {known}): write the value")
         count, function = _FUNCTIONS[name]
         values = [self._argument(each.strip(), at) for each in _split(arguments)]
         try:
@@ -113,7 +116,7 @@ class _Resolver:
 
 
 def _path(name: str, at: KeyPath) -> KeyPath:
-    """Of a reference in the value at `at`."""
+    """The path that `name` refers to, from the value at `at`."""
     parts = name.lstrip(".")
     dots = len(name) - len(parts)
     path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in parts.split("."))
@@ -121,7 +124,7 @@ def _path(name: str, at: KeyPath) -> KeyPath:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the reference that opens at `start` ends."""
+    """The index of the end of the reference that begins at `start`."""
     depth = 0
     for index in range(start, len(text)):
         if text.startswith(_OPEN, index):
@@ -134,7 +137,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(arguments: str) -> list[str]:
-    """At the commas outside of references."""
+    """Split at the commas outside of references."""
     parts, depth = [""], 0
     for index, sign in enumerate(arguments):
         depth += arguments.startswith(_OPEN, index)

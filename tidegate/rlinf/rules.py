@@ -1,8 +1,12 @@
-"""What each key of an RLinf config comes to here: another key, one value that is what happens anyway, or nothing.
+"""The translation of each key of an RLinf config: into another key, into a fixed behaviour, or into nothing.
 
-The tables are of RLinf's reasoning jobs on Megatron. Keys whose meaning hangs on others stand in `DERIVED` and in
-`SAME_AS`; `tidegate.rlinf.derived` reads them. Invariants: a key is in one table; a value that cannot be had is refused
-with what to write in its place; a key in `WITHOUT_EFFECT` changes no weight and no sample here, and its reason is told.
+The tables cover RLinf's reasoning jobs on Megatron. Keys that depend on others are in `DERIVED` and in `SAME_AS`;
+`tidegate.rlinf.derived` reads them. A key in `WITHOUT_EFFECT` changes no weight and no sample here. A note gives the
+reason.
+
+Invariants:
+- A key is in one table. [test_rlinf: a_key_of_rlinf_is_in_one_table]
+- An unsupported value is refused with the text to write in its place. [test_rlinf: an_unsupported_value_is_refused]
 """
 
 from __future__ import annotations
@@ -14,22 +18,26 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Becomes:
-    """The same under another name; with `values`, RLinf's word for ours, other words being refused with `instead`."""
+    """The same setting under another name."""
 
     key: str
     values: Mapping[Any, Any] = field(default_factory=dict)
+    """RLinf's words with Tidegate's. Another word is refused with the text `instead`. Empty: any value is kept."""
     instead: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class OnlyAs:
-    """Right as it is with one of `values`, or a number of `at_least`; another is refused with `instead`."""
+    """A setting that Tidegate has only with one of `values` or a number from `at_least` on.
+
+    Another value is refused with the text `instead`.
+    """
 
     values: tuple[Any, ...]
     instead: str
     at_least: float | None = None
-    told: Mapping[Any, str] = field(default_factory=dict)
-    """Of a value that may stand, what is different here."""
+    notes: Mapping[Any, str] = field(default_factory=dict)
+    """The difference to RLinf for a supported value."""
 
 
 Rule = Becomes | OnlyAs
@@ -39,7 +47,7 @@ SAME_AS: Mapping[str, str] = {
     "actor.model.seq_length": "model.max_seq_len",
     "actor.model.encoder_seq_length": "model.max_seq_len",
 }
-"""Keys that say once more what one of ours has come to."""
+"""Keys of RLinf's that repeat the value of one of Tidegate's keys."""
 
 _ONE_ENGINE_A_GPU = "set it to 1: an engine has one GPU; cluster.component_placement.rollout gives more of them"
 _DENSE_JOB = "set it to 1: a job's layout has tensor, pipeline and data parallel axes"
@@ -71,18 +79,20 @@ RULES: Mapping[str, Rule] = {
     "algorithm.sampling_params.max_new_tokens": Becomes("algorithm.max_new_tokens"),
     "algorithm.sampling_params.min_new_tokens": OnlyAs(
         (0, 1),
-        "set it to 0: a response ends where the model ends it",
-        told={1: "a response may end at its first token"},
+        "set it to 0: the model alone ends a response",
+        notes={1: "a response may end at its first token"},
     ),
     "algorithm.sampling_params.use_greedy": OnlyAs((False,), "set it to false: GRPO samples"),
     "algorithm.sampling_params.do_sample": OnlyAs((True,), "set it to true: GRPO samples"),
     "algorithm.sampling_params.top_k": OnlyAs((-1, 0), "set it to -1; algorithm.top_p narrows sampling", 1_000_000),
-    "algorithm.sampling_params.repetition_penalty": OnlyAs((1,), "set it to 1: samples are drawn as the model says"),
+    "algorithm.sampling_params.repetition_penalty": OnlyAs(
+        (1,), "set it to 1: samples follow the model's distribution"
+    ),
     "algorithm.loss_type": OnlyAs(("actor", "ppo", "grpo"), "set it to actor: the clipped ratio of each token"),
     "algorithm.adv_type": OnlyAs(("grpo",), "set it to grpo"),
     "algorithm.normalize_advantages": OnlyAs(
         (False,),
-        "set it to false, as RLinf's pipelined mode has it: advantages are of a group, whitened over no batch",
+        "set it to false, as in RLinf's pipelined mode: advantages are normalised in a group, not over a batch",
     ),
     "algorithm.early_stop_imp_ratio": OnlyAs(
         (None,), "set it to null: no micro-batch is left out; clipping and actor.clip_grad bound an update"
@@ -92,15 +102,15 @@ RULES: Mapping[str, Rule] = {
     "algorithm.max_num_gen_batches": OnlyAs(
         (1,), "set it to 1; algorithm.filter_zero_std and max_extra_prompts sample dynamically"
     ),
-    "algorithm.shuffle_rollout": OnlyAs((False,), "set it to false; algorithm.minibatch_order says which come first"),
+    "algorithm.shuffle_rollout": OnlyAs((False,), "set it to false; algorithm.minibatch_order sets the order"),
     "algorithm.importance_sampling_fix": OnlyAs(
         (False,), "set it to false, and algorithm.importance_cap to a cap of the trainer/engine weights"
     ),
     "algorithm.use_valid_token_scale": OnlyAs(
         (True, False),
         "true or false",
-        told={
-            False: "token-mean is over all tokens of a minibatch, as with true, not the mean of micro-batches' means"
+        notes={
+            False: "token-mean is over all tokens of a minibatch, as with true, and not the mean of micro-batch means"
         },
     ),
     "data.type": OnlyAs(("math",), "set it to math: prompts and answers are columns of JSONL or Parquet"),
@@ -109,8 +119,8 @@ RULES: Mapping[str, Rule] = {
     "data.filter_prompt_by_length": OnlyAs(
         (True, False),
         "true or false",
-        told=dict.fromkeys(
-            (True, False), "a prompt that is too long is neither dropped nor cut, but refused by its line"
+        notes=dict.fromkeys(
+            (True, False), "a prompt that is too long is neither dropped nor cut, but refused with its line number"
         ),
     ),
     "data.data_size": OnlyAs((None, -1), "leave it out: all records of a file are used"),
@@ -158,8 +168,8 @@ RULES: Mapping[str, Rule] = {
     "rollout.model.precision": _ENGINE_PRECISION,
     "rollout.tensor_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),
     "rollout.pipeline_parallel_size": OnlyAs((1,), _ONE_ENGINE_A_GPU),
-    "rollout.padding": OnlyAs((None,), "set it to null: the tokenizer says it"),
-    "rollout.eos": OnlyAs((None,), "set it to null: the tokenizer says it"),
+    "rollout.padding": OnlyAs((None,), "set it to null: the tokenizer sets it"),
+    "rollout.eos": OnlyAs((None,), "set it to null: the tokenizer sets it"),
     "reward.reward_type": Becomes(
         "rewards", {"math": [{"name": "math_verify"}]}, "math; others are written as rewards"
     ),
@@ -217,11 +227,11 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "reward.group_name",
         "runner.logger.*",
     ),
-    "an evaluation is of all held-out prompts, and has no batches": (
+    "an evaluation covers all held-out prompts, and has no batches": (
         "algorithm.val_rollout_batch_size_per_gpu",
         "data.val_rollout_batch_size",
     ),
-    "memory, kernels and communication are as Megatron and the engine have them here, results being the same": (
+    "Megatron and the engine set memory, kernels and communication here, with the same results": (
         "actor.offload_optimizer",
         "actor.offload_weight",
         "actor.offload_grad",
@@ -263,7 +273,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "rollout.torch_compile_max_bs",
         "data.num_workers",
     ),
-    "they choose what is logged or compared": (
+    "they choose only logs and comparisons": (
         "algorithm.calculate_entropy",
         "actor.calculate_flops",
         "rollout.disable_log_stats",
@@ -275,7 +285,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "rollout.sglang_decode_log_interval",
         "rollout.return_logprobs",
     ),
-    "other keys say it": (
+    "other keys set it": (
         "rollout.model_arch",
         "rollout.model.model_type",
         "rollout.recompute_logprobs",
@@ -291,10 +301,10 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         "reward.tokenizer.*",
     ),
     "the order of prompts follows from seed": ("data.seed", "data.validation_shuffle"),
-    "tokenizers are read from their files, and run no code of theirs": (
+    "tokenizers are read from files without running their code": (
         "actor.tokenizer.use_fast",
         "actor.tokenizer.trust_remote_code",
         "actor.tokenizer.padding_side",
     ),
 }
-"""By reason. A star stands for all that is below."""
+"""The keys by reason. A star stands for all keys below."""

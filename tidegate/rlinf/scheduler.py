@@ -1,6 +1,6 @@
-"""What RLinf's switch of its scheduler comes to: the policy that has its rules, or none that moves GPUs. Pure.
+"""The translation of RLinf's scheduler switch: the policy with RLinf's rules, or the policy that moves no GPUs. Pure.
 
-Its rules count with the rollout's number of requests, which is the rollout's own here: it is given to both.
+RLinf's rules use the rollout's limit of requests. Here the policy has a key of its own for it, so both get the value.
 """
 
 from __future__ import annotations

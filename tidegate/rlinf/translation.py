@@ -1,7 +1,10 @@
-"""One pass over an RLinf config: what was given in its keys, what is given in ours, what is wrong and what is told.
+"""One pass over an RLinf config: the remaining values, the translated values, the faults and the notes.
 
-Invariants: a key that is taken is gone from the values that are left; of two keys that say the same, the one in the
-later layer holds, and two in one layer are a fault; a value that came from a key of RLinf's has that key in its origin.
+Invariants:
+- A key that `take` returned is no longer in the values. [test_rlinf: a_key_that_is_taken]
+- If two keys set the same value, the one in the later layer holds. [test_rlinf: a_later_layer_takes_precedence]
+- Two such keys in one layer are a fault. [test_rlinf: two_names_for_one_setting]
+- A translated value has RLinf's key in its origin. [test_rlinf: a_fault_of_a_translated_value]
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from tidegate.config.reading.layers import Layer, dotted, paths_in, with_value
 from tidegate.config.reading.origins import with_origin
 
 MISSING = object()
-"""Of a key that is not given; None is a value."""
+"""Stands for the value of a missing key. None is a value."""
 
 
 def key_path(key: str) -> KeyPath:
@@ -23,17 +26,17 @@ def key_path(key: str) -> KeyPath:
 
 
 class Translation:
-    """Holds the pass; `layer` is what it has come to."""
+    """The state of the pass. `layer` has the remaining and the translated values."""
 
     def __init__(self, given: Layer) -> None:
         self._given = given
         self.layer = given
         self.faults: list[str] = []
         self.notes: defaultdict[str, list[str]] = defaultdict(list)
-        """What is told, each with the keys it is of."""
+        """Each note with the keys that it concerns."""
 
     def now(self, key: str) -> Any:
-        """The value that a key has come to; MISSING where there is none."""
+        """The present value of a key. MISSING: there is none."""
         value: Any = self.layer.values
         for part in key_path(key):
             if not isinstance(value, dict) or part not in value:
@@ -42,25 +45,25 @@ class Translation:
         return value
 
     def take(self, key: str) -> Any:
-        """As `now`; the key is then done with."""
+        """As `now`, and remove the key."""
         value = self.now(key)
         if value is not MISSING:
             self.layer = _without(self.layer, key_path(key))
         return value
 
     def put(self, key: str, value: Any, source: str) -> None:
-        """Gives a key of ours what `source`, a key of RLinf's, says."""
+        """Set one of Tidegate's keys to the value from `source`, a key of RLinf's."""
         path, origin = key_path(key), self._given.origin(key_path(source))
-        assert origin is not None, f"{source} was given"
-        # A section that is null says of each of its keys that it is not given.
+        assert origin is not None, f"{source} has an origin"
+        # A section that is null sets all its keys to their defaults, so it competes with `source` too.
         null = next((path[:n] for n in range(1, len(path)) if self.now(dotted(path[:n])) is None), path)
         before = self.layer.origins.get(null)
         if before is not None and before.layer > origin.layer:
             return
         if before is not None and before.layer == origin.layer:
-            self.refuse(source, f"{source} and {key} ({before.told}) say the same: keep one")
+            self.refuse(source, f"{source} and {key} ({before.place}) set the same value: keep one")
             return
-        origin = replace(origin, told=f"{origin.told} {source}")
+        origin = replace(origin, place=f"{origin.place} {source}")
         sections = {path[:n]: origin for n in range(1, len(path)) if path[:n] not in self.layer.origins}
         within = dict.fromkeys([path, *paths_in(value, path)], origin)
         self.layer = Layer(with_value(self.layer.values, path, value), {**self.layer.origins, **sections, **within})
@@ -68,15 +71,15 @@ class Translation:
     def refuse(self, source: str, fault: str) -> None:
         self.faults.append(with_origin(fault, self._given, key_path(source)))
 
-    def tell(self, note: str, source: str) -> None:
+    def add_note(self, note: str, source: str) -> None:
         self.notes[note].append(source)
 
 
 def _without(layer: Layer, path: KeyPath) -> Layer:
-    """Sections that are left empty go too: they may be RLinf's alone."""
+    """Remove a key, and the sections that are empty without it: they may be RLinf's alone."""
     values = _removed(layer.values, path)
-    gone = {path[:n] for n in range(1, len(path) + 1) if _is_gone(values, path[:n])}
-    kept = {at: origin for at, origin in layer.origins.items() if not any(at[: len(each)] == each for each in gone)}
+    missing = {path[:n] for n in range(1, len(path) + 1) if _is_missing(values, path[:n])}
+    kept = {at: origin for at, origin in layer.origins.items() if not any(at[: len(each)] == each for each in missing)}
     return Layer(values, kept)
 
 
@@ -87,7 +90,7 @@ def _removed(values: dict[Any, Any], path: KeyPath) -> dict[Any, Any]:
     return others if not inner else {key: inner if key == first else value for key, value in values.items()}
 
 
-def _is_gone(values: Any, path: KeyPath) -> bool:
+def _is_missing(values: Any, path: KeyPath) -> bool:
     for part in path:
         if not isinstance(values, dict) or part not in values:
             return True

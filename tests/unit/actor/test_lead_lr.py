@@ -139,7 +139,7 @@ async def test_a_checkpoint_without_a_ledger_is_refused_with_both_numbers(tmp_pa
         without_ledger(of)
         of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
         (failed,) = await of.bench.told("failed")
-        assert "num_steps=2 of lr_decay_steps=6 say not what they count" in failed.failed.message
+        assert "num_steps=2 of lr_decay_steps=6 have no unit" in failed.failed.message
 
 
 @pytest.mark.parametrize("policy", ["rebase", "clamp", "keep"])

@@ -59,7 +59,7 @@ def test_a_placement_is_counted_over_the_nodes_in_order() -> None:
     assert config.layout(Role.ROLLOUT) == Layout(dp=2)
 
 
-def test_the_actor_may_get_gpus_besides_those_it_is_placed_on() -> None:
+def test_the_actor_may_get_standby_gpus_besides_those_of_its_placement() -> None:
     raw = _with("cluster.nodes", {"n0": 3, "n1": 4})
     raw["actor"]["standby"] = "5-6"
     config = parse_config(raw)
@@ -124,7 +124,7 @@ WRONG = {
     ),
     "a shape beside a checkpoint's": (
         _with("model", {"path": "somewhere", "num_layers": 2, "rope_theta": 1e6, "max_seq_len": 64}),
-        r"^model.path says the shape, and so do model.num_layers, model.rope_theta: leave them out",
+        r"^model.path sets the shape, and so do model.num_layers, model.rope_theta: leave them out",
     ),
     "an evaluation of no prompts of a task": (
         _with("evaluation", {"every": 2}),
@@ -207,7 +207,7 @@ WRONG = {
     ),
     "micro-batches counted in two ways": (
         _with("actor", VALID["actor"] | {"micro_batch_size": 4, "max_tokens_per_microbatch": 512}),
-        r"^actor.micro_batch_size=4 counts sequences and max_tokens_per_microbatch=512 tokens: give one of them",
+        r"^actor.micro_batch_size=4 counts sequences and max_tokens_per_microbatch=512 tokens: set only one of them",
     ),
     "samples that may be refused once the job runs": (
         _with("actor", VALID["actor"] | {"oversize_samples": "refuse", "max_tokens_per_microbatch": 48}),
@@ -216,16 +216,16 @@ WRONG = {
     ),
     "samples refused over no cap": (
         _with("actor.oversize_samples", "refuse"),
-        r"^actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too$",
+        r"^actor.oversize_samples=refuse concerns samples over actor.max_tokens_per_microbatch: set that too$",
     ),
     "sequences without padding on a CPU": (
         _with("actor", VALID["actor"] | {"packing": "thd", "max_tokens_per_microbatch": 512}),
-        "^actor.packing=thd runs in the attention of Transformer Engine, which needs CUDA, and cluster.device is cpu: "
+        "^actor.packing=thd uses the attention of Transformer Engine, which needs CUDA, and cluster.device is cpu: "
         "set packing to padded$",
     ),
     "sequences without padding and without a cap": (
         _with("cluster", VALID["cluster"] | {"device": "cuda"}) | {"actor": VALID["actor"] | {"packing": "thd"}},
-        "^actor.packing=thd is of what actor.max_tokens_per_microbatch packs: set that too$",
+        "^actor.packing=thd applies only with actor.max_tokens_per_microbatch: set that too$",
     ),
     "a GPU that the actor may get beyond the cluster": (
         _with("actor.standby", "5"),
@@ -264,7 +264,7 @@ WRONG = {
     ),
     "a server's start that its command does not wait for": (
         _with("rollout", {"engine": "sglang", "sglang": {"python": "bin/python", "start_timeout_s": 120}}),
-        r"start_timeout_s=120 is not below runtime.command_deadline_s=120, of the command .*: lower the one or raise",
+        r"start_timeout_s=120 is not below runtime.command_deadline_s=120, the deadline .*: lower the first",
     ),
     "an engine that there is not": (
         _with("rollout.engine", "vllm"),
@@ -275,10 +275,45 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_config_says_what_and_how_to_mend_it(case: str) -> None:
+def test_a_wrong_config_is_refused_with_a_remedy(case: str) -> None:
     raw, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         parse_config(raw)
+
+
+DATA = {"train": "train.jsonl", "answer_key": "answer"}
+REWARDS = [{"name": "exact_match"}]
+
+
+def _on_data(**changes: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(VALID)
+    raw["model"]["tokenizer"] = "words.json"
+    raw["actor"]["warm_up"] = {"steps": 0}
+    return {**raw, "task": None, "data": DATA, "rewards": REWARDS, **changes}
+
+
+def test_a_job_has_a_task_or_data_with_rewards() -> None:
+    parse_config(_on_data())
+    task = {"name": "count"}
+    cases: list[dict[str, Any]] = [
+        {"task": task},
+        {"data": None, "rewards": []},
+        {"rewards": []},
+        {"task": task, "data": None},
+    ]
+    for wrong in cases:
+        with pytest.raises(ConfigError, match=r"task|rewards"):
+            parse_config(_on_data(**wrong))
+
+
+def test_only_a_job_on_data_names_evaluation_data() -> None:
+    evaluation = {"every": 2, "num_prompts": 4}
+    parse_config(_on_data(evaluation={**evaluation, "data": "test.jsonl"}))
+    with pytest.raises(ConfigError, match=r"^evaluation.data is empty: name a file"):
+        parse_config(_on_data(evaluation=evaluation))
+    parse_config(_with("evaluation", evaluation))
+    with pytest.raises(ConfigError, match=r"^evaluation.data is given, and a built-in task has held-out prompts"):
+        parse_config(_with("evaluation", {**evaluation, "data": "test.jsonl"}))
 
 
 def test_sglang_may_run_more_requests_than_an_embedded_engine() -> None:
@@ -286,21 +321,21 @@ def test_sglang_may_run_more_requests_than_an_embedded_engine() -> None:
     assert parse_config(_with("rollout", sglang)).rollout.max_running_requests == 1024
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_between_sections_are_reported_at_once() -> None:
     raw = _with("algorithm.n_minibatches", 3)
     raw["cluster"]["component_placement"]["inference"] = "6"
     with pytest.raises(ConfigError, match=r"(?s)GPU 6.*n_minibatches=3"):
         parse_config(raw)
 
 
-def test_a_top_p_that_biases_the_update_is_warned_of_with_what_would_not() -> None:
+def test_a_top_p_that_biases_the_update_is_a_warning_with_the_remedy() -> None:
     (warning,) = parse_config(_with("algorithm.top_p", 0.9)).warnings()
     assert warning.startswith("algorithm.top_p=0.9: ")
     assert "the update is biased; set it to 1" in warning
     assert parse_config(VALID).warnings() == ()
 
 
-def test_a_correction_of_the_engine_that_corrects_nothing_is_warned_of() -> None:
+def test_an_importance_cap_without_effect_is_a_warning() -> None:
     raw = _with("algorithm.importance_cap", 2.0)
     assert parse_config(raw).warnings() == ()
     raw["algorithm"]["old_logprobs"] = "engine"
@@ -308,68 +343,68 @@ def test_a_correction_of_the_engine_that_corrects_nothing_is_warned_of() -> None
     assert warning.startswith("algorithm.importance_cap=2 corrects nothing with old_logprobs: engine")
 
 
-def test_a_model_that_starts_from_random_weights_is_warned_of_with_the_remedy() -> None:
+def test_a_model_with_random_weights_is_a_warning_with_the_remedy() -> None:
     (warning,) = parse_config(_with("actor.warm_up.steps", 0)).warnings()
     assert warning.startswith("actor.warm_up.steps=0: ")
-    assert "it learns only where random responses earn some reward" in warning
+    assert "learns only where random responses earn some reward" in warning
     assert "set it to 200" in warning
 
 
-def test_an_engine_that_takes_no_seeds_is_warned_of_with_the_one_that_does() -> None:
+def test_an_engine_that_takes_no_seeds_is_a_warning_that_names_one_that_does() -> None:
     sglang = {"engine": "sglang", "sglang": {"python": "bin/python"}}
     (warning,) = parse_config(_with("rollout", sglang)).warnings()
-    assert warning.startswith("rollout.engine=sglang draws without seeds on a CPU")
+    assert warning.startswith("rollout.engine=sglang samples without seeds on a CPU")
     assert "set it to embedded" in warning
 
 
-def test_gpus_that_no_component_uses_are_named() -> None:
+def test_gpus_that_no_component_uses_are_a_warning() -> None:
     (warning,) = parse_config(_with("cluster.nodes", {"n0": 3, "n1": 4})).warnings()
     assert "leaves 2 of 7 GPUs to no component: 5 (n1/2), 6 (n1/3);" in warning
 
 
-def test_the_example_warns_of_nothing() -> None:
+def test_the_example_config_has_no_warnings() -> None:
     assert load_config(Path(__file__).resolve().parents[3] / "examples" / "grpo.yaml").warnings() == ()
 
 
 FILES = {
     "an empty file": ("# nothing yet\n", r"job.yaml is empty: write the keys of a job"),
     "a plain string": ("hello\n", r"job.yaml must hold keys and values such as job:, found 'hello'$"),
-    "a key given twice at the top": (
+    "a key twice at the top": (
         "job: a\nseed: 1\njob: b\n",
-        r"key 'job' is given twice, in lines 1 and 3: keep one$",
+        r"key 'job' occurs twice, in lines 1 and 3: keep one$",
     ),
-    "a key given twice in a section": (
+    "a key twice in a section": (
         "job: a\nactor:\n  layout: {tp: 1}\n  learning_rate: 1\n  layout: {tp: 2}\n",
-        r"job.yaml: key 'layout' is given twice, in lines 3 and 5",
+        r"job.yaml: key 'layout' occurs twice, in lines 3 and 5",
     ),
-    "a key given twice in one line": ("actor: {tp: 1, tp: 2}\n", r"key 'tp' is given twice, in lines 1 and 1"),
+    "a key twice in one line": ("actor: {tp: 1, tp: 2}\n", r"key 'tp' occurs twice, in lines 1 and 1"),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_holds_no_config_says_what_it_holds(case: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_config_is_refused_with_its_fault(case: str, tmp_path: Path) -> None:
     text, message = FILES[case]
     (path := tmp_path / "job.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(path)
 
 
-def test_a_key_that_a_merge_brings_may_be_given_again(tmp_path: Path) -> None:
+def test_a_key_that_a_merge_brings_may_be_written_again(tmp_path: Path) -> None:
     raw = _with("inference", {"layout": {"dp": 1}})
     text = yaml.safe_dump(raw).replace("learning_rate: 0.001", "<<: {learning_rate: 1.0}\n  learning_rate: 0.001")
     (path := tmp_path / "job.yaml").write_text(text)
     assert load_config(path) == parse_config(raw)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_config_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.yaml: No such file or directory; give the path"):
         load_config(tmp_path / "nowhere.yaml")
 
 
-def test_a_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
+def test_a_config_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("job: [unclosed")
-    with pytest.raises(ConfigError, match=r"bad.yaml is not YAML: line 1, column 15: [^\n]*; mend it there$"):
+    with pytest.raises(ConfigError, match=r"bad.yaml is not YAML: line 1, column 15: [^\n]*; correct it there$"):
         load_config(path)
 
 

@@ -1,7 +1,8 @@
-"""Files and overrides make one config, and a fault names the one that a value comes from."""
+"""Files and overrides make one config, and a fault names the file or the override of its value."""
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,19 @@ from tests.unit.cli.configs import small
 from tests.unit.config.config_files import written
 from tidegate.config.files import SourcedConfig, Sources, load_sources
 from tidegate.config.job_config import ConfigError
-from tidegate.config.reading.layers import is_override
+from tidegate.config.reading.layers import Layer, Origin, apply_override, is_override, merge_layers, parse_override
 from tidegate.types import Role
 
 
 def loaded(tmp_path: Path, *overrides: str, over: dict[str, Any] | str | None = None, **changes: Any) -> SourcedConfig:
-    """Of the small config, of `over` above it, and of the overrides."""
+    """Load the small config, `over` above it, and the overrides."""
     files = [written(tmp_path, "small.yaml", small(tmp_path, **changes))]
     if over is not None:
         files.append(written(tmp_path, "over.yaml", over))
     return load_sources(Sources(files, overrides, folder=tmp_path / "here"))
 
 
-def test_what_comes_later_wins_and_sections_are_merged_key_by_key(tmp_path: Path) -> None:
+def test_a_later_layer_takes_precedence_and_sections_are_merged_key_by_key(tmp_path: Path) -> None:
     over = {"algorithm": {"iterations": 5, "group_size": 6}, "seed": 1}
     config = loaded(tmp_path, "algorithm.group_size=8", "seed=2", "seed=3", over=over).config
     algorithm = config.algorithm
@@ -39,7 +40,7 @@ def test_lists_and_mappings_of_names_are_replaced_whole(tmp_path: Path) -> None:
     assert loaded(tmp_path, "cluster.nodes.more=1").config.cluster.nodes == {"n0": 3, "more": 1}
 
 
-def test_a_null_takes_a_section_away(tmp_path: Path) -> None:
+def test_null_in_a_later_layer_removes_a_section(tmp_path: Path) -> None:
     data = {"train": str(tmp_path / "train.jsonl"), "answer_key": "answer"}
     over = {"task": None, "data": data, "rewards": [{"name": "exact_match"}], "model": {"tokenizer": "words.json"}}
     config = loaded(tmp_path, "rewards.0.weight=2", over=over).config
@@ -62,7 +63,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("case", VALUES)
-def test_a_value_of_an_override_is_what_yaml_reads(case: str, tmp_path: Path) -> None:
+def test_the_value_of_an_override_is_read_as_yaml(case: str, tmp_path: Path) -> None:
     text, key, want = VALUES[case]
     value: Any = loaded(tmp_path, text).config
     for part in key.split("."):
@@ -91,19 +92,19 @@ MALFORMED = {
     "a sign before the key": ("+seed=1", "'+seed' is no key"),
     "no value": ("seed=", "override 'seed=' has no value: write seed=null for none, seed=\"''\" for an empty text"),
     "a value that is no YAML": ("cluster.nodes={a: 1", "override 'cluster.nodes={a: 1': the value is not YAML"),
-    "a key twice": ("cluster.nodes={a: 1, a: 2}", "key 'a' is given twice"),
-    "lists without end": (f"seed={'[' * 5000}", "sections and lists lie too deep in each other to be read"),
+    "a key twice": ("cluster.nodes={a: 1, a: 2}", "key 'a' occurs twice"),
+    "lists without end": (f"seed={'[' * 5000}", "sections and lists are nested too deep to be read"),
     "a key below a value": ("seed.low=1", "override 'seed.low=1': seed is 0, which holds no key 'low'"),
     "no place of a list": (
         "rewards.first.weight=1",
-        "rewards has the items 0 to 0; a whole list is given as rewards=[..",
+        "rewards has the items 0 to 0; to set the whole list write rewards=[..",
     ),
     "a place that is not there": ("rewards.1.weight=1", "rewards has the items 0 to 0"),
 }
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_an_override_that_cannot_be_read_says_how_one_is_written(case: str, tmp_path: Path) -> None:
+def test_a_malformed_override_is_refused_with_the_correct_form(case: str, tmp_path: Path) -> None:
     text, want = MALFORMED[case]
     with pytest.raises(ConfigError, match=re.escape(want)):
         loaded(tmp_path, text, over={"rewards": [{"name": "exact_match"}], "seed": 0})
@@ -160,12 +161,24 @@ def test_a_missing_key_names_the_section_that_lacks_it(tmp_path: Path) -> None:
         loaded(tmp_path, over="actor:\n  clip_grad: 2\n", actor=None)
 
 
-def test_a_url_with_a_password_is_not_told_as_an_origin(tmp_path: Path) -> None:
-    given = loaded(tmp_path, "servers.redis_url=redis://me:hunter2@host").given
-    assert "hunter2" not in " ".join(origin.told for origin in given.origins.values())
+def test_the_origin_of_an_override_does_not_show_its_password(tmp_path: Path) -> None:
+    layer = loaded(tmp_path, "servers.redis_url=redis://me:hunter2@host").layer
+    assert "hunter2" not in " ".join(origin.place for origin in layer.origins.values())
 
 
-def test_a_relative_path_counts_from_the_folder_of_the_layer_that_gives_it(tmp_path: Path) -> None:
+def test_merging_changes_no_layer() -> None:
+    def origin(number: int) -> Origin:
+        return Origin(f"{number}.yaml", Path(), number)
+
+    low = Layer({"actor": {"clip_grad": 1, "layout": {"dp": 2}}}, {("actor", "clip_grad"): origin(0)})
+    high = Layer({"actor": {"layout": {"dp": 4}}}, {("actor", "layout", "dp"): origin(1)})
+    before = copy.deepcopy((low, high))
+    merged = apply_override(merge_layers(low, high, whole=()), parse_override("actor.clip_grad=3"), origin(2), whole=())
+    assert merged.values == {"actor": {"clip_grad": 3, "layout": {"dp": 4}}}
+    assert (low, high) == before
+
+
+def test_a_relative_path_counts_from_the_folder_of_the_layer_that_sets_it(tmp_path: Path) -> None:
     data = {"train": "train.jsonl", "answer_key": "answer", "chat_template": "tokenizer"}
     rewards = [{"name": "function", "path": "grading:one"}]
     below = small(tmp_path, task=None, data=data, rewards=rewards)
@@ -190,7 +203,7 @@ def test_a_placement_may_be_a_number_in_every_layer(tmp_path: Path) -> None:
     assert config.placement(Role.ACTOR) == ("n0/0",)
 
 
-def test_an_anchor_that_holds_itself_is_refused(tmp_path: Path) -> None:
+def test_an_anchor_that_contains_itself_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "cyclic.yaml", "data: &a\n  chat_template_kwargs: *a\n")
-    with pytest.raises(ConfigError, match=r"cyclic.yaml: what begins in line \d holds an alias of itself"):
+    with pytest.raises(ConfigError, match=r"cyclic.yaml: the value that begins in line \d contains an alias of itself"):
         load_sources(Sources([path]))

@@ -1,4 +1,4 @@
-"""The config's learning-rate schedule: what follows from its keys, what contradicts, and what a start says of it."""
+"""The config's learning-rate schedule: the values from its keys, its contradictions, and the line at a job's start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.component_bench import job_config
 from tidegate.config.job_config import ConfigError, JobConfig
-from tidegate.config.schedule import lr_told, rules_of, schedule_of
+from tidegate.config.schedule import lr_summary, rules_of, schedule_of
 from tidegate.lr.progress import EmptyBatch, LrMode, LrRules, OnSkip
 from tidegate.lr.schedule import Decay, LrSchedule, WsdDecay
 
@@ -19,13 +19,13 @@ def config_of(tmp_path: Path, actor: dict[str, Any], **schedule: Any) -> JobConf
     return job_config(tmp_path, actor={**actor, "lr_schedule": schedule})
 
 
-def test_without_a_word_the_rate_is_constant_and_the_budget_is_that_of_the_job(tmp_path: Path) -> None:
+def test_by_default_the_rate_is_constant_and_the_budget_is_the_whole_job(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"lr_warm_up_samples": 6})
     assert schedule_of(config) == LrSchedule(1e-3, budget=6, warm_up=Fraction(3, 2))
     assert rules_of(config) == LrRules(4, LrMode.NOMINAL, OnSkip.ADVANCE, EmptyBatch.HOLD, 3)
 
 
-def test_every_key_of_the_section_has_its_place(tmp_path: Path) -> None:
+def test_every_key_of_lr_schedule_sets_its_field(tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
         {"max_skipped_updates": 7},
@@ -94,17 +94,24 @@ def test_more_replicas_than_a_minibatch_has_samples_are_refused_by_their_keys(tm
         job_config(tmp_path, cluster=cluster, actor={"layout": {"dp": 6}}, inference={"layout": {"dp": 1}})
 
 
-def test_one_line_says_what_the_budget_holds(tmp_path: Path) -> None:
+def test_the_number_of_replicas_changes_nothing_of_the_schedule(tmp_path: Path) -> None:
+    layouts = ({"dp": 1, "tp": 2}, {"dp": 2})
+    one, two = (config_of(tmp_path, {"lr_warm_up_samples": 6, "layout": layout}, decay="cosine") for layout in layouts)
+    assert schedule_of(one) == schedule_of(two)
+    assert rules_of(one) == rules_of(two)
+
+
+def test_the_summary_shows_the_budget_the_shape_and_the_mode(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"lr_warm_up_samples": 8}, decay="cosine", minimum=1e-5)
-    assert lr_told(config) == (
+    assert lr_summary(config) == (
         "learning rate: a budget of 6 updates for the 6 of this job (3 iterations of 2), cosine from 0.001 to 1e-05 "
         "after a warm-up of 2, in mode nominal"
     )
 
 
-def test_an_overshoot_is_projected_at_the_start(tmp_path: Path) -> None:
+def test_the_summary_shows_a_projected_overshoot(tmp_path: Path) -> None:
     config = config_of(tmp_path, {}, mode="optimizer_updates", budget_updates=4)
-    assert lr_told(config) == (
+    assert lr_summary(config) == (
         "learning rate: a budget of 4 updates for the 6 of this job (3 iterations of 2), constant at 0.001 without "
         "warm-up, in mode optimizer_updates; projected overshoot: 2 updates at 0.001, as before"
     )
@@ -113,11 +120,11 @@ def test_an_overshoot_is_projected_at_the_start(tmp_path: Path) -> None:
 
 def test_an_overshoot_that_lowers_the_rate_is_a_warning(tmp_path: Path) -> None:
     config = config_of(tmp_path, {}, decay="linear", budget_updates=4)
-    assert lr_told(config).endswith("; projected overshoot: 2 updates at the minimum")
-    (told,) = (warning for warning in config.warnings() if "actor.lr_schedule" in warning)
-    assert told.startswith("actor.lr_schedule.budget_updates=4: the job is projected to pass it by 2 updates, at the")
+    assert lr_summary(config).endswith("; projected overshoot: 2 updates at the minimum")
+    (text,) = (warning for warning in config.warnings() if "actor.lr_schedule" in warning)
+    assert text.startswith("actor.lr_schedule.budget_updates=4: the job is projected to pass it by 2 updates, at the")
 
 
-def test_the_line_says_when_a_resume_goes_by_another_schedule(tmp_path: Path) -> None:
+def test_the_summary_shows_that_a_resume_takes_its_checkpoints_schedule(tmp_path: Path) -> None:
     config = config_of(tmp_path, {}, budget_mismatch="checkpoint")
-    assert lr_told(config).endswith("; a resume goes by its checkpoint's schedule")
+    assert lr_summary(config).endswith("; a resume goes by its checkpoint's schedule")

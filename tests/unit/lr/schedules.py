@@ -1,4 +1,4 @@
-"""A schedule of each shape, and what Megatron's scheduler takes for an optimizer."""
+"""A schedule of each shape, and a stand-in for an optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATES = {"minimum": 1e-7, "initial": 3e-6}
 
 
 class Groups:
-    """What Megatron's scheduler takes for an optimizer."""
+    """A stand-in for an optimizer, with the parameter groups that Megatron's scheduler needs."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0}]

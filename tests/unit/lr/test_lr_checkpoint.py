@@ -1,4 +1,4 @@
-"""Saved ledgers: what is loaded is what was saved, and what cannot be trusted or understood is refused."""
+"""Checkpoints of the ledger: a load gives the saved ledger, and damaged or foreign texts are refused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def half_way() -> LrLedger:
     return ledger.committed_update(1, "a", [0, 3]).skipped_update(1, "b", [6, 1])
 
 
-def test_what_is_saved_is_what_is_loaded_and_loading_twice_is_loading_once() -> None:
+def test_a_saved_ledger_loads_as_the_same_ledger_however_often() -> None:
     text = encoded(half_way())
     assert decoded(text) == half_way()
     assert encoded(decoded(encoded(decoded(text)))) == text
 
 
-def test_a_ledger_that_was_saved_without_its_last_batch_loads_and_keeps_the_next_one() -> None:
+def test_a_checkpoint_without_a_last_batch_loads_and_keeps_the_next_one() -> None:
     raw = json.loads(encoded(half_way()))
     assert raw.pop("last_batch") == {"id": 0, "nominal": [1, 1], "updates": {}, "skips": []}
     ledger = decoded(json.dumps(raw))
@@ -42,7 +42,7 @@ def test_a_ledger_that_was_saved_without_its_last_batch_loads_and_keeps_the_next
     assert decoded(encoded(closed)) == closed
 
 
-def test_a_ledger_says_what_it_counts_with_whole_numbers_and_its_full_schedule() -> None:
+def test_the_json_has_its_unit_whole_numbers_and_the_full_schedule() -> None:
     raw = json.loads(encoded(half_way()))
     assert (raw["version"], raw["unit"], raw["rules"]["mode"]) == (1, "sample x epoch", "nominal")
     assert raw["progress"] == [1, 3]
@@ -95,7 +95,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_ledger_is_refused(case: str) -> None:
+def test_a_damaged_ledger_is_refused(case: str) -> None:
     change, want = DAMAGE[case]
     raw = json.loads(encoded(half_way()))
     change(raw)
@@ -104,12 +104,12 @@ def test_a_ledger_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", {}, 3])
-def test_what_is_no_ledger_at_all_is_refused(text: Any) -> None:
+def test_a_text_that_is_no_ledger_is_refused(text: Any) -> None:
     with pytest.raises(CheckpointRefused, match="the learning-rate ledger is"):
         decoded(text)
 
 
-def test_another_budget_is_nobodys_until_someone_chooses() -> None:
+def test_another_budget_is_refused_until_a_setting_chooses_the_schedule() -> None:
     longer = replace(COSINE, budget=3000)
     with pytest.raises(
         BudgetMismatch, match=r"2400 steps, of which 1/3 are done, .* one of 3000 \(budget 2400 and 3000\)"
@@ -120,7 +120,7 @@ def test_another_budget_is_nobodys_until_someone_chooses() -> None:
     assert (chosen.schedule, chosen.progress) == (longer, Fraction(1, 3)), "progress is never scaled"
 
 
-def test_the_same_schedule_goes_on_and_takes_the_configs_policies() -> None:
+def test_a_resume_with_the_same_schedule_takes_the_rules_of_the_config() -> None:
     rules = replace(RULES, on_skip=OnSkip.ADVANCE, max_consecutive_skips=9)
     assert resumed(half_way(), COSINE, rules) == replace(half_way(), rules=rules)
 
@@ -128,13 +128,13 @@ def test_the_same_schedule_goes_on_and_takes_the_configs_policies() -> None:
 @pytest.mark.parametrize(
     "rules", [replace(RULES, logical_minibatch=8), replace(RULES, mode=LrMode.OPTIMIZER_UPDATES)], ids=str
 )
-def test_steps_of_another_kind_are_refused_whatever_is_chosen(rules: LrRules) -> None:
-    with pytest.raises(CheckpointRefused, match="steps of the one are none of the other"):
+def test_another_mode_or_logical_minibatch_is_refused_whatever_the_setting(rules: LrRules) -> None:
+    with pytest.raises(CheckpointRefused, match="their steps cannot be compared"):
         resumed(half_way(), COSINE, rules, on_mismatch=OnMismatch.CONFIG)
 
 
 def overshot() -> dict[str, Any]:
-    """The state that ROLL's issue 442 shows, of Megatron's own scheduler."""
+    """The state of Megatron's own scheduler that ROLL's issue 442 shows."""
     scheduler = param_scheduler(
         Groups(), LrSchedule(3e-4, budget=2400, warm_up=10, decay=Decay.COSINE), weight_decay=0.0
     )
@@ -165,7 +165,7 @@ POLICIES: dict[str, tuple[LegacyPolicy, Fraction | None, Fraction, Fraction]] = 
 
 
 @pytest.mark.parametrize("case", POLICIES)
-def test_a_policy_says_what_foreign_counters_are_worth(case: str) -> None:
+def test_a_legacy_policy_sets_the_progress_of_foreign_counters(case: str) -> None:
     policy, consumed, want, want_overshoot = POLICIES[case]
     ledger = adopted(overshot(), COSINE, RULES, policy=policy, consumed=consumed, next_batch=40)
     assert (ledger.progress, ledger.overshoot, ledger.next_batch) == (want, want_overshoot, 40)
@@ -179,18 +179,18 @@ def test_a_policy_says_what_foreign_counters_are_worth(case: str) -> None:
 
 
 @pytest.mark.parametrize("consumed", [None, 1.5, -1])
-def test_a_rebase_needs_what_was_consumed(consumed: Any) -> None:
-    with pytest.raises(ForeignCheckpoint, match="rebase needs the exact steps"):
+def test_a_rebase_needs_the_number_of_consumed_steps(consumed: Any) -> None:
+    with pytest.raises(ForeignCheckpoint, match="rebase needs the exact number of consumed steps"):
         adopted(overshot(), COSINE, RULES, policy=LegacyPolicy.REBASE, consumed=consumed)
 
 
 @pytest.mark.parametrize("num_steps", [None, -1, 1.5, True])
-def test_counters_that_are_none_are_refused(num_steps: Any) -> None:
-    with pytest.raises(ForeignCheckpoint, match="is no count of steps"):
+def test_a_num_steps_that_is_no_number_of_steps_is_refused(num_steps: Any) -> None:
+    with pytest.raises(ForeignCheckpoint, match="is no number of steps"):
         adopted({"num_steps": num_steps}, COSINE, RULES, policy=LegacyPolicy.KEEP)
 
 
-def test_megatrons_own_load_adds_and_a_ledgers_assigns() -> None:
+def test_a_second_load_adds_in_megatrons_scheduler_and_changes_nothing_in_a_ledger() -> None:
     scheduler = param_scheduler(Groups(), COSINE, weight_decay=0.0)
     for _ in range(2):
         scheduler.load_state_dict({**overshot(), "lr_warmup_steps": COSINE.warm_up})

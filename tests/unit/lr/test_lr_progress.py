@@ -23,7 +23,7 @@ from tidegate.lr.errors import (
     UnknownUnit,
     UpdateConflict,
 )
-from tidegate.lr.progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, agreed, projected_overshoot
+from tidegate.lr.progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, agreed_mark, projected_overshoot
 from tidegate.lr.schedule import Decay, LrSchedule
 
 LINEAR = LrSchedule(1.0, budget=8, decay=Decay.LINEAR)
@@ -45,12 +45,12 @@ def test_updates_of_a_batch_move_progress_by_their_share_of_its_steps() -> None:
     assert (ledger.progress, ledger.nominal, ledger.num_updates, ledger.num_units) == (Fraction(2), Fraction(2), 3, 8)
 
 
-def test_a_batch_may_own_other_steps_than_its_size_says() -> None:
+def test_a_batch_may_own_another_number_of_steps_than_its_size_gives() -> None:
     ledger = new().opened(0, 3, nominal=Fraction(5, 2)).committed_update(0, "a", range(2))
     assert ledger.progress == Fraction(5, 3)
 
 
-def test_by_updates_each_that_is_applied_is_one_step() -> None:
+def test_in_mode_optimizer_updates_each_applied_update_is_one_step() -> None:
     ledger = new(**BY_UPDATES).opened(0, 8)
     for unit in range(8):
         ledger = ledger.committed_update(0, str(unit), [unit])
@@ -64,7 +64,7 @@ def test_a_short_last_group_moves_its_real_share() -> None:
     assert ledger.closed(0).progress == 3
 
 
-def test_what_is_whole_is_handed_over_as_an_int() -> None:
+def test_num_steps_is_an_int_where_progress_is_whole() -> None:
     ledger = new().opened(0, 8).committed_update(0, "a", range(2))
     assert (ledger.num_steps, type(ledger.num_steps)) == (Fraction(1, 2), Fraction)
     ledger = ledger.committed_update(0, "b", range(2, 4))
@@ -79,11 +79,11 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("case", EMPTY)
-def test_a_batch_of_which_nothing_is_left_is_held_or_advanced_and_the_shortfall_recorded(case: str) -> None:
+def test_an_empty_batch_holds_or_advances_progress_and_its_shortfall_is_recorded(case: str) -> None:
     policy, mode, want_progress, want_shortfall = EMPTY[case]
     ledger = new(empty_batch=policy, mode=mode).emptied(0, 2)
     assert (ledger.progress, ledger.shortfall, ledger.nominal) == (want_progress, want_shortfall, Fraction(2))
-    assert ledger.emptied(0, 2) == ledger, "told twice"
+    assert ledger.emptied(0, 2) == ledger, "a repeat"
     assert ledger.opened(1, 4).open_batch is not None
 
 
@@ -95,7 +95,7 @@ SKIPS = {
 
 
 @pytest.mark.parametrize("case", SKIPS)
-def test_a_skipped_update_advances_or_its_share_is_recorded(case: str) -> None:
+def test_a_skipped_update_advances_progress_or_its_share_is_recorded(case: str) -> None:
     policy, mode, want_progress, want_skipped = SKIPS[case]
     ledger = new(on_skip=policy, mode=mode).opened(0, 8).skipped_update(0, "a", range(2))
     assert (ledger.progress, ledger.skipped) == (want_progress, want_skipped)
@@ -104,7 +104,7 @@ def test_a_skipped_update_advances_or_its_share_is_recorded(case: str) -> None:
     assert list(ledger.next_units(1)) == [2], "its units are not trained on again"
 
 
-def test_consecutive_skips_end_in_an_error_and_an_update_starts_their_count_anew() -> None:
+def test_too_many_consecutive_skips_are_an_error_and_an_applied_update_resets_their_count() -> None:
     ledger = new(max_consecutive_skips=2).opened(0, 8)
     for update, units in {"a": [0], "b": [1]}.items():
         ledger = ledger.skipped_update(0, update, units)
@@ -121,12 +121,12 @@ REPLAYS: dict[str, Callable[[LrLedger], LrLedger]] = {
     "a skip of a closed batch": lambda ledger: ledger.skipped_update(1, "s", [4]),
     "a close": lambda ledger: ledger.closed(1),
     "an empty batch": lambda ledger: ledger.emptied(0, 1),
-    "anything of an older batch": lambda ledger: ledger.committed_update(0, "never told", [99]),
+    "anything of an older batch": lambda ledger: ledger.committed_update(0, "unknown", [99]),
 }
 
 
 @pytest.mark.parametrize("case", REPLAYS)
-def test_what_is_told_again_changes_nothing(case: str) -> None:
+def test_a_repeated_report_changes_nothing(case: str) -> None:
     ledger = one_closed().opened(2, 4)
     ledger = ledger.committed_update(2, "a", range(2)).skipped_update(2, "b", [2])
     assert REPLAYS[case](ledger) == ledger
@@ -138,16 +138,16 @@ def one_closed() -> LrLedger:
 
 
 NO_REPLAYS: dict[str, tuple[Callable[[LrLedger], object], type[LrError], str]] = {
-    "an update never told": (
+    "an unknown update": (
         lambda of: of.committed_update(1, "z", [0]),
         NoOpenBatch,
         "batch 1 is closed, and none of its 2 updates is z",
     ),
-    "a skip never told": (lambda of: of.skipped_update(1, "z", [0]), NoOpenBatch, "none of its 2 updates is z"),
+    "an unknown skip": (lambda of: of.skipped_update(1, "z", [0]), NoOpenBatch, "none of its 2 updates is z"),
     "an update of other units": (
         lambda of: of.committed_update(1, "a", range(3)),
         UpdateConflict,
-        "was told with 4 units and comes again with 3",
+        "was reported with 4 units and comes again with 3",
     ),
     "an applied one as skipped": (lambda of: of.skipped_update(1, "a", range(4)), UpdateConflict, "update a"),
     "a skipped one as applied": (lambda of: of.committed_update(1, "s", [4]), UpdateConflict, "update s"),
@@ -160,22 +160,22 @@ NO_REPLAYS: dict[str, tuple[Callable[[LrLedger], object], type[LrError], str]] =
 
 
 @pytest.mark.parametrize("case", NO_REPLAYS)
-def test_what_the_last_closed_batch_never_was_is_no_replay(case: str) -> None:
+def test_a_report_that_the_last_closed_batch_never_had_is_refused(case: str) -> None:
     step, kind, want = NO_REPLAYS[case]
     for ledger in (one_closed(), one_closed().opened(2, 4)):
         with pytest.raises(kind, match=want):
             step(ledger)
 
 
-def test_an_empty_batch_told_again_with_other_steps_or_an_update_is_no_replay() -> None:
+def test_a_report_that_contradicts_an_empty_last_batch_is_refused() -> None:
     ledger = new().emptied(0, 1)
     with pytest.raises(UpdateConflict, match="0 updates and 1 steps, and comes again as an empty one of 99"):
         ledger.emptied(0, 99)
-    with pytest.raises(NoOpenBatch, match="none of its 0 updates is never told"):
-        ledger.committed_update(0, "never told", [99])
+    with pytest.raises(NoOpenBatch, match="none of its 0 updates is unknown"):
+        ledger.committed_update(0, "unknown", [99])
 
 
-def test_a_change_of_replicas_leaves_the_ledger_and_what_is_pending() -> None:
+def test_the_number_of_replicas_changes_neither_the_ledger_nor_the_pending_units() -> None:
     ledger = new().opened(0, 8, dp=4).committed_update(0, "a", [0, 2, 4, 6])
     assert ledger.open_batch is not None
     assert list(ledger.open_batch.pending) == [1, 3, 5, 7]
@@ -190,7 +190,7 @@ def test_past_the_budget_the_rate_stays_at_the_minimum_and_the_overshoot_is_coun
     assert new().overshoot == 0
 
 
-def test_an_overshoot_is_projected_from_the_updates_that_are_planned() -> None:
+def test_an_overshoot_is_projected_from_the_planned_number_of_updates() -> None:
     assert [projected_overshoot(LINEAR, updates) for updates in (7, 8, 11)] == [0, 0, 3]
 
 
@@ -212,7 +212,7 @@ BAD: dict[str, tuple[Callable[[LrLedger], object], type[LrError], str]] = {
     "a unit twice in an update": (
         lambda of: of.committed_update(0, "b", [0, 0]),
         DuplicateUnit,
-        "unit 0 is named twice",
+        "unit 0 occurs twice",
     ),
     "a unit of an earlier update": (lambda of: of.committed_update(0, "b", [1]), DuplicateUnit, "names unit 1, which"),
     "more units than are pending": (
@@ -220,7 +220,7 @@ BAD: dict[str, tuple[Callable[[LrLedger], object], type[LrError], str]] = {
         OverConsumption,
         "consumes 4 units, 3 of 4 are pending",
     ),
-    "more units asked for than are pending": (lambda of: of.next_units(4), OverConsumption, "4 units are asked for"),
+    "more units asked for than are pending": (lambda of: of.next_units(4), OverConsumption, "4 units are requested"),
     "an update of nothing": (lambda of: of.committed_update(0, "b", []), UnknownUnit, "names no unit"),
     "an update id with other units": (
         lambda of: of.committed_update(0, "a", [2]),
@@ -253,7 +253,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[LrLedger], object], type[LrError], str]] 
     "NaN steps": (lambda of: of.opened(0, 4, nominal=math.nan), NominalRefused, "nominal=nan"),  # type: ignore[arg-type]  # on purpose
     "a truth of steps": (lambda of: of.opened(0, 4, nominal=True), NominalRefused, "nominal=True"),
     "an empty batch of no step": (lambda of: of.emptied(0, 0), NominalRefused, "nominal=0"),
-    "one that does not follow": (lambda of: of.opened(1, 4), BatchRefused, "0 is the one that follows"),
+    "one that does not follow": (lambda of: of.opened(1, 4), BatchRefused, "the next batch is 0"),
     "an id that is none": (lambda of: of.opened(-1, 4), BatchRefused, "batch=-1"),
     "an update before any batch": (lambda of: of.committed_update(0, "a", [0]), NoOpenBatch, r"\(none is\)"),
     "units of no batch": (lambda of: of.next_units(1), NoOpenBatch, "no batch is open"),
@@ -261,7 +261,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[LrLedger], object], type[LrError], str]] 
 
 
 @pytest.mark.parametrize("case", BAD_BATCHES)
-def test_a_batch_that_cannot_be_is_a_typed_error_and_changes_nothing(case: str) -> None:
+def test_a_batch_that_cannot_open_is_a_typed_error_and_changes_nothing(case: str) -> None:
     step, kind, want = BAD_BATCHES[case]
     ledger = new()
     with pytest.raises(kind, match=want):
@@ -270,13 +270,13 @@ def test_a_batch_that_cannot_be_is_a_typed_error_and_changes_nothing(case: str) 
 
 
 @pytest.mark.parametrize("rules", [{"logical_minibatch": 0}, {"logical_minibatch": 1.5}, {"max_consecutive_skips": -1}])
-def test_rules_that_cannot_be_are_refused(rules: dict[str, Any]) -> None:
+def test_rules_out_of_range_are_refused(rules: dict[str, Any]) -> None:
     with pytest.raises(BatchRefused, match="must be an int of"):
         new(**rules)
 
 
-def test_ranks_agree_or_are_named() -> None:
+def test_ranks_with_different_progress_are_named() -> None:
     mark = one_open().mark
-    assert agreed({0: mark, 1: mark}) == mark == "1/4 steps after 1 updates"
+    assert agreed_mark({0: mark, 1: mark}) == mark == "1/4 steps after 1 updates"
     with pytest.raises(RanksDisagree, match=r"ranks \[0, 2\]: 1/4 steps after 1 updates; ranks \[1\]: no update"):
-        agreed({0: mark, 1: "", 2: mark})
+        agreed_mark({0: mark, 1: "", 2: mark})

@@ -1,4 +1,4 @@
-"""Schedules: the rates are those of Megatron's own scheduler, and what contradicts itself is refused."""
+"""Schedules: the rates are those of Megatron's own scheduler, and a contradictory schedule is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_rate_is_megatrons_at_any_progress(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_whole_steps_give_the_rates_of_megatrons_scheduler_stepped_one_by_one(shape: str) -> None:
+def test_whole_steps_give_the_rates_of_megatrons_scheduler_step_by_step(shape: str) -> None:
     schedule = schedule_of(shape, budget=60, warm_up=7, **RATES)
     groups = Groups()
     scheduler = param_scheduler(groups, schedule, weight_decay=0.0)
@@ -83,13 +83,13 @@ BAD: dict[str, tuple[dict[str, Any], type[LrError], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_schedule_that_cannot_be_is_refused(case: str) -> None:
+def test_a_contradictory_schedule_is_refused(case: str) -> None:
     fields, kind, want = BAD[case]
     with pytest.raises(kind, match=want):
         LrSchedule(**{"peak": 1e-3, "budget": 10, **fields})
 
 
 @pytest.mark.parametrize("nominal", [0, -1, Fraction(-1, 2), 1.0, math.nan, True, "1", None])
-def test_steps_are_exact_and_above_0(nominal: object) -> None:
+def test_a_number_of_steps_must_be_exact_and_above_0(nominal: object) -> None:
     with pytest.raises(NominalRefused, match="nominal="):
         exact_steps(nominal)

@@ -1,4 +1,4 @@
-"""Handing progress to Megatron."""
+"""Megatron's scheduler and optimizer get the progress and the rate of the ledger."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ SCHEDULE = LrSchedule(1e-3, budget=16, warm_up=Fraction(3, 2), decay=Decay.COSIN
 
 
 def megatrons_optimizer(*overrides: dict[str, Any]) -> torch.optim.Optimizer:
-    """With the groups that `get_megatron_optimizer` makes of lr=5e-2 and weight_decay=0.1, one for each override."""
-    said = {
+    """An optimizer with the groups that `get_megatron_optimizer` makes, one for each override.
+
+    Its config has lr=5e-2 and weight_decay=0.1.
+    """
+    defaults = {
         "is_expert_parallel": False,
         "default_config": True,
         "wd_mult": 1.0,
@@ -28,7 +31,7 @@ def megatrons_optimizer(*overrides: dict[str, Any]) -> torch.optim.Optimizer:
         "max_lr": 5e-2,
         "min_lr": None,
     }
-    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], **said, **override} for override in overrides]
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], **defaults, **override} for override in overrides]
     return torch.optim.AdamW(groups, lr=5e-2, weight_decay=0.1)
 
 
@@ -64,7 +67,7 @@ def test_groups_that_megatrons_optimizer_filled_from_its_config_get_the_schedule
         ledger = ledger.committed_update(0, str(unit), [unit])
 
 
-def test_a_driven_group_keeps_its_multiplier_within_a_warm_up_that_begins_above_0() -> None:
+def test_a_group_keeps_its_multiplier_within_a_warm_up_that_begins_above_0() -> None:
     schedule = LrSchedule(1e-3, budget=16, warm_up=4, initial=1e-4)
     optimizer = megatrons_optimizer({}, {"lr_mult": 0.5})
     scheduler = param_scheduler(optimizer, schedule, weight_decay=0.1)
@@ -83,7 +86,7 @@ def test_a_checkpoint_loaded_into_the_optimizer_does_not_bring_its_rates_back() 
     assert optimizer.param_groups[0]["lr"] == ledger.rate
 
 
-def test_a_rate_in_a_tensor_stays_in_it() -> None:
+def test_a_rate_that_is_a_tensor_is_assigned_in_place() -> None:
     optimizer = megatrons_optimizer({"lr_mult": 0.5})
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.0, dtype=torch.float64)
     ledger = LrLedger(SCHEDULE, LrRules(logical_minibatch=1)).opened(0, 2).committed_update(0, "a", [0, 1])

@@ -1,4 +1,4 @@
-"""Adoption rebuilds ownership from the gates, takes a term above all, and lets one of two adopters win."""
+"""Adoption rebuilds ownership from the gates, takes a term above all others, and lets one of several adopters win."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ REBUILT = {
     "its node cannot be reached: lost": (OWNED, None, LOST),
     "free on a node that cannot be reached: lost": (FREE, None, replace(FREE, state=GpuState.LOST)),
     "owned and nobody holds it: free": (OWNED, [UNHELD_OLD], FREE),
-    "owned and nobody ever passed its gate: free": (OWNED, [], FREE),
+    "owned and no owner ever passed its gate: free": (OWNED, [], FREE),
     "lost and nobody holds it: free": (LOST, [UNHELD_OLD], FREE),
     "lost and still held: lost": (LOST, [HELD_OLD], LOST),
-    "free and held all the same: lost": (FREE, [HELD_OLD], replace(FREE, state=GpuState.LOST)),
-    "held under a token that the store forgot: lost, nobody knows whose": (
+    "free but held: lost": (FREE, [HELD_OLD], replace(FREE, state=GpuState.LOST)),
+    "held under a token that the store forgot: lost with an unknown owner": (
         OWNED,
         [HELD_NEW],
         GpuRecord(GPU, GpuState.LOST, None, NEW),
@@ -58,7 +58,6 @@ REBUILT = {
         [HELD_OLD],
         replace(LOST, token=NEW),
     ),
-    "of a transition without a record: let go": (replace(OWNED, transition=TransitionId("gone")), [HELD_OLD], OWNED),
 }
 
 
@@ -91,18 +90,27 @@ class TestRebuild:
         got = rebuild(StoreContents((), ()), {NODE: [HELD_NEW, never_passed]})
         assert got.gpus == (GpuRecord(GPU, GpuState.LOST, None, NEW),)
 
+    def test_no_gpu_refers_to_a_closed_transition(self) -> None:
+        """The first transition has no record, the second is closed by the adoption."""
+        without_record = replace(OWNED, transition=TransitionId("unknown"))
+        assert rebuild(StoreContents((without_record,), ()), {NODE: [HELD_OLD]}).gpus == (OWNED,)
+        contents = StoreContents((replace(OWNED, transition=ACQUIRING.id),), (ACQUIRING,))
+        got = rebuild(contents, {NODE: [UNHELD_NEW]})
+        assert not got.transitions[0].is_open
+        assert got.gpus[0].transition is None
+
     @pytest.mark.parametrize("seen", [[HELD_OLD], [], [GateState(GPU, Token(1, 2), held=False)]])
-    def test_a_transition_that_the_gates_do_not_contradict_goes_on(self, seen: list[GateState]) -> None:
+    def test_a_transition_that_no_gate_contradicts_stays_open(self, seen: list[GateState]) -> None:
         record = replace(OWNED, transition=ACQUIRING.id)
         want = StoreContents((record,), (ACQUIRING,))
         assert rebuild(want, {NODE: seen}) == want
 
-    def test_a_transition_of_an_unreachable_node_waits_with_its_gpu_lost(self) -> None:
+    def test_a_transition_on_an_unreachable_node_stays_open_with_its_gpu_lost(self) -> None:
         record = replace(OWNED, transition=ACQUIRING.id)
         want = StoreContents((replace(record, state=GpuState.LOST),), (ACQUIRING,))
         assert rebuild(StoreContents((record,), (ACQUIRING,)), {}) == want
 
-    def test_a_transition_that_a_gate_contradicts_is_aborted_and_all_its_gpus_let_go(self) -> None:
+    def test_a_transition_that_a_gate_contradicts_is_aborted_and_holds_no_gpu(self) -> None:
         other = GpuId("node-a/1")
         planned = start(*ACQUIRING.moves, Move(other, None, ACTOR, OLD))
         records = (
@@ -140,7 +148,7 @@ class TestAdopt:
         assert (await adopt(memory_store(server), terms, must_not_ask)).term == 1
         assert await terms.read() == (1, 1)
 
-    async def test_a_restarted_store_opens_with_what_the_gates_say(self) -> None:
+    async def test_a_restarted_store_opens_with_the_reports_of_the_gates(self) -> None:
         server, terms = MemoryServer(), MemoryTermRegister()
         store = memory_store(server)
         await adopt(store, terms, no_gates)
@@ -158,7 +166,7 @@ class TestAdopt:
         }
 
     @pytest.mark.parametrize("num_adopters", [2, 5])
-    async def test_of_adopters_that_race_one_opens_the_store_and_the_others_join_it(self, num_adopters: int) -> None:
+    async def test_among_adopters_that_race_one_opens_the_store_and_the_others_join_it(self, num_adopters: int) -> None:
         server, terms = MemoryServer(), MemoryTermRegister()
         stores = [memory_store(server) for _ in range(num_adopters)]
         all_asked = asyncio.Barrier(num_adopters)
@@ -202,7 +210,7 @@ class TestAdopt:
             await store.attach()
         assert (await adopt(store, terms, no_gates)).term == 2
 
-    async def test_a_gate_that_cannot_be_asked_adopts_nothing(self) -> None:
+    async def test_an_error_while_the_gates_are_asked_leaves_the_store_closed(self) -> None:
         server = MemoryServer()
 
         async def broken() -> GateReports:

@@ -1,9 +1,10 @@
-"""Ownership's values are valid when made and survive their JSON; the rules of how a transition ends."""
+"""The records of ownership are valid when made and survive their JSON. Steps and ends of a transition follow rules."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -93,13 +94,18 @@ class TestValues:
             decode_transition(json.dumps(fields | {"parts": [part, rollout]}).encode())
 
     @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{}", b"null"])
-    def test_what_is_no_transition_is_refused(self, text: bytes) -> None:
+    def test_a_text_that_is_no_transition_is_refused(self, text: bytes) -> None:
         with pytest.raises(ValueError, match="not a transition record"):
             decode_transition(text)
 
     def test_a_free_gpu_has_no_owner(self) -> None:
         with pytest.raises(ValueError, match="is free and owned by job/actor"):
             GpuRecord(A, GpuState.FREE, ACTOR, T1)
+
+    def test_an_owned_gpu_has_an_owner_and_a_lost_one_need_not(self) -> None:
+        with pytest.raises(ValueError, match="is owned by nobody"):
+            GpuRecord(A, GpuState.OWNED, None, T1)
+        assert GpuRecord(A, GpuState.LOST, None, T1).owner is None
 
     def test_a_transition_names_each_gpu_once(self) -> None:
         with pytest.raises(ValueError, match=f"names a GPU twice: {A}"):
@@ -129,7 +135,7 @@ class TestValues:
         with pytest.raises(ValueError, match=f"a {kind} of the actor cannot go from layout"):
             Part(Role.ACTOR, kind, old, new)
 
-    def test_a_transition_moves_no_gpu_to_where_it_is(self) -> None:
+    def test_a_transition_moves_no_gpu_to_its_own_owner(self) -> None:
         with pytest.raises(ValueError, match="from job/actor to itself"):
             replace(HANDOVER, moves=(Move(A, ACTOR, ACTOR, T1),))
 
@@ -137,7 +143,7 @@ class TestValues:
         with pytest.raises(ValueError, match="job/rollout but has no part"):
             replace(HANDOVER, parts=HANDOVER.parts[:1])
 
-    def test_asking_for_a_gpu_or_role_that_is_not_moved_names_those_that_are(self) -> None:
+    def test_an_unknown_gpu_or_role_of_a_transition_is_refused_with_the_known_ones(self) -> None:
         with pytest.raises(UnknownGpu, match=f"it moves {A}, {B}"):
             HANDOVER.move(GpuId("node-z/0"))
         with pytest.raises(ValueError, match="its parts: actor, rollout"):
@@ -155,6 +161,7 @@ def records(a: GpuRecord, b: GpuRecord) -> dict[GpuId, GpuRecord]:
     return {each.gpu: replace(each, transition=HANDOVER.id) for each in (a, b)}
 
 
+PATH = (MoveState.PLANNED, MoveState.DRAINING, MoveState.RELEASED, MoveState.ACQUIRING)
 OF_ACTOR_A, OF_ACTOR_B = GpuRecord(A, GpuState.OWNED, ACTOR, T1), GpuRecord(B, GpuState.OWNED, ACTOR, T1)
 FREE_A, FREE_B = GpuRecord(A, GpuState.FREE, None, T1), GpuRecord(B, GpuState.FREE, None, T1)
 OF_ROLLOUT_A = GpuRecord(A, GpuState.OWNED, ROLLOUT, T2)
@@ -173,7 +180,7 @@ ENDINGS = {
         Outcome.ABORTED,
         (FREE_A, OF_ACTOR_B),
     ),
-    "handed out and not committed: lost until its gate is asked": (
+    "acquired but not committed: lost until its gate reports": (
         moved(MoveState.ACQUIRING, MoveState.RELEASED, actor=COMMITTED, rollout=PLANNED),
         (OF_ROLLOUT_A, FREE_B),
         Outcome.PARTIAL,
@@ -196,7 +203,7 @@ ENDINGS = {
 
 class TestEndings:
     @pytest.mark.parametrize(("transition", "gpus", "outcome", "want"), ENDINGS.values(), ids=ENDINGS)
-    def test_a_transition_ends_as_it_earned_and_lets_go_of_its_gpus(
+    def test_a_transition_ends_with_its_earned_outcome_and_holds_no_gpu(
         self,
         transition: Transition,
         gpus: tuple[GpuRecord, GpuRecord],
@@ -212,7 +219,7 @@ class TestEndings:
             with pytest.raises(IllegalStep, match=f"it would end {outcome}"):
                 rules.close(transition, records(*gpus), other)
 
-    def test_a_gpu_that_somebody_else_holds_by_now_is_left_alone(self) -> None:
+    def test_the_end_of_a_transition_leaves_a_gpu_of_another_transition_alone(self) -> None:
         gpus = records(OF_ACTOR_A, OF_ACTOR_B) | {A: replace(OF_ACTOR_A, transition=TransitionId("other"))}
         assert rules.close(HANDOVER, gpus, Outcome.ABORTED).gpus == (OF_ACTOR_B,)
 
@@ -226,10 +233,27 @@ class TestEndings:
         assert committed.part(Role.ACTOR).layout_in_force is None
         assert committed.part(Role.ROLLOUT).layout_in_force is None
 
-    def test_a_step_on_a_gpu_granted_anew_since_is_refused(self) -> None:
-        since = replace(OF_ACTOR_A, token=T2, transition=HANDOVER.id)
+    def test_a_step_with_a_stale_token_is_refused(self) -> None:
+        newer = replace(OF_ACTOR_A, token=T2, transition=HANDOVER.id)
         with pytest.raises(StaleToken, match=r"under token 1\.2; the write was decided on .* under 1\.1"):
-            rules.advance(HANDOVER, since, from_state=MoveState.PLANNED, to_state=MoveState.DRAINING, term=1)
+            rules.advance(HANDOVER, newer, from_state=MoveState.PLANNED, to_state=MoveState.DRAINING, term=1)
+
+    def test_only_the_step_to_acquiring_grants_a_token(self) -> None:
+        transition, record = HANDOVER, replace(OF_ACTOR_A, transition=HANDOVER.id)
+        tokens = []
+        for from_state, to_state in pairwise(PATH):
+            change = rules.advance(transition, record, from_state=from_state, to_state=to_state, term=1)
+            transition, (record,) = change.transition, change.gpus
+            tokens.append((record.token, transition.move(A).granted_token))
+        assert tokens == [(T1, None), (T1, None), (T2, T2)]
+
+    def test_a_repeated_step_changes_nothing(self) -> None:
+        transition, record = HANDOVER, replace(OF_ACTOR_A, transition=HANDOVER.id)
+        for from_state, to_state in pairwise(PATH):
+            change = rules.advance(transition, record, from_state=from_state, to_state=to_state, term=1)
+            transition, (record,) = change.transition, change.gpus
+            again = rules.advance(transition, record, from_state=from_state, to_state=to_state, term=2)
+            assert again == rules.Change(transition)
 
     def test_a_store_whose_term_is_older_than_a_token_grants_nothing(self) -> None:
         released = moved(MoveState.RELEASED, MoveState.RELEASED, actor=PLANNED, rollout=PLANNED)

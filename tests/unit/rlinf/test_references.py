@@ -1,4 +1,4 @@
-"""`${...}` stands for another key's value, or for what a function makes of some; anything else is a fault."""
+"""`${...}` stands for the value of another key or the result of a function. Anything else is a fault."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ VALUES: dict[str, Any] = {
 
 
 def resolved(text: Any, **more: Any) -> Any:
-    given = Layer({**VALUES, "at": {"text": text, **more}}, {("at", "text"): Origin("r.yaml:7", Path(), 0)})
-    return without_references(given).values["at"]["text"]
+    layer = Layer({**VALUES, "at": {"text": text, **more}}, {("at", "text"): Origin("r.yaml:7", Path(), 0)})
+    return without_references(layer).values["at"]["text"]
 
 
-MEANT = {
+RESOLVED = {
     "a number stays a number": ("${a.number}", 3),
     "a truth stays one": ("${a.truth}", True),
     "a whole section": ("${a.deep}", {"list": [1, 2]}),
@@ -41,9 +41,9 @@ MEANT = {
 }
 
 
-@pytest.mark.parametrize("case", MEANT)
-def test_a_reference_is_what_it_stands_for(case: str) -> None:
-    text, want = MEANT[case]
+@pytest.mark.parametrize("case", RESOLVED)
+def test_a_reference_has_the_value_and_the_type_of_its_key(case: str) -> None:
+    text, want = RESOLVED[case]
     found = resolved(text, other=5, through="${a.number}")
     assert found == want
     assert type(found) is type(want)
@@ -53,7 +53,7 @@ WRONG = {
     "a key that is not there": ("${a.nothing}", "no key a.nothing is given: give it, or write the value"),
     "itself": ("${at.text}", "it refers to itself (at.text -> at.text)"),
     "one that refers back": ("${.back}", "it refers to itself (at.text -> at.back -> at.text)"),
-    "another function": ("${oc.env:HOME}", "'oc.env' is no function here (known: multiply, int_div, subtract, not)"),
+    "another function": ("${oc.env:HOME}", "'oc.env' is no known function (known: multiply, int_div, subtract, not)"),
     "no closing": ("${a.number", "a ${ is not closed by }"),
     "too few values": ("${subtract:${a.number}}", "subtract of 3: it takes 2"),
     "values of the wrong kind": ("${subtract:${a.text},1}", "subtract of 'x', 1: unsupported operand"),
@@ -62,7 +62,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_reference_to_nothing_is_told_with_its_text_and_line(case: str) -> None:
+def test_an_unresolvable_reference_is_refused_with_its_text_and_line(case: str) -> None:
     text, want = WRONG[case]
     with pytest.raises(ValueError, match=re.escape(want)) as refused:
         resolved(text, back="${.text}")

@@ -1,4 +1,4 @@
-"""A config of RLinf's is read as it is: what has our meaning is taken over, what cannot be had is refused by name."""
+"""A config of RLinf's is read unchanged: its keys are translated, and unsupported values are refused by name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from cli.__main__ import main
 from tests.unit.config.config_files import written
 from tidegate.config.files import SourcedConfig, Sources, load_sources
 from tidegate.config.job_config import ConfigError
+from tidegate.config.reading.layers import Layer, Origin, paths_in
 from tidegate.config.sections.scheduler import RLinfSection, SchedulerSection
+from tidegate.rlinf.reading import Reading, read_rlinf
 from tidegate.rlinf.rules import DERIVED, RULES, SAME_AS, WITHOUT_EFFECT, OnlyAs
+from tidegate.rlinf.translation import MISSING, Translation
 from tidegate.tasks.tokenizer import build_tokenizer
 from tidegate.types import Layout, Role
 
 PIPELINED = Path(__file__).with_name("pipelined.yaml")
-MENDED = (
+CORRECTED = (
     "algorithm.early_stop_imp_ratio=null",
     "actor.model.precision=fp32",
     "rollout.sglang.python=.venv-sglang/bin/python",
@@ -31,7 +34,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "rlinf.md"
 
 
 def read(*overrides: str) -> SourcedConfig:
-    return load_sources(Sources([PIPELINED], (*MENDED, *overrides)))
+    return load_sources(Sources([PIPELINED], (*CORRECTED, *overrides)))
 
 
 def refused(*overrides: str) -> list[str]:
@@ -40,7 +43,7 @@ def refused(*overrides: str) -> list[str]:
     return str(error.value).splitlines()
 
 
-def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to_write() -> None:
+def test_all_unsupported_values_of_a_config_are_refused_with_their_lines_and_remedies() -> None:
     lines = PIPELINED.read_text().splitlines()
     number = {
         key: 1 + next(n for n, line in enumerate(lines) if key in line)
@@ -49,14 +52,16 @@ def test_a_config_as_it_is_says_all_that_cannot_be_had_with_the_line_and_what_to
     with pytest.raises(ConfigError) as error:
         load_sources(Sources([PIPELINED]))
     assert str(error.value).splitlines() == [
-        "algorithm.early_stop_imp_ratio=5.0 cannot be had: set it to null: no micro-batch is left out; clipping and "
-        f"actor.clip_grad bound an update [{PIPELINED}:{number['early_stop']}]",
-        f"rollout.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: ${actor']}]",
-        f"actor.model.precision='fp16' cannot be had: set it to fp32 or bf16 [{PIPELINED}:{number['precision: fp16']}]",
+        "algorithm.early_stop_imp_ratio=5.0 is not supported: set it to null: no micro-batch is left out; clipping "
+        f"and actor.clip_grad bound an update [{PIPELINED}:{number['early_stop']}]",
+        *(
+            f"{key}='fp16' is not supported: set it to fp32 or bf16 [{PIPELINED}:{number[text]}]"
+            for key, text in (("rollout.precision", "precision: ${actor"), ("actor.model.precision", "precision: fp16"))
+        ),
     ]
 
 
-def test_what_has_our_meaning_is_taken_over() -> None:
+def test_keys_with_a_counterpart_are_translated() -> None:
     config = read().config
     assert (config.job, config.seed, config.output_dir) == ("boba-1-5b-16x512", 1234, "../results")
     assert config.cluster.nodes == {"n0": 8}
@@ -79,7 +84,7 @@ def test_what_has_our_meaning_is_taken_over() -> None:
     assert config.runtime.collective_timeout_s == 1800
 
 
-def test_data_tokenizer_and_reward_are_taken_over_with_paths_from_the_file() -> None:
+def test_data_tokenizer_and_reward_are_translated_with_paths_relative_to_the_file() -> None:
     config = read().config
     assert config.data is not None
     assert config.data.train == str(PIPELINED.parent / "data" / "train.jsonl")
@@ -88,13 +93,13 @@ def test_data_tokenizer_and_reward_are_taken_over_with_paths_from_the_file() -> 
     assert [reward.name for reward in config.rewards] == ["math_verify"]
 
 
-def test_a_config_that_names_no_environment_of_sglang_is_asked_for_one() -> None:
+def test_a_config_without_an_environment_for_sglang_is_refused() -> None:
     (fault,) = refused("rollout.sglang.python=''")
     assert "needs rollout.sglang.python" in fault
     assert read("rollout.sglang.python=''", "rollout.engine=embedded").config.rollout.engine == "embedded"
 
 
-def test_every_key_that_is_taken_for_nothing_is_told() -> None:
+def test_every_key_without_effect_has_a_note() -> None:
     notes = "\n".join(read().notes)
     for key in ("rollout.gpu_memory_utilization", "actor.offload_grad", "reward.reward_scale", "hydra.run.dir"):
         assert key in notes
@@ -103,18 +108,32 @@ def test_every_key_that_is_taken_for_nothing_is_told() -> None:
     assert "algorithm.use_valid_token_scale: token-mean is over all tokens of a minibatch" in notes
 
 
-def test_no_key_is_passed_over_without_a_word() -> None:
-    """Each is of ours, is read into one of ours, is told, or may stand only as what happens anyway."""
+def test_no_key_is_skipped_in_silence() -> None:
+    """Each key is Tidegate's own, is translated, has a note, or has only one supported value."""
     sourced = read()
-    read_from = {origin.told.rpartition(" ")[2] for origin in sourced.given.origins.values()}
-    told = {word.strip(",:") for note in sourced.notes for word in note.split()}
+    read_from = {origin.place.rpartition(" ")[2] for origin in sourced.layer.origins.values()}
+    noted = {word.strip(",:") for note in sourced.notes for word in note.split()}
     stands = SAME_AS.keys() | {key for key, rule in RULES.items() if isinstance(rule, OnlyAs)}
-    ours = {".".join(map(str, path)) for path in sourced.given.origins}
-    # Each has another beside it that holds over it, or says what happens anyway.
+    ours = {".".join(map(str, path)) for path in sourced.layer.origins}
+    # Another key takes precedence over each of these, or its value is the fixed behaviour.
     yields = {"algorithm.clip_ratio_low", "actor.lr_sched.lr_warmup_iters", "actor.lr_sched.lr_decay_iters"}
     yields |= {"actor.model.megatron_checkpoint", "actor.megatron.use_hf_ckpt", "runner.enable_dynamic_batch_size"}
-    given = set(leaves(yaml.safe_load(PIPELINED.read_text())))
-    assert given - read_from - told - stands - ours - yields == set()
+    written_keys = set(leaves(yaml.safe_load(PIPELINED.read_text())))
+    assert written_keys - read_from - noted - stands - ours - yields == set()
+
+
+def test_a_config_in_our_keys_is_unchanged() -> None:
+    values = {"algorithm": {"group_size": 4}, "seed": 3}
+    layer = Layer(values, dict.fromkeys(paths_in(values, ()), Origin("ours.yaml:1", Path(), 0)))
+    assert read_rlinf(layer, {("algorithm", "group_size"), ("seed",)}) == Reading(layer)
+
+
+def test_a_key_that_is_taken_is_no_longer_in_the_values() -> None:
+    layer = Layer({"actor": {"seed": 1}, "seed": 2}, {("actor", "seed"): Origin("r.yaml:1", Path(), 0)})
+    translation = Translation(layer)
+    assert translation.take("actor.seed") == 1
+    assert translation.now("actor.seed") is MISSING
+    assert translation.layer == Layer({"seed": 2}, {})
 
 
 def leaves(value: Any, at: str = "") -> list[str]:
@@ -123,7 +142,7 @@ def leaves(value: Any, at: str = "") -> list[str]:
     return [leaf for key, inner in value.items() for leaf in leaves(inner, f"{at}.{key}".lstrip("."))]
 
 
-def test_rlinfs_scheduler_is_a_policy_with_its_rules() -> None:
+def test_rlinfs_scheduler_becomes_the_policy_with_its_rules() -> None:
     assert read().config.scheduler == SchedulerSection()
     switches = ("cluster.auto_scheduler=true", "cluster.use_pre_process_policy=true")
     scheduler = read(*switches, "cluster.use_wait_before_last_iter_policy=false").config.scheduler
@@ -134,7 +153,7 @@ def test_rlinfs_scheduler_is_a_policy_with_its_rules() -> None:
     assert read(*switches, "rollout.max_running_requests=128").config.scheduler.rlinf.max_running_requests == 128
 
 
-def test_a_later_layer_holds_whichever_names_it_uses() -> None:
+def test_a_later_layer_takes_precedence_whichever_names_it_uses() -> None:
     assert read("algorithm.prompts_per_iteration=8").config.algorithm.prompts_per_iteration == 8
     assert read("data.rollout_batch_size=16").config.algorithm.prompts_per_iteration == 16
     both = read("algorithm.prompts_per_iteration=8", "data.rollout_batch_size=16")
@@ -143,13 +162,13 @@ def test_a_later_layer_holds_whichever_names_it_uses() -> None:
     assert read("actor.layout.tp=1").config.layout(Role.ACTOR) == Layout(dp=2)
 
 
-def test_two_names_for_one_thing_in_one_file_are_refused(tmp_path: Path) -> None:
+def test_two_names_for_one_setting_in_one_file_are_refused(tmp_path: Path) -> None:
     over = written(tmp_path, "over.yaml", "algorithm: {prompts_per_iteration: 8}\ndata: {rollout_batch_size: 8}\n")
     with pytest.raises(ConfigError, match=r"data.rollout_batch_size and algorithm.prompts_per_iteration .*: keep one"):
-        load_sources(Sources([PIPELINED, over], MENDED))
+        load_sources(Sources([PIPELINED, over], CORRECTED))
 
 
-def test_a_fault_of_a_value_names_the_key_that_it_was_given_by() -> None:
+def test_a_fault_of_a_translated_value_names_the_key_in_the_file() -> None:
     (fault,) = refused("data.rollout_batch_size=510")
     assert fault.startswith("algorithm.n_minibatches=4 does not divide prompts_per_iteration=510")
     assert "algorithm.prompts_per_iteration: override data.rollout_batch_size data.rollout_batch_size" in fault
@@ -157,11 +176,14 @@ def test_a_fault_of_a_value_names_the_key_that_it_was_given_by() -> None:
 
 PLACEMENTS: dict[str, tuple[tuple[str, ...], Any]] = {
     "components in one key": (("{'actor,inference': 0, rollout: 1}",), "names GPU 0, which actor has already"),
-    "all of the nodes that are given": (
+    "all of a known number of GPUs": (
         ("{actor: all, rollout: 8, inference: 9}", "cluster.nodes={n0: 10}"),
         "names GPU 8, which actor has already",
     ),
-    "all of an unknown number": (("{actor: all, rollout: 8, inference: 9}",), "actor=all: how many GPUs that is"),
+    "all of an unknown number": (
+        ("{actor: all, rollout: 8, inference: 9}",),
+        "actor=all: the number of GPUs is unknown",
+    ),
     "all of more GPUs than any cluster has": (
         ("{actor: all, rollout: 8, inference: 9}", "cluster.num_nodes=1000000000", "cluster.num_gpus_per_node=8"),
         "actor=all: 8,000,000,000 GPUs are more than the 65,536 that a cluster may have",
@@ -175,13 +197,13 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], Any]] = {
     "a component that there is not": (("{env: 0-1}",), "there is no component 'env'; leave it out"),
     "nodes that the GPUs do not divide by": (
         ("{actor: 0-1, rollout: 2-5, inference: 6}", "cluster.num_nodes=2"),
-        "the 7 that cluster.component_placement reaches do not divide by it; give cluster.nodes",
+        "the 7 GPUs that cluster.component_placement reaches do not divide by it; give cluster.nodes",
     ),
 }
 
 
-def test_a_decay_of_the_rate_is_taken_over_with_its_end() -> None:
-    overrides = [f"actor.lr_sched.{told}" for told in ("lr_decay_style=cosine", "min_lr=2e-6", "lr_warmup_init=1e-7")]
+def test_a_decay_of_the_rate_is_translated_with_its_end() -> None:
+    overrides = [f"actor.lr_sched.{text}" for text in ("lr_decay_style=cosine", "min_lr=2e-6", "lr_warmup_init=1e-7")]
     actor = read(*overrides, "actor.lr_sched.lr_decay_iters=700").config.actor
     schedule = actor.lr_schedule
     assert (schedule.decay, schedule.budget_updates, schedule.minimum, schedule.initial) == ("cosine", 700, 2e-6, 1e-7)
@@ -189,19 +211,19 @@ def test_a_decay_of_the_rate_is_taken_over_with_its_end() -> None:
 
 
 @pytest.mark.parametrize("case", PLACEMENTS)
-def test_a_placement_that_cannot_be_had_says_why(case: str, tmp_path: Path) -> None:
+def test_an_impossible_placement_is_refused_with_its_reason(case: str, tmp_path: Path) -> None:
     (placement, *overrides), want = PLACEMENTS[case]
     raw = yaml.safe_load(PIPELINED.read_text())
     raw["cluster"]["component_placement"] = yaml.safe_load(placement)
     with pytest.raises(ConfigError, match=want):
-        load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, *overrides)))
+        load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*CORRECTED, *overrides)))
 
 
-def test_several_components_share_a_line_and_nodes_their_number(tmp_path: Path) -> None:
+def test_components_may_share_a_placement_line_and_nodes_may_be_a_number(tmp_path: Path) -> None:
     raw = yaml.safe_load(PIPELINED.read_text())
     raw["cluster"] = {"num_nodes": 2, "num_gpus_per_node": 4, "component_placement": {"actor": "0-1", "rollout": "2-5"}}
     raw["cluster"]["component_placement"]["inference,reward"] = "6-7"
-    config = load_sources(Sources([written(tmp_path, "r.yaml", raw)], MENDED)).config
+    config = load_sources(Sources([written(tmp_path, "r.yaml", raw)], CORRECTED)).config
     assert config.cluster.nodes == {"n0": 4, "n1": 4}
     assert config.placement(Role.INFERENCE) == ("n1/2", "n1/3")
 
@@ -210,11 +232,11 @@ REFUSED = {
     "a scheduler that is on or off": ("cluster.auto_scheduler=maybe", "='maybe' must be true or false"),
     "a task of another kind": ("runner.task_type=embodied", "set it to reasoning"),
     "a folder to go on from": ("runner.resume_dir=old", "set it to null and start with --resume"),
-    "epochs": ("runner.max_steps=-1", "a job has a number of iterations: set runner.max_steps to it"),
-    "whitened advantages": ("algorithm.normalize_advantages=true", "set it to false, as RLinf's pipelined mode has it"),
+    "epochs": ("runner.max_steps=-1", "a job needs its number of iterations: set runner.max_steps to it"),
+    "whitened advantages": ("algorithm.normalize_advantages=true", "set it to false, as in RLinf's pipelined mode"),
     "a truth written as a number": (
         "algorithm.normalize_advantages=1",
-        "algorithm.normalize_advantages=1 cannot be had",
+        "algorithm.normalize_advantages=1 is not supported",
     ),
     "another engine": ("rollout.rollout_backend=vllm", "set it to sglang, or leave it out for the embedded engine"),
     "few likeliest tokens": ("algorithm.sampling_params.top_k=50", "set it to -1; algorithm.top_p narrows sampling"),
@@ -224,8 +246,8 @@ REFUSED = {
     "engines on several GPUs": ("rollout.tensor_parallel_size=2", "set it to 1: an engine has one GPU"),
     "a decay that there is not": ("actor.lr_sched.lr_decay_style=cubic", "set it to constant, linear, cosine"),
     "a task without a word": ("runner.task_type=null", "set it to reasoning"),
-    "two rates": ("actor.lr_sched.max_lr=1", "actor.lr_sched.max_lr=1 and actor.learning_rate=2e-05 are one number"),
-    "a reward that there is not": ("reward.reward_type=code", "cannot be had: math; others are written as rewards"),
+    "two rates": ("actor.lr_sched.max_lr=1", "actor.lr_sched.max_lr=1 and actor.learning_rate=2e-05 stand for one"),
+    "a reward that there is not": ("reward.reward_type=code", "is not supported: math; others are written as rewards"),
     "several files to evaluate on": (
         "data.val_data_paths=[a.jsonl, b.jsonl]",
         "data.val_data_paths must be one path: put several files into a folder and name that (evaluation.data)",
@@ -243,7 +265,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_had_is_refused_by_name_with_what_to_write(case: str) -> None:
+def test_an_unsupported_value_is_refused_by_name_with_the_remedy(case: str) -> None:
     override, want = REFUSED[case]
     asks = ("evaluation.every=5",) if "val_data" in override else ()
     (fault,) = refused(*asks, override)
@@ -251,7 +273,7 @@ def test_what_cannot_be_had_is_refused_by_name_with_what_to_write(case: str) -> 
     assert f"[override {override.partition('=')[0]}]" in fault
 
 
-def test_micro_batches_of_dynamic_sizes_are_taken_over(tmp_path: Path) -> None:
+def test_micro_batches_of_dynamic_sizes_are_translated(tmp_path: Path) -> None:
     dynamic = read("runner.enable_dynamic_batch_size=true")
     assert (dynamic.config.actor.max_tokens_per_microbatch, dynamic.config.actor.micro_batch_size) == (2048, 16)
     assert any(note.startswith("runner.max_tokens_per_mbs: padding counts") for note in dynamic.notes)
@@ -259,16 +281,16 @@ def test_micro_batches_of_dynamic_sizes_are_taken_over(tmp_path: Path) -> None:
     raw = yaml.safe_load(PIPELINED.read_text())
     raw["runner"] |= {"enable_dynamic_batch_size": True}
     del raw["runner"]["max_tokens_per_mbs"]
-    with pytest.raises(ConfigError, match=r"of how many tokens .* is not said; set runner.max_tokens_per_mbs"):
-        load_sources(Sources([written(tmp_path, "r.yaml", raw)], MENDED))
+    with pytest.raises(ConfigError, match=r"the number of tokens .* is unknown; set runner.max_tokens_per_mbs"):
+        load_sources(Sources([written(tmp_path, "r.yaml", raw)], CORRECTED))
 
 
-def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
+def test_a_dry_run_prints_a_config_in_our_keys_and_notes_the_differences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_tokenizer(["two", "and", "four"]).save(tmp_path / "words.json")
     written(tmp_path, "train.jsonl", '{"prompt": "two and two", "solutions": ["four"]}\n')
-    mended = (*MENDED, *SHAPE, f"runner.output_dir={tmp_path}", f"data.train_data_paths=[{tmp_path}/train.jsonl]")
+    mended = (*CORRECTED, *SHAPE, f"runner.output_dir={tmp_path}", f"data.train_data_paths=[{tmp_path}/train.jsonl]")
     tokenizer = f"actor.tokenizer.tokenizer_model={tmp_path}/words.json"
     # math_verify, trackers and SGLang need packages of their own.
     plain = ("rewards=[{name: exact_match}]", "runner.logger.logger_backends=[]", "rollout.engine=embedded")
@@ -282,49 +304,51 @@ def test_a_dry_run_prints_a_config_of_ours_and_tells_the_rest(
 
 
 @pytest.mark.parametrize("key", ["rollout.model.model_path", "rollout.model_dir"])
-def test_the_checkpoint_to_start_from_is_taken_over(key: str, tmp_path: Path) -> None:
+def test_the_checkpoint_to_start_from_is_translated(key: str, tmp_path: Path) -> None:
     raw = yaml.safe_load(PIPELINED.read_text())
     del raw["rollout"]["model"], raw["actor"]["tokenizer"], raw["actor"]["megatron"], raw["reward"]["tokenizer"]
-    config = load_sources(Sources([written(tmp_path, "r.yaml", raw)], (*MENDED, f"{key}=/models/Qwen2.5-1.5B"))).config
+    config = load_sources(
+        Sources([written(tmp_path, "r.yaml", raw)], (*CORRECTED, f"{key}=/models/Qwen2.5-1.5B"))
+    ).config
     assert config.model.path == "/models/Qwen2.5-1.5B"
 
 
 @pytest.mark.parametrize("says", ["use_dist_ckpt=true", "ckpt_format=torch_dist"])
 @pytest.mark.parametrize("key", ["actor.model.megatron_checkpoint", "actor.checkpoint_load_path"])
-def test_megatrons_weights_are_taken_over_in_the_format_that_is_read(key: str, says: str) -> None:
-    given = ("actor.megatron.use_hf_ckpt=false", f"{key}=/saved/iter_0000007")
-    assert read(*given, f"actor.megatron.{says}").config.model.torch_dist == "/saved/iter_0000007"
-    (fault,) = refused(*given)
-    assert fault.startswith(f"{key}=/saved/iter_0000007: of Megatron's formats torch_dist alone is read")
+def test_megatrons_weights_are_translated_only_in_the_format_torch_dist(key: str, says: str) -> None:
+    overrides = ("actor.megatron.use_hf_ckpt=false", f"{key}=/saved/iter_0000007")
+    assert read(*overrides, f"actor.megatron.{says}").config.model.torch_dist == "/saved/iter_0000007"
+    (fault,) = refused(*overrides)
+    assert fault.startswith(f"{key}=/saved/iter_0000007: the only Megatron format that is read is torch_dist")
 
 
-def test_a_scale_of_rewards_is_refused_where_nothing_takes_it_away() -> None:
+def test_a_scale_of_rewards_is_refused_where_nothing_cancels_it() -> None:
     (fault,) = refused("algorithm.normalize_std=false")
     assert fault.startswith(
-        "reward.reward_scale=5.0 counts where algorithm.normalize_std is false: leave it out and give"
+        "reward.reward_scale=5.0 has an effect where algorithm.normalize_std is false: leave it out and set"
     )
     assert read("algorithm.normalize_std=true").config.algorithm.normalize_std
 
 
-def test_weights_that_are_named_nowhere_are_asked_for() -> None:
+def test_a_config_without_any_weights_is_refused() -> None:
     (fault,) = refused("actor.megatron.use_hf_ckpt=false")
     assert "no weights are named; set it to true, for those of rollout.model.model_path" in fault
 
 
-def test_who_is_told_metrics_is_taken_over() -> None:
+def test_trackers_are_translated() -> None:
     tracking = read().config.tracking
     assert (tracking.tensorboard, tracking.wandb.mode, tracking.wandb.project) == (True, "disabled", "rlinf")
     tracking = read("runner.logger.logger_backends=[wandb]").config.tracking
     assert (tracking.tensorboard, tracking.wandb.mode) == (False, "online")
     (fault,) = refused("runner.logger.logger_backends=[tensorboard, swanlab]")
-    assert "runner.logger.logger_backends names 'swanlab': there are tensorboard and wandb" in fault
+    assert "runner.logger.logger_backends names 'swanlab': the known ones are tensorboard and wandb" in fault
 
 
-def test_a_checkpoint_only_at_the_end_is_that() -> None:
+def test_a_save_interval_of_minus_1_saves_only_the_last_iteration() -> None:
     assert read("runner.save_interval=-1", "runner.max_steps=7").config.checkpoint.every == 7
 
 
-def test_validation_is_taken_over_with_its_data_from_the_file() -> None:
+def test_validation_is_translated_with_its_data() -> None:
     sourced = read("runner.val_check_interval=10")
     evaluation = sourced.config.evaluation
     assert evaluation is not None
@@ -334,25 +358,30 @@ def test_validation_is_taken_over_with_its_data_from_the_file() -> None:
 
 
 @pytest.mark.parametrize("interval", [-1, 0, "null"])
-def test_an_interval_that_asks_for_no_validation_leaves_it_to_our_keys(interval: str) -> None:
+def test_an_interval_that_turns_validation_off_leaves_it_to_our_keys(interval: str) -> None:
     sourced = read(f"runner.val_check_interval={interval}")
     assert sourced.config.evaluation is None
     notes = "\n".join(sourced.notes)
-    assert "runner.val_check_interval: asks for no evaluation; evaluation.every does" in notes
-    assert "data.val_data_paths: without effect here: no evaluation is asked for" in notes
-    given = read(
+    assert "runner.val_check_interval: turns evaluation off; evaluation.every turns it on" in notes
+    assert "data.val_data_paths: without effect here: evaluation is off" in notes
+    sourced = read(
         f"runner.val_check_interval={interval}", "evaluation={every: 2, data: held.jsonl, samples_per_prompt: 1}"
     )
-    assert given.config.evaluation is not None
-    assert (given.config.evaluation.every, Path(given.config.evaluation.data).name) == (2, "held.jsonl")
+    assert sourced.config.evaluation is not None
+    assert (sourced.config.evaluation.every, Path(sourced.config.evaluation.data).name) == (2, "held.jsonl")
 
 
-def test_evaluation_that_a_later_layer_turns_off_is_off() -> None:
+def test_a_later_layer_may_turn_evaluation_off() -> None:
     assert read("runner.val_check_interval=10", "evaluation=null").config.evaluation is None
 
 
-def test_the_page_names_every_key_that_is_known() -> None:
+KNOWN = [*RULES, *DERIVED, *SAME_AS, *(key for keys in WITHOUT_EFFECT.values() for key in keys)]
+
+
+def test_the_page_names_every_known_key_of_rlinf() -> None:
     page = PAGE.read_text()
-    known = [*RULES, *DERIVED, *SAME_AS, *(key for keys in WITHOUT_EFFECT.values() for key in keys)]
-    assert [key for key in known if f"`{key}`" not in page] == []
-    assert len(known) == len(set(known)), "a key is in two tables"
+    assert [key for key in KNOWN if f"`{key}`" not in page] == []
+
+
+def test_a_key_of_rlinf_is_in_one_table() -> None:
+    assert len(KNOWN) == len(set(KNOWN))

@@ -1,1 +1,1 @@
-"""What no single key can be checked for: faults and warnings of a config as a whole."""
+"""Faults and warnings that concern more than one key of a config."""

@@ -1,6 +1,7 @@
-"""What must hold between `data`, `rewards` and the other sections: one fault a text.
+"""Faults between `data`, `rewards` and the other sections. Each text is one fault.
 
-Invariant: a job has either a built-in `task`, or `data` with `rewards`, never both and never half of one.
+Invariant: a job has either a built-in `task`, or `data` with `rewards`: not both, and not `data` or `rewards` alone.
+[test_config: a_job_has_a_task_or_data_with_rewards]
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _missing(config: JobSections) -> list[str]:
     if not config.rewards:
         faults.append("rewards is empty: list at least one, such as - name: exact_match")
     elif not any(reward.weight for reward in config.rewards):
-        faults.append("rewards: every weight is 0, so that nothing could be learnt: give one of them another")
+        faults.append("rewards: every weight is 0, so the job would learn nothing: give one reward another weight")
     if not (config.model.tokenizer or config.model.path):
         faults.append(
             "model.tokenizer is empty: data needs the tokenizer of the model, as the path of a tokenizer.json or of "
@@ -68,5 +69,5 @@ def _length_faults(config: JobSections, data: DataSection) -> list[str]:
 
 
 def room_for_prompts(config: JobSections) -> int:
-    """Tokens that the longest response leaves."""
+    """Tokens that the longest response leaves for the prompt."""
     return config.model.max_seq_len - config.algorithm.max_new_tokens

@@ -1,6 +1,6 @@
-"""A fault that pydantic found in a config -> one line for the person who wrote it.
+"""A fault that pydantic found in a config -> one line for the person who wrote the config.
 
-Invariant: a line gives the dotted key, what is there or missing, and what may stand there; nobody has to know pydantic.
+A line gives the dotted key, its value or the missing value, and the legal values. The reader needs no pydantic.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from pydantic import BaseModel
 from tidegate.config.base import section_of
 
 _LEAST_LIKENESS = 0.5
-"""Below it (difflib's ratio, 0 to 1) two words only share a few letters: naming one as nearest would mislead."""
+"""The smallest ratio of difflib (0 to 1) at which a message names a word as the nearest known one.
+
+Below it two words share only a few letters, and the hint would mislead.
+"""
 
 
-def described(root: type[BaseModel], fault: Any) -> str:
-    """`fault` is one of `ValidationError.errors()`, of a value that was to be a `root`."""
+def fault_line(root: type[BaseModel], fault: Any) -> str:
+    """`fault` is one of `ValidationError.errors()`, from the validation of a value as a `root`."""
     where = ".".join(str(part) for part in fault["loc"])
     match fault["type"]:
         case "extra_forbidden":
@@ -38,7 +41,7 @@ def described(root: type[BaseModel], fault: Any) -> str:
 
 
 def _nearest_word(fault: Any) -> str:
-    """Of those that may stand there, where the text is near to one."""
+    """A hint at the legal word that is nearest to the text; empty where none is near."""
     if fault["type"] not in ("literal_error", "enum") or not isinstance(fault["input"], str):
         return ""
     known = re.findall(r"'([^']+)'", fault["ctx"]["expected"])
@@ -61,7 +64,7 @@ def _no_section(where: str, value: object, example: str) -> str:
 def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
     section = root
     for part in path:
-        # A number is a place in a list, whose items are of the section found already.
+        # A number is a place in a list. `section` is the type of the list's items already.
         if isinstance(part, str):
             found = section_of(section.model_fields[part].annotation)
             assert found is not None, f"{path} is not a section"

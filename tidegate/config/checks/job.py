@@ -1,8 +1,8 @@
-"""What must hold between the sections of a job's config: each `*_faults` names every fault of its kind, one a text.
+"""Faults between the sections of a job's config. Each `*_faults` returns every fault of its kind, one a text.
 
 GPUs exist and are named once, layouts fit their GPUs, minibatches divide into groups, times and batches fit each other.
-`config_warnings` names what is allowed and seldom meant, once there is no fault.
-Invariant: a text gives the key, the numbers and the remedy; an empty list is a config without fault.
+`config_warnings` names settings that are legal but rarely intended. It needs a config without fault.
+Each text gives the key, the numbers and the remedy. An empty list means that the config has no fault of that kind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
 
 MAX_RUNNING_REQUESTS = 256
-"""Of an embedded engine: the largest batch whose rows are tried to repeat bit for bit (its `probe`)."""
+"""The most requests that an embedded engine runs at once.
+
+It is the largest batch for which the engine's `probe` checks that rows repeat bit for bit.
+"""
 
 
 def job_faults(config: JobSections) -> list[str]:
@@ -28,7 +31,7 @@ def job_faults(config: JobSections) -> list[str]:
 
 
 def model_faults(config: JobSections) -> list[str]:
-    """Of a shape that is named, and of one that is named beside a checkpoint's."""
+    """Faults of the model's shape: incomplete, impossible, or in conflict with that of a checkpoint."""
     model = config.model
     fields = type(model).model_fields
     sizes = [name for name, field in fields.items() if name != "path" and field.default is None]
@@ -36,13 +39,13 @@ def model_faults(config: JobSections) -> list[str]:
         shape = [*sizes, "rope_theta", "rms_norm_eps", "tied_embeddings"]
         given = [f"model.{name}" for name in shape if getattr(model, name) != fields[name].default]
         remedy = "leave them out, or the path, for a model drawn at random"
-        return [f"model.path says the shape, and so do {', '.join(given)}: {remedy}"] if given else []
+        return [f"model.path sets the shape, and so do {', '.join(given)}: {remedy}"] if given else []
     if missing := [f"model.{name}" for name in sizes if getattr(model, name) is None]:
         return [f"{', '.join(missing)} missing: name the whole shape, or a checkpoint's folder by model.path"]
     try:
         config.model.shape(vocab_size=1)
     except ValueError as error:
-        # Of a shape it says "model num_layers=0": here it is a key of the config.
+        # The message begins "model num_layers=0". The config's key is "model.num_layers".
         return [str(error).replace("model ", "model.", 1)]
     return []
 
@@ -115,7 +118,7 @@ def algorithm_faults(config: JobSections) -> list[str]:
     if algorithm.max_new_tokens >= config.model.max_seq_len:
         faults.append(
             f"algorithm.max_new_tokens={algorithm.max_new_tokens} leaves no room for a prompt in "
-            f"model.max_seq_len={config.model.max_seq_len}: raise the one or lower the other"
+            f"model.max_seq_len={config.model.max_seq_len}: raise the second or lower the first"
         )
     if algorithm.max_extra_prompts and not algorithm.filter_zero_std:
         faults.append(
@@ -130,33 +133,33 @@ def algorithm_faults(config: JobSections) -> list[str]:
     if config.runtime.lead_ttl_s > config.runtime.lease_ttl_s:
         faults.append(
             f"runtime.lead_ttl_s={config.runtime.lead_ttl_s} is longer than lease_ttl_s={config.runtime.lease_ttl_s}: "
-            "an instance would lead after its lease is gone"
+            "an instance could lead after its lease has expired; lower lead_ttl_s or raise lease_ttl_s"
         )
     return faults
 
 
 def microbatch_faults(config: JobSections) -> list[str]:
-    """Of how the actor cuts minibatches."""
+    """Faults of the actor's division of minibatches into micro-batches."""
     actor, longest = config.actor, config.model.max_seq_len
     max_tokens, refuses = actor.max_tokens_per_microbatch, actor.oversize_samples == "refuse"
     faults = []
     if actor.packing == "thd" and config.cluster.device == "cpu":
         faults.append(
-            "actor.packing=thd runs in the attention of Transformer Engine, which needs CUDA, and cluster.device is "
+            "actor.packing=thd uses the attention of Transformer Engine, which needs CUDA, and cluster.device is "
             "cpu: set packing to padded"
         )
     if max_tokens is None:
         if refuses:
             faults.append(
-                "actor.oversize_samples=refuse is of samples over actor.max_tokens_per_microbatch: set that too"
+                "actor.oversize_samples=refuse concerns samples over actor.max_tokens_per_microbatch: set that too"
             )
         if actor.packing == "thd":
-            faults.append("actor.packing=thd is of what actor.max_tokens_per_microbatch packs: set that too")
+            faults.append("actor.packing=thd applies only with actor.max_tokens_per_microbatch: set that too")
         return faults
     if actor.micro_batch_size != (default := type(actor).model_fields["micro_batch_size"].default):
         faults.append(
             f"actor.micro_batch_size={actor.micro_batch_size} counts sequences and max_tokens_per_microbatch="
-            f"{max_tokens} tokens: give one of them (the first is {default} where it is not given)"
+            f"{max_tokens} tokens: set only one of them (the first has the default {default})"
         )
     if refuses and (needed := TokenCap(max_tokens).row_length(longest)) > max_tokens:
         faults.append(
@@ -183,37 +186,37 @@ def rollout_faults(config: JobSections) -> list[str]:
     start_s = rollout.sglang.start_timeout_s
     if rollout.engine == "sglang" and start_s >= deadline_s:
         faults.append(
-            f"rollout.sglang.start_timeout_s={start_s:g} is not below runtime.command_deadline_s={deadline_s:g}, of "
-            "the command that starts the server: lower the one or raise the other"
+            f"rollout.sglang.start_timeout_s={start_s:g} is not below runtime.command_deadline_s={deadline_s:g}, the "
+            "deadline of the command that starts the server: lower the first or raise the second"
         )
     return faults
 
 
 def config_warnings(config: JobSections) -> tuple[str, ...]:
-    """Of a config without fault."""
+    """Settings that are legal but rarely intended. The config must be without fault."""
     warnings = lr_warnings(config)
     if config.algorithm.top_p != 1:
         warnings.append(
-            f"algorithm.top_p={config.algorithm.top_p:g}: responses are drawn from the likeliest tokens only, while "
-            "all log-probabilities are of the whole distribution, so that the update is biased; set it to 1 for GRPO "
-            "as published"
+            f"algorithm.top_p={config.algorithm.top_p:g}: responses are sampled from the likeliest tokens only, but "
+            "log-probabilities are those of the whole distribution: the update is biased; set it to 1 for GRPO as "
+            "published"
         )
     if config.algorithm.importance_cap is not None and config.algorithm.old_logprobs == "engine":
         warnings.append(
-            f"algorithm.importance_cap={config.algorithm.importance_cap:g} corrects nothing with old_logprobs: engine, "
-            "whose ratio is to the engine's own log-probabilities already; set old_logprobs to trainer, or the cap to "
+            f"algorithm.importance_cap={config.algorithm.importance_cap:g} corrects nothing with old_logprobs: engine: "
+            "the ratio is to the engine's own log-probabilities already; set old_logprobs to trainer, or the cap to "
             "null"
         )
     if config.actor.warm_up.steps == 0 and not (config.model.path or config.model.torch_dist):
         remedy = "" if config.task is None else "set it to 200 or so, as examples/grpo.yaml does, or "
         warnings.append(
-            "actor.warm_up.steps=0: the model is made on the spot and trains from random weights; it learns only "
-            f"where random responses earn some reward; {remedy}name a checkpoint by model.path"
+            "actor.warm_up.steps=0: the model starts from random weights and learns only where random responses earn "
+            f"some reward; {remedy}name a checkpoint by model.path"
         )
     if config.rollout.engine == "sglang" and config.cluster.device == "cpu":
         warnings.append(
-            "rollout.engine=sglang draws without seeds on a CPU: another run of this job draws other responses; set it "
-            "to embedded for runs that repeat"
+            "rollout.engine=sglang samples without seeds on a CPU: another run of this job has other responses; set it "
+            "to embedded for reproducible runs"
         )
     if idle := _unused_gpus(config):
         warnings.append(
@@ -224,6 +227,6 @@ def config_warnings(config: JobSections) -> tuple[str, ...]:
 
 
 def _unused_gpus(config: JobSections) -> list[str]:
-    """Each as its index, as the placement counts, and its name."""
+    """Each GPU as its index in the placement's count, and its name."""
     used = {gpu for role in Role for gpu in config.placement(role)} | set(config.standby())
     return [f"{index} ({gpu})" for index, gpu in enumerate(config.cluster.gpus()) if gpu not in used]

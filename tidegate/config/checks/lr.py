@@ -1,4 +1,4 @@
-"""What must hold of the learning rate's keys together: one fault a text, and what is allowed and seldom meant."""
+"""Faults between the keys of the learning rate, and warnings about them. Each text is one fault or one warning."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def lr_faults(config: JobSections) -> list[str]:
 
 
 def lr_warnings(config: JobSections) -> list[str]:
-    """Of a config without fault: that the job passes its budget, where that changes the rate."""
+    """Warn that the job passes its budget, where that changes the rate. The config must be without fault."""
     schedule = schedule_of(config)
     beyond = projected_overshoot(schedule, num_updates_of(config))
     if not beyond or schedule.decay is Decay.CONSTANT:
         return []
     return [
         f"actor.lr_schedule.budget_updates={schedule.budget}: the job is projected to pass it by {beyond} updates, "
-        f"{beyond_budget(schedule)}; leave it out for the budget of the whole job"
+        f"{beyond_budget(schedule)}; leave it out to make all updates of the job the budget"
     ]

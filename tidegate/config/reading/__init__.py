@@ -1,1 +1,1 @@
-"""From YAML files and `key=value` words to the values of a config, each with its origin."""
+"""YAML files and `key=value` words -> the values of a config, each with its origin."""

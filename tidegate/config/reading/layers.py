@@ -1,8 +1,12 @@
-"""Several layers of a config -> one, in which each value is the last one given and still knows where that was.
+"""Several layers of a config -> one layer, in which each key has its last value and the origin of that value.
 
-Order: files from left to right, then `key=value` from left to right. A section is laid over one below it key by key;
-any other value takes the place of the one below: lists too, and mappings of names such as `cluster.nodes`.
-Invariants: no layer is changed; a relative path counts from the folder of the layer that gives it, whatever lies above.
+Layers are files from left to right, then `key=value` words from left to right. Sections are merged key by key. Any
+other value replaces the one below it: lists too, and mappings of names such as `cluster.nodes`.
+
+Invariants:
+- Merging changes no layer. [test_layers: merging_changes_no_layer]
+- A relative path counts from the folder of the layer that sets it, whatever layers follow.
+  [test_layers: a_relative_path_counts_from_the_folder]
 """
 
 from __future__ import annotations
@@ -17,45 +21,45 @@ from typing import Any
 import yaml
 
 from tidegate.config.base import ITEM, FileName, KeyPath
-from tidegate.config.reading.yaml_text import NotAsMeant, read_yaml
+from tidegate.config.reading.yaml_text import AmbiguousYaml, read_yaml
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w,-]+)*")
-"""A comma stands in the keys of RLinf's placements: `actor,rollout`."""
+"""Keys of RLinf's placements contain commas: `actor,rollout`."""
 _BEFORE_EQUALS = re.compile(r"[^/=]*=")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was given."""
+    """Where a value is written."""
 
-    told: str
+    place: str
     """`job.yaml:7`, or the override."""
     folder: Path
     layer: int
-    """Counted from the lowest."""
+    """The number of the layer, counted from the lowest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values, with the origin of each key, section and item that was written."""
+    """Values, with the origin of each key, section and list item that a source writes."""
 
     values: dict[str, Any]
     origins: Mapping[KeyPath, Origin]
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """Of the key itself, else of the nearest section around it that was written."""
+        """The origin of the key itself, else that of the nearest section around it."""
         for length in range(len(path), 0, -1):
             if found := self.origins.get(path[:length]):
                 return found
         return None
 
 
-NOTHING = Layer({}, {})
+EMPTY_LAYER = Layer({}, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """`key=value`: a dotted key and what YAML reads after the first `=`."""
+    """`key=value`: a dotted key, and the text after the first `=` as YAML reads it."""
 
     text: str
     path: tuple[str, ...]
@@ -63,12 +67,12 @@ class Override:
 
 
 def is_override(argument: str) -> bool:
-    """Whether a word is meant as `key=value`, be it well-formed or not; with a slash before the `=` it is a file."""
+    """Whether a word stands for `key=value`, well-formed or not. A word with a slash before the `=` is a file."""
     return _BEFORE_EQUALS.match(argument) is not None
 
 
 def parse_override(text: str) -> Override:
-    """ValueError says what is no key, or no value."""
+    """ValueError: the key or the value is malformed."""
     key, _, value = text.partition("=")
     if not _KEY.fullmatch(key):
         raise ValueError(
@@ -78,25 +82,25 @@ def parse_override(text: str) -> Override:
         raise ValueError(f"override {text!r} has no value: write {key}=null for none, {key}=\"''\" for an empty text")
     try:
         read = read_yaml(value).value
-    except NotAsMeant as error:
+    except AmbiguousYaml as error:
         raise ValueError(f"override {text!r}: {error}") from error
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise ValueError(
-            f"override {text!r}: the value is not YAML ({problem}); put a text with signs of YAML's in quotes"
+            f"override {text!r}: the value is not YAML ({problem}); quote a text that contains signs of YAML"
         ) from error
     return Override(text, tuple(key.split(".")), read)
 
 
-def laid_over(below: Layer, above: Layer, *, whole: Collection[tuple[str, ...]]) -> Layer:
-    """`above` on `below`. `whole` are the keys whose mappings are values, not sections."""
+def merge_layers(below: Layer, above: Layer, *, whole: Collection[tuple[str, ...]]) -> Layer:
+    """`above` over `below`. `whole` has the keys whose mappings are values, not sections."""
     values, replaced = _merged(below.values, above.values, (), whole)
     kept = {path: origin for path, origin in below.origins.items() if not _lies_in(path, replaced)}
     return Layer(values, {**kept, **above.origins})
 
 
-def overridden(below: Layer, override: Override, origin: Origin, *, whole: Collection[tuple[str, ...]]) -> Layer:
-    """ValueError where the key leads into a value, or beside a list's items."""
+def apply_override(below: Layer, override: Override, origin: Origin, *, whole: Collection[tuple[str, ...]]) -> Layer:
+    """ValueError: the key leads into a plain value, or to an item that a list does not have."""
     at = _place(override, below.values)
     old, value, replaced = _at(below.values, at), override.value, {at}
     if isinstance(old, dict) and isinstance(value, dict) and at not in whole:
@@ -107,8 +111,8 @@ def overridden(below: Layer, override: Override, origin: Origin, *, whole: Colle
     return Layer(with_value(below.values, at, value), {**kept, **made, **given})
 
 
-def with_whole_paths(layer: Layer, names: Mapping[tuple[str, ...], FileName]) -> Layer:
-    """Each text that `names` marks as a path made absolute."""
+def with_absolute_paths(layer: Layer, names: Mapping[tuple[str, ...], FileName]) -> Layer:
+    """Make each text absolute that `names` marks as a path."""
     values: Any = layer.values
     for path, origin in layer.origins.items():
         name = names.get(tuple(ITEM if isinstance(part, int) else part for part in path))
@@ -130,7 +134,7 @@ def with_value(below: Any, path: KeyPath, value: Any) -> Any:
 
 
 def paths_in(value: Any, at: KeyPath) -> list[KeyPath]:
-    """Of every key and item within a value that stands at `at`."""
+    """The paths of every key and item within the value at `at`."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path for key, inner in items for path in ((*at, key), *paths_in(inner, (*at, key)))]
 
@@ -140,14 +144,14 @@ def dotted(path: KeyPath) -> str:
 
 
 def absolute(path: str, folder: Path) -> str:
-    """Links are not followed: what a virtual environment's interpreter is depends on where its link lies."""
+    """Links are not followed: the place of its link decides which environment a virtual interpreter belongs to."""
     return os.path.normpath(folder.absolute() / path)
 
 
 def _merged(
     below: dict[str, Any], above: dict[str, Any], at: KeyPath, whole: Collection[tuple[str, ...]]
 ) -> tuple[dict[str, Any], set[KeyPath]]:
-    """With the paths at which a value of `below` is gone."""
+    """The merged values, and the paths at which `above` replaces a value of `below`."""
     values, replaced = dict(below), set[KeyPath]()
     for key, value in above.items():
         path, old = (*at, key), below.get(key)
@@ -183,11 +187,11 @@ def _place(override: Override, values: dict[str, Any]) -> KeyPath:
 
 def _items(at: KeyPath, held: list[Any]) -> str:
     count = f"has the items 0 to {len(held) - 1}" if held else "is empty"
-    return f"{dotted(at)} {count}; a whole list is given as {dotted(at)}=[...]"
+    return f"{dotted(at)} {count}; to set the whole list write {dotted(at)}=[...]"
 
 
 def _at(values: Any, path: KeyPath) -> Any:
-    """What lies at a path that an origin has; None where a merge with another type of key hides it."""
+    """The value at the path of an origin. None: a key of another type hides it after a merge."""
     for part in path:
         try:
             values = values[part]

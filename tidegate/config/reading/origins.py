@@ -1,7 +1,7 @@
-"""The faults of a config, each with where the values that it is about were given.
+"""Adds the origins of values to the faults of a config.
 
-Invariant: a fault names a key by its full dotted name, or, behind another of the same section, as `key=`; so the key
-itself says where to look, in whatever text a fault is told, long after the config was read.
+A fault names a key by its full dotted name. After another key of the same section it may write `key=`. The key in the
+text is therefore enough to find the origin, whoever reports the fault and however long after reading.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from tidegate.config.reading.layers import Layer, dotted
 
 _KEY = re.compile(r"(?<![\w./-])[A-Za-z_][\w-]*(?:(?:\.[\w-]+)+|(?==))")
 _FIRST = re.compile(r"[A-Za-z_]\w*(?=[=:]| name | is )")
-"""A key that stands alone, at the beginning of a fault: elsewhere `job` is a word."""
+"""A key without a section, at the beginning of a fault. Elsewhere `job` is a plain word."""
 
 
 def with_origin(fault: str, layer: Layer, at: KeyPath) -> str:
-    """`fault` is of the key at `at`, or of something that is missing there."""
+    """`fault` concerns the key at `at`, or something that is missing there."""
     origin = layer.origin(at)
-    return fault if origin is None else f"{fault} [{origin.told}]"
+    return fault if origin is None else f"{fault} [{origin.place}]"
 
 
 def with_origins(faults: str, layer: Layer) -> str:
-    """Each line with the origins of the keys that it names."""
+    """Add to each line the origins of the keys that it names."""
     return "\n".join(_with_those_named(line, layer) for line in faults.split("\n"))
 
 
 def _with_those_named(fault: str, layer: Layer) -> str:
     named = {dotted(path): layer.origins[path] for path in _keys(fault) if path in layer.origins}
-    told = {origin.told for origin in named.values()}
-    if not told:
+    places = {origin.place for origin in named.values()}
+    if not places:
         return fault
-    if len(told) == 1:
-        return f"{fault} [{told.pop()}]"
-    return f"{fault} [{', '.join(f'{name}: {origin.told}' for name, origin in named.items())}]"
+    if len(places) == 1:
+        return f"{fault} [{places.pop()}]"
+    return f"{fault} [{', '.join(f'{name}: {origin.place}' for name, origin in named.items())}]"
 
 
 def _keys(fault: str) -> Iterator[KeyPath]:

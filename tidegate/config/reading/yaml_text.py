@@ -1,8 +1,10 @@
-"""The text of a config file -> what it holds and where, refused where YAML itself would guess: a key given twice.
+"""The text of a config file -> its values and their lines.
 
-Invariants: no value is dropped in silence: YAML's own loader keeps the last of two equal keys, here it is a fault that
-names the key and both lines. Keys that a merge (`<<`) brings may still be given again, as YAML has it. Each key and
-each item of a list has its line.
+Invariants:
+- No value is dropped in silence. YAML's own loader keeps the last of two equal keys; here two equal keys are a fault
+  that names the key and both lines. [test_config: a_file_that_holds_no_config]
+- A key that a merge (`<<`) brings may be written again, as YAML allows. [test_config: a_key_that_a_merge_brings]
+- Each key and each item of a list has its line. [test_layers: a_fault_names_the_file_and_line]
 """
 
 from __future__ import annotations
@@ -16,22 +18,21 @@ import yaml
 from tidegate.config.base import KeyPath
 
 
-class NotAsMeant(ValueError):
-    """YAML that would be read as something else than was written: a key given twice, an alias of what it is part of."""
+class AmbiguousYaml(ValueError):
+    """YAML that a loader reads differently from its text: a key that occurs twice, or an alias that contains itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a text holds; None where it is empty."""
-
     value: object
+    """None: the text is empty."""
     lines: Mapping[KeyPath, int]
-    """Counted from 1."""
+    """The line of each key and item, counted from 1."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Looks at the keys as written: later steps put those of a merge among them."""
+        """Check the keys here, as the text has them: later steps add the keys of a merge."""
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], yaml.Node] = {}
         for key, _ in node.value:
@@ -39,13 +40,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 continue
             if (name := (key.tag, key.value)) in first:
                 lines = f"lines {first[name].start_mark.line + 1} and {key.start_mark.line + 1}"
-                raise NotAsMeant(f"key {key.value!r} is given twice, in {lines}: keep one")
+                raise AmbiguousYaml(f"key {key.value!r} occurs twice, in {lines}: keep one")
             first[name] = key
         return node
 
 
 def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """What is wrong and where, in one line."""
+    """The problem and its place in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
@@ -53,12 +54,14 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
 
 
 def read_yaml(text: str) -> Document:
-    """NotAsMeant, or yaml.YAMLError when the text is not YAML."""
+    """AmbiguousYaml; yaml.YAMLError: the text is not YAML."""
     loader = _UniqueKeyLoader(text)
     try:
         return _document(loader)
     except RecursionError as error:
-        raise NotAsMeant("sections and lists lie too deep in each other to be read: no key of a config does") from error
+        raise AmbiguousYaml(
+            "sections and lists are nested too deep to be read: no key of a config needs that"
+        ) from error
     finally:
         loader.dispose()
 
@@ -67,7 +70,8 @@ def _document(loader: _UniqueKeyLoader) -> Document:
     node = loader.get_single_node()
     if node is None:
         return Document(None, {})
-    # Before values are made of it, for these may hold themselves; after, merges have put their keys into it.
+    # Cycles are refused before construction, since a constructed value could contain itself. Lines are read after it,
+    # because it adds the keys of merges to the nodes.
     _refuse_cycles(node, within=())
     value = loader.construct_document(node)
     return Document(value, dict(_lines(node, ())))
@@ -76,7 +80,7 @@ def _document(loader: _UniqueKeyLoader) -> Document:
 def _refuse_cycles(node: yaml.Node, *, within: tuple[yaml.Node, ...]) -> None:
     if any(node is outer for outer in within):
         line = node.start_mark.line + 1
-        raise NotAsMeant(f"what begins in line {line} holds an alias of itself: write it out as far as it is meant")
+        raise AmbiguousYaml(f"the value that begins in line {line} contains an alias of itself: write the value out")
     for child in _children(node):
         _refuse_cycles(child, within=(*within, node))
 

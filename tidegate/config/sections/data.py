@@ -1,4 +1,4 @@
-"""The config's sections on a data set of one's own: where its prompts are, and what a response is worth."""
+"""The config's sections on a data set of the user's own: the place of its prompts, and the rewards of responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from tidegate.config.base import ConfigPath, FileName, Finite, KeyPath, Positive, PositiveFloat, Section
 
 TOKENIZERS_TEMPLATE = "tokenizer"
-"""As `data.chat_template`: the one that came with the tokenizer."""
+"""The value of `data.chat_template` that stands for the template of the tokenizer."""
 
 
 class RewardName(StrEnum):
@@ -20,7 +20,7 @@ class RewardName(StrEnum):
 
 
 class OnError(StrEnum):
-    """What a reward comes to that fails on a sample: 0, or the end of the job."""
+    """The result of a reward that fails on a sample: 0, or the end of the job."""
 
     ZERO = "zero"
     FATAL = "fatal"
@@ -30,20 +30,21 @@ class DataSection(Section):
     """Prompts from JSONL or Parquet."""
 
     train: ConfigPath
-    """A file, or a folder in the layout of Hugging Face `datasets`; relative to the config's folder."""
+    """A file, or a folder in the layout of Hugging Face `datasets`, relative to the config's folder."""
     prompt_key: str = "prompt"
     answer_key: str = ""
-    """A column, or a path into one such as `reward_model.ground_truth`; empty: there are no answers."""
+    """A column, or a path into one such as `reward_model.ground_truth`. Empty: there are no answers."""
     chat_template: Annotated[str, FileName(other_than=(TOKENIZERS_TEMPLATE,))] = ""
-    """`tokenizer`, or the path of a Jinja file; empty gives texts to the model as they are."""
+    """`tokenizer`, or the path of a Jinja file. Empty: the model gets the texts unchanged."""
     chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies a default
-    """Further names that the template sees, such as `enable_thinking`."""
+    """Further variables of the template, such as `enable_thinking`."""
     max_prompt_tokens: Positive | None = None
-    """None: what `model.max_seq_len` leaves beside the longest response."""
+    """None: `model.max_seq_len` minus the longest response."""
     shuffle: bool = True
-    """Each pass in an order of its own, drawn from the job's seed."""
+    """Each pass has an order of its own, from the job's seed."""
     checksum: str = ""
-    """Of the files and the template; filled in when a job starts, so that all of it has the same prompts."""
+    """The checksum of the files and the template. The start of a job fills it in, so that all processes of the job
+    have the same prompts."""
 
 
 class RewardSection(Section):
@@ -52,9 +53,9 @@ class RewardSection(Section):
     name: RewardName
     weight: Finite = 1.0
     path: str = ""
-    """Of a function: `package.module:function`."""
+    """For a function: `package.module:function`."""
     import_from: ConfigPath = ""
-    """Of a function: a folder to import it from besides the installed packages; empty: the config's own."""
+    """For a function: a folder to import it from besides the installed packages. Empty: the config's folder."""
     timeout_s: PositiveFloat = 10.0
     on_error: OnError = OnError.ZERO
 
@@ -64,7 +65,7 @@ class RewardSection(Section):
 
 
 def reward_names(rewards: Sequence[RewardSection]) -> tuple[str, ...]:
-    """One for each, in order: its label, and from the second of a label on its number among them."""
+    """One name for each reward, in order: its label. A repeated label gets its number: `exact_match#2`."""
     labels = [reward.label for reward in rewards]
     return tuple(
         label if (number := labels[: place + 1].count(label)) == 1 else f"{label}#{number}"
@@ -73,7 +74,7 @@ def reward_names(rewards: Sequence[RewardSection]) -> tuple[str, ...]:
 
 
 def with_function_folders(values: dict[str, Any], folder_of: Callable[[KeyPath], Path]) -> dict[str, Any]:
-    """What a config was given; a function that has no `import_from` gets the folder of the config that names it."""
+    """The config's values, in which each function without `import_from` gets the folder of the config that names it."""
     rewards = values.get("rewards")
     if not isinstance(rewards, list):
         return values

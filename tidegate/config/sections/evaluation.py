@@ -1,4 +1,4 @@
-"""The config's section on evaluation: how often, on which prompts, how they are sampled, what counts as right."""
+"""The config's section on evaluation: its interval, its prompts, its sampling, and the reward that counts as a pass."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tidegate.config.base import ConfigPath, Finite, NonNegativeFloat, Positive,
 
 
 class EvaluationSection(Section):
-    """Held-out prompts, answered by the weights of every so many iterations, and by the last."""
+    """Every `every` iterations and after the last one, the current weights answer held-out prompts."""
 
     every: Positive
-    """Iterations; the weights before the first one are evaluated too."""
+    """A number of iterations. The weights before the first iteration are evaluated too."""
     data: ConfigPath = ""
-    """Of a job on data: a file, or a folder as `data.train`; relative to the config's folder."""
+    """For a job on data: a file, or a folder as `data.train`, relative to the config's folder."""
     split: str = "test"
-    """Of a folder: the files that are named for it."""
+    """For a folder: the files with this name."""
     num_prompts: Positive | None = None
-    """The first so many; None: all. A built-in task has no end of them."""
+    """Only the first `num_prompts` are used. None: all. A built-in task has an endless number of prompts."""
     samples_per_prompt: Positive = 1
     pass_at: tuple[Positive, ...] = (1,)
     """Each k of pass@k."""
@@ -29,6 +29,6 @@ class EvaluationSection(Section):
     """0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Positive | None = None
-    """None: as `algorithm.max_new_tokens`."""
+    """None: `algorithm.max_new_tokens`."""
     checksum: str = ""
-    """As `data.checksum`."""
+    """The counterpart of `data.checksum`."""

@@ -1,7 +1,7 @@
-"""The config's sections on where a job runs and what it computes, and `JobSections`: all of them as one value.
+"""The config's sections on a job's place and its computation, and `JobSections`: all sections as one value.
 
-`JobSections` has the fields and what follows from them alone, so that checks know its type; `JobConfig` is the same,
-checked.
+`JobSections` has the fields and what follows from them alone, so that the checks can name its type. `JobConfig` is the
+checked version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Rec
 
 
 class LayoutSection(_Section):
-    """Axis sizes; the product tp * pp * dp is the component's number of GPUs."""
+    """The sizes of the axes. The component has tp * pp * dp GPUs."""
 
     tp: Positive = 1
     pp: Positive = 1
@@ -36,7 +36,7 @@ class LayoutSection(_Section):
 
 
 class PlacementSection(_Section):
-    """Which GPUs each component has, counted over the nodes in order: `0-3`, `0,2,5`, `4`."""
+    """The GPUs of each component, counted over the nodes in order: `0-3`, `0,2,5`, `4`."""
 
     actor: GpuList
     rollout: GpuList
@@ -44,7 +44,7 @@ class PlacementSection(_Section):
 
 
 class ClusterSection(_Section):
-    """Nodes, in order, with their number of GPU slots; on `cpu` a slot is a process."""
+    """Nodes in order, with their numbers of GPU slots. On `cpu` a slot is a process."""
 
     nodes: Nodes
     device: Literal["cpu", "cuda"] = "cpu"
@@ -55,7 +55,7 @@ class ClusterSection(_Section):
 
 
 class ModelSection(_Section):
-    """A checkpoint, or a shape of a Llama, drawn at random, whose vocabulary is the tokenizer's."""
+    """A checkpoint, or the shape of a Llama with random weights and the vocabulary of the tokenizer."""
 
     num_layers: Positive | None = None
     hidden_size: Positive | None = None
@@ -68,21 +68,21 @@ class ModelSection(_Section):
     rms_norm_eps: PositiveFloat = 1e-5
     tied_embeddings: bool = True
     path: ConfigPath = ""
-    """Folder of a Hugging Face checkpoint, relative to the config's folder; the shape is the checkpoint's then."""
+    """The folder of a Hugging Face checkpoint, relative to the config's folder. The checkpoint then sets the shape."""
     torch_dist: ConfigPath = ""
-    """Folder of one saved iteration of Megatron's, relative to the config's folder: the weights, of the same shape."""
+    """The folder of one iteration that Megatron saved, relative to the config's folder: weights of the same shape."""
     tokenizer: ConfigPath = ""
-    """Path of a `tokenizer.json`, relative to the config's folder; empty takes the checkpoint's, or makes one from the
-    task's words."""
+    """The path of a `tokenizer.json`, relative to the config's folder. Empty: the checkpoint's tokenizer, or one that
+    is made from the task's words."""
 
     def shape(self, vocab_size: int) -> ModelConfig:
-        """Of a model that is no checkpoint's."""
+        """The shape that these keys set, for a model without a checkpoint."""
         fields = self.model_dump(exclude={"path", "torch_dist", "tokenizer"})
         return ModelConfig(vocab_size=vocab_size, **fields)
 
 
 class TaskSection(_Section):
-    """A built-in task to train on; `data` and `rewards` stand in its place for prompts of one's own."""
+    """A built-in task to train on. For prompts of the user's own, `data` and `rewards` replace it."""
 
     name: str
 
@@ -108,14 +108,14 @@ class AlgorithmSection(_Section):
     mask_truncated: bool = False
     filter_zero_std: bool = False
     max_extra_prompts: Count = 0
-    """Which an iteration may take to replace the groups that `filter_zero_std` drops."""
+    """The extra prompts that an iteration may take to replace the groups that `filter_zero_std` drops."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     importance_cap: PositiveFloat | None = None
-    """Truncates the trainer/engine importance weights; null leaves the correction off."""
+    """The upper bound of the trainer/engine importance weights. None: no correction."""
 
 
 class WarmUpSection(_Section):
-    """Supervised training on the task's demonstrations before iteration 0; 0 steps leaves it out."""
+    """Supervised training on the task's demonstrations before iteration 0. With 0 steps there is none."""
 
     steps: Count = 0
     batch_size: Positive = 64
@@ -127,16 +127,18 @@ class ActorSection(_Section):
 
     layout: LayoutSection = LayoutSection()
     standby: GpuList = ""
-    """GPUs that it may get while it works, besides those it is placed on; written as the placement is."""
+    """GPUs that the actor may get while it works, besides those of its placement, in the notation of the placement."""
     standby_memory_mib: Positive = 2048
-    """Of the process that stands by on a slot for the actor; one that takes more is ended, and its slot starts cold."""
+    """The memory limit of a process that stands by on a slot for the actor. A process that takes more is ended, and
+    its slot starts cold."""
     precision: Precision = Precision.FP32
-    """Of the weights, in training, in snapshots and in the inference, whose log-probabilities are to be the actor's."""
+    """The precision of the weights in training, in snapshots and in the inference, so that the log-probabilities of
+    inference and actor agree."""
     recompute: Recompute = Recompute.NONE
     num_logical_shards: Positive | None = None
-    """A power of two that every dp divides: updates then have the same bits for every dp and pp."""
+    """A power of two that every dp divides. Updates then have the same bits for every dp and pp."""
     copies: Literal["nowhere", "node", "peer"] = "nowhere"
-    """Where each rank's two last states are kept besides the one that is trained; with `peer`, by another rank too."""
+    """Where the last two states of each rank are kept beside the current one. With `peer`, also on another rank."""
     learning_rate: PositiveFloat
     lr_warm_up_samples: Count = 0
     lr_schedule: LrScheduleSection = LrScheduleSection()
@@ -147,13 +149,13 @@ class ActorSection(_Section):
     clip_grad: PositiveFloat = 1.0
     micro_batch_size: Positive = 16
     max_tokens_per_microbatch: Annotated[int, Field(ge=PAD_MULTIPLE)] | None = None
-    """In place of `micro_batch_size`: positions of a micro-batch, padding included."""
+    """The positions of a micro-batch, padding included. It replaces `micro_batch_size`."""
     oversize_samples: Literal["alone", "refuse"] = "alone"
-    """Of a sample that is longer than that: it has a micro-batch of its own, or the job does not start."""
+    """A sample longer than that has a micro-batch of its own (`alone`), or the job does not start (`refuse`)."""
     packing: Literal["padded", "thd"] = "padded"
-    """How the model is given a micro-batch under that cap: as rows, or as sequences one after the other."""
+    """The form of a micro-batch under that cap: padded rows, or sequences one after the other."""
     max_skipped_updates: Count = 3
-    """Consecutive updates with a non-finite gradient that are skipped; one more ends the job."""
+    """The most consecutive updates that are skipped for a non-finite gradient. One more ends the job."""
     warm_up: WarmUpSection = WarmUpSection()
 
 
@@ -161,18 +163,18 @@ class SglangSection(_Section):
     """A real SGLang server for each engine, in an environment of its own."""
 
     python: ConfigPath = ""
-    """Its environment's interpreter, relative to the config's folder; engine: sglang needs it."""
+    """The interpreter of that environment, relative to the config's folder. `engine: sglang` needs it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     start_timeout_s: PositiveFloat = 110.0
-    """Of a server's start, which a command waits for: below runtime.command_deadline_s."""
+    """The time limit of a server's start. A command waits for it, so it is below `runtime.command_deadline_s`."""
 
 
 class RolloutSection(_Section):
-    """Generation; one engine a GPU."""
+    """Generation, with one engine a GPU."""
 
     max_running_requests: Positive = 32
     num_reward_workers: Positive = 2
-    """Processes that run the rewards of `data`; a built-in task's need none."""
+    """Processes that compute the rewards of `data`. A built-in task needs none."""
     engine: Literal["embedded", "sglang"] = "embedded"
     sglang: SglangSection = SglangSection()
 
@@ -185,45 +187,45 @@ class InferenceSection(_Section):
 
 
 class CheckpointSection(_Section):
-    """A checkpoint every `every` iterations; the newest `keep` stay."""
+    """A checkpoint is saved every `every` iterations, and the newest `keep` are kept."""
 
     every: Positive = 1
     keep: Positive = 2
     export: bool = False
-    """The final weights as a Hugging Face checkpoint, in the job's folder."""
+    """Whether to save the final weights as a Hugging Face checkpoint in the job's folder."""
 
 
 class RuntimeSection(_Section):
-    """Times and bounds of the machinery."""
+    """Times and bounds of the services."""
 
     lease_ttl_s: PositiveFloat = 20.0
     lead_ttl_s: PositiveFloat = 10.0
     ack_wait_s: PositiveFloat = 30.0
     command_deadline_s: PositiveFloat = 120.0
     work_timeout_s: PositiveFloat = 3600.0
-    """Of one call that warms up, trains, generates or scores. A worker's death is noticed at once, whatever this is."""
+    """The limit of one call that warms up, trains, generates or scores. A worker's death is noticed at once,
+    whatever this limit is."""
     collective_timeout_s: PositiveFloat = 60.0
     max_deliveries: Positive = 8
     max_actor_restarts: Count = 3
     host_memory_root: str = "/dev/shm"
-    """Where snapshots of weights live, in memory; a folder of the job's own is made in it."""
+    """The folder, in memory, of the snapshots of weights. The job makes a folder of its own in it."""
     events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
-    """Some 200 bytes an event, most of them progress: half a million of them. Reserved on the disk of NATS."""
+    """The size of the event stream, which NATS reserves on its disk: enough for half a million events. An event has
+    some 200 bytes, and most events are progress."""
     samples_max_bytes: Positive = 2 * 2**30
-    """Of all samples since the last checkpoint, generated and scored."""
+    """The size of all samples since the last checkpoint, generated and scored."""
     dead_max_bytes: Positive = 256 * 2**20
 
 
 class ServersSection(_Section):
-    """URLs of real servers; empty starts embedded ones on free loopback ports."""
+    """URLs of real servers. Empty: the job starts embedded ones on free loopback ports."""
 
     nats_url: str = ""
     redis_url: str = ""
 
 
 class JobSections(_Section):
-    """All of a job's keys."""
-
     job: str
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output_dir: str = "jobs"
@@ -251,12 +253,12 @@ class JobSections(_Section):
         return tuple(self.cluster.gpus()[index] for index in gpu_indices(text))
 
     def standby(self) -> tuple[GpuId, ...]:
-        """GPUs that the actor may get besides those it is placed on."""
+        """GPUs that the actor may get besides those of its placement."""
         text = self.actor.standby
         return tuple(self.cluster.gpus()[index] for index in gpu_indices(text)) if text else ()
 
     def layout(self, role: Role) -> Layout:
-        """The role's layout; the rollout's is one engine a GPU."""
+        """The role's layout. The rollout has one engine a GPU."""
         match role:
             case Role.ACTOR:
                 return self.actor.layout.layout()

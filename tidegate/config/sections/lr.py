@@ -1,4 +1,4 @@
-"""The config's section on the learning rate: the schedule's shape, what its progress counts, what a resume may meet."""
+"""The config's section on the learning rate: the schedule's shape, the unit of progress, and the rules of a resume."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tidegate.lr.schedule import Decay, WsdDecay
 
 
 class LrScheduleSection(Section):
-    """From `initial` to `actor.learning_rate` over the warm-up, then to `minimum` at the end of the budget."""
+    """The rate goes from `initial` to `actor.learning_rate` over the warm-up, then to `minimum` at the budget's end."""
 
     decay: Decay = Decay.CONSTANT
     mode: LrMode = LrMode.NOMINAL
     budget_updates: Positive | None = None
     """None: `algorithm.iterations` times `n_minibatches`."""
     warm_up_updates: Count | None = None
-    """None: `actor.lr_warm_up_samples` says it."""
+    """None: `actor.lr_warm_up_samples` sets the warm-up."""
     initial: NonNegativeFloat = 0.0
     minimum: NonNegativeFloat = 0.0
     wsd_updates: Count = 0
@@ -27,5 +27,5 @@ class LrScheduleSection(Section):
     budget_mismatch: OnMismatch = OnMismatch.ERROR
 
 
-OF_A_RESUME = ("legacy_policy", "budget_mismatch")
-"""Keys that say what to make of a checkpoint, and nothing of a run that was never interrupted."""
+RESUME_KEYS = ("legacy_policy", "budget_mismatch")
+"""Keys that concern the use of a checkpoint only. They have no effect on a run without interruption."""

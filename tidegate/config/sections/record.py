@@ -1,4 +1,4 @@
-"""The config's sections on what a job records of itself for people: samples in its folder, metrics in trackers."""
+"""The config's sections on a job's records for people: samples in the job's folder, metrics in trackers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class SamplesSection(Section):
     """Samples in the job's folder, with texts and rewards."""
 
     per_iteration: Count | None = 32
-    """Of each iteration, in whole groups evenly over its prompts; 0 keeps none, none keeps all."""
+    """Samples of each iteration that are kept: whole groups, spread evenly over the prompts. 0 keeps none, None all."""
 
 
 class WandbSection(Section):
-    """Weights & Biases. Its key is its own business (WANDB_API_KEY, `wandb login`)."""
+    """Weights & Biases. The config has no key for it: set WANDB_API_KEY, or run `wandb login`."""
 
     mode: Literal["disabled", "offline", "online"] = "disabled"
     project: str = "tidegate"
     entity: str = ""
-    """Empty: the one that the key belongs to."""
+    """Empty: the owner of the API key."""
     tags: tuple[str, ...] = ()
 
     @property
@@ -34,14 +34,14 @@ class WandbSection(Section):
 
 
 class TrackingSection(Section):
-    """Who is told the metrics of iterations, by a process that training never waits for."""
+    """Trackers that get the metrics of iterations. A separate process writes to them; training never waits for it."""
 
     tensorboard: bool = False
     wandb: WandbSection = WandbSection()
     queue_size: Positive = 1000
-    """Rows that wait for each; one more is dropped and counted."""
+    """Rows that may wait for one tracker. Further rows are dropped and counted."""
     close_timeout_s: PositiveFloat = 10.0
-    """At the end of a run, for what still waits."""
+    """The limit, at the end of a run, for the rows that still wait."""
 
     @property
     def is_on(self) -> bool:
@@ -53,7 +53,7 @@ def is_installed(package: str) -> bool:
 
 
 def tracking_faults(tracking: TrackingSection, *, has: Callable[[str], bool] = is_installed) -> list[str]:
-    """What is asked for and cannot be had on this machine, one a text."""
+    """Trackers that the config turns on but this machine does not have. Each text is one fault."""
     faults = []
     if tracking.tensorboard and not has(_TENSORBOARD):
         faults.append(

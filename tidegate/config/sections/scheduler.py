@@ -1,6 +1,6 @@
-"""The config's section on the scheduler: which policy moves GPUs between components, how often it is asked, its rules.
+"""The config's section on the scheduler: the policy that moves GPUs between components, its interval and its rules.
 
-`unmovable` says why a real job cannot run as configured: the components do not carry moves out yet.
+`moving_fault` refuses a real job with a policy that moves GPUs: the components do not carry out moves yet.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 class StaticSection(Section):
     collocated: bool = False
-    """All GPUs generate, then all infer, then all train, in place of a fixed split."""
+    """All GPUs generate, then all infer, then all train. There is no fixed split."""
 
 
 class RLinfSection(Section):
-    """RLinf's own keys and defaults, but for the first: to name the policy is to turn it on."""
+    """RLinf's own keys and defaults. Only the default of the first differs: naming the policy turns it on."""
 
     auto_scheduler: bool = True
     use_pre_process_policy: bool = False
     use_wait_before_last_iter_policy: bool = True
     max_running_requests: Positive = 64
-    """Of an engine that is to be kept; RLinf reads its `rollout.max_running_requests`."""
+    """The limit of an engine that stays. RLinf reads its own `rollout.max_running_requests`."""
 
 
 class DynaRLSection(Section):
-    """Thresholds that DynaRL published, and what it left open."""
+    """The thresholds that DynaRL published, and those that it left open."""
 
     request_priority: bool = False
     low_kv_use: Share = 0.3
@@ -48,7 +48,7 @@ class DynaRLSection(Section):
 
 
 class TideSection(Section):
-    """Our own rules: when a move pays, and how much is searched."""
+    """The rules of Tidegate's own policy: when a move pays, and how far it searches."""
 
     least_gain_s: NonNegativeFloat = 2.0
     least_payback: NonNegativeFloat = 1.0
@@ -61,19 +61,19 @@ class TideSection(Section):
 
 
 class SchedulerSection(Section):
-    """Where GPUs go while an iteration runs."""
+    """The assignment of GPUs while an iteration runs."""
 
     policy: Literal["static", "rlinf", "dynarl", "tide"] = "static"
     decide_every_s: PositiveFloat = 1.0
-    """At most so often on progress alone; whatever changes the job's structure is decided on at once."""
+    """The shortest interval between decisions on progress alone. A change of the job's structure is decided at once."""
     static: StaticSection = StaticSection()
     rlinf: RLinfSection = RLinfSection()
     dynarl: DynaRLSection = DynaRLSection()
     tide: TideSection = TideSection()
 
 
-def unmovable(section: SchedulerSection) -> str | None:
-    """Why a job cannot be started with it; None when it can."""
+def moving_fault(section: SchedulerSection) -> str | None:
+    """The fault of a job that starts with this section. None: it can start."""
     if section.policy == "static" and not section.static.collocated:
         return None
     key, remedy = f"scheduler.policy={section.policy}", "scheduler.policy to static"
