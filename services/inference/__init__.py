@@ -1,1 +1,1 @@
-"""The inference: log-probabilities under the old and the reference policy."""
+"""The inference: computes log-probabilities under the old and the reference policy."""

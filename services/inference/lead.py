@@ -1,8 +1,12 @@
-"""The inference's lead: has complete groups scored as they come, and sends them on to the actor.
+"""The inference's lead: has complete groups scored as they arrive, and publishes them for the actor.
 
-A group is acknowledged after its scored form is on the stream, so that a new lead gets again what was not. Groups of
-another incarnation than the present one are let go (older) or wait (newer). Groups that the actor will drop are sent on
-as they are. Invariants: a group is scored by the version it was drawn from; it is sent on whole and once.
+The lead acknowledges a group after its scored form is on the stream. A new lead thus gets every other group again. The
+lead acknowledges groups of an older incarnation unscored, and delays groups of a newer one. It publishes groups that
+the actor will filter as they are, without log-probabilities.
+
+Invariants:
+- A group is scored by the version from which it was drawn. [test_lead: drawn_from_another_version_is_dead_lettered]
+- A group is published whole and once. [test_lead: neither_scored_nor_published_again]
 """
 
 from __future__ import annotations
@@ -23,20 +27,18 @@ from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _MAX_GROUPS_A_CALL = 8
-"""Enough to fill a pipeline; more would hold up the first group, which the actor may be waiting for."""
+"""Enough to fill a pipeline. More would delay the first group, for which the actor may be waiting."""
 _FETCH_TIMEOUT_S = 5.0
 
 
 class InferenceLead(Lead):
-    """See the module."""
-
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
         self._version: int | None = None
         self._is_busy = False
         self._rate = ScoringRate()
-        self._whole = asyncio.Event()
-        """All ranks of the world are up and hold a version."""
+        self._is_ready = asyncio.Event()
+        """Set while all ranks of the world live and hold a version."""
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
         grants, members = decode_grants(request.grants), decode_grants(request.members)
@@ -73,20 +75,18 @@ class InferenceLead(Lead):
 
     async def _score_all(self, consumer: SampleConsumer, candidates: Candidates) -> None:
         while not candidates.is_complete:
-            await self._whole.wait()
+            await self._is_ready.wait()
             deliveries = await consumer.fetch(_MAX_GROUPS_A_CALL, timeout_s=_FETCH_TIMEOUT_S)
-            wanted = {
-                delivery.group.prompt: delivery
-                for delivery in deliveries
-                if await self._is_wanted(delivery, candidates)
+            accepted = {
+                delivery.group.prompt: delivery for delivery in deliveries if await self._accepts(delivery, candidates)
             }
-            if wanted and await self._score(list(wanted.values())):
-                for prompt, delivery in wanted.items():
+            if accepted and await self._score(list(accepted.values())):
+                for prompt, delivery in accepted.items():
                     candidates.add(prompt, has_spread=has_spread(rewards_of(delivery.group)))
-                await self._tell_where_it_is(consumer, candidates)
+                await self._publish_state(consumer, candidates)
 
     async def _paint(self, plan: types_pb2.IterationPlan, candidates: Candidates) -> events_pb2.Inferring:
-        """In fixed order the actor takes groups in the prompts' order, in whichever they came."""
+        """The picture, with groups in the actor's order: the order of prompts in fixed order, else that of arrival."""
         is_fixed = self.job.config.algorithm.minibatch_order is MinibatchOrder.FIXED
         prompts = sorted(candidates.seen) if is_fixed else candidates.seen
         return events_pb2.Inferring(
@@ -104,10 +104,10 @@ class InferenceLead(Lead):
             await self.crew.load(reference, self.crew.members, reference=True)
         await self.crew.load(weights, self.crew.members)
         self._version = weights.version
-        self._whole.set()
+        self._is_ready.set()
 
-    async def _is_wanted(self, delivery: SampleDelivery, candidates: Candidates) -> bool:
-        """Settles those that are not: let go what was superseded or is scored already, put off what is early."""
+    async def _accepts(self, delivery: SampleDelivery, candidates: Candidates) -> bool:
+        """Whether to score a group. Settles any other: acks an old or repeated one, delays an early one."""
         group = delivery.group
         now = (self.incarnation, self.iteration)
         if (group.incarnation, group.iteration) > now:
@@ -121,24 +121,24 @@ class InferenceLead(Lead):
             )
         elif group.version != self._version:
             await delivery.dead_letter(
-                f"prompt {group.prompt} of iteration {group.iteration} was drawn from version {group.version}, its "
-                f"iteration is of version {self._version}"
+                f"prompt {group.prompt} of iteration {group.iteration} was drawn from version {group.version}, "
+                f"but its iteration is of version {self._version}"
             )
         else:
             return True
         return False
 
     async def _score(self, deliveries: Sequence[SampleDelivery]) -> bool:
-        """False when a rank was lost: the groups wait until all ranks are up again."""
-        drops = self.job.config.algorithm.filter_zero_std
-        groups = [each.group for each in deliveries if not drops or has_spread(rewards_of(each.group))]
+        """Score and publish groups. False when a rank was lost: the groups wait until all ranks live again."""
+        is_filtered = self.job.config.algorithm.filter_zero_std
+        groups = [each.group for each in deliveries if not is_filtered or has_spread(rewards_of(each.group))]
         call = wire.WorkerCall(score=wire.Score(groups=groups))
         self._is_busy = True
         try:
-            replies = await self._scored(call) if groups else []
+            replies = await self._ask_all(call) if groups else []
         except WorkerGone as error:
             self._log.warning("rank lost", error=str(error))
-            self._whole.clear()
+            self._is_ready.clear()
             await self.report_unreachable(error)
             await asyncio.gather(*(delivery.nak() for delivery in deliveries))
             return False
@@ -155,7 +155,7 @@ class InferenceLead(Lead):
             await delivery.ack()
         return True
 
-    async def _scored(self, call: wire.WorkerCall) -> list[wire.WorkerReply]:
+    async def _ask_all(self, call: wire.WorkerCall) -> list[wire.WorkerReply]:
         members, clock = self.crew.members, asyncio.get_running_loop()
         started_s = clock.time()
         replies = await self.crew.ask_all(dict.fromkeys(members, call))
@@ -163,7 +163,7 @@ class InferenceLead(Lead):
         self._rate.note(num_tokens=num_tokens, num_gpus=len(members), seconds=clock.time() - started_s)
         return replies
 
-    async def _tell_where_it_is(self, consumer: SampleConsumer, candidates: Candidates) -> None:
+    async def _publish_state(self, consumer: SampleConsumer, candidates: Candidates) -> None:
         await self.report_progress("score", len(candidates.seen), len(candidates.prompts))
         await self.publish(events_pb2.Backlog(queue=Stage.GENERATED, num_messages=await consumer.num_waiting()))
 
@@ -171,7 +171,7 @@ class InferenceLead(Lead):
 def _with_log_probs(
     group: samples_pb2.SampleGroup, scored: dict[SampleId, samples_pb2.Sample]
 ) -> samples_pb2.SampleGroup:
-    """A group that was not asked for has none."""
+    """The group with its log-probabilities. A group that was not scored gets none."""
     complete = samples_pb2.SampleGroup()
     complete.CopyFrom(group)
     for sample in complete.samples:

@@ -1,9 +1,10 @@
-"""How fast a GPU of inference computes log-probabilities, as its pictures tell it. Pure.
+"""The rate at which one GPU of the inference computes log-probabilities, for its progress pictures. Pure.
 
-Of response tokens, as lengths are forecast; with a reference policy a token takes two passes, and that is in the rate.
-Later calls count more; the first, in which kernels are built, counts for nothing, so that a new lead unsays nothing
-that the one before it told.
-Invariant: the rate is finite and above 0.
+The rate counts response tokens, because forecasts are of response lengths. With a reference policy a token takes two
+passes, which the rate includes. Later calls count more. The first call builds kernels and does not count, so a new lead
+does not replace the former lead's rate by a slow one.
+
+Invariant: the rate is finite and above 0. [test_rates: scoring_rate_is_finite_and_above_0]
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KEPT = 0.9
-"""Of what was measured before, at each call: some ten of them, which are of a few groups each."""
+"""The factor on earlier calls' sums at each call. The sums thus cover some ten calls, of a few groups each."""
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class ScoringRate:
     _gpu_s: float = 0.0
 
     def note(self, *, num_tokens: int, num_gpus: int, seconds: float) -> None:
-        """A call that all GPUs computed."""
+        """Note a call that all GPUs computed together."""
         if num_tokens <= 0 or num_gpus <= 0 or seconds <= 0:
             return
         self._num_calls += 1
@@ -30,5 +31,5 @@ class ScoringRate:
             self._gpu_s = KEPT * self._gpu_s + num_gpus * seconds
 
     def tokens_per_s_per_gpu(self) -> float | None:
-        """None before the second call."""
+        """The rate. None before the second call."""
         return self._tokens / self._gpu_s if self._num_calls > 1 else None

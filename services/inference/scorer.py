@@ -1,8 +1,12 @@
 """One rank of the inference: log-probabilities of whole groups under the current and the reference policy.
 
-Micro-batches are cut group by group, so that a sample's bits depend on its own group only: not on which groups arrived
-beside it. Invariants: weights come from verified snapshots only; the same layout, padding and weights give the bits of
-the actor's own forward pass, which runs the same code.
+A micro-batch holds samples of one group, so a sample's bits depend only on its own group, not on other groups that
+arrived with it. Weights come only from verified snapshots.
+
+Invariants:
+- A sample's bits do not depend on other groups. [test_scorer: bits_do_not_depend_on_the_groups]
+- In the actor's layout and padding, the log-probabilities have the bits of the actor's own forward pass, which runs the
+  same code. [test_scorer: are_the_actors_to_the_bit]
 """
 
 from __future__ import annotations
@@ -27,12 +31,12 @@ from tidegate.model_config import ModelConfig
 from tidegate.types import Precision
 
 LogProbs = dict[tuple[int, int], npt.NDArray[np.float32]]
-"""By (group, sample) as numbered in the call: one value a token of the sequence, 0 at its first."""
+"""By (group, sample), as numbered in the call: one value per token of the sequence, 0 for its first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerSettings:
-    """All that a scorer is built from, the same on every rank."""
+    """The settings of a scorer, the same on every rank."""
 
     model: ModelConfig
     padded_vocab: int
@@ -49,7 +53,7 @@ class _Policy:
 
 @dataclass(slots=True)
 class MegatronScorer:
-    """Built on every rank after `parallel.start`; every method is called by all ranks alike."""
+    """Every rank builds one after `parallel.start`. All ranks call each method together."""
 
     settings: ScorerSettings
     ranks: ParallelRanks
@@ -66,7 +70,7 @@ class MegatronScorer:
         self._mesh = self._provider.mesh(self.ranks.layout, tuple(range(self.ranks.layout.num_ranks)))
 
     def load(self, files: StateFiles, *, version: int, reference: bool) -> None:
-        """Take a version's weights, as the policy or as the reference. Raises as `StateFiles.read` does."""
+        """Load a version's weights, as the policy or as the reference. Raises as `StateFiles.read`."""
         held = self._reference if reference else self._policy
         chunks, me = held.chunks if held else self._build(), dist.get_rank()
         targets = {
@@ -82,7 +86,7 @@ class MegatronScorer:
 
     @property
     def version(self) -> int | None:
-        """Of the policy's weights; None before the first."""
+        """The version of the policy's weights. None before the first."""
         return self._policy.version if self._policy else None
 
     @property
@@ -90,22 +94,22 @@ class MegatronScorer:
         return self._reference is not None
 
     def policy_log_probs(self, groups: Sequence[Sequence[Sequence[int]]]) -> LogProbs:
-        """Of each group's sequences (prompt and response), those of this replica, on its last stage; else {}.
+        """The log-probabilities of this replica's sequences, on its last stage; {} on other stages.
 
-        ValueError before any weights are loaded.
+        A sequence is a prompt and its response. Raises ValueError before any weights are loaded.
         """
         return self._log_probs(self._policy, groups, "policy")
 
     def reference_log_probs(self, groups: Sequence[Sequence[Sequence[int]]]) -> LogProbs:
-        """As `policy_log_probs`, under the reference policy."""
+        """The same as `policy_log_probs`, under the reference policy."""
         return self._log_probs(self._reference, groups, "reference")
 
     def _build(self) -> Sequence[torch.nn.Module]:
         chunks = self._provider.build(self._mesh, dist.get_rank(), self.ranks.groups, device=self.device)
-        # For the vocabulary's padding, which no snapshot has.
+        # Initialise the vocabulary's padding, which no snapshot has.
         self._provider.initialise(chunks, self._mesh, dist.get_rank(), seed=0)
-        # Not frozen: weights that take no gradient go another way through Megatron, with other bits than the actor's
-        # (seen in tp2 for a batch of one sequence). Nothing here computes gradients.
+        # Do not freeze the weights, though nothing here computes gradients: Megatron takes another path for weights
+        # without gradients, with other bits than the actor's (seen in tp2 for a batch of one sequence).
         return [chunk.eval() for chunk in chunks]
 
     def _log_probs(self, policy: _Policy | None, groups: Sequence[Sequence[Sequence[int]]], which: str) -> LogProbs:
@@ -115,8 +119,8 @@ class MegatronScorer:
         for number, sequences in enumerate(groups):
             lengths = [len(sequence) for sequence in sequences]
             rows.extend((number, batch) for batch in cut(lengths, self.settings.limits))
-        dealt = deal([(row,) for row in range(len(rows))], num_replicas=self.ranks.layout.dp, replica=self.ranks.dp)
-        own = [rows[row[0]] if row else (0, ()) for row in dealt]
+        shares = deal([(row,) for row in range(len(rows))], num_replicas=self.ranks.layout.dp, replica=self.ranks.dp)
+        own = [rows[row[0]] if row else (0, ()) for row in shares]
         batches: list[TokenBatch] = [pad(groups[number], batch, self.settings.limits) for number, batch in own]
         with torch.no_grad():
             scored = forward_log_probs(

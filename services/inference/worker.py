@@ -1,7 +1,9 @@
 """An inference worker: one rank of the scorer, driven by its instance's calls.
 
-Every rank of the world gets every `Score` call, with all groups; each answers with the samples it computed, and no
-others. Invariant: a group is scored only by the version it was drawn from.
+Every rank of the world gets every `Score` call with all groups, and answers only with the samples that it computed.
+
+Invariant: a group is scored only by the version from which it was drawn.
+[test_lead: drawn_from_another_version_is_dead_lettered]
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tidegate.v1 import workers_pb2 as wire
 
 
 class ScorerWorker:
-    """Handler of one rank's calls."""
+    """Handles one rank's calls."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
@@ -38,7 +40,9 @@ class ScorerWorker:
             case "score":
                 yield self._score(call)
             case other:
-                raise CallRefused(f"an inference worker does not do {other!r}; send it to the component that does")
+                raise CallRefused(
+                    f"an inference worker does not handle {other!r}; send the call to the component that does"
+                )
 
     def _start(self, call: wire.WorkerCall) -> Answer:
         if self._scorer is not None:
@@ -72,12 +76,13 @@ class ScorerWorker:
         for group in groups:
             if group.version != scorer.version:
                 raise CallRefused(
-                    f"group of prompt {group.prompt} was drawn from version {group.version}, loaded is {scorer.version}"
+                    f"group of prompt {group.prompt} was drawn from version {group.version}, but the loaded "
+                    f"version is {scorer.version}"
                 )
         tokens = [[[*group.prompt_tokens, *sample.response_tokens] for sample in group.samples] for group in groups]
         policy = scorer.policy_log_probs(tokens)
         reference = scorer.reference_log_probs(tokens) if scorer.has_reference else {}
-        return Answer(call.call_id, wire.Scored(groups=_answered(groups, policy, reference)))
+        return Answer(call.call_id, wire.Scored(groups=_with_own_samples(groups, policy, reference)))
 
     def _started(self) -> MegatronScorer:
         if self._scorer is None:
@@ -85,11 +90,11 @@ class ScorerWorker:
         return self._scorer
 
 
-def _answered(
+def _with_own_samples(
     groups: Sequence[samples_pb2.SampleGroup], policy: LogProbs, reference: LogProbs
 ) -> list[samples_pb2.SampleGroup]:
-    """The groups with the ids and log-probabilities of the samples that were computed here."""
-    answered: list[samples_pb2.SampleGroup] = []
+    """The groups with the ids and log-probabilities of the samples that this rank computed."""
+    scored: list[samples_pb2.SampleGroup] = []
     for number, group in enumerate(groups):
         first = len(group.prompt_tokens)
         samples = [
@@ -101,8 +106,8 @@ def _answered(
             for index, sample in enumerate(group.samples)
             if (number, index) in policy
         ]
-        answered.append(samples_pb2.SampleGroup(prompt=group.prompt, samples=samples))
-    return answered
+        scored.append(samples_pb2.SampleGroup(prompt=group.prompt, samples=samples))
+    return scored
 
 
 def main(channel: WorkerChannel) -> None:

@@ -1,1 +1,1 @@
-"""The rollout: generates responses and scores them with the task's program."""
+"""The rollout: generates responses and computes their rewards."""

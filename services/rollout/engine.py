@@ -1,18 +1,20 @@
-"""What the rollout asks of a generation engine: the values that go in and come out, and the `Engine` protocol.
+"""The `Engine` protocol of a generation engine, with the values of its requests and responses.
 
-One form serves an engine in this process and one behind HTTP: `submit` never waits for a token, and finished responses
-are fetched with `poll`. One thread drives an engine.
+One protocol serves an engine in this process and one behind HTTP: `submit` never waits for a token, and `poll` returns
+the finished responses. One thread drives an engine.
 
-Invariants:
-- Each submitted request comes out exactly once: finished from `poll`, or as it stands from `abort` or `pause(ABORT)`.
-- What comes out can go in again as `GenerationRequest.partial`, to this or another engine; tokens that are there keep
-  their log-probability and version.
-- Log-probabilities follow the trainer's convention: natural logarithm over the full distribution of the
-  temperature-scaled logits, padding vocabulary left out, top_p not applied, the stop token's own included. Greedy
-  decoding (temperature 0) reports them at temperature 1.
-- Every token carries the version of the weights that made it.
+Log-probabilities follow the trainer's convention:
+- They are natural logarithms over the full distribution of the temperature-scaled logits.
+- They exclude the padding vocabulary, do not apply top_p, and include the stop token's own.
+- Greedy decoding (temperature 0) reports them at temperature 1.
+
+Invariants, which `tests/contract/engine_suite.py` checks for every engine:
+- Each submitted request comes out exactly once: finished from `poll`, or unfinished from `abort` or `pause(ABORT)`.
+- A response that came out can go in again as `GenerationRequest.partial`, to this engine or another. Its tokens keep
+  their log-probabilities and versions.
+- Every token has the version of the weights that made it.
 - A refused call changes nothing.
-- An engine whose process died, or that answered nonsense, says EngineFailed to every call from then on.
+- After its process died or sent an unreadable answer, an engine raises EngineFailed at every call.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ MAX_SEED = 2**64 - 1
 
 
 class FinishReason(StrEnum):
-    """Why a response ends where it does; `abort` means that it could go on."""
+    """The reason why a response ends. A response with `abort` could go on."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -39,11 +41,11 @@ class FinishReason(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What a pause does with the requests inside.
+    """The effect of a pause on the requests inside.
 
-    in_place: they stay and go on with the KV cache they have, over a weight update too.
-    retract: they stay, their KV cache is recomputed when generation resumes.
-    abort: they come back as they stand.
+    in_place: they stay and keep their KV cache, even over a weight update.
+    retract: they stay, and their KV cache is recomputed when generation resumes.
+    abort: they come out unfinished.
     """
 
     IN_PLACE = "in_place"
@@ -52,11 +54,11 @@ class PauseMode(StrEnum):
 
 
 class RequestRefused(ValueError):
-    """The engine will not take this request; the message says which number is wrong and what fits."""
+    """The engine refuses this request. The message names the wrong number and the legal ones."""
 
 
 class UnknownRequest(LookupError):
-    """No such request is inside the engine."""
+    """No request with this id is inside the engine."""
 
 
 class EngineNotReady(RuntimeError):
@@ -64,19 +66,19 @@ class EngineNotReady(RuntimeError):
 
 
 class WeightsRefused(ValueError):
-    """The tensors are not a full set for this model; the engine still holds what it held."""
+    """The tensors are not a full set for this model. The engine keeps its old weights."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine is gone, or in a state that nobody knows: what was inside is lost, and it takes no more calls."""
+    """The engine died, or its state is unknown. The requests inside are lost, and it takes no more calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFeatures:
-    """What this engine, in this version and on this device, does beyond the protocol's least.
+    """The features of this engine, in this version and on this device, beyond the protocol's minimum.
 
-    repeats_draws: a request's seed decides its draws, whatever the batch around it.
-    num_untold_tokens: a request that is aborted in a pause, or while it waits retracted, may lose as many of its last.
+    repeats_draws: a request's seed decides its draws, whatever other requests are in the batch.
+    num_untold_tokens: a request that is aborted in a pause, or while it is retracted, may lose this many last tokens.
     """
 
     name: str
@@ -86,9 +88,9 @@ class EngineFeatures:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """temperature 0 is greedy. `max_new_tokens` counts the tokens of a continued partial too.
+    """The sampling of one request. `temperature` 0 is greedy. `max_new_tokens` includes the tokens of a partial.
 
-    Whichever stop token comes first ends a response; without any, none does.
+    The first stop token ends a response. Without stop tokens, only the length ends it.
     """
 
     max_new_tokens: int
@@ -103,14 +105,14 @@ class SamplingParams:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be finite and at least 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 leaves it off")
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 turns it off")
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed={self.seed} must be in [0, 2**64)")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Response tokens [start, end) were made by weights `version`."""
+    """The weights of `version` made the response tokens [start, end)."""
 
     version: int
     start: int
@@ -119,7 +121,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Generated tokens with a log-probability each, and versions as spans that cover them in order without a gap."""
+    """Generated tokens, a log-probability for each, and version spans that cover the tokens in order without a gap."""
 
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
@@ -139,7 +141,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`partial` holds what an earlier run of the same request, here or elsewhere, had made."""
+    """A prompt to continue. `partial` is the response that an earlier run of the same request made, in any engine."""
 
     id: RequestId
     prompt_tokens: tuple[int, ...]
@@ -149,7 +151,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request's outcome; the response begins with the tokens of the request's `partial`."""
+    """The result of a request. The response begins with the tokens of the request's `partial`."""
 
     id: RequestId
     response: Response
@@ -158,7 +160,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How full an engine is: used and capacity count tokens of KV cache."""
+    """An engine's load. `num_used_tokens` and `num_capacity_tokens` count tokens of KV cache."""
 
     num_running: int
     num_waiting: int
@@ -167,68 +169,70 @@ class EngineLoad:
 
 
 class Generates(Protocol):
-    """Takes requests and gives responses."""
+    """Takes requests and returns responses."""
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; in a pause it waits. Raises RequestRefused, or EngineNotReady without weights."""
+        """Queue a request, which waits during a pause. Raises RequestRefused, or EngineNotReady without weights."""
 
     def poll(self, wait_s: float = 0.0) -> tuple[Generation, ...]:
-        """What has finished since the last call.
+        """The generations that finished since the last call.
 
-        With nothing finished it waits, and an engine in this process generates, for up to about `wait_s`. It returns
-        earlier when something finishes or nothing can. Calls with 0 still make progress.
+        If there are none, it waits for up to about `wait_s`, while an engine in this process generates. It returns
+        earlier when a request finishes or none can. A call with 0 still makes progress.
         """
 
     def abort(self, ids: Iterable[RequestId] | None = None) -> tuple[Generation, ...]:
-        """Take these requests out, None for all, in order of submission; one that had finished comes out finished.
+        """Take these requests out, or all for None, in order of submission. A finished one comes out finished.
 
-        Raises UnknownRequest, with nothing taken out, when an id is not inside.
+        Raises UnknownRequest, and takes none out, when an id is not inside.
         """
 
     def load(self) -> EngineLoad: ...
 
     def lengths(self) -> Mapping[RequestId, int]:
-        """Response tokens so far of each request inside, those of its partial included.
+        """The number of response tokens so far, by request inside, the tokens of its partial included.
 
-        An engine that is told of finished responses only estimates them.
+        An engine that learns only of finished responses estimates them.
         """
 
 
 class Pauses(Protocol):
-    """Holds generation still, or gives the device memory back."""
+    """Stops generation for a while, or frees the device memory."""
 
     def pause(self, mode: PauseMode) -> tuple[Generation, ...]:
-        """Stop generating before the next token; idempotent. The requests taken out: empty unless mode is abort.
+        """Stop generating before the next token. Returns the aborted requests, none unless `mode` is abort. Idempotent.
 
-        Until the resume no token is made, whatever is aborted; an abort may retract what it leaves inside.
+        The engine makes no token until the resume, even after an abort. An abort may retract the other requests.
         """
 
     def resume(self) -> None:
-        """Generate again; nothing happens when not paused."""
+        """Generate again. Does nothing when not paused."""
 
     def sleep(self) -> None:
-        """Free the KV cache and the weights; idempotent. Raises EngineNotReady while a request is inside."""
+        """Free the KV cache and the weights. Raises EngineNotReady while a request is inside. Idempotent."""
 
     def wake(self) -> None:
-        """Take the memory again; idempotent. The engine is without weights until `update_weights`."""
+        """Allocate the memory again. The engine has no weights until `update_weights`. Idempotent."""
 
 
 class HoldsWeights(Protocol):
-    """Loads versioned weights and can show what it holds."""
+    """Loads versioned weights, and shows the checksums of its tensors."""
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights, between two tokens; what runs goes on as after a pause in place.
+        """Replace all weights between two tokens. Running requests go on as after a pause in place.
 
-        Names and full logical shapes are Megatron's. Raises WeightsRefused (the old weights stay), or EngineNotReady
-        while asleep.
+        Names and full logical shapes are Megatron's. Raises WeightsRefused, and keeps the old weights. Raises
+        EngineNotReady while asleep.
         """
 
     @property
     def version(self) -> int | None:
-        """Of the weights held; None without weights."""
+        """The version of the weights. None without weights."""
 
     def checksums(self) -> Mapping[str, str]:
-        """Of each tensor held, by name, computed from the memory that generation reads; empty without weights."""
+        """The checksum of each tensor by name, computed from the memory that generation reads.
+
+        Empty without weights."""
 
 
 class Engine(Generates, Pauses, HoldsWeights, Protocol):
@@ -238,4 +242,4 @@ class Engine(Generates, Pauses, HoldsWeights, Protocol):
     def features(self) -> EngineFeatures: ...
 
     def close(self) -> None:
-        """End its processes and free its memory; idempotent. It takes no calls after."""
+        """End its processes and free its memory. It takes no calls afterwards. Idempotent."""

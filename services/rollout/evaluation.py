@@ -1,8 +1,12 @@
-"""One evaluation: held-out prompts, answered by the weights of one version, and what the answers are worth.
+"""One evaluation: responses of one version's weights to held-out prompts, and the figures of their rewards.
 
 pass@k is the unbiased estimate of Chen et al., "Evaluating Large Language Models Trained on Code" (2021), equation 1.
-Invariants: a request is a function of the job, the prompt and the draw, so that two evaluations differ by their weights
-alone; figures are taken in the order of prompts and draws, so that they have the same bits whichever answer came first.
+
+Invariants:
+- A request depends only on the job, the prompt and the draw, so two evaluations differ only by their weights.
+  [test_evaluation: seeds_that_no_version_changes]
+- Figures are computed in the order of prompts and draws, so the order of arrival changes no bit of them.
+  [test_evaluation: same_whichever_prompt_was_answered_first]
 """
 
 from __future__ import annotations
@@ -26,25 +30,29 @@ from tidegate.v1 import workers_pb2 as wire
 
 
 def pass_at(k: int, *, num_samples: int, num_right: int) -> float:
-    """The chance that one of k responses is right, drawn without replacement of `num_samples` of which some are."""
+    """The chance that a draw of k responses without replacement holds a right one.
+
+    pass@k = 1 - C(num_samples - num_right, k) / C(num_samples, k)
+
+    - num_samples: the responses to the prompt. num_right: the right ones among them.
+    - C(n, k): the number of ways to choose k of n.
+    """
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """All responses to one prompt, in order of draw."""
+    """All responses to one prompt, in the order of their draws, with their rewards."""
 
     responses: Sequence[samples_pb2.Sample]
     judged: Judged
 
 
 class Evaluation:
-    """See the module."""
-
     def __init__(self, job: Job, exercises: Exercises, *, version: int) -> None:
         evaluation, num_prompts = job.config.evaluation, exercises.num_prompts
-        assert evaluation is not None, "a job without the section has none"
-        assert num_prompts is not None, "held-out prompts have an end"
+        assert evaluation is not None, "a job without an evaluation section makes no evaluation"
+        assert num_prompts is not None, "the list of held-out prompts is finite"
         self.num_prompts = num_prompts
         self.samples_per_prompt = evaluation.samples_per_prompt
         self._config = evaluation
@@ -69,13 +77,13 @@ class Evaluation:
         )
 
     async def take(self, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
-        """Judge all responses to a prompt."""
+        """Compute the rewards of all responses to a prompt."""
         names = [f"{draw} of the evaluation of version {self._version}" for draw in range(len(responses))]
         tokens = [response.response_tokens for response in responses]
         self._answered[prompt] = _Answered(responses, await self._exercises.judge(prompt, names, tokens))
 
     def report(self) -> events_pb2.EvaluationReported:
-        """Once every prompt is answered."""
+        """The report. Call it after every prompt is answered."""
         return events_pb2.EvaluationReported(
             version=self._version,
             num_prompts=self.num_prompts,
@@ -84,13 +92,13 @@ class Evaluation:
         )
 
     def write(self, folder: Path) -> None:
-        """What was asked and answered, a JSON line a prompt; the file appears whole, in place of one of the version."""
+        """Write prompts and responses to the version's file, one JSON line per prompt, by one atomic replacement."""
         folder.mkdir(exist_ok=True)
         path = folder / f"version{self._version:06d}.jsonl"
         partial = path.with_suffix(".partial")
         with partial.open("w") as lines:
             for prompt in range(self.num_prompts):
-                lines.write(json.dumps(self._told(prompt), ensure_ascii=False) + "\n")
+                lines.write(json.dumps(self._row(prompt), ensure_ascii=False) + "\n")
         os.replace(partial, path)
 
     def _figures(self) -> Iterator[tuple[str, float]]:
@@ -110,7 +118,7 @@ class Evaluation:
         if num_failed:
             yield "num_failed_rewards", float(num_failed)
 
-    def _told(self, prompt: int) -> dict[str, Any]:
+    def _row(self, prompt: int) -> dict[str, Any]:
         answered, decode = self._answered[prompt], self._job.tokenizer.decode_response
         return {
             "prompt": decode(self._exercises.prompt_tokens(prompt)),

@@ -1,9 +1,11 @@
-"""What the rollout asks, and what a response is worth: of a built-in task, or of a data set with rewards.
+"""The prompts of a job, and the rewards of responses to them: of a built-in task, or of a data set.
 
-There is the endless list that is trained on, and the list of held-out prompts that versions are evaluated on.
+There are two lists of prompts: an endless one to train on, and a finite one of held-out prompts for evaluations.
 
-Invariants: a prompt's tokens and a response's reward are functions of the job and of what is on the wire, so that a new
-lead asks and judges alike; judging holds up nothing else of the lead.
+Invariants:
+- A prompt's tokens and a response's reward depend only on the job and the message, so they are the same for a new lead.
+  [test_exercises: every_lead_gets_the_same]
+- Computing rewards delays no other work of the lead. [test_lead: slow_reward_delays_nothing_else]
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from tidegate.tasks import Prompt, Task
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Rewards in the order of the responses, and of each response every reward by name, before its weight.
+    """The rewards of responses, in their order, and for each response the unweighted rewards by name.
 
-    `num_failed` is how often a reward failed and counted 0.
+    `num_failed` counts the rewards that failed and count as 0.
     """
 
     rewards: tuple[float, ...]
@@ -37,51 +39,53 @@ class Judged:
 
 
 class Exercises(Protocol):
-    """A list of prompts by index, and what decides about answers to them."""
+    """A list of prompts by index, and the rewards of responses to them."""
 
     @property
     def reward_names(self) -> tuple[str, ...]: ...
 
     @property
     def num_prompts(self) -> int | None:
-        """None: the list has no end."""
+        """None for an endless list."""
         ...
 
     def prompt_tokens(self, prompt: int) -> list[int]: ...
 
     def row(self, prompt: int) -> int | None:
-        """The same for what is asked again in another epoch; None where nothing is."""
+        """The number of the prompt's record, the same in every epoch. None where prompts do not repeat."""
         ...
 
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
-        """Responses to one prompt, given as their tokens; `names` tell a person which they are."""
+        """The rewards of responses to one prompt, given as tokens. `names` identify the responses in messages."""
         ...
 
     def held_out(self) -> Exercises:
-        """The prompts of the job's evaluation; judged by what these are judged by, and closed with these.
+        """The prompts of the job's evaluation. They share the rewards of these exercises and are closed with them.
 
-        It may read files. ValueError when they are no longer what they were when the job started."""
+        It may read files. Raises ValueError when a file has changed since the job started."""
         ...
 
     def close(self) -> None:
-        """Ends what judging started."""
+        """End the processes that compute rewards."""
         ...
 
 
 async def open_exercises(job: Job) -> Exercises:
-    """ValueError when the data is no longer what it was when the job started."""
+    """The job's exercises. Raises ValueError when the data has changed since the job started."""
     if job.task is not None:
         return TaskExercises(job, job.task, job.task.prompt)
     return await asyncio.to_thread(_open_data_exercises, job)
 
 
 class TaskExercises:
-    """Of a built-in task."""
+    """The exercises of a built-in task. `prompt_at` returns a prompt by index."""
 
-    def __init__(self, job: Job, task: Task, ask: Callable[[int], Prompt], *, num_prompts: int | None = None) -> None:
+    def __init__(
+        self, job: Job, task: Task, prompt_at: Callable[[int], Prompt], *, num_prompts: int | None = None
+    ) -> None:
         self._job = job
         self._task = task
-        self._ask = ask
+        self._prompt_at = prompt_at
         self.num_prompts = num_prompts
 
     @property
@@ -90,13 +94,13 @@ class TaskExercises:
         return (self._job.config.task.name,)
 
     def prompt_tokens(self, prompt: int) -> list[int]:
-        return self._job.tokenizer.encode_prompt(self._ask(prompt).text)
+        return self._job.tokenizer.encode_prompt(self._prompt_at(prompt).text)
 
     def row(self, prompt: int) -> None:
-        """Of a list without an end, each prompt is asked once."""
+        """None: the prompts of an endless list do not repeat."""
 
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
-        # Apart from the loop, which answers the scheduler and keeps the lease: a reward is a program of any length.
+        # Run it outside the event loop, which answers the scheduler and renews the lease: a reward may take long.
         return await asyncio.to_thread(self._judge, prompt, responses)
 
     def held_out(self) -> TaskExercises:
@@ -104,20 +108,20 @@ class TaskExercises:
         return TaskExercises(self._job, self._task, self._task.held_out, num_prompts=evaluation.num_prompts)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """There is nothing to end."""
 
     def _judge(self, prompt: int, responses: Sequence[Sequence[int]]) -> Judged:
-        asked = self._ask(prompt)
+        question = self._prompt_at(prompt)
         texts = [self._job.tokenizer.decode_response(response) for response in responses]
-        rewards = tuple(self._task.reward(asked, text) for text in texts)
+        rewards = tuple(self._task.reward(question, text) for text in texts)
         (name,) = self.reward_names
         return Judged(rewards, tuple({name: reward} for reward in rewards))
 
 
 def _open_data_exercises(job: Job) -> DataExercises:
-    """ValueError as `open_exercises`; the processes that judge are started when there is something to judge."""
+    """Raises as `open_exercises`. The processes that compute rewards start with the first response."""
     config, data = job.config, job.config.data
-    assert data is not None, "the config was checked: a job has a task or data"
+    assert data is not None, "the config requires a task or data"
     reader = PromptReader(data, job.tokenizer)
     prompts = _unchanged(reader, training_files(data), checksum=data.checksum, what=f"data.train={data.train}")
     judge = Judge(
@@ -129,7 +133,7 @@ def _open_data_exercises(job: Job) -> DataExercises:
 
 
 class DataExercises:
-    """Of a data set."""
+    """The exercises of a data set."""
 
     def __init__(
         self, job: Job, reader: PromptReader, prompts: PromptList, judge: Judge, *, num_prompts: int | None = None
@@ -152,9 +156,9 @@ class DataExercises:
         return self._prompts.row(prompt)
 
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
-        asked = self._prompts.at(prompt)
+        question = self._prompts.at(prompt)
         answered = [
-            Answered(name, asked, self._job.tokenizer.decode_response(response))
+            Answered(name, question, self._job.tokenizer.decode_response(response))
             for name, response in zip(names, responses, strict=True)
         ]
         scores = await asyncio.gather(*(self._judge.score(each) for each in answered))
@@ -177,12 +181,12 @@ class DataExercises:
 
 
 def _evaluation_of(job: Job) -> EvaluationSection:
-    assert job.config.evaluation is not None, "a job without the section evaluates nothing"
+    assert job.config.evaluation is not None, "a job without an evaluation section evaluates nothing"
     return job.config.evaluation
 
 
 def _unchanged(reader: PromptReader, files: Sequence[Path], *, checksum: str, what: str) -> tuple[DataPrompt, ...]:
     if checksum not in ("", reader.checksum(files)):
-        raise ValueError(f"{what} has changed since the job was started: put back what it was")
-    # Lengths were checked before the job started, and are those of the same bytes.
+        raise ValueError(f"{what} has changed since the job started: restore the files as they were")
+    # The lengths need no check: they were checked before the job started, on the same bytes.
     return reader.read(files, max_tokens=None)

@@ -1,8 +1,12 @@
-"""Which responses of an iteration are still to be made, and who is making them. Pure.
+"""The responses of an iteration that are still to be made, and those that engines are making. Pure.
 
-A group is all responses to one prompt, complete when each of its draws is in. Groups may be added. Requests are given
-out in order of prompt and draw. Invariants: a sample is given out to one engine at a time; what an engine held when it
-was lost is given out again; a sample that came in once is not taken twice.
+A group is all responses to one prompt. It is complete when each of its draws has arrived. Groups may be added. Samples
+are assigned in the order of prompt and draw.
+
+Invariants:
+- A sample is assigned to one engine at a time. [test_groups: every_history_ends_with_each_sample_once]
+- The samples that a lost engine held are assigned again. [test_groups: lost_engine_held_are_assigned_again]
+- A sample that arrived is not accepted a second time. [test_groups: late_answer_of_a_lost_engine]
 """
 
 from __future__ import annotations
@@ -19,21 +23,21 @@ Response = TypeVar("Response")
 
 @dataclass(slots=True)
 class GroupsInProgress(Generic[Response]):
-    """The groups of one iteration that are not complete."""
+    """The incomplete groups of one iteration."""
 
     incarnation: int
     iteration: int
     prompts: tuple[int, ...]
     group_size: int
     _waiting: list[SampleId] = field(default_factory=list)
-    _given: set[SampleId] = field(default_factory=set)
+    _assigned: set[SampleId] = field(default_factory=set)
     _responses: dict[int, dict[int, Response]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.extend(self.prompts)
 
     def extend(self, prompts: Iterable[int]) -> None:
-        """These are to be made too; ValueError on one that is in progress already."""
+        """Add the groups of these prompts. Raises ValueError on one that is in progress already."""
         for prompt in prompts:
             if prompt in self._responses:
                 raise ValueError(f"prompt {prompt} is in progress already")
@@ -51,31 +55,33 @@ class GroupsInProgress(Generic[Response]):
 
     @property
     def waiting(self) -> list[SampleId]:
-        """In the order in which they are to be given out."""
+        """The waiting samples, in the order of their assignment."""
         return sorted(self._waiting)
 
-    def is_given(self, sample: SampleId) -> bool:
-        """An engine has it, as far as known."""
-        return sample in self._given
+    def is_assigned(self, sample: SampleId) -> bool:
+        """Whether an engine has the sample, as far as this lead knows."""
+        return sample in self._assigned
 
     def take(self, limit: int) -> tuple[SampleId, ...]:
-        """Up to `limit` samples for an engine to make."""
+        """Assign up to `limit` samples to an engine."""
         taken = tuple(heapq.heappop(self._waiting) for _ in range(min(limit, len(self._waiting))))
-        self._given.update(taken)
+        self._assigned.update(taken)
         return taken
 
     def give_back(self, samples: Iterable[SampleId]) -> None:
-        """Their engine will not make them; those that came in meanwhile stay in."""
+        """Queue samples that their engine will not make. Samples that arrived meanwhile are not queued."""
         for sample in samples:
-            if sample in self._given:
-                self._given.remove(sample)
+            if sample in self._assigned:
+                self._assigned.remove(sample)
                 heapq.heappush(self._waiting, sample)
 
     def add(self, sample: SampleId, response: Response) -> list[Response] | None:
-        """A response came in: the complete group in order of draw, or None while it is not. A repeat is None too."""
-        if sample not in self._given:
+        """Add a response.
+
+        Returns the group in the order of draws once it is complete, else None; None for a repeat too."""
+        if sample not in self._assigned:
             return None
-        self._given.remove(sample)
+        self._assigned.remove(sample)
         group = self._responses[sample.prompt]
         group[sample.draw] = response
         if len(group) < self.group_size:

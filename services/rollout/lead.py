@@ -1,11 +1,16 @@
 """The rollout's lead: assigns an iteration's prompts to engines and publishes each group as soon as it is complete.
 
-An engine is kept as full as it can run; what it held goes to the others when it is lost, and an engine that comes takes
-part at once. A new lead asks the stream which groups are there and has only the others made; an evaluation it begins
-anew. Where the plan has extra prompts, groups without spread are replaced (`tidegate.candidates`), and what the stream
-holds of a group decides. Invariants: a group is published whole and once; every response of an iteration is drawn from
-the iteration's version; where engines repeat draws, a response is the same whichever makes it (its seed is derived from
-its id); nothing of an evaluation goes to the stream, nor into an account.
+The lead keeps every engine as full as it can run. When an engine is lost, the other engines make its requests. A new
+engine takes part at once. A new lead asks the stream for the published groups and makes only the others; it starts an
+evaluation anew. Where the plan has extra prompts, they replace groups without spread (`tidegate.candidates`). The copy
+of a group on the stream decides whether it has spread.
+
+Where engines repeat draws, a response is the same in every engine, because its seed is derived from its id.
+
+Invariants:
+- A group is published whole and once. [test_lead: published_whole_and_once]
+- Every response of an iteration is drawn from the iteration's version. [test_lead: holds_the_version_of_the_iteration]
+- An evaluation publishes nothing on the stream and changes no account. [test_evaluation: puts_nothing_on_the_stream]
 """
 
 from __future__ import annotations
@@ -17,10 +22,10 @@ from functools import partial
 
 from services.rollout.evaluation import Evaluation
 from services.rollout.exercises import Exercises, open_exercises
+from services.rollout.generation_picture import GenerationPicture
 from services.rollout.groups import GroupsInProgress
 from services.rollout.making import EngineSlot, Making
 from services.rollout.progress import EngineProgress, IterationProgress
-from services.rollout.showing import Showing
 from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_sample_id, fate_of
 from tidegate.ports.bus import Stage
@@ -32,12 +37,12 @@ from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _QUEUED_AHEAD = 1.25
-"""Requests an engine holds, as a multiple of what it runs at once: the next one starts without a round trip."""
+"""The requests that an engine holds, over those that it runs at once.
+
+The next request thus starts without a round trip."""
 
 
 class RolloutLead(Lead):
-    """See the module."""
-
     can_change = True
     can_evaluate = True
 
@@ -47,7 +52,7 @@ class RolloutLead(Lead):
         self._generation: Making | None = None
         self._exercises: Exercises | None = None
         self._mean_tokens: dict[int, float] = {}
-        """By row of the data: of the responses that this lead saw last."""
+        """The mean tokens of the last responses that this lead saw, by row of the data."""
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -75,15 +80,15 @@ class RolloutLead(Lead):
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         exercises = await self._opened_exercises()
         candidates = await self.candidates(Stage.GENERATED, plan)
-        left = tuple(prompt for prompt in candidates.prompts if prompt not in candidates.seen)
+        remaining = tuple(prompt for prompt in candidates.prompts if prompt not in candidates.seen)
         generation = Making(
             version=plan.version,
-            groups=GroupsInProgress(self.incarnation, plan.iteration, left, plan.group_size),
+            groups=GroupsInProgress(self.incarnation, plan.iteration, remaining, plan.group_size),
             request=partial(self._request, exercises),
             settle=partial(self._publish, plan, exercises, candidates),
-            progress=self._begun(plan, exercises, candidates),
+            progress=self._new_progress(plan, exercises, candidates),
         )
-        async with self._shown(generation, candidates):
+        async with self._pictures(generation, candidates):
             await self._generate(generation)
         await self._report(plan)
 
@@ -118,7 +123,9 @@ class RolloutLead(Lead):
             self._generation.changed.set()
             self._generation.note_change()
 
-    def _begun(self, plan: types_pb2.IterationPlan, exercises: Exercises, candidates: Candidates) -> IterationProgress:
+    def _new_progress(
+        self, plan: types_pb2.IterationPlan, exercises: Exercises, candidates: Candidates
+    ) -> IterationProgress:
         rows = ((prompt, exercises.row(prompt)) for prompt in candidates.possible)
         hints = {prompt: self._mean_tokens[row] for prompt, row in rows if row in self._mean_tokens}
         max_running = self.job.config.rollout.max_running_requests
@@ -127,11 +134,11 @@ class RolloutLead(Lead):
         return IterationProgress(plan.first_prompt, plan.group_size, max_running, hints)
 
     @asynccontextmanager
-    async def _shown(self, generation: Making, candidates: Candidates) -> AsyncIterator[None]:
-        assert generation.progress is not None, "what is trained on is shown"
+    async def _pictures(self, generation: Making, candidates: Candidates) -> AsyncIterator[None]:
+        assert generation.progress is not None, "an iteration has progress to show"
         engines = partial(self._engines_of, generation)
-        showing = Showing(self.crew, engines, generation.groups, candidates, generation.progress)
-        pictures = Pictures(showing.paint, self.publish, self.pace)
+        picture = GenerationPicture(self.crew, engines, generation.groups, candidates, generation.progress)
+        pictures = Pictures(picture.paint, self.publish, self.pace)
         generation.note_change = pictures.note_change
         async with pictures.updates():
             yield
@@ -140,7 +147,7 @@ class RolloutLead(Lead):
         return [(slot.grant, slot.progress) for slot in self._ready(generation)]
 
     def _ready(self, generation: Making) -> list[EngineSlot]:
-        """Engines that hold the version."""
+        """The engines that hold the version."""
         slots = [self._engines[grant.gpu] for grant in self.crew.members if grant.gpu in self._engines]
         return [slot for slot in slots if slot.version == generation.version]
 
@@ -150,10 +157,10 @@ class RolloutLead(Lead):
         return self._exercises
 
     async def _generate(self, generation: Making) -> None:
-        """Until every group is made and settled."""
+        """Generate until every group is made and settled."""
         self._generation = generation
         try:
-            # A group that is complete is still to be settled, so the calls have to end too.
+            # A complete group must still be settled, so wait for the calls too.
             while not (generation.groups.is_done and not generation.calls):
                 self._assign(generation)
                 await generation.changed.wait()
@@ -166,7 +173,7 @@ class RolloutLead(Lead):
             await asyncio.gather(*generation.calls, return_exceptions=True)
 
     def _assign(self, generation: Making) -> None:
-        """Fill every engine that holds the version, the emptiest first."""
+        """Assign requests to every engine that holds the version, the emptiest first."""
         capacity = int(self.job.config.rollout.max_running_requests * _QUEUED_AHEAD)
         ready = self._ready(generation)
         share = -(-(generation.groups.num_waiting + sum(slot.num_held for slot in ready)) // max(len(ready), 1))
@@ -178,25 +185,25 @@ class RolloutLead(Lead):
                 generation.calls.add(call)
 
     async def _run_on(self, slot: EngineSlot, samples: Sequence[SampleId], generation: Making) -> None:
-        left = set(samples)
+        remaining = set(samples)
         requests = [generation.request(sample) for sample in samples]
         try:
             call = wire.WorkerCall(generate=wire.Generate(requests=requests))
             async for reply in self.crew.stream(slot.grant, call):
                 sample = decode_sample_id(reply.generated.sample.id)
-                left.discard(sample)
+                remaining.discard(sample)
                 slot.progress.end(sample, len(reply.generated.sample.response_tokens))
                 self._take_in(sample, reply.generated.sample, generation)
                 generation.changed.set()
         except WorkerGone as error:
-            self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(left), error=str(error))
+            self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(remaining), error=str(error))
             if self._engines.get(slot.grant.gpu) is slot:
                 del self._engines[slot.grant.gpu]
                 generation.note_change()
             await self.report_unreachable(error)
         finally:
-            slot.progress.held.difference_update(left)
-            generation.groups.give_back(left)
+            slot.progress.held.difference_update(remaining)
+            generation.groups.give_back(remaining)
             generation.changed.set()
 
     def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: Making) -> None:
@@ -204,7 +211,7 @@ class RolloutLead(Lead):
             generation.groups.give_back([sample])
             return
         generation.num_tokens += len(response.response_tokens)
-        if generation.progress is not None and generation.groups.is_given(sample):
+        if generation.progress is not None and generation.groups.is_assigned(sample):
             is_cut = response.finish == samples_pb2.FINISH_REASON_LENGTH
             generation.progress.end(sample, len(response.response_tokens), is_cut=is_cut)
         responses = generation.groups.add(sample, response)
@@ -227,7 +234,7 @@ class RolloutLead(Lead):
         prompt: int,
         responses: Sequence[samples_pb2.Sample],
     ) -> None:
-        """Judge a complete group, then put it on the stream."""
+        """Compute the rewards of a complete group, then publish it on the stream."""
         row = exercises.row(prompt)
         if row is not None:
             lengths = [len(response.response_tokens) for response in responses]
@@ -248,9 +255,9 @@ class RolloutLead(Lead):
             grants=encode_grants(self.crew.members),
         )
         is_new = await self.tools.samples.publish(Stage.GENERATED, group)
-        # What a lead before published stands, with its rewards.
-        stands = group if is_new else await self.stored_group(Stage.GENERATED, plan, prompt) or group
-        generation.groups.extend(_counted_in(stands, candidates))
+        # If an earlier lead published the group, its copy counts, with its rewards.
+        stored = group if is_new else await self.stored_group(Stage.GENERATED, plan, prompt) or group
+        generation.groups.extend(_note_published(stored, candidates))
         generation.num_failed_rewards += judged.num_failed
         figures = {"num_tokens": float(generation.num_tokens)}
         if generation.num_failed_rewards:
@@ -278,7 +285,7 @@ class RolloutLead(Lead):
             call.result()
 
     async def _report(self, plan: types_pb2.IterationPlan) -> None:
-        """What the stream holds is what was generated: the account is taken from there."""
+        """Report the generated samples, as the stream holds them."""
         published = await self.stored_prompts(Stage.GENERATED, plan)
         ids = [
             SampleId(self.incarnation, plan.iteration, prompt, draw)
@@ -288,8 +295,8 @@ class RolloutLead(Lead):
         await self.publish(events_pb2.IterationReported(generated=fate_of(ids)))
 
 
-def _counted_in(group: samples_pb2.SampleGroup, candidates: Candidates) -> range:
-    """A group is on the stream: the prompts that are to be made now, one more where it has no spread."""
+def _note_published(group: samples_pb2.SampleGroup, candidates: Candidates) -> range:
+    """Note a published group. Returns the prompts to make now: one more where the group has no spread."""
     known = candidates.prompts
     candidates.add(group.prompt, has_spread=has_spread(rewards_of(group)))
     return range(known.stop, candidates.prompts.stop)

@@ -1,12 +1,15 @@
-"""What the rollout's lead knows of an iteration's sequences while they are made, and the picture that it tells of them.
+"""The progress of an iteration's sequences in the rollout, and the picture that the lead publishes of it. Pure.
 
-A sequence is where the lead has it at this moment: held by an engine, queued, ended, or else away. How many tokens it
-has is as its engine was last seen; an engine that was not seen yet is not in the picture. Pure.
-Invariants: every sequence of the known candidates is in the picture once; an engine tells of as many sequences as are
-placed on it, which is what the scheduler refuses a picture without.
+A sequence has the place that the lead knows at this moment: on an engine, queued, ended, or else away. Its number of
+tokens comes from the last look at its engine. An engine without a look so far is not in the picture.
 
-Groups that a lead before this one published ended with lengths that this one did not see: they count as the mean of
-those that it saw.
+This lead did not see the lengths of groups that an earlier lead published. They count with the mean of the lengths that
+it saw.
+
+Invariants:
+- Every sequence of the known candidates is in the picture once. [test_progress: every_picture_is_whole]
+- An engine's counts in the picture match the sequences placed on it. The scheduler refuses a picture where they differ.
+  [test_progress: an_old_look_counts_no_more]
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from tidegate.v1 import events_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 QUEUED, AWAY, ENDED, CUT = -1, -2, -3, -4
-"""Places that are no engine, as `Generation.places` has them."""
+"""The places in `Generation.places` that are no engine."""
 
 
 @dataclass(slots=True)
 class EngineProgress:
-    """`held`: what it was given and has not given back; `lengths`: tokens so far, as last seen."""
+    """The progress of one engine. `held`: its assigned samples. `lengths`: their tokens at the last look."""
 
     held: set[SampleId] = field(default_factory=set)
     lengths: dict[SampleId, int] = field(default_factory=dict)
@@ -38,32 +41,32 @@ class EngineProgress:
     _last_num_tokens: int = 0
 
     def begin(self) -> None:
-        """An iteration begins: how long nothing was generated before is of no rate."""
+        """Begin an iteration. The idle time before it must not lower the rate."""
         self.rate_tokens_per_s, self._last_s = 0.0, None
 
     def end(self, sample: SampleId, num_tokens: int) -> None:
-        """It came out with so many tokens, whether ended or not."""
+        """Note that a sample came out with `num_tokens` tokens, finished or not."""
         self.held.discard(sample)
         self.lengths.pop(sample, None)
         self._num_ended_tokens += num_tokens
 
     def see(self, load: wire.EngineLoad, now_s: float) -> None:
-        """The rate is over the time since it was last seen in this iteration, 0 the first time."""
-        told = zip(load.samples, load.num_tokens, strict=True)
-        lengths = {decode_sample_id(sample): length for sample, length in told}
+        """Note a look at the engine. The rate covers the time since the last look in this iteration; 0 at the first."""
+        pairs = zip(load.samples, load.num_tokens, strict=True)
+        lengths = {decode_sample_id(sample): length for sample, length in pairs}
         grown = [length - self.lengths[sample] for sample, length in lengths.items() if sample in self.lengths]
-        # One that came out meanwhile is counted as ended already.
+        # Leave out samples that came out meanwhile: they count as ended already.
         self.lengths = {sample: length for sample, length in lengths.items() if sample in self.held}
         self.num_waiting = load.num_waiting
         self.num_kv_tokens, self.kv_capacity_tokens = load.num_used_tokens, load.num_capacity_tokens
         num_tokens = self._num_ended_tokens + sum(self.lengths.values())
         if self._last_s is not None and now_s > self._last_s:
             made = max(0, num_tokens - self._last_num_tokens)
-            self.rate_tokens_per_s = _present(grown, load.num_running, made) / (now_s - self._last_s)
+            self.rate_tokens_per_s = _present_tokens(grown, load.num_running, made) / (now_s - self._last_s)
         self._last_s, self._last_num_tokens = now_s, num_tokens
 
-    def told(self, gpu: GpuId, *, max_running: int) -> events_pb2.Engine:
-        """What waits is what it said, and what cannot run at once."""
+    def message(self, gpu: GpuId, *, max_running: int) -> events_pb2.Engine:
+        """The engine in the picture. The waiting samples are those that it reported, or those beyond `max_running`."""
         num_held = len(self.held)
         num_waiting = min(num_held, max(self.num_waiting, num_held - max_running))
         return events_pb2.Engine(
@@ -77,17 +80,19 @@ class EngineProgress:
         )
 
 
-def _present(grown: Sequence[int], num_running: int, made: int) -> float:
-    """Tokens that what runs now makes in the time in which those that ran all along have grown so much: engines empty
-    towards an iteration's end, and what they made with more on them says too much. Where none ran all along, what was
-    made."""
-    ran = [growth for growth in grown if growth > 0]
-    return num_running * sum(ran) / len(ran) if ran else made
+def _present_tokens(grown: Sequence[int], num_running: int, made: int) -> float:
+    """The tokens that the samples running now would have made since the last look.
+
+    Each counts with the mean growth of the samples that ran the whole time. Engines get emptier towards an iteration's
+    end, so the tokens made with more samples on them would be too many. Where no sample ran the whole time, the result
+    is the tokens made."""
+    growths = [growth for growth in grown if growth > 0]
+    return num_running * sum(growths) / len(growths) if growths else made
 
 
 @dataclass(slots=True)
 class IterationProgress:
-    """Of one iteration. `hints` are, by prompt, the mean tokens that an earlier epoch saw."""
+    """The progress of one iteration. `hints` are the mean tokens in an earlier epoch, by prompt."""
 
     first_prompt: int
     group_size: int
@@ -105,13 +110,15 @@ class IterationProgress:
         waiting: Sequence[SampleId],
         complete: Collection[int],
     ) -> events_pb2.Generation:
-        """`prompts` are the candidates that are known, `complete` those whose groups are all there; `waiting` are
-        queued, next first."""
+        """The picture.
+
+        `prompts` are the known candidates, and `complete` those with a complete group. `waiting` are the queued
+        samples, the next one first."""
         shown = [(gpu, engine) for gpu, engine in engines if engine.kv_capacity_tokens > 0]
         mean = self._mean_ended()
         is_complete = [prompt in complete for prompt in prompts for _ in range(self.group_size)]
-        places = [ENDED if is_in else AWAY for is_in in is_complete]
-        lengths = [mean if is_in else 0 for is_in in is_complete]
+        places = [ENDED if has_ended else AWAY for has_ended in is_complete]
+        lengths = [mean if has_ended else 0 for has_ended in is_complete]
         for sample, (length, is_cut) in self._ended.items():
             places[self._index(sample)], lengths[self._index(sample)] = CUT if is_cut else ENDED, length
         for number, (_, engine) in enumerate(shown):
@@ -122,7 +129,7 @@ class IterationProgress:
         for index in queue:
             places[index] = QUEUED
         return events_pb2.Generation(
-            engines=[engine.told(gpu, max_running=self.max_running) for gpu, engine in shown],
+            engines=[engine.message(gpu, max_running=self.max_running) for gpu, engine in shown],
             group_size=self.group_size,
             lengths=lengths,
             places=places,

@@ -1,4 +1,4 @@
-"""Which requests a model of a given shape can serve. Pure; every refusal says the numbers and what would fit."""
+"""Checks whether a model of a given shape can serve a request. Pure. A refusal names the numbers and the legal ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from tidegate.model_config import ModelConfig
 
 
 def check_request(request: GenerationRequest, config: ModelConfig) -> None:
-    """RequestRefused unless every token is in the vocabulary and the longest response fits and has a token to go."""
+    """Raise RequestRefused unless the request can be served.
+
+    Every token must be in the vocabulary. The longest response must fit the model. At least one token must remain."""
     prompt, sampling, partial = request.prompt_tokens, request.sampling, request.partial
     if not prompt:
         raise RequestRefused(f"request {request.id}: the prompt is empty; it needs at least 1 token")
-    for what, tokens in (("prompt", prompt), ("partial", partial.tokens), ("stop", sampling.stop_token_ids)):
+    for part, tokens in (("prompt", prompt), ("partial", partial.tokens), ("stop", sampling.stop_token_ids)):
         for position, token in enumerate(tokens):
             if not 0 <= token < config.vocab_size:
                 raise RequestRefused(
-                    f"request {request.id}: {what} token {token} at position {position} is outside the vocabulary "
+                    f"request {request.id}: {part} token {token} at position {position} is outside the vocabulary "
                     f"of {config.vocab_size}; legal: 0 to {config.vocab_size - 1}"
                 )
     longest, room = len(prompt) + sampling.max_new_tokens, config.max_seq_len - len(prompt)
@@ -28,7 +30,7 @@ def check_request(request: GenerationRequest, config: ModelConfig) -> None:
     if len(partial.tokens) >= sampling.max_new_tokens:
         raise RequestRefused(
             f"request {request.id}: its partial has {len(partial.tokens)} tokens of max_new_tokens "
-            f"{sampling.max_new_tokens}: nothing is left to generate; take it as finished"
+            f"{sampling.max_new_tokens}: no token remains to generate; take it as finished"
         )
     stop = next((token for token in partial.tokens if token in sampling.stop_token_ids), None)
     if stop is not None:

@@ -1,8 +1,12 @@
 """A rollout worker: one engine on one slot, driven by its instance's calls.
 
-Generation happens in short steps between calls. Each sequence's outcome is a reply to the call that asked for it; the
-last of them closes that call. Invariants: a refused call changes nothing; every request that was taken comes out once;
-a worker whose engine failed ends, so that what it held is generated elsewhere.
+Generation happens in short steps between calls. Each response is a reply to the call that requested it. The last
+response closes that call. A refused call changes nothing.
+
+Invariants:
+- Every accepted request comes out once. [test_demo: no_sample_is_lost_or_doubled]
+- A worker whose engine failed ends, so that other engines generate its requests.
+  [test_sglang: costs_only_the_regeneration]
 """
 
 from __future__ import annotations
@@ -39,11 +43,11 @@ _FINISH = {
 
 
 _STEP_WAIT_S = 0.01
-"""For which a step waits for a server's responses, and a call for a step; an engine in this process generates in it."""
+"""How long a step waits for a server's responses, or generates in this process. A call waits as long for a step."""
 
 
 class EngineWorker:
-    """Handler and stepper of one engine on `gpu`."""
+    """Handles the calls and makes the steps of one engine on `gpu`."""
 
     def __init__(self, gpu: GpuId) -> None:
         self._gpu = gpu
@@ -57,7 +61,7 @@ class EngineWorker:
         return bool(self._call_of)
 
     def step(self) -> Iterator[Answer]:
-        """A few tokens for every running sequence."""
+        """Make a few tokens of every running sequence."""
         _, engine = self._started()
         return self._answers(engine.poll(wait_s=_STEP_WAIT_S))
 
@@ -80,7 +84,9 @@ class EngineWorker:
             case "look":
                 yield Answer(call.call_id, self._look())
             case other:
-                raise CallRefused(f"a rollout worker does not do {other!r}; send it to the component that does")
+                raise CallRefused(
+                    f"a rollout worker does not handle {other!r}; send the call to the component that does"
+                )
 
     def _start(self, call: wire.WorkerCall) -> Answer:
         if self._engine is not None:
@@ -89,7 +95,7 @@ class EngineWorker:
         try:
             started = start_engine(self._job, self._gpu)
         except EngineFailed as error:
-            # Told to the lead, so that the job ends with it; the end of the engine's log stays where it names it.
+            # Refuse the call, so that the lead ends the job. Send only the first line: it names the log with the rest.
             raise CallRefused(str(error).partition("\n")[0]) from error
         self._engine = started.engine
         return Answer(call.call_id, wire.Started(memory_bytes=started.memory_bytes, detail=self._engine.features.name))
@@ -159,12 +165,12 @@ class EngineWorker:
 
 
 def _request(identity: RequestId, request: wire.GenerationRequest, job: Job) -> GenerationRequest:
-    # Fields of one name: what the request says of itself goes before what the job says of all.
-    said = request.sampling if request.HasField("sampling") else job.config.algorithm
+    # Both have fields of the same names. The request's own sampling overrides the job's.
+    source = request.sampling if request.HasField("sampling") else job.config.algorithm
     sampling = SamplingParams(
-        max_new_tokens=said.max_new_tokens,
-        temperature=said.temperature,
-        top_p=said.top_p,
+        max_new_tokens=source.max_new_tokens,
+        temperature=source.temperature,
+        top_p=source.top_p,
         seed=request.seed,
         stop_token_ids=job.tokenizer.end_ids,
     )

@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU keeps the contract of every engine, and says what ours does."""
+"""A real SGLang server on the CPU keeps the contract of every engine, and agrees with the embedded engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
 
 @pytest.fixture
 def awake(engine: SglangEngine) -> SglangEngine:
-    """As new: awake, empty, not paused, with weights version 1."""
+    """The engine as new: awake, empty, not paused, with weights version 1."""
     engine.wake()
     engine.abort()
     engine.resume()
@@ -42,7 +42,7 @@ class TestSglangEngine(EngineSuite):
 
 
 class TestSglangServer:
-    def test_it_gives_the_tokens_and_log_probabilities_of_the_embedded_engine(self, awake: SglangEngine) -> None:
+    def test_sglang_gives_the_tokens_and_log_probabilities_of_the_embedded_engine(self, awake: SglangEngine) -> None:
         request = request_of(sampling=SamplingParams(max_new_tokens=60, temperature=0))
         want = run(engine_of(TINY, weights_seed=1), request)["a"].response
         response = run(awake, request)["a"].response
@@ -59,12 +59,14 @@ class TestSglangServer:
         want = next(each["a"].response for each in candidates if each["a"].response.tokens == drawn.tokens)
         assert drawn.log_probs == pytest.approx(want.log_probs, abs=2e-5)
 
-    def test_it_answers_nobody_without_its_token(self, awake: SglangEngine) -> None:
+    def test_the_server_answers_nobody_without_its_token(self, awake: SglangEngine) -> None:
         stranger = SglangClient(awake.server.client.port, "guessed")
         with pytest.raises(CallFailed, match="status 401"):
             stranger.post("/generate", {"input_ids": [1]}, timeout_s=10.0)
 
-    def test_a_request_whose_id_begins_with_anothers_survives_its_abort(self, awake: SglangEngine) -> None:
+    def test_a_request_whose_id_begins_with_the_id_of_another_survives_an_abort_of_the_other(
+        self, awake: SglangEngine
+    ) -> None:
         for name in ("a", "ab"):
             awake.submit(request_of(name, sampling=SamplingParams(max_new_tokens=100, temperature=0)))
         generate_until_used(awake, 20)
@@ -73,14 +75,14 @@ class TestSglangServer:
         awake.abort()
 
     def test_a_retraction_frees_the_servers_own_cache_and_a_pause_in_place_keeps_it(self, awake: SglangEngine) -> None:
-        """By the server's word: it flushes its cache only while that holds nothing of a request."""
+        """The server flushes its cache only while the cache holds nothing of a request."""
         awake.submit(request_of(sampling=SamplingParams(max_new_tokens=100, temperature=0)))
         generate_until_used(awake, 20)
         awake.pause(PauseMode.IN_PLACE)
         with pytest.raises(CallFailed, match="status 400"):
             awake.server.client.get("/flush_cache", timeout_s=10.0)
         awake.pause(PauseMode.RETRACT)
-        with pytest.raises(CallFailed, match=r"with no JSON: b'Cache flushed"):
+        with pytest.raises(CallFailed, match=r"with invalid JSON: b'Cache flushed"):
             awake.server.client.get("/flush_cache", timeout_s=10.0)
         awake.resume()
         assert len(finish(awake)["a"].response.tokens) == 100

@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU: the other families, where it listens, its death. Each test starts one of its own."""
+"""A real SGLang server on the CPU: other model families, its sockets, its death. Each test starts its own."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_other_dense_families_generate_what_the_embedded_engine_does(model: Mode
 
 
 @pytest.mark.parametrize("victim", ["the server", "its scheduler"])
-def test_kill_9_in_mid_generation_is_told_and_fails_every_call(victim: str, tmp_path: Path) -> None:
+def test_kill_9_in_mid_generation_is_reported_and_fails_every_call(victim: str, tmp_path: Path) -> None:
     before = shared_memory()
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    engine = SglangEngine(settings_in(tmp_path), on_death=told.put)
+    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    engine = SglangEngine(settings_in(tmp_path), on_death=deaths.put)
     try:
         engine.update_weights(1, random_weights(TINY, seed=1))
         slowed_down(engine)
@@ -51,7 +51,7 @@ def test_kill_9_in_mid_generation_is_told_and_fails_every_call(victim: str, tmp_
         _, server, *below = processes
         scheduler = next(process for process in below if "scheduler" in " ".join(process.cmdline()))
         (server if victim == "the server" else scheduler).kill()
-        assert "SGLang's server" in told.get(timeout=30.0)
+        assert "SGLang's server" in deaths.get(timeout=30.0)
         with pytest.raises(EngineFailed, match="SGLang's server ended with"):
             engine.poll(wait_s=30.0)
         with pytest.raises(EngineFailed, match="SGLang's server ended with"):
@@ -62,7 +62,7 @@ def test_kill_9_in_mid_generation_is_told_and_fails_every_call(victim: str, tmp_
     assert shared_memory() <= before
 
 
-def test_it_listens_on_loopback_only_and_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+def test_a_server_listens_on_loopback_only_and_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
     before = shared_memory()
     settings = settings_in(tmp_path)
     engine = SglangEngine(settings)
@@ -71,7 +71,7 @@ def test_it_listens_on_loopback_only_and_leaves_nothing_in_shared_memory(tmp_pat
         hosts = {socket.laddr.ip for socket in listening(processes)}
         assert hosts == {"127.0.0.1"}
         assert settings.scratch.stat().st_mode & 0o777 == 0o700
-        assert shared_memory() <= before, "its load is in a file without a name"
+        assert shared_memory() <= before, "the file of its load has no name any more"
         assert engine.load().num_capacity_tokens > 0
     finally:
         engine.close()
@@ -93,6 +93,6 @@ def listening(processes: list[psutil.Process]) -> list[Any]:
     ]
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_fails_with_its_status_and_its_log(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"(?s)ended with status \d+; its log is .*dtype"):
         SglangEngine(replace(settings_in(tmp_path), dtype="int7"))

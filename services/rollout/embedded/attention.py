@@ -1,8 +1,8 @@
 """Attention and its KV cache, in blocks of keys, so that a row's bits do not depend on the rows around it.
 
-A row is one token of one sequence. Each row's products are matrices of one fixed shape, [Q, D] x [D, T] and
-[Q, T] x [T, D], batched and never merged; blocks are added in order. A block past a row's length adds exact zeros, so a
-longer neighbour, which makes everyone's cache longer, changes nothing.
+A row is one token of one sequence. Each row's products have fixed shapes, [Q, D] x [D, T] and [Q, T] x [T, D]. They are
+batched and never merged, and blocks are added in order. A block past a row's length adds exact zeros. A longer
+neighbour makes the cache of all rows longer, but thus changes no bit of them.
 
 Shapes: B independent rows, Q queries a KV group, D head_dim, T tokens a block, J blocks, S = J * T, G KV groups.
 """
@@ -14,11 +14,13 @@ import torch
 from tidegate.model_config import ModelConfig
 
 BLOCK_TOKENS = 64
-"""Keys a block: a multiple of 16 keeps every vector operation free of a scalar tail, whose exp rounds differently."""
+"""The keys in a block. A multiple of 16 avoids the scalar tail of vector operations, whose exp rounds differently."""
 
 
 class KvCache:
-    """Keys and values of `num_slots` sequences of up to max_seq_len tokens, zero where nothing was written."""
+    """The keys and values of `num_slots` sequences of up to max_seq_len tokens.
+
+    They are zero where nothing was written."""
 
     def __init__(self, config: ModelConfig, *, num_slots: int) -> None:
         num_blocks = num_blocks_for(config.max_seq_len)
@@ -27,7 +29,7 @@ class KvCache:
         self.values = torch.zeros(shape)
 
     def clear(self, slot: int) -> None:
-        """Zero a slot: what a former sequence left, NaN included, would pass through a weight of zero."""
+        """Zero a slot. Old values of a former sequence could be NaN, and a weight of zero would not hide them."""
         self.keys[:, slot] = 0
         self.values[:, slot] = 0
 
@@ -43,7 +45,7 @@ def num_blocks_for(num_tokens: int) -> int:
 
 
 def hidden_keys(lengths_B: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """[J, B, 1, T], true where a key lies at or past the row's length."""
+    """A mask [J, B, 1, T], true where a key is at or past the row's length."""
     positions_JT = torch.arange(num_blocks * BLOCK_TOKENS).view(num_blocks, 1, 1, BLOCK_TOKENS)
     return positions_JT >= lengths_B.view(1, -1, 1, 1)
 
@@ -51,7 +53,7 @@ def hidden_keys(lengths_B: torch.Tensor, num_blocks: int) -> torch.Tensor:
 def attend(
     q_BQD: torch.Tensor, keys_BSD: torch.Tensor, values_BSD: torch.Tensor, hidden_JB1T: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax attention of already scaled queries; each row sees at least one key."""
+    """Softmax attention of scaled queries. Each row must see at least one key."""
     num_blocks = hidden_JB1T.shape[0]
     blocks = [slice(j * BLOCK_TOKENS, (j + 1) * BLOCK_TOKENS) for j in range(num_blocks)]
     scores_JBQT = torch.empty(num_blocks, *q_BQD.shape[:2], BLOCK_TOKENS)

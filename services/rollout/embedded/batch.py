@@ -1,8 +1,12 @@
-"""Which sequences run: continuous batching over a fixed number of slots. Pure: it holds tokens, no tensors.
+"""Continuous batching over a fixed number of slots: decides which sequences run. Pure: it holds tokens, no tensors.
 
-A sequence enters the lowest free slot in order of submission as soon as one is free and leaves it when it ends, so the
-running ones stay close together. Invariants: a sequence is running or waiting, never both; a slot has one sequence;
-a sequence in a slot has all its tokens but the last in the cache after each step.
+Sequences enter the lowest free slots in the order of submission, and leave them when they end. The running sequences
+thus stay close together.
+
+Invariants:
+- A sequence either runs or waits, and a slot has one sequence. [test_embedded_batch: lowest_free_slots]
+- After each step, a sequence in a slot has all its tokens except the last in the cache.
+  [test_embedded_batch: then_only_its_last_token]
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from services.rollout.engine import (
 
 @dataclass(slots=True)
 class Sequence:
-    """A request on its way. `num_cached` counts its tokens whose keys and values are in its slot."""
+    """A request with its response so far. `num_cached` counts its tokens whose keys and values are in its slot."""
 
     request: GenerationRequest
     tokens: list[int]
@@ -45,7 +49,7 @@ class Sequence:
         )
 
     def uncached_tokens(self) -> tuple[int, ...]:
-        """The tokens to run before the next can be drawn; never empty."""
+        """The tokens to run before the next one can be drawn. Never empty."""
         in_prompt = len(self.request.prompt_tokens)
         if self.num_cached >= in_prompt:
             return tuple(self.tokens[self.num_cached - in_prompt :])
@@ -60,7 +64,7 @@ class Sequence:
         self.log_probs.append(log_prob)
 
     def finish_reason(self) -> FinishReason | None:
-        """None while it could go on."""
+        """The reason of the end. None while the sequence can go on."""
         sampling = self.request.sampling
         if self.tokens and self.tokens[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
@@ -73,7 +77,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences by id in order of submission; those with a slot run."""
+    """The sequences by id, in the order of submission. Those with a slot run."""
 
     num_slots: int
     _sequences: dict[RequestId, Sequence] = field(default_factory=dict)
@@ -99,7 +103,7 @@ class Batch:
         self._sequences[request.id] = Sequence.begin(request)
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to those that wait longest; the sequences that got one now."""
+        """Give free slots to the sequences that waited longest. Returns the sequences that got one."""
         if not self._free_slots:
             return []
         admitted = []
@@ -110,21 +114,23 @@ class Batch:
         return admitted
 
     def remove(self, ids: Iterable[RequestId] | None) -> list[Generation]:
-        """Take out sequences as they stand, None for all, in order of submission; UnknownRequest takes out none."""
-        wanted = set(self._sequences if ids is None else ids)
-        if unknown := sorted(wanted - self._sequences.keys()):
+        """Take out these sequences, or all for None, in order of submission.
+
+        Raises UnknownRequest and takes none out."""
+        selected = set(self._sequences if ids is None else ids)
+        if unknown := sorted(selected - self._sequences.keys()):
             raise UnknownRequest(
                 f"no request {', '.join(unknown)} among the {len(self)} inside the engine; it has come out already or "
                 f"was never submitted"
             )
-        removed = [sequence for id_, sequence in self._sequences.items() if id_ in wanted]
+        removed = [sequence for id_, sequence in self._sequences.items() if id_ in selected]
         for sequence in removed:
             self._leave_slot(sequence)
             del self._sequences[sequence.request.id]
         return [sequence.generation() for sequence in removed]
 
     def retract(self) -> None:
-        """Take every slot back; the sequences wait in their old order."""
+        """Free every slot. The sequences wait in their old order."""
         for sequence in self.running():
             self._leave_slot(sequence)
 

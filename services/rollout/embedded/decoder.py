@@ -1,7 +1,7 @@
 """The forward pass over rows: embedding, layers, logits. fp32, RoPE by halves as in Megatron and Hugging Face Llama.
 
-Everything here works on each row by itself or is a linear layer on a row count that `RowCounts` has shown to give every
-row the same bits, so a token's logits depend on its own sequence only.
+Each operation either works on one row alone, or is a linear layer on a row count from `RowCounts`, which gives every
+row the same bits. A token's logits thus depend only on its own sequence.
 
 Shapes: R rows, H hidden_size, G KV groups, Q queries a group, D head_dim, F ffn_hidden_size, E experts, K of them a
 token, V vocab_size.
@@ -24,7 +24,7 @@ from tidegate.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Row counts, ascending, on which a row's result is the same to the bit."""
+    """The row counts, ascending, on which a row's result is the same to the bit."""
 
     counts: tuple[int, ...]
 
@@ -38,7 +38,7 @@ class RowCounts:
 
 
 class Decoder:
-    """A model's computation; weights and a cache, made by `new_cache`, are handed in."""
+    """A model's computation. Callers pass the weights and a cache from `new_cache`."""
 
     def __init__(self, config: ModelConfig, row_counts: RowCounts) -> None:
         self._config = config
@@ -48,12 +48,12 @@ class Decoder:
         self._cos_SD, self._sin_SD = angles_SD.cos(), angles_SD.sin()
 
     def new_cache(self, num_slots: int) -> KvCache:
-        """A cache with a slot for every row that a decode of one of `num_slots` computes."""
+        """A cache with a slot for every row that a decode of up to `num_slots` slots computes."""
         return KvCache(self._config, num_slots=self.row_counts.at_least(num_slots))
 
     @torch.inference_mode()
     def prefill(self, weights: DecoderWeights, cache: KvCache, segments: Sequence[Segment]) -> torch.Tensor:
-        """Run segments, each of its own slot, and return the logits after the last token of each, [segments, V]."""
+        """Run segments of different slots. Returns the logits after the last token of each, [segments, V]."""
         last_rows: list[torch.Tensor] = []
         for chunk in _cut(segments, self.row_counts.largest):
             num_tokens = sum(len(piece.tokens) for piece, _ in chunk)
@@ -70,7 +70,7 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, weights: DecoderWeights, cache: KvCache, segments: Sequence[Segment]) -> torch.Tensor:
-        """Run one token for each of some slots and return their logits in the order given, [segments, V]."""
+        """Run one token for each of some slots. Returns their logits in the order of `segments`, [segments, V]."""
         slots = [segment.slot for segment in segments]
         rows = DecodeRows(cache, segments, num_rows=self.row_counts.at_least(max(slots) + 1))
         return self._logits(weights, self._layers(weights, rows))[slots]
@@ -115,7 +115,7 @@ class Decoder:
             top_RK = top_RK / top_RK.sum(dim=-1, keepdim=True)
         weights_RE = torch.zeros_like(shares_RE).scatter_(1, chosen_RK, top_RK)
         out_RH = torch.zeros_like(x_RH)
-        # In the experts' order for every row, so that its sum has the same bits whatever the other rows go to.
+        # Add in the experts' order for every row: its sum then has the same bits whichever experts other rows use.
         for index, expert in enumerate(layer.experts):
             rows_N = weights_RE[:, index].nonzero().squeeze(1)
             if len(rows_N):
@@ -125,7 +125,7 @@ class Decoder:
         return out_RH
 
     def _norm(self, hidden_RH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
-        """Over the last dim, whatever it is."""
+        """RMS normalisation over the last dim."""
         mean_square = hidden_RH.square().mean(dim=-1, keepdim=True)
         return hidden_RH * torch.rsqrt(mean_square + self._config.rms_norm_eps) * weight_H
 
@@ -144,7 +144,7 @@ def _rotate(x_RGXD: torch.Tensor, cos_R11D: torch.Tensor, sin_R11D: torch.Tensor
 
 
 def _cut(segments: Sequence[Segment], limit: int) -> list[list[tuple[Segment, bool]]]:
-    """Segments in order, cut into chunks of up to `limit` tokens; each piece with whether it ends its segment."""
+    """The segments in order, cut into chunks of up to `limit` tokens. A flag says whether a piece ends its segment."""
     chunks: list[list[tuple[Segment, bool]]] = [[]]
     room = limit
     for segment in segments:

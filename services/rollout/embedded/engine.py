@@ -1,11 +1,16 @@
 """The embedded engine: the `Engine` protocol in this process, on a CPU, in fp32.
 
-A step either runs the tokens of newly admitted sequences or one token of each running one, then draws for each. It
-happens inside `poll` only, so a pause, an abort or a weight update always lies between two tokens.
-Invariant: a sequence's tokens and log-probabilities are, to the bit, a function of its request and of the weights at
-each token: not of the batch around it, of an abort and a continuation, or of a retraction. (A weight update in place is
-the exception that the protocol allows: old keys and values stay.) It holds between processes with the same library
-builds, processor features and number of torch threads.
+A step either runs the tokens of newly admitted sequences, or one token of each running sequence. Then it draws a token
+for each. Steps happen only inside `poll`, so a pause, an abort or a weight update is always between two tokens.
+
+The invariants hold across processes with the same library builds, processor features and number of torch threads. A
+weight update in place is the exception that the protocol allows, because old keys and values stay.
+
+Invariants:
+- A sequence's tokens and log-probabilities depend, to the bit, only on its request and the weights at each token.
+  [test_embedded_batch_invariance: batches_of_any_size]
+- An abort with a continuation, or a retraction, changes no bit of a response.
+  [test_embedded_batch_invariance: leaves_a_trace_in_any_response]
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from tidegate.model_config import ModelConfig
 
 
 class EmbeddedEngine:
-    """Starts awake, without weights. `clock` serves the waiting in `poll` alone."""
+    """Starts awake, without weights. Only the wait in `poll` uses `clock`."""
 
     def __init__(
         self,
@@ -157,5 +162,5 @@ class EmbeddedEngine:
 
 
 def _segment(sequence: Sequence) -> Segment:
-    assert sequence.slot is not None, "only sequences in a slot are run"
+    assert sequence.slot is not None, "only sequences in a slot run"
     return Segment(slot=sequence.slot, start=sequence.num_cached, tokens=sequence.uncached_tokens())

@@ -1,8 +1,8 @@
-"""Which row counts give every row the same bits on this machine: tried at start, on one layer of random weights.
+"""Finds the row counts that give every row the same bits on this machine, at start, on one layer of random weights.
 
-Matrix libraries choose kernels by shape: on AVX512 a linear layer of 1-3 rows differs from 4 and more in 83-90 % of
-elements, in the last bits. A count is kept when a sequence that starts in the middle of its rows, behind another one,
-leaves the same cache and logits as alone on `REFERENCE_ROWS` rows.
+Matrix libraries choose kernels by shape. On AVX512, a linear layer of 1-3 rows differs from one of 4 and more rows in
+the last bits of 83-90 % of elements. The probe puts a sequence behind another one, in the middle of a count's rows. It
+keeps the count if the sequence leaves the same cache and logits as alone on `REFERENCE_ROWS` rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tidegate.model_config import ModelConfig
 CANDIDATE_ROWS = (4, 8, 16, 32, 64, 128, 256)
 REFERENCE_ROWS = 64
 NEIGHBOUR_TOKENS = 5
-"""Odd, so that the sequence under test sits on other rows than alone, across every tile of 4, 8 or 16."""
+"""Odd, so that the sequence under test is on other rows than when alone, across every tile of 4, 8 or 16 rows."""
 
 
 def probe_row_counts(config: ModelConfig) -> RowCounts:
-    """RuntimeError when not even the reference count gives a row the same bits at another place."""
+    """The row counts. Raises RuntimeError when even the reference count gives a row other bits at another place."""
     one_layer = replace(config, num_layers=1)
     generator = torch.Generator().manual_seed(0)
     weights = load_weights(
@@ -48,7 +48,7 @@ def probe_row_counts(config: ModelConfig) -> RowCounts:
     if REFERENCE_ROWS not in counts:
         raise RuntimeError(
             f"a row's result depends on its place among {REFERENCE_ROWS} rows on this machine "
-            f"({torch.get_num_threads()} torch threads): the same sequence would not repeat; try OMP_NUM_THREADS=1"
+            f"({torch.get_num_threads()} torch threads): a sequence would not be reproducible; try OMP_NUM_THREADS=1"
         )
     return RowCounts(counts)
 
@@ -56,7 +56,7 @@ def probe_row_counts(config: ModelConfig) -> RowCounts:
 def _run(
     config: ModelConfig, weights: DecoderWeights, tokens: list[int], *, num_rows: int, neighbour: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, keys and values of the sequence in slot 1, the neighbour's segment ahead of it."""
+    """The logits, keys and values of the sequence in slot 1, with the neighbour's segment in front of it."""
     decoder = Decoder(config, RowCounts((num_rows,)))
     cache = decoder.new_cache(num_slots=2)
     segments = [Segment(slot=0, start=0, tokens=neighbour)] if neighbour else []

@@ -1,10 +1,12 @@
-"""How the tokens of one forward pass are laid out as rows, and how each row attends.
+"""The layout of one forward pass's tokens as rows, and the attention of each row.
 
-`DecodeRows`: row i is slot i, one token each, so that the cache is read in place; slots that take no part compute and
-write nothing. `PrefillRows`: segments of consecutive tokens, one after another. Both give every row the same products
-(see `attention`), so a sequence may change between them at any token.
+- `DecodeRows`: row i is slot i, with one token each, so the cache is read in place. Other slots compute and write
+  nothing.
+- `PrefillRows`: segments of consecutive tokens, one after another.
 
-Shapes: R rows with padding, N rows that count, G KV groups, Q queries a group, D head_dim.
+Both give every row the same products (see `attention`), so a sequence may change between them at any token.
+
+Shapes: R rows with padding, N rows without padding, G KV groups, Q queries a group, D head_dim.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from services.rollout.embedded.attention import BLOCK_TOKENS, KvCache, attend, h
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of the sequence in `slot` at positions start, start + 1, ...; what comes before them is in the cache."""
+    """Tokens of the sequence in `slot` at positions start, start + 1, ... The cache holds the tokens before them."""
 
     slot: int
     start: int
@@ -28,7 +30,7 @@ class Segment:
 
 
 class Rows(Protocol):
-    """The rows of one pass; `attend` stores each row's key and value before any row looks at them."""
+    """The rows of one pass. `attend` stores the keys and values of all rows before any row reads them."""
 
     tokens_R: torch.Tensor
     positions_R: torch.Tensor
@@ -37,7 +39,7 @@ class Rows(Protocol):
 
 
 class DecodeRows:
-    """One token for each named slot, on `num_rows` rows."""
+    """One token for the slot of each segment, on `num_rows` rows."""
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int) -> None:
         self._cache = cache
@@ -62,7 +64,7 @@ class DecodeRows:
 
 
 class PrefillRows:
-    """The tokens of some segments on `num_rows` rows, padded with rows whose result nobody reads."""
+    """The tokens of some segments on `num_rows` rows, padded with rows whose results are not used."""
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int) -> None:
         self._cache = cache

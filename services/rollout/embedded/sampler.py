@@ -1,9 +1,10 @@
-"""Draws each sequence's next token from its logits, by a counter: the draw is a function of (seed, position) alone.
+"""Draws each sequence's next token from its logits. A draw depends only on the logits, the seed and the position.
 
-Position is the token's index in the response. The uniform number is Philox4x32-10's (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC11) with the seed as key and the position as counter, so that it needs no state and a
-sequence may go on elsewhere. The token is the first whose cumulative probability exceeds it; top_p renormalises the
-smallest set of likeliest tokens that reaches top_p. Log-probabilities are of the whole distribution.
+The position is the token's index in the response. The uniform number comes from Philox4x32-10 (Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC11), with the seed as key and the position as counter. It needs no state, so a
+sequence may continue in another engine. The drawn token is the first whose cumulative probability exceeds the uniform
+number. top_p renormalises the smallest set of likeliest tokens that reaches top_p. Log-probabilities always refer to
+the whole distribution.
 
 Shapes: N sequences, V vocab_size.
 """
@@ -30,7 +31,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one sequence draws by, for the token at `position` of its response."""
+    """The sampling of one sequence's token, at `position` of its response."""
 
     sampling: SamplingParams
     position: int
@@ -56,19 +57,21 @@ def _invert(log_probs_NV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     seeds = np.array([draw.sampling.seed for draw in draws], dtype=np.uint64)
     positions = np.array([draw.position for draw in draws], dtype=np.uint64)
     targets_N = torch.from_numpy(uniforms(seeds, positions)) * cumulative_NV[:, -1]
-    # The clamp is for logits of NaN, where nothing exceeds anything: the trainer's guard reports them.
+    # Clamp for logits of NaN, where no comparison is true: the trainer's guard reports them.
     return (cumulative_NV <= targets_N.unsqueeze(1)).sum(dim=-1).clamp(max=probs_NV.shape[1] - 1)
 
 
 def _nucleus(probs_V: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Zero all but the smallest set of likeliest tokens that reaches top_p; among equals the lower token id goes in."""
+    """Zero all tokens outside the smallest set of likeliest ones that reaches top_p.
+
+    Of equals, lower ids come first."""
     ordered_V, order_V = probs_V.sort(descending=True, stable=True)
     before_V = ordered_V.cumsum(dim=-1) - ordered_V
     return torch.zeros_like(probs_V).scatter(0, order_V, torch.where(before_V < top_p, ordered_V, 0.0))
 
 
 def uniforms(seeds: Words, positions: Words) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each pair, in steps of 2**-52: so u * total stays below total after rounding."""
+    """One number u in [0, 1) for each pair, in steps of 2**-52, so that u * total rounds to less than total."""
     zeros = np.zeros_like(seeds)
     high, low, _, _ = philox4x32(
         counter=(positions & LOW_32, positions >> SHIFT_32, zeros, zeros), key=(seeds & LOW_32, seeds >> SHIFT_32)
@@ -79,7 +82,7 @@ def uniforms(seeds: Words, positions: Words) -> npt.NDArray[np.float64]:
 def philox4x32(
     *, counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
 ) -> tuple[Words, Words, Words, Words]:
-    """Philox4x32-10 on arrays of 32-bit words kept in uint64."""
+    """Philox4x32-10 on arrays of 32-bit words in uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):

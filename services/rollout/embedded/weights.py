@@ -1,9 +1,12 @@
-"""The weights an embedded engine holds: full logical Megatron tensors in fp32, as they came, so that checksums compare;
-those in bf16 are widened, which changes no value.
+"""The weights of an embedded engine: full logical Megatron tensors in fp32.
 
-A set is accepted whole or not at all. Fused tensors stay fused: `linear_qkv` is [q x (nq/ng), k, v] per KV group,
-`linear_fc1` is [gate; up]. Rows past the vocabulary in the embedding and the output layer are padding; they are held
-(their checksum counts) and never read.
+Tensors are kept as they came, so that their checksums can be compared. Tensors in bf16 are widened to fp32, which
+changes no value. Fused tensors stay fused: `linear_qkv` is [q x (nq/ng), k, v] per KV group, `linear_fc1` is [gate;
+up]. Rows past the vocabulary in the embedding and the output layer are padding. They are kept, since the checksum
+includes them, and never read.
+
+Invariant: a set of weights is accepted whole or not at all.
+[test_embedded_weights: fails_midway_leaves_the_old_weights]
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class FeedForwardWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """What a family does not have is None; a dense layer has one feed-forward part and no router."""
+    """One layer. A tensor that the model family lacks is None. A dense layer has one expert and no router."""
 
     attention_norm_H: torch.Tensor
     qkv_XH: torch.Tensor
@@ -44,7 +47,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """`embedding_VH` and `output_VH` end at the vocabulary; `named` holds the whole tensors that they are views of."""
+    """The weights of a model.
+
+    `named` holds the whole tensors; `embedding_VH` and `output_VH` are views without padding."""
 
     version: int
     named: Mapping[str, torch.Tensor]
@@ -55,7 +60,9 @@ class DecoderWeights:
 
 
 def load_weights(config: ModelConfig, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> DecoderWeights:
-    """Copy a full set of tensors; WeightsRefused names what is missing, unknown, repeated or of a wrong shape."""
+    """Copy a full set of tensors.
+
+    Raises WeightsRefused, which names a missing, unknown, repeated or misshapen tensor."""
     named = full_set(config, version=version, tensors=tensors, prepare=_copied)
     return _assemble(config, version, named)
 

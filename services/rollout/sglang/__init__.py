@@ -1,1 +1,1 @@
-"""SGLang behind the `Engine` protocol: a real server of its own environment, driven through its HTTP API."""
+"""SGLang behind the `Engine` protocol: a real server in its own environment, driven through its HTTP API."""

@@ -1,4 +1,4 @@
-"""One SGLang server's HTTP API on loopback: JSON in and out, with its token. Any thread may call it."""
+"""A client of one SGLang server's HTTP API on loopback: JSON in and out, with its token. Any thread may call it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CallFailed(RuntimeError):
-    """The server could not be reached, hung up, or answered with an error."""
+    """The server could not be reached, closed the connection, or answered with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,9 @@ class SglangClient:
         return self._call("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None) -> Any:
-        """The answer, None for an empty one; without `timeout_s` for as long as the server takes. CallFailed."""
+        """The answer, or None for an empty one.
+
+        Without `timeout_s` it waits as long as the server takes. Raises CallFailed."""
         return self._call("POST", path, json.dumps(body or {}).encode(), timeout_s)
 
     def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> Any:
@@ -37,9 +39,9 @@ class SglangClient:
         finally:
             connection.close()
         if response.status != http.HTTPStatus.OK:
-            told = text[:500].decode(errors="replace")
-            raise CallFailed(f"SGLang answered {method} {path} with status {response.status}: {told}")
+            message = text[:500].decode(errors="replace")
+            raise CallFailed(f"SGLang answered {method} {path} with status {response.status}: {message}")
         try:
             return json.loads(text) if text else None
         except ValueError as error:
-            raise CallFailed(f"SGLang answered {method} {path} with no JSON: {text[:100]!r}") from error
+            raise CallFailed(f"SGLang answered {method} {path} with invalid JSON: {text[:100]!r}") from error

@@ -1,13 +1,19 @@
 """The `Engine` protocol over a real SGLang server.
 
-Each request is one call to the server, held open by a thread until the response is whole or aborted; `poll` collects
-what has come. A pause reaches the server's scheduler before `pause` returns, and finds there all that was sent; what is
-submitted in a pause stays here until the resume. A server aborts what runs with its next step only: so that none comes
-in a pause, an abort has it retract all before, and what stays inside begins with a prefill.
-Invariants: a request is in `_inside` from its submission until it is handed out; an update happens in a pause, and what
-the server tells of its tensors afterwards is what was sent (on a CPU; on CUDA its checksums are of another kind); after
-a failure every call raises EngineFailed.
-Asleep there is no server at all: that frees its memory on every device, and waking takes a start.
+Each request is one call to the server. A thread holds the call open until the response is complete or aborted, and
+`poll` collects the responses.
+
+- Pause: the server's scheduler has the pause, and all requests sent before it, when `pause` returns. A request
+  submitted during a pause stays here until the resume.
+- Abort: a server aborts a running request only with its next step. To avoid a step during a pause, an abort first makes
+  the server retract all requests. The remaining ones then begin with a prefill.
+- Sleep: there is no server at all. That frees its memory on every device; waking up takes a start.
+
+Invariants, which `tests/contract/engine_suite.py` and `tests/contract/test_sglang_engine.py` check:
+- A request is in `_inside` from its submission until it comes out.
+- An update happens in a pause. Afterwards, on a CPU, the server's checksums equal those of the tensors sent. On CUDA
+  its checksums are of another kind.
+- After a failure every call raises EngineFailed.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from services.rollout.engine import (
 )
 from services.rollout.requests import check_request
 from services.rollout.sglang.client import CallFailed
-from services.rollout.sglang.estimates import Spent, estimated_lengths
+from services.rollout.sglang.estimates import SentRequest, estimated_lengths
 from services.rollout.sglang.names import held_name
 from services.rollout.sglang.replies import ReplyUnreadable, checksums_of, generate_body, generation_of, load_of
 from services.rollout.sglang.server import TOKENS_A_MESSAGE, ServerSettings, SglangServer
@@ -45,20 +51,20 @@ from services.rollout.sglang.weights import WeightSet, weight_set
 from tidegate.megatron.family import model_parameters
 
 _CONTROL_TIMEOUT_S = 60.0
-"""For a control call's answer: each waits for at most the step that runs."""
+"""The limit for a control call's answer. Each call waits at most for the present step."""
 _ABORT_AGAIN_S = 0.2
-"""The server forgets an abort that overtakes its request: it is told again until the request is out."""
+"""The server forgets an abort that overtakes its request, so the abort is repeated until the request is out."""
 _LOOK_AGAIN_S = 0.005
-"""Between looks at whether the server took in what was sent, which takes it a step."""
+"""The pause between checks whether the server has the requests sent, which takes it a step."""
 _MOST_OPEN_CALLS = 1024
-"""Threads that hold a call open; more requests wait here for a thread."""
+"""The most threads that hold a call open. Further requests wait here for a thread."""
 
 Reply = concurrent.futures.Future[Mapping[str, Any]]
 
 
 @dataclass(slots=True)
 class _Inside:
-    """A request; `reply` is None until it is sent. SGLang takes a prefix for an id, so `rid` has a fixed width."""
+    """A request inside. `reply` is None until it is sent. SGLang matches ids by prefix, so `rid` has a fixed width."""
 
     request: GenerationRequest
     rid: str
@@ -67,7 +73,7 @@ class _Inside:
 
 
 class SglangEngine:
-    """Starts awake, without weights; the start takes some 20 s on a CPU. EngineFailed when it fails."""
+    """Starts awake, without weights. A start takes some 20 s on a CPU. Raises EngineFailed when it fails."""
 
     def __init__(self, settings: ServerSettings, *, on_death: Callable[[str], None] | None = None) -> None:
         self._settings = settings
@@ -93,7 +99,7 @@ class SglangEngine:
 
     @property
     def server(self) -> SglangServer:
-        """EngineNotReady while asleep."""
+        """The server. Raises EngineNotReady while asleep."""
         return self._awake()
 
     def close(self) -> None:
@@ -125,7 +131,7 @@ class SglangEngine:
         try:
             done = self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
             while True:
-                # One that an abort took is done too, and its id may be inside again.
+                # Skip a request that an abort took out: it is done too, and its id may be inside again.
                 if self._inside.get(done.request.id) is done:
                     finished.append(self._take_finished(done))
                 done = self._done.get_nowait()
@@ -134,14 +140,14 @@ class SglangEngine:
 
     def abort(self, ids: Iterable[RequestId] | None = None) -> tuple[Generation, ...]:
         self._check_alive()
-        wanted = set(self._inside if ids is None else ids)
-        if unknown := sorted(wanted - self._inside.keys()):
+        selected = set(self._inside if ids is None else ids)
+        if unknown := sorted(selected - self._inside.keys()):
             raise UnknownRequest(
                 f"no request {', '.join(unknown)} among the {len(self._inside)} inside the engine; it has come out "
                 "already or was never submitted"
             )
-        taken = [inside for id_, inside in self._inside.items() if id_ in wanted]
-        if open_ := [inside for inside in self._sent() if inside.request.id in wanted]:
+        taken = [inside for id_, inside in self._inside.items() if id_ in selected]
+        if open_ := [inside for inside in self._sent() if inside.request.id in selected]:
             self._abort_sent(open_)
         return tuple(self._take(inside) for inside in taken)
 
@@ -150,22 +156,22 @@ class SglangEngine:
         if self._server is None:
             return EngineLoad(num_running=0, num_waiting=0, num_used_tokens=0, num_capacity_tokens=0)
         with self._answers():
-            told = load_of(self._get("/v1/loads?include=core"))
-        # The server tells its load every few steps and never in a pause; a retraction frees all that runs.
+            reported = load_of(self._get("/v1/loads?include=core"))
+        # The server reports its load every few steps and never in a pause. After a retraction nothing runs.
         retracted = self._paused is PauseMode.RETRACT
-        num_running = 0 if retracted else min(told.num_running, len(self._sent()))
+        num_running = 0 if retracted else min(reported.num_running, len(self._sent()))
         return EngineLoad(
             num_running=num_running,
             num_waiting=len(self._inside) - num_running,
-            num_used_tokens=0 if retracted else told.num_used_tokens,
-            num_capacity_tokens=told.num_capacity_tokens,
+            num_used_tokens=0 if retracted else reported.num_used_tokens,
+            num_capacity_tokens=reported.num_capacity_tokens,
         )
 
     def lengths(self) -> Mapping[RequestId, int]:
         load = self.load()
         now_s = time.monotonic()
         inside = [
-            Spent(
+            SentRequest(
                 each.request.id,
                 len(each.request.prompt_tokens),
                 len(each.request.partial.tokens),
@@ -182,7 +188,7 @@ class SglangEngine:
         if self._paused is None:
             self._until_taken_in()
         if self._paused is not PauseMode.RETRACT:
-            # What is retracted stays so until the resume.
+            # Skip a second pause after a retraction: the requests stay retracted until the resume.
             self._pause_server(mode)
         return aborted
 
@@ -226,7 +232,7 @@ class SglangEngine:
 
     def checksums(self) -> Mapping[str, str]:
         self._check_alive()
-        return {} if self._version is None else self._told_checksums()
+        return {} if self._version is None else self._server_checksums()
 
     def _send(self, inside: _Inside) -> None:
         body = generate_body(inside.request, rid=inside.rid)
@@ -241,7 +247,7 @@ class SglangEngine:
         return generation
 
     def _take(self, inside: _Inside) -> Generation:
-        """Out of the engine, as it stands."""
+        """Take a request out, finished or not."""
         request = inside.request
         del self._inside[request.id]
         if inside.reply is None:
@@ -250,23 +256,25 @@ class SglangEngine:
             return generation_of(request, inside.reply.result())
 
     def _sent(self) -> list[_Inside]:
-        """Whose reply is not here yet."""
+        """The requests that were sent and have no reply yet."""
         return [inside for inside in self._inside.values() if inside.reply is not None and not inside.reply.done()]
 
     def _until_taken_in(self) -> None:
-        """Until the server's scheduler has what was sent: in a pause none comes to it, and no abort would find it."""
+        """Wait until the server's scheduler has all sent requests.
+
+        In a pause it takes none, and no abort would find them."""
         deadline_s = time.monotonic() + _CONTROL_TIMEOUT_S
         while sent := self._sent():
             with self._answers():
-                told = load_of(self._get("/v1/loads?include=core"))
-            if told.num_running + told.num_waiting >= len(sent):
+                reported = load_of(self._get("/v1/loads?include=core"))
+            if reported.num_running + reported.num_waiting >= len(sent):
                 return
             if time.monotonic() > deadline_s:
-                raise self._fail(f"SGLang did not take in {len(sent)} requests within {_CONTROL_TIMEOUT_S:g} s")
+                raise self._fail(f"SGLang did not accept {len(sent)} requests within {_CONTROL_TIMEOUT_S:g} s")
             concurrent.futures.wait([inside.reply for inside in sent if inside.reply], timeout=_LOOK_AGAIN_S)
 
     def _abort_sent(self, open_: list[_Inside]) -> None:
-        """Until their replies are there."""
+        """Abort requests, and wait for their replies."""
         if self._paused is PauseMode.IN_PLACE:
             self._pause_server(PauseMode.RETRACT)
         waiting = {inside.reply: inside for inside in open_ if inside.reply is not None}
@@ -282,10 +290,10 @@ class SglangEngine:
             raise self._fail(f"SGLang did not abort {len(waiting)} requests within {_CONTROL_TIMEOUT_S:g} s")
 
     def _pause_server(self, mode: PauseMode) -> None:
-        """With nothing inside, a pause that aborts is one in place."""
+        """Pause the server. An aborting pause is one in place here, because nothing is inside any more."""
         mode = PauseMode.RETRACT if mode is PauseMode.RETRACT else PauseMode.IN_PLACE
         self._post("/pause_generation", {"mode": mode.value})
-        # The scheduler takes its messages in order, and the pause itself is not answered: this one is.
+        # A pause has no answer. The scheduler handles messages in order, so an answer to this one shows that it paused.
         self._get("/server_info")
         self._paused = mode
 
@@ -294,7 +302,7 @@ class SglangEngine:
         self._paused = None
 
     def _load(self, weights: WeightSet) -> None:
-        """EngineFailed when anything fails: the server may hold some of the new tensors then."""
+        """Raises EngineFailed on any failure, because the server may then hold some of the new tensors."""
         self._post("/begin_weight_update")
         for bucket in weights.buckets():
             self._post(
@@ -306,14 +314,14 @@ class SglangEngine:
             self._compare(weights)
 
     def _compare(self, weights: WeightSet) -> None:
-        told = self._told_checksums()
-        if wrong := [name for name, want in weights.checksums().items() if told[name] != want]:
+        held = self._server_checksums()
+        if wrong := [name for name, want in weights.checksums().items() if held[name] != want]:
             raise self._fail(
-                f"weights version {weights.version}: SGLang holds {len(wrong)} of {len(told)} tensors with other bits "
+                f"weights version {weights.version}: SGLang holds {len(wrong)} of {len(held)} tensors with other bits "
                 f"than were sent, {wrong[0]} first"
             )
 
-    def _told_checksums(self) -> dict[str, str]:
+    def _server_checksums(self) -> dict[str, str]:
         model = self._settings.model
         parameters = model_parameters(model, padded_vocab=model.vocab_size)
         names = {parameter.name: held_name(parameter, model) for parameter in parameters}
@@ -330,7 +338,7 @@ class SglangEngine:
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """A call that breaks off, or whose answer cannot be read, fails the engine."""
+        """Fail the engine where a call in this context fails, or has an unreadable answer."""
         try:
             yield
         except (CallFailed, ReplyUnreadable) as error:
@@ -348,12 +356,12 @@ class SglangEngine:
         if self._failed is not None:
             raise EngineFailed(self._failed)
 
-    def _fail(self, why: str) -> EngineFailed:
-        """From now on every call says so. A server that died says more than a call that broke off."""
+    def _fail(self, reason: str) -> EngineFailed:
+        """Fail the engine for good. A dead server's own reason replaces that of an interrupted call."""
         if self._server is not None:
-            why = self._server.failure_soon() or why
-        self._failed = why
-        return EngineFailed(why)
+            reason = self._server.failure_soon() or reason
+        self._failed = reason
+        return EngineFailed(reason)
 
     def _stop(self) -> None:
         if self._server is not None:

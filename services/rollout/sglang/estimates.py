@@ -1,8 +1,15 @@
-"""How far requests inside a server are that tells of finished responses only. Pure.
+"""Estimates the lengths of requests inside a server that reports only finished responses. Pure.
 
-All that run get a token a step, so those that run longer have more: the tokens in the KV cache that are no prompts are
-shared out by the time since each was sent. What waits has what it came with. Those sent first run first.
-Prompts that share their cache make the sum too small, which is then taken as nothing rather than below it.
+All running requests get one token per step, so older requests have more tokens:
+
+    length = partial + made * age / sum of ages
+
+- made: the tokens in the KV cache, minus the prompts and partials of the running requests, and at least 0. It may come
+  out below 0 where prompts share their cache.
+- age: the time since the request was sent; the sum is over the running requests.
+- partial: the tokens that the request came with. A waiting request has only these.
+
+The requests that were sent first are taken as the running ones.
 """
 
 from __future__ import annotations
@@ -14,8 +21,8 @@ from services.rollout.engine import RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """A request inside, `age_s` after it was sent."""
+class SentRequest:
+    """A request inside the server, `age_s` after it was sent."""
 
     id: RequestId
     num_prompt_tokens: int
@@ -24,8 +31,10 @@ class Spent:
     age_s: float
 
 
-def estimated_lengths(inside: Sequence[Spent], *, num_running: int, num_used_tokens: int) -> dict[RequestId, int]:
-    """Each below `max_new_tokens`: it would have come out."""
+def estimated_lengths(inside: Sequence[SentRequest], *, num_running: int, num_used_tokens: int) -> dict[RequestId, int]:
+    """The estimated lengths by request.
+
+    Each is below `max_new_tokens`, for the request would have come out otherwise."""
     running = sorted(inside, key=lambda each: -each.age_s)[:num_running]
     num_known = sum(each.num_prompt_tokens + each.num_partial_tokens for each in running)
     num_made = max(0, num_used_tokens - num_known)

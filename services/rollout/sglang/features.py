@@ -1,4 +1,4 @@
-"""What an SGLang can do, by the version that it tells; one that this adapter cannot drive is refused. Pure."""
+"""An SGLang's features, from the version that it reports. A version that this adapter cannot drive is refused. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tidegate.huggingface.served import check_version
 
 @dataclass(frozen=True, slots=True)
 class SglangFeatures:
-    """`repeats_draws`: it runs in its deterministic mode, where a request's seed counts."""
+    """`repeats_draws`: whether it runs in its deterministic mode, in which a request's seed decides its draws."""
 
     version: str
     repeats_draws: bool
 
 
 def features_of(server_info: Mapping[str, Any]) -> SglangFeatures:
-    """From the answer of /server_info. EngineFailed when the version is unknown or too old."""
-    told = str(server_info.get("version"))
+    """The features, from the answer of /server_info. Raises EngineFailed when the version is unknown or too old."""
+    version = str(server_info.get("version"))
     try:
-        check_version(told)
+        check_version(version)
     except ValueError as error:
         raise EngineFailed(str(error)) from error
-    return SglangFeatures(told, repeats_draws=bool(server_info.get("enable_deterministic_inference")))
+    return SglangFeatures(version, repeats_draws=bool(server_info.get("enable_deterministic_inference")))

@@ -1,11 +1,16 @@
-"""Keeps one SGLang server and leaves nothing of it behind: `python -I -S keeper.py OWNER_PID TIED COMMAND ARG...`.
+"""Runs one SGLang server and leaves nothing of it behind: `python -I -S keeper.py OWNER_PID LAUNCHER COMMAND ARG...`.
 
-TIED is the path of `tidegate.runtime.dies_with_parent`, through which the command runs. Whatever comes first, the
-owner's end, the server's, or SIGTERM, ends all processes of the server and removes what they have in shared memory;
-then the keeper ends
-as the server did. A program of its own, since the owner may be killed, and since a child of the server that is still
-starting would outlive both: SGLang ties it to its parent only later.
+LAUNCHER is the path of `tidegate.runtime.dies_with_parent`, through which the command runs. The keeper does the
+following:
+1. It waits for the owner's end, the server's end, or SIGTERM.
+2. It kills all processes of the server and removes their shared memory.
+3. It ends with the server's status.
+
+The keeper is a program of its own for two reasons. The owner may be killed. And a child of the server that is still
+starting would outlive both, because SGLang ties it to its parent only later.
+
 Invariant: the server is a process group of its own, which its children do not leave, and dies with the keeper.
+[test_sglang_keeper: no_process_and_no_shared_memory_remains]
 """
 
 from __future__ import annotations
@@ -19,19 +24,19 @@ from contextlib import suppress
 from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm/sglang_"
-_GONE_TIMEOUT_MS = 5000
-"""For killed processes to be gone, and their memory with them."""
+_DEATH_TIMEOUT_MS = 5000
+"""The wait for a killed process to end, with its memory."""
 
 
-def main(owner_pid: int, tied: str, command: list[str]) -> int:
-    """The server's exit status, as subprocess tells it."""
+def main(owner_pid: int, launcher: str, command: list[str]) -> int:
+    """The server's exit status, as subprocess returns it."""
     owner = os.pidfd_open(owner_pid)
     if os.getppid() != owner_pid:
         return 1
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    server = subprocess.Popen([sys.executable, "-I", "-S", tied, str(os.getpid()), *command], process_group=0)
+    server = subprocess.Popen([sys.executable, "-I", "-S", launcher, str(os.getpid()), *command], process_group=0)
     ends = select.poll()
     for end in (owner, woken, os.pidfd_open(server.pid)):
         ends.register(end, select.POLLIN)
@@ -41,21 +46,21 @@ def main(owner_pid: int, tied: str, command: list[str]) -> int:
 
 
 def end_group(group: int) -> None:
-    """Returns when its processes are gone."""
+    """Kill the group's processes and remove their shared memory. Returns when they ended."""
     members = _members(group)
-    left = [path for pid in members for path in shared_memory(pid)]
-    gone = []
+    files = [path for pid in members for path in shared_memory(pid)]
+    pidfds = []
     for pid in members:
         with suppress(ProcessLookupError):
-            gone.append(os.pidfd_open(pid))
+            pidfds.append(os.pidfd_open(pid))
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    for pidfd in gone:
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        ended.poll(_GONE_TIMEOUT_MS)
+    for pidfd in pidfds:
+        end = select.poll()
+        end.register(pidfd, select.POLLIN)
+        end.poll(_DEATH_TIMEOUT_MS)
         os.close(pidfd)
-    for path in left:
+    for path in files:
         path.unlink(missing_ok=True)
 
 
@@ -69,7 +74,7 @@ def _members(group: int) -> list[int]:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """What the process has open there: only an orderly end of SGLang would remove it."""
+    """SGLang's shared memory files that the process has open. Only an orderly end of SGLang would remove them."""
     with suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text()
         return {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if _SHARED_MEMORY in line}

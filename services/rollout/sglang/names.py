@@ -1,8 +1,13 @@
-"""The model as SGLang is told of it: a Hugging Face config and tensors, and the names of what it holds. Pure.
+"""The model in SGLang's terms: a Hugging Face config, its tensors, and the names of the tensors that SGLang holds.
 
-SGLang takes the tensors of a Hugging Face checkpoint and fuses them: queries, keys and values, gate and up, with zeros
-where it pads: vocabulary rows, on a CPU the MLP's width too. Invariants: a Megatron tensor becomes one tensor that
-SGLang holds; padding rows past the vocabulary are not sent.
+Pure.
+
+SGLang takes the tensors of a Hugging Face checkpoint and fuses some: queries, keys and values; gate and up. It pads
+vocabulary rows with zeros, and on a CPU also the MLP's width.
+
+Invariants:
+- A Megatron tensor becomes one tensor that SGLang holds. [test_sglang_values: held_name_of_its_own]
+- Padding rows past the vocabulary are not sent. [test_sglang_values: padding_rows_are_not_sent]
 """
 
 from __future__ import annotations
@@ -19,29 +24,29 @@ from tidegate.huggingface.served import check_served
 from tidegate.model_config import ModelConfig
 
 SPARE_POSITIONS = 8
-"""SGLang keeps a few positions of its context for itself: with none to spare the longest request would end early."""
+"""SGLang reserves a few positions of its context. Without spare ones, the longest request would end early."""
 VOCABULARY_MULTIPLE = 64
-"""To which SGLang pads its vocabulary tables at tensor parallel size 1."""
+"""SGLang pads its vocabulary tables to a multiple of this, at tensor parallel size 1."""
 MLP_MULTIPLE = 32
-"""To which SGLang on a CPU pads the width of the MLP."""
+"""SGLang on a CPU pads the width of the MLP to a multiple of this."""
 
 _FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-"""The first tensor of what SGLang fuses -> what it calls it."""
+"""The first of the tensors that SGLang fuses -> the fused tensor's name."""
 
 
 def served_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """What `config.json` says of the model. ValueError for one that SGLang is not given."""
+    """The model's `config.json`. Raises ValueError for a model that SGLang cannot serve."""
     check_served(model)
     return config_of(model, dtype=dtype) | {
         "max_position_embeddings": model.max_seq_len + SPARE_POSITIONS,
-        # The architecture's default would end responses at some token; the stop token comes with each request.
+        # Without these, the architecture's default token would end responses. Each request has its own stop token.
         "bos_token_id": None,
         "eos_token_id": None,
     }
 
 
 def held_name(parameter: Parameter, model: ModelConfig) -> str:
-    """Under which SGLang holds it."""
+    """The name under which SGLang holds the parameter."""
     name = tensors_of(parameter, model)[0].name
     for first, fused in _FUSED.items():
         name = name.replace(f".{first}.", f".{fused}.")
@@ -49,7 +54,7 @@ def held_name(parameter: Parameter, model: ModelConfig) -> str:
 
 
 def pieces_of(parameter: Parameter, model: ModelConfig, tensor: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
-    """A whole tensor as those of a Hugging Face checkpoint."""
+    """The tensors of a Hugging Face checkpoint that make up a whole Megatron tensor."""
     return tuple(
         (piece.name, torch.cat([tensor[rows.first : rows.first + rows.size] for rows in piece.rows]))
         for piece in tensors_of(parameter, model)
@@ -57,7 +62,7 @@ def pieces_of(parameter: Parameter, model: ModelConfig, tensor: torch.Tensor) ->
 
 
 def as_held(name: str, pieces: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What SGLang on a CPU makes of a Megatron tensor's pieces: fused and padded."""
+    """The tensor that SGLang on a CPU makes of a Megatron tensor's pieces: fused and padded."""
     if name in (EMBEDDING, OUTPUT):
         return _padded_rows(pieces[0], VOCABULARY_MULTIPLE)
     if name.endswith("linear_fc1.weight"):

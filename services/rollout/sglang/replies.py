@@ -1,8 +1,8 @@
-"""A request in SGLang's words, and its replies in ours. Pure.
+"""Translates requests into SGLang's form, and its replies into ours. Pure.
 
-What was generated before comes first in the prompt that SGLang sees and in the response that we give; its tokens keep
-their log-probability and version. SGLang's draws depend on the seed and on the token's position, so that they would go
-on alike.
+The tokens of a partial come last in the prompt that SGLang gets, and first in the response that we return. They keep
+their log-probabilities and versions. SGLang's draws depend on the seed and the token's position, so a continued
+response draws as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from services.rollout.engine import FinishReason, Generation, GenerationRequest, Response, VersionSpan
 
 _SEED_MASK = 2**63 - 1
-"""SGLang takes signed 64 bits."""
+"""SGLang takes a signed 64-bit seed."""
 
 
 class ReplyUnreadable(ValueError):
-    """The reply is not what SGLang gives when it is asked that."""
+    """The reply lacks what SGLang returns for this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def generate_body(request: GenerationRequest, *, rid: str) -> dict[str, Any]:
 
 
 def generation_of(request: GenerationRequest, reply: Mapping[str, Any]) -> Generation:
-    """ReplyUnreadable names what is missing or does not add up."""
+    """The generation. Raises ReplyUnreadable, which names the missing or inconsistent field."""
     try:
         meta = reply["meta_info"]
         tokens = tuple(int(token) for token in reply["output_ids"])
@@ -78,7 +78,7 @@ def load_of(reply: Mapping[str, Any]) -> ServerLoad:
 
 
 def checksums_of(reply: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
-    """Of each tensor, by the name that it has here; `names` says under which SGLang holds it."""
+    """The checksum of each tensor, by our name. `names` maps our names to those in SGLang."""
     try:
         (rank,) = reply["ranks"]
         return {name: str(rank["checksums"][held]) for name, held in names.items()}
@@ -87,13 +87,13 @@ def checksums_of(reply: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
 
 
 def joined(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version as one span."""
-    found: list[VersionSpan] = []
+    """The spans, with neighbours of one version joined into one."""
+    result: list[VersionSpan] = []
     for span in spans:
-        if found and found[-1].version == span.version:
-            span = VersionSpan(span.version, found.pop().start, span.end)
-        found.append(span)
-    return tuple(found)
+        if result and result[-1].version == span.version:
+            span = VersionSpan(span.version, result.pop().start, span.end)
+        result.append(span)
+    return tuple(result)
 
 
 def _shifted(spans: Iterable[Mapping[str, Any]], *, by: int) -> tuple[VersionSpan, ...]:

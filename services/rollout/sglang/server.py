@@ -1,10 +1,17 @@
-"""One SGLang server: what it is told, its start, the watch over its process, its end.
+"""One SGLang server: its options, its start, the watch over its process, its end.
 
 It runs in an environment of its own, by the interpreter that the config names, and shares no package with this process.
-Order of a start: the model's config and the server's own (mode 0600, with its token) in the folder, the process, its
-health. The weights come later: it starts with arbitrary ones.
-Invariants: it listens on 127.0.0.1 alone and answers nobody without the token; it dies with the process that started
-it; its death while nobody stops it is told once, at once; however it ends, what is left lies in its two folders.
+A start takes these steps:
+1. The model's config and the server's own config (mode 0600, with its token) are written into the folder.
+2. The process starts, with arbitrary weights; the real ones come later.
+3. The server answers a health check.
+
+Invariants:
+- It listens only on 127.0.0.1. [test_sglang_server: listens_on_loopback_only]
+- It answers nobody without the token. [test_sglang_engine: answers_nobody_without_its_token]
+- It dies with the process that started it. [test_sglang_keeper: no_process_and_no_shared_memory_remains]
+- If it dies without being stopped, `on_death` is called once, at once. [test_sglang_server: kill_9_in_mid_generation]
+- After any end, its only remains are in its two folders. [test_sglang_keeper: no_process_and_no_shared_memory_remains]
 """
 
 from __future__ import annotations
@@ -37,23 +44,29 @@ from tidegate.runtime import dies_with_parent
 _LOOPBACK = "127.0.0.1"
 _CPU_LAUNCHER = Path(__file__).parent / "cpu" / "launch.py"
 TOKENS_A_MESSAGE = 8
-"""That its scheduler lets come together before it tells of a running request; its own choice is 50. Whoever is aborted
-retracted ends with the last message: what came after is made again. A message is some 90 us of one process's time (64
-requests of 2 layers on 2 cores: 4,603 tokens/s with 50, 3,285 with 1), so that one a token would slow large batches."""
+"""The tokens of a running request that the server's scheduler collects for one message. SGLang's default is 50.
+
+A request that is aborted while retracted ends with the last message: later tokens are lost and must be made again. A
+message takes some 90 us of one process's time, so one message per token would slow large batches. Measured with 64
+requests, 2 layers and 2 cores: 4,603 tokens/s with 50, and 3,285 with 1."""
 _LOOK_AGAIN_S = 0.1
-"""Between questions to a server that is not up yet; its death ends the wait at once."""
+"""The pause between health checks of a starting server. Its death ends the wait at once."""
 _ANSWER_TIMEOUT_S = 10.0
 _HANG_UP_TO_DEATH_S = 1.0
 _LOG_TAIL_BYTES = 2000
-_OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"})
-"""What would bring this process's environment into SGLang's."""
+_PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"})
+"""The variables that would bring this process's Python environment into SGLang's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`python` is an interpreter with SGLang; `folder` keeps the server's config and log, `scratch` its sockets, for as
-    long as it runs: a short path, since the kernel takes 107 bytes for a socket's. Of `gpu_index` is its device, where
-    that is CUDA's."""
+    """The settings of a server.
+
+    - python: an interpreter of an environment with SGLang.
+    - folder: the server's config and log.
+    - scratch: its sockets while it runs. A short path: the kernel allows 107 bytes for a socket's path.
+    - gpu_index: the index of its GPU, on CUDA.
+    """
 
     python: Path
     folder: Path
@@ -67,14 +80,15 @@ class ServerSettings:
 
 
 class SglangServer:
-    """A server that is up, from its making to `stop`. `on_death` is called from another thread."""
+    """A server that runs from its construction to `stop`. It calls `on_death` from another thread."""
 
     def __init__(self, settings: ServerSettings, *, on_death: Callable[[str], None] | None = None) -> None:
-        """EngineFailed, with the end of its log, when it does not come up; ValueError for a model it cannot hold."""
+        """Raises EngineFailed with the end of its log when it does not start, ValueError for a model it cannot
+        serve."""
         self._settings = settings
         self._on_death = on_death
         self._stopping = False
-        # In hex: SGLang would read a token that begins with a dash as an option.
+        # Use hex: SGLang would read a token that begins with a dash as an option.
         self.client = SglangClient(_free_port(), secrets.token_hex(24))
         self._process = self._launch()
         try:
@@ -82,7 +96,7 @@ class SglangServer:
         except BaseException:
             self.stop()
             raise
-        self._watch = threading.Thread(target=self._tell_death, name="watch-sglang", daemon=True)
+        self._watch = threading.Thread(target=self._report_death, name="watch-sglang", daemon=True)
         self._watch.start()
 
     @property
@@ -91,22 +105,22 @@ class SglangServer:
 
     @property
     def memory_bytes(self) -> int:
-        """Resident, of all its processes; what they share is counted for each."""
+        """The resident memory of all its processes. Memory that they share is counted for each."""
         return sum(_resident_bytes(process) for process in self.processes())
 
     def failure(self) -> str | None:
-        """How it died; None while it runs."""
+        """The description of its death. None while it runs."""
         status = self._process.poll()
-        return None if status is None else self._told(status)
+        return None if status is None else self._description(status)
 
     def failure_soon(self) -> str | None:
-        """As `failure`, after a call broke off: a dying process hangs up first."""
+        """As `failure`, for use after a call failed: a dying process closes its connections before it ends."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_HANG_UP_TO_DEATH_S)
         return self.failure()
 
     def stop(self) -> None:
-        """Kill all its processes: an orderly end takes it 5 s or more, and nothing of it is kept. Idempotent."""
+        """Kill all its processes, because an orderly end takes 5 s or more and saves nothing. Idempotent."""
         self._stopping = True
         self._process.terminate()
         self._process.wait()
@@ -116,7 +130,7 @@ class SglangServer:
         settings = self._settings
         model = settings.folder / "model"
         model.mkdir(parents=True, exist_ok=True)
-        # What a server that was killed left there would stand in the way of this one.
+        # Remove the files of a killed server, which would keep this one from starting.
         shutil.rmtree(settings.scratch, ignore_errors=True)
         settings.scratch.mkdir(parents=True, mode=0o700)
         (model / "config.json").write_text(json.dumps(served_config(settings.model, dtype=settings.dtype)))
@@ -125,7 +139,7 @@ class SglangServer:
         config.write_text(yaml.safe_dump(server_options(settings, model, self.client)))
         launcher = [str(_CPU_LAUNCHER)] if settings.device == "cpu" else ["-m", "sglang.launch_server"]
         command = [str(settings.python), *launcher, "--config", str(config)]
-        environment = {name: value for name, value in os.environ.items() if name not in _OURS}
+        environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
         environment |= server_environment(settings, self.client)
         self.log_path.touch(mode=0o600)
         with self.log_path.open("ab") as log:
@@ -143,7 +157,7 @@ class SglangServer:
         deadline_s = time.monotonic() + self._settings.start_timeout_s
         while time.monotonic() < deadline_s:
             with suppress(subprocess.TimeoutExpired):
-                raise EngineFailed(self._told(self._process.wait(_LOOK_AGAIN_S)))
+                raise EngineFailed(self._description(self._process.wait(_LOOK_AGAIN_S)))
             with suppress(CallFailed):
                 self.client.get("/health", timeout_s=_ANSWER_TIMEOUT_S)
                 features = features_of(self.client.get("/server_info", timeout_s=_ANSWER_TIMEOUT_S))
@@ -155,27 +169,28 @@ class SglangServer:
         )
 
     def _unlink_shared_memory(self) -> None:
-        """Whoever is asked for the load opens the file that holds it; after that its name serves nobody, and would stay
-        where all processes die before the keeper looks."""
+        """Remove the name of the shared file with the server's load, once the server has it open.
+
+        Nothing needs the name after that. If all processes died before the keeper looks, it would remain."""
         self.client.get("/v1/loads?include=core", timeout_s=_ANSWER_TIMEOUT_S)
         for process in self.processes():
             for path in keeper.shared_memory(process.pid):
                 path.unlink(missing_ok=True)
 
-    def _tell_death(self) -> None:
+    def _report_death(self) -> None:
         status = self._process.wait()
         if not self._stopping and self._on_death is not None:
-            self._on_death(self._told(status))
+            self._on_death(self._description(status))
 
     def processes(self) -> list[psutil.Process]:
-        """The keeper first, then the server, then its own."""
+        """The keeper first, then the server, then the server's children."""
         try:
             keeper_process = psutil.Process(self._process.pid)
             return [keeper_process, *keeper_process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
-    def _told(self, status: int) -> str:
+    def _description(self, status: int) -> str:
         how = f"signal {-status}" if status < 0 else f"status {status}"
         return f"SGLang's server ended with {how}; its log is {self.log_path}\n{self._log_tail()}"
 
@@ -186,7 +201,7 @@ class SglangServer:
 
 
 def server_options(settings: ServerSettings, model: Path, client: SglangClient) -> dict[str, object]:
-    """What the server is told, by the names of its own options."""
+    """The server's options, by SGLang's names."""
     options: dict[str, object] = {
         "model-path": str(model),
         "load-format": "dummy",
@@ -198,9 +213,9 @@ def server_options(settings: ServerSettings, model: Path, client: SglangClient) 
         "device": settings.device,
         "dtype": settings.dtype,
         "max-running-requests": settings.max_running_requests,
-        # A prefix kept from before an update would be read by what comes after it.
+        # Avoid stale prefixes: a request after an update would read a prefix from before it.
         "disable-radix-cache": True,
-        # Steps between its looks at its own load, which go to shared memory: every step.
+        # Publish its load to shared memory at every step.
         "load-snapshot-publish-interval": 1,
         # Without it an idle server keeps a core busy.
         "sleep-on-idle": True,
@@ -212,30 +227,30 @@ def server_options(settings: ServerSettings, model: Path, client: SglangClient) 
             "attention-backend": "torch_native",
             "disable-overlap-schedule": True,
             "max-total-tokens": room,
-            # Of the host's memory, which is not the server's alone; the line above is what counts.
+            # A share of the host's memory, which the server shares with others. The line above is the real limit.
             "mem-fraction-static": 0.1,
         }
     else:
         options |= {
-            # Without it each server of a node takes the first.
+            # Without it, each server of a node takes the first GPU.
             "base-gpu-id": settings.gpu_index,
-            # Draws by seed; only attention on CUDA has it.
+            # Draws by seed. Only attention on CUDA supports it.
             "enable-deterministic-inference": True,
         }
     return options
 
 
 def server_environment(settings: ServerSettings, client: SglangClient) -> dict[str, str]:
-    """What only its environment tells it."""
+    """The options that SGLang takes only from its environment."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_FORCE_STREAM_INTERVAL": str(TOKENS_A_MESSAGE),
-        # The sockets between its processes.
+        # The folder of the sockets between its processes.
         "TMPDIR": str(settings.scratch),
-        # Its ranks meet at a file: torch's own store would listen on every interface.
+        # Its ranks meet at a file, because torch's own store would listen on every interface.
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{settings.scratch.absolute()}/ranks",
         "GLOO_SOCKET_IFNAME": "lo",
-        # Names apart what engines of one machine keep in shared memory, where the meeting has no port to do it by.
+        # The port makes the names of shared memory differ between engines of one machine: a file has no port to do so.
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(client.port),
     }

@@ -1,8 +1,8 @@
-"""A full set of weights as SGLang takes it: cast, in buckets, with the checksums that it must tell afterwards.
+"""A full set of weights in SGLang's form: cast, in buckets, with the checksums that SGLang must report afterwards.
 
-The set is complete before the first bucket leaves, so that a refusal changes nothing. A bucket is what SGLang's own
-sender makes: a pickle of names and tensors in base64. It is written here and read there (by SGLang's restricted
-unpickler); nothing of that kind is ever read here.
+The set is complete before the first bucket is sent, so a refusal changes nothing. A bucket has the form of SGLang's own
+sender: a pickle of names and tensors in base64. This process only writes pickles and never reads one; SGLang reads them
+with its restricted unpickler.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 
 BUCKET_BYTES = 64 << 20
-"""Of tensors in one request, which base64 makes a third larger; a tensor that is larger goes alone."""
+"""The tensor bytes in one request, which base64 makes a third larger. A larger tensor is sent alone."""
 
 Piece = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """By Megatron name the pieces, with Hugging Face names, that SGLang makes its tensor of."""
+    """The pieces of each tensor that SGLang holds, with Hugging Face names, by Megatron name."""
 
     version: int
     named: Mapping[str, tuple[Piece, ...]]
@@ -42,7 +42,7 @@ class WeightSet:
         return itertools.chain.from_iterable(self.named.values())
 
     def checksums(self) -> dict[str, str]:
-        """By Megatron name, of what SGLang holds in a CPU's memory once it has all pieces."""
+        """The checksums, by Megatron name, of the tensors that SGLang holds in a CPU's memory after an update."""
         return {
             name: held_checksum(as_held(name, tuple(tensor for _, tensor in pieces)))
             for name, pieces in self.named.items()
@@ -54,9 +54,10 @@ class WeightSet:
 
 
 class _Pickler(pickle._Pickler):
-    """Names the function that reads a storage as torch does: Megatron puts one of its own there, which SGLang blocks.
+    """Writes torch's own name for the function that reads a storage.
 
-    In Python, since the pickler in C compares what a name stands for; its types leave out what a subclass needs.
+    Megatron replaces that function with one that SGLang blocks. This must be the pickler in Python: the one in C checks
+    that a name refers to the object. The type stubs lack the members that a subclass needs.
     """
 
     dispatch = pickle._Pickler.dispatch.copy()
@@ -79,7 +80,7 @@ def pickled(bucket: list[Piece]) -> bytes:
 def weight_set(
     config: ModelConfig, *, version: int, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> WeightSet:
-    """Take a full set of Megatron tensors. WeightsRefused as `full_set` says, or of a tensor that holds no numbers."""
+    """Take a full set of Megatron tensors. Raises WeightsRefused as `full_set`, and for tensors that are not floats."""
     parameters = {parameter.name: parameter for parameter in model_parameters(config, padded_vocab=config.vocab_size)}
 
     def prepare(name: str, tensor: torch.Tensor) -> tuple[Piece, ...]:
@@ -91,7 +92,7 @@ def weight_set(
 
 
 def held_checksum(tensor: torch.Tensor) -> str:
-    """As SGLang's /weights_checker tells it of a tensor in a CPU's memory: the first 64 bits of SHA-256, in hex."""
+    """The checksum that SGLang's /weights_checker reports of a tensor in CPU memory: 64 bits of SHA-256, in hex."""
     elements = tensor.contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(elements.numpy().data).hexdigest()[:16]
 

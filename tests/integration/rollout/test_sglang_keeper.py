@@ -1,4 +1,4 @@
-"""Whichever of an SGLang server's processes ends first, none is left, nor what they had in shared memory."""
+"""Whichever process of an SGLang server ends first, no process of it remains and no shared memory."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ print(subprocess.run([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()),
 """
 
 ENDS: dict[str, Callable[[list[psutil.Process]], None]] = {
-    "its owner is killed": lambda processes: processes[0].kill(),
-    "it is told to": lambda processes: processes[1].terminate(),
-    "the server is killed": lambda processes: processes[2].kill(),
+    "a kill of its owner": lambda processes: processes[0].kill(),
+    "SIGTERM": lambda processes: processes[1].terminate(),
+    "a kill of the server": lambda processes: processes[2].kill(),
 }
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_a_server_is_ended_with_all_that_is_its_when(how: str) -> None:
+def test_no_process_and_no_shared_memory_remains_after_an_end_by(how: str) -> None:
     shared = Path(f"/dev/shm/sglang_test_{os.getpid()}")
     command = [sys.executable, "-c", SERVER, str(shared)]
     owner = subprocess.Popen(
@@ -61,7 +61,7 @@ def test_a_server_is_ended_with_all_that_is_its_when(how: str) -> None:
     processes = [top, *top.children(recursive=True)]
     assert len(processes) == 4, "owner, keeper, server and its child"
     ENDS[how](processes)
-    told, _ = owner.communicate(timeout=30)
-    assert told == ("" if how == "its owner is killed" else "-9\n"), "it ends as the server did"
+    status, _ = owner.communicate(timeout=30)
+    assert status == ("" if how == "a kill of its owner" else "-9\n"), "the keeper ends with the server's status"
     assert not psutil.wait_procs(processes, timeout=10)[1]
     assert not shared.exists()

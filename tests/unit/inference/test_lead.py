@@ -213,7 +213,7 @@ async def test_a_group_of_the_iteration_drawn_from_another_version_is_dead_lette
         await of.generated([1])
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
         (letter,) = await of.bench.told("dead_lettered")
-        want = "prompt 0 of iteration 0 was drawn from version 7, its iteration is of version 0"
+        want = "prompt 0 of iteration 0 was drawn from version 7, but its iteration is of version 0"
         assert letter.dead_lettered.reason == want
         await of.bench.told("progress")
         assert [group.prompt for group in await of.on_stream()] == [1]

@@ -1,4 +1,4 @@
-"""What the rollout asks, and what it makes of the answers: alike for every lead, and of the data that it began with."""
+"""Prompts and rewards are the same for every lead, and come from the data that the job started with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = ("one", "two", "three", "four", "five")
 
 
 def data_config(tmp_path: Path) -> JobConfig:
-    """Five records that ask for the number after."""
+    """A config with five records, each of which asks for the next number."""
     rows = [
         {"prompt": one, "answer": following} for one, following in zip(NUMBERS, NUMBERS[1:] + NUMBERS[:1], strict=True)
     ]
@@ -41,7 +41,7 @@ async def judged(job: Job, exercises: Exercises, prompt: int, responses: list[st
     return await exercises.judge(prompt, names, [job.tokenizer.encode_response(text) for text in responses])
 
 
-async def test_every_lead_asks_and_judges_alike(tmp_path: Path) -> None:
+async def test_every_lead_gets_the_same_prompts_and_rewards(tmp_path: Path) -> None:
     job = load_job(data_config(tmp_path))
     first, second = await open_exercises(job), await open_exercises(job)
     try:
@@ -71,7 +71,9 @@ async def test_data_that_changed_since_the_start_is_refused(tmp_path: Path) -> N
     (await open_exercises(job)).close()
     with (tmp_path / "train.jsonl").open("a") as stream:
         stream.write('{"prompt": "one", "answer": "one"}\n')
-    with pytest.raises(ValueError, match=r"train\.jsonl has changed since the job was started: put back what it was"):
+    with pytest.raises(
+        ValueError, match=r"train\.jsonl has changed since the job started: restore the files as they were"
+    ):
         await open_exercises(job)
 
 
@@ -102,11 +104,11 @@ async def test_data_of_the_evaluation_that_changed_since_the_start_is_refused(tm
     exercises = await open_exercises(job)
     exercises.held_out()
     (tmp_path / "test.jsonl").write_text('{"prompt": "one", "answer": "three"}\n')
-    with pytest.raises(ValueError, match=r"evaluation\.data=.*test\.jsonl has changed since the job was started"):
+    with pytest.raises(ValueError, match=r"evaluation\.data=.*test\.jsonl has changed since the job started"):
         exercises.held_out()
 
 
-async def test_a_built_in_tasks_exercises_are_the_tasks(tmp_path: Path) -> None:
+async def test_the_exercises_of_a_built_in_task_have_its_prompts_and_rewards(tmp_path: Path) -> None:
     job = load_job(job_config(tmp_path))
     assert job.task is not None
     exercises = await open_exercises(job)
@@ -114,5 +116,5 @@ async def test_a_built_in_tasks_exercises_are_the_tasks(tmp_path: Path) -> None:
     assert exercises.prompt_tokens(3) == job.tokenizer.encode_prompt(asked.text)
     responses = [job.task.demonstration(index).response for index in range(40)]
     want = tuple(job.task.reward(asked, text) for text in responses)
-    given = await judged(job, exercises, 3, responses)
-    assert given == Judged(want, tuple({"countdown": reward} for reward in want))
+    got = await judged(job, exercises, 3, responses)
+    assert got == Judged(want, tuple({"countdown": reward} for reward in want))

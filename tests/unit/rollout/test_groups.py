@@ -1,4 +1,4 @@
-"""Groups in progress: whatever engines die, each sample comes in once."""
+"""Groups in progress: each sample arrives once, whichever engines die."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _groups() -> GroupsInProgress[str]:
     return GroupsInProgress(incarnation=1, iteration=2, prompts=(7, 8), group_size=2)
 
 
-def test_samples_are_given_out_in_order_and_a_group_comes_out_when_it_is_complete() -> None:
+def test_samples_are_assigned_in_order_and_a_group_comes_out_when_it_is_complete() -> None:
     groups = _groups()
     first, second, third = groups.take(3)
     assert [str(first), str(second), str(third)] == ["1.2.7.0", "1.2.7.1", "1.2.8.0"]
@@ -24,7 +24,7 @@ def test_samples_are_given_out_in_order_and_a_group_comes_out_when_it_is_complet
     assert not groups.is_done
 
 
-def test_groups_that_are_added_are_made_after_those_that_wait() -> None:
+def test_added_groups_are_assigned_after_waiting_ones() -> None:
     groups = _groups()
     for sample in groups.take(4):
         groups.add(sample, "x")
@@ -36,14 +36,14 @@ def test_groups_that_are_added_are_made_after_those_that_wait() -> None:
         groups.extend([9])
 
 
-def test_what_a_lost_engine_held_is_given_out_again_before_what_follows() -> None:
+def test_the_samples_that_a_lost_engine_held_are_assigned_again_before_later_ones() -> None:
     groups = _groups()
     held = groups.take(2)
     groups.give_back(held)
     assert groups.take(3) == (*held, SampleId(1, 2, 8, 0))
 
 
-def test_a_late_answer_of_a_lost_engine_is_not_taken_twice() -> None:
+def test_a_late_answer_of_a_lost_engine_is_not_accepted() -> None:
     groups = _groups()
     (sample,) = groups.take(1)
     groups.give_back([sample])

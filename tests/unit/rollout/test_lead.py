@@ -294,7 +294,7 @@ class HeldRewards(LongIsRight):
         return self._task.reward(prompt, response_text)
 
 
-async def test_a_reward_that_takes_long_holds_up_nothing_else_of_the_lead(tmp_path: Path) -> None:
+async def test_a_slow_reward_delays_nothing_else_of_the_lead(tmp_path: Path) -> None:
     async with rollout(tmp_path, Engines()) as of:
         lead = of.new_lead()
         rewards = HeldRewards(task_of(lead.job), of.changes)

@@ -1,4 +1,4 @@
-"""The rollout's picture is of each sequence once, and the scheduler lets every one of them in."""
+"""The rollout's picture holds each sequence once, and the scheduler accepts every picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from services.rollout.engine import RequestId
 from services.rollout.groups import GroupsInProgress
 from services.rollout.progress import EngineProgress, IterationProgress
-from services.rollout.sglang.estimates import Spent, estimated_lengths
+from services.rollout.sglang.estimates import SentRequest, estimated_lengths
 from services.scheduler.shell.codecs.observed_codec import generation_of
 from services.scheduler.state.observed import AWAY, CUT, ENDED, QUEUED
 from tidegate.candidates import Candidates
@@ -43,40 +43,40 @@ def test_a_sequence_is_on_its_engine_queued_ended_cut_or_away() -> None:
     first.see(load({2: 4, 3: 5}, used=30), now_s=0.0)
     second.see(load({}), now_s=0.0)
 
-    told = generation_of(
+    picture = generation_of(
         progress.picture(
             range(FIRST, FIRST + 4), [(GPUS[0], first), (GPUS[1], second)], [sample(6), sample(4)], {FIRST}
         )
     )
 
-    assert told.places == (ENDED, CUT, 0, 0, QUEUED, AWAY, QUEUED, AWAY)
-    assert told.lengths == (7, 9, 4, 5, 0, 0, 0, 0)
-    assert told.queue == (6, 4)
-    assert told.hints == (30.0, 0.0, 0.0, 0.0)
-    assert [engine.gpus for engine in told.engines] == [(GPUS[0],), (GPUS[1],)]
-    assert (told.engines[0].num_running, told.engines[0].num_kv_tokens) == (2, 30)
+    assert picture.places == (ENDED, CUT, 0, 0, QUEUED, AWAY, QUEUED, AWAY)
+    assert picture.lengths == (7, 9, 4, 5, 0, 0, 0, 0)
+    assert picture.queue == (6, 4)
+    assert picture.hints == (30.0, 0.0, 0.0, 0.0)
+    assert [engine.gpus for engine in picture.engines] == [(GPUS[0],), (GPUS[1],)]
+    assert (picture.engines[0].num_running, picture.engines[0].num_kv_tokens) == (2, 30)
 
 
-def test_a_group_that_a_lead_before_published_ended_with_the_mean_of_what_this_one_saw() -> None:
+def test_a_group_that_an_earlier_lead_published_counts_with_the_mean_length_that_this_lead_saw() -> None:
     progress = IterationProgress(FIRST, GROUP, max_running=8)
     progress.end(sample(2), 10, is_cut=False)
     progress.end(sample(3), 21, is_cut=False)
 
-    told = generation_of(progress.picture(range(FIRST, FIRST + 2), [], [], {FIRST, FIRST + 1}))
+    picture = generation_of(progress.picture(range(FIRST, FIRST + 2), [], [], {FIRST, FIRST + 1}))
 
-    assert (told.places, told.lengths) == ((ENDED,) * 4, (16, 16, 10, 21))
+    assert (picture.places, picture.lengths) == ((ENDED,) * 4, (16, 16, 10, 21))
 
 
-def test_an_engine_that_was_never_seen_is_not_shown_and_what_it_holds_is_away() -> None:
-    told = generation_of(
+def test_an_engine_without_a_look_is_not_in_the_picture_and_its_sequences_are_away() -> None:
+    picture = generation_of(
         IterationProgress(FIRST, GROUP, max_running=8).picture(
             range(FIRST, FIRST + 1), [(GPUS[0], EngineProgress(held={sample(0)}))], [sample(1)], set()
         )
     )
-    assert (told.engines, told.places) == ((), (AWAY, QUEUED))
+    assert (picture.engines, picture.places) == ((), (AWAY, QUEUED))
 
 
-def test_an_engines_rate_is_of_what_runs_now_at_the_speed_of_what_ran_all_along() -> None:
+def test_an_engines_rate_is_that_of_its_present_sequences_at_the_speed_of_those_that_ran_the_whole_time() -> None:
     engine = EngineProgress(held={sample(index) for index in range(4)})
     engine.see(load({0: 10, 1: 10, 2: 0}), now_s=100.0)
     assert engine.rate_tokens_per_s == 0.0
@@ -87,7 +87,7 @@ def test_an_engines_rate_is_of_what_runs_now_at_the_speed_of_what_ran_all_along(
     assert engine.rate_tokens_per_s == 2 * 20 / 2
 
 
-def test_where_nothing_ran_all_along_an_engines_rate_is_what_it_made() -> None:
+def test_where_no_sequence_ran_the_whole_time_an_engines_rate_counts_the_tokens_that_it_made() -> None:
     engine = EngineProgress(held={sample(0), sample(1)})
     engine.see(load({0: 10}), now_s=100.0)
     engine.end(sample(0), 40)
@@ -96,7 +96,7 @@ def test_where_nothing_ran_all_along_an_engines_rate_is_what_it_made() -> None:
     assert engine.rate_tokens_per_s == (40 + 30 - 10) / 2
 
 
-def test_the_time_between_two_iterations_is_of_no_rate() -> None:
+def test_the_time_between_two_iterations_counts_for_no_rate() -> None:
     engine = EngineProgress(held={sample(0)})
     engine.see(load({0: 10}), now_s=0.0)
     engine.end(sample(0), 50)
@@ -110,14 +110,16 @@ def test_the_time_between_two_iterations_is_of_no_rate() -> None:
     assert engine.rate_tokens_per_s == 20.0
 
 
-def test_what_cannot_run_at_once_waits_and_an_old_look_tells_of_no_more_than_there_is() -> None:
+def test_sequences_beyond_max_running_wait_and_an_old_look_counts_no_more_than_the_engine_holds() -> None:
     engine = EngineProgress(held={sample(index) for index in range(6)})
     engine.see(load(dict.fromkeys(range(6), 1), waiting=1), now_s=0.0)
-    assert (engine.told(GPUS[0], max_running=4).num_running, engine.told(GPUS[0], max_running=4).num_waiting) == (4, 2)
+    message = engine.message(GPUS[0], max_running=4)
+    assert (message.num_running, message.num_waiting) == (4, 2)
 
     engine.num_waiting = 5
     engine.held = {sample(0)}
-    assert (engine.told(GPUS[0], max_running=4).num_running, engine.told(GPUS[0], max_running=4).num_waiting) == (0, 1)
+    message = engine.message(GPUS[0], max_running=4)
+    assert (message.num_running, message.num_waiting) == (0, 1)
 
 
 steps = st.lists(st.tuples(st.sampled_from(["give", "end", "abort", "lose", "look", "add"]), st.integers(0, 9)))
@@ -125,15 +127,15 @@ steps = st.lists(st.tuples(st.sampled_from(["give", "end", "abort", "lose", "loo
 
 @settings(max_examples=200, deadline=None)
 @given(steps, st.integers(1, 3))
-def test_whatever_engines_do_every_picture_is_whole(happenings: list[tuple[str, int]], max_running: int) -> None:
+def test_whatever_engines_do_every_picture_is_whole(actions: list[tuple[str, int]], max_running: int) -> None:
     candidates = Candidates(FIRST, 3, max_extra_prompts=2)
     groups: GroupsInProgress[int] = GroupsInProgress(1, 3, tuple(candidates.prompts), GROUP)
     progress = IterationProgress(FIRST, GROUP, max_running)
     engines = [(gpu, EngineProgress()) for gpu in GPUS]
-    for what, number in happenings:
+    for action, number in actions:
         gpu, engine = engines[number % len(engines)]
         held = sorted(engine.held)
-        match what:
+        match action:
             case "give":
                 engine.held.update(groups.take(number))
             case "end" if held:
@@ -156,27 +158,27 @@ def test_whatever_engines_do_every_picture_is_whole(happenings: list[tuple[str, 
             case _:
                 pass
 
-        told = generation_of(progress.picture(candidates.prompts, engines, groups.waiting, candidates.seen))
-        assert told.num_groups == len(candidates.prompts)
-        assert told.num_unfinished == groups.num_waiting + sum(len(each.held) for _, each in engines)
+        picture = generation_of(progress.picture(candidates.prompts, engines, groups.waiting, candidates.seen))
+        assert picture.num_groups == len(candidates.prompts)
+        assert picture.num_unfinished == groups.num_waiting + sum(len(each.held) for _, each in engines)
 
 
 CUT_SOON, WENT_ON = RequestId("cut soon"), RequestId("went on")
 
 
-def spent(name: str, *, prompt: int = 10, partial: int = 0, longest: int = 1000, age_s: float = 1.0) -> Spent:
-    return Spent(RequestId(name), prompt, partial, longest, age_s)
+def sent(name: str, *, prompt: int = 10, partial: int = 0, longest: int = 1000, age_s: float = 1.0) -> SentRequest:
+    return SentRequest(RequestId(name), prompt, partial, longest, age_s)
 
 
-def test_a_server_that_tells_of_finished_responses_only_has_what_is_in_its_cache_shared_out_by_age() -> None:
-    inside = [spent("new", age_s=1.0), spent("old", age_s=3.0), spent("waits", age_s=0.5)]
+def test_the_tokens_in_a_servers_cache_are_shared_among_running_requests_by_their_age() -> None:
+    inside = [sent("new", age_s=1.0), sent("old", age_s=3.0), sent("waits", age_s=0.5)]
 
     assert estimated_lengths(inside, num_running=2, num_used_tokens=20 + 80) == {"new": 20, "old": 60, "waits": 0}
 
 
-def test_an_estimate_stays_below_the_longest_and_above_what_it_came_with() -> None:
-    inside = [spent(CUT_SOON, longest=50, age_s=9.0), spent(WENT_ON, partial=30, age_s=1.0)]
+def test_an_estimated_length_is_below_the_limit_and_not_below_the_partial() -> None:
+    inside = [sent(CUT_SOON, longest=50, age_s=9.0), sent(WENT_ON, partial=30, age_s=1.0)]
 
     assert estimated_lengths(inside, num_running=2, num_used_tokens=2000)[CUT_SOON] == 49
     assert estimated_lengths(inside, num_running=2, num_used_tokens=0) == {CUT_SOON: 0, WENT_ON: 30}
-    assert estimated_lengths([spent("sent now", age_s=0.0)], num_running=1, num_used_tokens=90) == {"sent now": 0}
+    assert estimated_lengths([sent("sent now", age_s=0.0)], num_running=1, num_used_tokens=90) == {"sent now": 0}

@@ -1,9 +1,11 @@
-"""Starts SGLang's server on a CPU, in SGLang's own environment: only its imports are helped, no kernel is answered for.
+"""Starts SGLang's server on a CPU, in SGLang's own environment. It only makes imports work, and replaces no kernel.
 
-Two packages that SGLang imports come from PyPI as CUDA builds. torchvision registers kernels for operators that its
-CUDA library would have declared: their schemas are declared here. `sgl_kernel` holds CUDA libraries: a stub takes its
-place, whose names import and whose functions raise NotImplementedError.
-SGLang spawns its children, which import this file again as `__mp_main__`: they get the same help.
+PyPI has two packages that SGLang imports only as CUDA builds:
+- torchvision registers kernels for operators that its CUDA library would declare. This module declares their schemas.
+- `sgl_kernel` holds CUDA libraries. A stub replaces it: its names can be imported, its functions raise
+  NotImplementedError.
+
+SGLang spawns children, which import this file again as `__mp_main__` and thus get the same.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ STUBBED = "sgl_kernel"
 
 
 class _Absent:
-    """A name of the stub: whatever is taken from it is absent too, and calling it raises."""
+    """A name in the stub. Its attributes are absent names too, and a call raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,11 +58,11 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Stub(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """The stub has no content."""
 
 
 def help_imports() -> torch.library.Library:
-    """The schemas hold for as long as the library that is returned."""
+    """Make SGLang's imports work. The schemas last as long as the returned library."""
     sys.meta_path.insert(0, _StubFinder())
     vision = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call] # torch has no types for it
     for name in ("nms", "qnms"):

@@ -1,7 +1,7 @@
-"""The rollout's pictures of an iteration: its engines are looked at, what the lead knows is told.
+"""The rollout's picture of an iteration: the lead asks the engines for their load, and adds what it knows itself.
 
-Invariant: looking holds up nothing and changes nothing: an engine that gives no answer in time is shown as it was last
-seen.
+Invariant: a look at an engine neither delays nor changes anything. The picture shows an engine without an answer in
+time as it was at the last look. [test_generation_picture: shown_as_last_seen]
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from tidegate.v1 import events_pb2, samples_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _LOOK_S = 5.0
-"""An engine answers between two steps, within milliseconds; a server, within one of its own."""
+"""An engine answers between two of its steps: one in this process within milliseconds, a server after its present
+step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Showing:
-    """`engines` gives those that make the iteration, as they are now."""
+class GenerationPicture:
+    """`engines` returns the engines that make the iteration at the moment."""
 
     crew: Crew
     engines: Callable[[], Sequence[tuple[Grant, EngineProgress]]]
