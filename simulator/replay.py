@@ -133,7 +133,7 @@ class _Replay:
         if state.spec is None:
             return None
         self._store.register(state.spec.gpus)
-        return self._store.observed()
+        return self._store.changed()
 
     def _ask_the_other(self, now_ms: int) -> None:
         if self._state.spec is None or self._state.phase in TERMINAL:

@@ -104,7 +104,7 @@ class Scheduled:
         """What components said since the last turn, and what the store says where that is new."""
         events = list(self._cluster.voice.outbox)
         self._cluster.voice.outbox.clear()
-        if (observed := self._cluster.store.observed()) is not None:
+        if (observed := self._cluster.store.changed()) is not None:
             events.append(ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=observed))
         return events
 

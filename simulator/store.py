@@ -1,6 +1,9 @@
-"""The ownership store of a simulated cluster: who owns which GPU, and the records of transitions, in memory.
+"""An ownership store in memory, by the rules of `tidegate.ownership`: the owner of each GPU, and the transitions.
 
-Invariant: a step that the rules of ownership refuse changes nothing.
+The simulator, a replay and the scheduler's tests have their ownership in one.
+Invariants:
+- A step that the rules refuse changes nothing.
+- A plan that is repeated changes nothing.
 """
 
 from __future__ import annotations
@@ -25,68 +28,82 @@ from tidegate.types import GpuId, Layout, Role, Token, TransitionId
 TERM = 1
 
 REFUSED = (GpuBusy, IllegalStep, StaleToken, VersionConflict)
-"""What the store answers to a step that the records do not allow."""
+"""The store's answers to a step that the records do not allow."""
 
 
 class Store:
-    """`saved_version` is the job's as its scheduler last wrote it: a plan made on another is refused."""
+    """`gpus` are in the order of their names. `saved_version` is the job's version as its scheduler wrote it last: the
+    store refuses a plan that was made on another version."""
 
     def __init__(self, gpus: Iterable[GpuId]) -> None:
         self.saved_version = 0
         self.term = TERM
-        self._gpus = {gpu: GpuRecord(gpu, GpuState.FREE, None, Token(0, 0)) for gpu in sorted(gpus)}
-        self._records: dict[TransitionId, Transition] = {}
-        self._observed: ev.OwnershipObserved | None = None
+        self.gpus = {gpu: GpuRecord(gpu, GpuState.FREE, None, Token(0, 0)) for gpu in sorted(gpus)}
+        self.records: dict[TransitionId, Transition] = {}
+        self._is_read = False
 
     def register(self, gpus: Iterable[GpuId]) -> None:
-        """Those that it does not know yet, as free."""
-        missing = [gpu for gpu in gpus if gpu not in self._gpus]
+        """GPUs that the store does not know yet are free."""
+        missing = [gpu for gpu in gpus if gpu not in self.gpus]
         for gpu in missing:
             self._put(GpuRecord(gpu, GpuState.FREE, None, Token(0, 0)))
         if missing:
-            self._gpus = dict(sorted(self._gpus.items()))
+            self.gpus = dict(sorted(self.gpus.items()))
 
-    def observed(self) -> ev.OwnershipObserved | None:
-        """What it says now; None when it said so before. A transition that is closed is told once as such."""
-        if self._observed is not None:
+    def changed(self) -> ev.OwnershipObserved | None:
+        """All that the store holds, or None when nothing has changed since the last call.
+
+        The store forgets a closed transition once it was returned.
+        """
+        if self._is_read:
             return None
-        self._observed = ev.OwnershipObserved(tuple(self._gpus.values()), tuple(self._records.values()))
-        self._records = {each.id: each for each in self._records.values() if each.is_open}
-        return self._observed
+        self._is_read = True
+        observed = self.observed()
+        self.records = {each.id: each for each in self.records.values() if each.is_open}
+        return observed
+
+    def observed(self) -> ev.OwnershipObserved:
+        """All that the store holds, closed transitions too, in the order of their plans."""
+        return ev.OwnershipObserved(tuple(self.gpus.values()), tuple(self.records.values()))
 
     def part(self, transition: str, role: Role) -> Part:
-        return self._records[TransitionId(transition)].part(role)
+        return self.records[TransitionId(transition)].part(role)
 
     def operate(self, command: cmd.StoreCommand) -> None:
         """REFUSED where the records do not allow it."""
         match command:
             case cmd.PlanTransition():
-                known = self._records.get(command.transition.id)
-                if known is None:
-                    self._keep(transitions.plan(command.transition, self._gpus, job_version=self.saved_version))
+                self._plan(command.transition)
             case cmd.AdvanceMove():
-                stored, record = self._records[command.transition_id], self._gpus[command.gpu]
+                stored, record = self.records[command.transition_id], self.gpus[command.gpu]
                 states = {"from_state": command.from_state, "to_state": command.to_state}
                 self._keep(transitions.advance(stored, record, term=self.term, **states))
             case cmd.CommitPart():
                 self.commit(command.transition_id, command.role, command.layout)
             case cmd.CloseTransition():
-                self._keep(transitions.close(self._records[command.transition_id], self._gpus, command.outcome))
+                self._keep(transitions.close(self.records[command.transition_id], self.gpus, command.outcome))
             case cmd.MarkLost():
-                self._put(transitions.mark_lost(self._gpus[command.gpu], command.token))
+                self._put(transitions.mark_lost(self.gpus[command.gpu], command.token))
             case cmd.Reclaim():
-                self._put(transitions.reclaim(self._gpus[command.gpu], command.token))
+                self._put(transitions.reclaim(self.gpus[command.gpu], command.token))
 
     def commit(self, transition: str, role: Role, layout: Layout | None) -> None:
-        """REFUSED as `operate`."""
-        self._keep(transitions.commit(self._records[TransitionId(transition)], self._gpus, role, layout))
+        """REFUSED where the records do not allow it."""
+        self._keep(transitions.commit(self.records[TransitionId(transition)], self.gpus, role, layout))
+
+    def _plan(self, planned: Transition) -> None:
+        known = self.records.get(planned.id)
+        if known is None:
+            self._keep(transitions.plan(planned, self.gpus, job_version=self.saved_version))
+        elif not transitions.same_plan(known, planned):
+            raise VersionConflict(f"{planned.id} is another plan's")
 
     def _keep(self, change: transitions.Change) -> None:
-        self._records[change.transition.id] = change.transition
+        self.records[change.transition.id] = change.transition
         for record in change.gpus:
-            self._gpus[record.gpu] = record
-        self._observed = None
+            self.gpus[record.gpu] = record
+        self._is_read = False
 
     def _put(self, record: GpuRecord) -> None:
-        self._gpus[record.gpu] = record
-        self._observed = None
+        self.gpus[record.gpu] = record
+        self._is_read = False

@@ -114,7 +114,7 @@ def happen(drive: Drive, what: str, number: int) -> None:
         case "show":
             cluster.show(list(Role)[number % len(Role)], eighths=number)
         case "kill worker":
-            slots = sorted(cluster.gpus)
+            slots = sorted(cluster.store.gpus)
             cluster.kill_worker(slots[number % len(slots)])
         case "kill rank" | "kill rank, told later" if slots := ranks_waited_for(drive):
             cluster.kill_worker(slots[number % len(slots)])

@@ -227,7 +227,7 @@ def check_job(name: str, steps: list[tuple[str, int]], *, keeps_state: bool, eve
     drive = finished(steps, keeps_state=keeps_state, policy=POLICIES[name], evaluate_every=every)
     assert drive.state.phase is Phase.FINISHED, drive.state.message
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
-    assert not any(record.owner for record in drive.cluster.gpus.values())
+    assert not any(record.owner for record in drive.cluster.store.gpus.values())
     lineage = [summary for summary in drive.state.summaries if not summary.is_superseded]
     assert [summary.iteration for summary in lineage] == list(range(NUM_ITERATIONS))
     assert all(summary.num_lost == summary.num_duplicates == 0 for summary in drive.state.summaries)

@@ -141,7 +141,7 @@ def check_owners(drive: Drive, proposed: Recorded) -> None:
     """Each GPU belongs to whom it is proposed for, and nobody has another."""
     placement = proposed.now(drive.state).placement
     owners = {slot: role for role, placed in placement.items() if placed for slot in placed.gpus}
-    for slot, record in drive.cluster.gpus.items():
+    for slot, record in drive.cluster.store.gpus.items():
         if record.state is not GpuState.LOST:
             assert (record.owner.role if record.owner else None) == owners.get(slot), slot
     for slot in owners:
@@ -157,7 +157,7 @@ def finish(drive: Drive, proposed: Recorded) -> None:
     assert [summary.iteration for summary in lineage] == [0, 1]
     assert not any(summary.num_lost or summary.num_duplicates for summary in state.summaries)
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
-    assert not any(record.owner for record in drive.cluster.gpus.values())
+    assert not any(record.owner for record in drive.cluster.store.gpus.values())
 
 
 def check_undisturbed(steps: list[Step], engine_size: int) -> None:

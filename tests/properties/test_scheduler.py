@@ -41,7 +41,7 @@ def test_whatever_happens_the_job_finishes_and_gives_every_gpu_back(
 
     assert (drive.state.phase, drive.state.message) == (Phase.FINISHED, f"all {NUM_ITERATIONS} iterations are done")
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
-    assert not any(record.owner for record in drive.cluster.gpus.values())
+    assert not any(record.owner for record in drive.cluster.store.gpus.values())
 
 
 @SLOW
@@ -71,7 +71,7 @@ def test_resizes_alone_cost_no_incarnation_no_sample_and_no_failed_start(steps: 
     assert drive.state.incarnation == 1
     assert [summary.is_superseded for summary in drive.state.summaries] == [False] * NUM_ITERATIONS
     assert not any(component.num_failed_starts for component in drive.state.components.values())
-    records = drive.cluster.records.values()
+    records = drive.cluster.store.records.values()
     assert sum(record.reason.startswith("start the actor") for record in records) == 1
     resizes = [record for record in records if record.reason.startswith("the actor from")]
     assert all(record.outcome is not Outcome.OPEN for record in resizes)

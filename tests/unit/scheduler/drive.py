@@ -66,7 +66,7 @@ class Drive:
             # Whatever is reported and whatever moves, there is a situation, or none: it never raises.
             situation_of(state, self.now_ms)
         self.state = checked(*made.states)
-        self.cluster.saved_version = self.state.version
+        self.cluster.store.saved_version = self.state.version
         return made.decided
 
     def _proposed(self, state: ClusterState, policy: Policy, now_ms: int) -> Proposed:

@@ -3,26 +3,24 @@ leave, and an actor that is suspended and comes back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
+from simulator.store import REFUSED
 from tests.unit.scheduler.fake_members import FakeMembers
 from tests.unit.scheduler.fake_parts import FakeGate, FakeLead, FakeResize
-from tidegate.ownership import transitions
-from tidegate.ownership.records import GpuBusy, IllegalStep, StaleToken, Transition, VersionConflict
 from tidegate.types import Role, TransitionId, instance_id, node_of
 
 
 @dataclass
 class FakeChanges(FakeMembers):
-    """The next `num_failing_resizes` cannot be prepared; with `keeps_state` an actor's ranks can read what a dead one
-    held. `records` are the store's of transitions."""
+    """The next `num_failing_resizes` resizes cannot be prepared. With `keeps_state` the ranks of an actor can read the
+    state of a dead rank."""
 
     num_failing_resizes: int = 0
     keeps_state: bool = True
-    records: dict[str, Transition] = field(default_factory=dict)
 
     def _change(self, role: Role, lead: FakeLead) -> bool:
         """A step of what it is asked to change; False when it is asked nothing."""
@@ -94,14 +92,10 @@ class FakeChanges(FakeMembers):
         if not self.keeps_state and not {*stay, *resize.leaving} >= set(lead.members):
             return "what a dead rank held is gone", False
         try:
-            self._keep(transitions.commit(self.records[resize.transition], self.gpus, Role.ACTOR, resize.layout))
-        except (GpuBusy, IllegalStep, StaleToken, VersionConflict) as refused:
+            self.store.commit(resize.transition, Role.ACTOR, resize.layout)
+        except REFUSED as refused:
             return str(refused), False
         return None
-
-    def _keep(self, change: transitions.Change) -> None:
-        self.records[change.transition.id] = change.transition
-        self.gpus.update({record.gpu: record for record in change.gpus})
 
     def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: FakeResize) -> None:
         """The rollout's engines finish elsewhere what they had, an inference makes a smaller world."""

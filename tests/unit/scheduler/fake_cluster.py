@@ -14,14 +14,12 @@ from typing import Any
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.values import Fate, IterationPlan, Snapshot
+from simulator.store import REFUSED
 from tests.unit.scheduler.fake_changes import FakeChanges
 from tests.unit.scheduler.fake_parts import JOB, FakeLead, fate, num_prompts, samples
 from tests.unit.scheduler.fake_pictures import EIGHTHS, picture
-from tidegate.ownership import transitions
-from tidegate.ownership.records import GpuBusy, IllegalStep, MoveState, StaleToken, VersionConflict
+from tidegate.ownership.records import MoveState
 from tidegate.types import GpuId, Grant, Role, Token, node_of
-
-TERM = 1
 
 
 @dataclass
@@ -36,7 +34,6 @@ class FakeCluster(FakeChanges):
     checkpoints: dict[str, int] = field(default_factory=dict)
     next_prompts: dict[str, int] = field(default_factory=dict)
     """By checkpoint; others have taken as many as each iteration must."""
-    saved_version: int = 0
     handed_on: list[tuple[Role, int, IterationPlan | None]] = field(default_factory=list)
     """What rollout and inference have done of an iteration, with its incarnation: it is on the stream, where a new lead
     finds it whole without a GPU."""
@@ -53,13 +50,13 @@ class FakeCluster(FakeChanges):
                     self._answer_gate(command)
                 case _ if isinstance(command, cmd.LeadCommand):
                     self._ask_lead(command)
-                case _:
+                case _ if isinstance(command, cmd.StoreCommand):
                     self._operate_store(command)
 
     def observed(self) -> ev.Event:
-        """What the shell reads back."""
-        records = tuple(self.records[key] for key in sorted(self.records))
-        body = ev.OwnershipObserved(tuple(record for _, record in sorted(self.gpus.items())), records)
+        """The store as the shell reads it, with the transitions in the order of their names."""
+        stored = self.store.observed()
+        body = replace(stored, transitions=tuple(sorted(stored.transitions, key=lambda each: each.id)))
         return ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=body)
 
     def _answer_gate(self, command: cmd.AskGate) -> None:
@@ -71,41 +68,22 @@ class FakeCluster(FakeChanges):
         )
         self.say_as("scheduler", ev.GateReported(command.node, gates), grants=(command.grant,))
 
-    def _operate_store(self, command: cmd.Command) -> None:
+    def _operate_store(self, command: cmd.StoreCommand) -> None:
+        self._check_holders(command)
         try:
-            self._change_store(command)
-        except (GpuBusy, IllegalStep, StaleToken, VersionConflict) as refused:
-            self.say_as("scheduler", ev.CommandAnswered(cmd.command_id(command), False, str(refused)))
+            self.store.operate(command)
+        except REFUSED as refused:
+            self.say_as("scheduler", ev.CommandAnswered(command.id, False, str(refused)))
 
-    def _change_store(self, command: cmd.Command) -> None:
-        match command:
-            case cmd.PlanTransition():
-                planned = command.transition
-                known = self.records.get(planned.id)
-                if known is None:
-                    self._keep(transitions.plan(planned, self.gpus, job_version=self.saved_version))
-                elif not transitions.same_plan(known, planned):
-                    raise VersionConflict(f"{planned.id} is another plan's")
-            case cmd.AdvanceMove():
-                if command.to_state is MoveState.RELEASED:
-                    self._check_released(command.gpu)
-                stored = self.records[command.transition_id]
-                states = {"from_state": command.from_state, "to_state": command.to_state}
-                self._keep(transitions.advance(stored, self.gpus[command.gpu], term=TERM, **states))
-            case cmd.CommitPart():
-                stored = self.records[command.transition_id]
-                self._keep(transitions.commit(stored, self.gpus, command.role, command.layout))
-            case cmd.CloseTransition():
-                self._keep(transitions.close(self.records[command.transition_id], self.gpus, command.outcome))
-            case cmd.MarkLost():
-                self.gpus[command.gpu] = transitions.mark_lost(self.gpus[command.gpu], command.token)
-            case cmd.Reclaim():
-                assert not self.gates[command.gpu].is_held, f"{command.gpu} is reclaimed while a worker holds it"
-                self.gpus[command.gpu] = transitions.reclaim(self.gpus[command.gpu], command.token)
+    def _check_holders(self, command: cmd.StoreCommand) -> None:
+        if isinstance(command, cmd.AdvanceMove) and command.to_state is MoveState.RELEASED:
+            self._check_released(command.gpu)
+        if isinstance(command, cmd.Reclaim):
+            assert not self.gates[command.gpu].is_held, f"{command.gpu} is reclaimed while a worker holds it"
 
     def _check_released(self, slot: GpuId) -> None:
         """No process has it, and no layout in force counts on it."""
-        record = self.gpus[slot]
+        record = self.store.gpus[slot]
         assert not self.gates[slot].is_held, f"{slot} is released while a worker holds it"
         lead = self.leads[record.owner.role] if record.owner else None
         if lead is not None and lead.resize is not None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.values import JobSpec
+from simulator.store import Store
 from tests.unit.scheduler.fake_parts import JOB, NODES, FakeGate, FakeInstance, FakeLead, role_of
-from tidegate.ownership.records import GpuRecord, GpuState
-from tidegate.types import GpuId, Grant, InstanceId, NodeId, Role, Token, instance_id, node_of
+from tidegate.types import GpuId, Grant, InstanceId, NodeId, Role, instance_id, node_of
 
 
 @dataclass
@@ -22,7 +22,7 @@ class FakeMembers:
 
     job_spec: JobSpec
     has_supervisor: bool = True
-    gpus: dict[GpuId, GpuRecord] = field(default_factory=dict)
+    store: Store = field(init=False)
     gates: dict[GpuId, FakeGate] = field(default_factory=dict)
     instances: dict[InstanceId, FakeInstance] = field(default_factory=dict)
     leads: dict[Role, FakeLead | None] = field(default_factory=dict)
@@ -32,9 +32,8 @@ class FakeMembers:
     effects: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for each in self.job_spec.gpus:
-            self.gpus[each] = GpuRecord(each, GpuState.FREE, None, Token(0, 0))
-            self.gates[each] = FakeGate()
+        self.store = Store(self.job_spec.gpus)
+        self.gates = {each: FakeGate() for each in self.job_spec.gpus}
         self.leads = dict.fromkeys(Role)
         self.epochs = dict.fromkeys(Role, 0)
 
@@ -95,7 +94,7 @@ class FakeMembers:
 
     def kill_worker(self, slot: GpuId) -> None:
         """Its service sees it at once. Nothing happens where nothing runs."""
-        record, gate = self.gpus[slot], self.gates[slot]
+        record, gate = self.store.gpus[slot], self.gates[slot]
         if record.owner is None or not gate.is_held:
             return
         gate.is_held = False
@@ -110,7 +109,7 @@ class FakeMembers:
             return
         instance.is_alive = False
         node = NodeId(name.partition("@")[2])
-        for slot, record in self.gpus.items():
+        for slot, record in self.store.gpus.items():
             is_its = record.owner.role is role if record.owner else slot in self.job_spec.slots(role)
             if is_its and node_of(slot) == node:
                 self.gates[slot].is_held = False

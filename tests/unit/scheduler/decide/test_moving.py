@@ -171,12 +171,12 @@ def test_gpus_go_where_they_are_proposed_within_an_open_iteration(case: str) -> 
         placed = proposed(state).placement[role]
         assert set(gpus_of(state, role)) == set(placed.gpus if placed else ()), role
         assert state.components[role].layout == (placed.layout if placed else None)
-        owned = {slot for slot, record in drive.cluster.gpus.items() if record.owner == state.owner(role)}
+        owned = {slot for slot, record in drive.cluster.store.gpus.items() if record.owner == state.owner(role)}
         assert owned == set(gpus_of(state, role))
     assert not state.transitions
     assert (state.incarnation, state.iteration) == (1, iteration)
     assert sorted(asked(drive, sent)) == sorted(want)
-    assert all(record.outcome is Outcome.COMMITTED for record in drive.cluster.records.values())
+    assert all(record.outcome is Outcome.COMMITTED for record in drive.cluster.store.records.values())
     finishes(drive, proposed)
 
 
@@ -280,7 +280,7 @@ def test_a_change_that_is_overdue_is_closed_and_leaves_the_component_as_it_was(c
     drive.now_ms = transition.deadline_unix_ms
     drive.decide()
 
-    assert drive.cluster.records[transition.id].outcome is Outcome.ABORTED
+    assert drive.cluster.store.records[transition.id].outcome is Outcome.ABORTED
     component = drive.state.components[role]
     assert (component.grants, component.layout) == (before[role].grants, before[role].layout)
     assert component.num_failed_starts == 1
@@ -345,7 +345,7 @@ def test_an_engine_that_dies_as_others_leave_changes_nothing_for_the_rest(slot: 
     kill(drive, slot)
     settle(drive)
     drive.run_until(lambda state: set(gpus_of(state, Role.ROLLOUT)) == {ROLLOUT[0], ROLLOUT[2]})
-    assert drive.cluster.gpus[ROLLOUT[1]].state is GpuState.FREE
+    assert drive.cluster.store.gpus[ROLLOUT[1]].state is GpuState.FREE
     finishes(drive, proposed)
 
 
@@ -367,7 +367,7 @@ def test_an_inference_that_loses_a_rank_as_it_shrinks_is_started_where_it_is_pro
     transition = drive.state.changing(Role.INFERENCE)
     assert transition is not None
     kill(drive, slot)
-    assert drive.cluster.records[transition.id].outcome is Outcome.ABORTED
+    assert drive.cluster.store.records[transition.id].outcome is Outcome.ABORTED
     settle(drive)
     drive.run_until(lambda state: all(state.components[role].layout == HOME[role].layout for role in Role))
     assert set(gpus_of(drive.state, Role.ROLLOUT)) == set(ROLLOUT)
@@ -408,7 +408,7 @@ def test_a_worker_that_dies_as_it_comes_to_a_suspended_actor_is_replaced() -> No
     drive.cluster.hung.add(Role.ACTOR)
     ready(drive, proposed)
     gate = drive.cluster.gates[ACTOR[0]]
-    gate.highest, gate.is_held = drive.cluster.gpus[ACTOR[0]].token, True
+    gate.highest, gate.is_held = drive.cluster.store.gpus[ACTOR[0]].token, True
     kill(drive, ACTOR[0])
     drive.cluster.hung.clear()
     drive.run_until(lambda state: gpus_of(state, Role.ACTOR) == ACTOR)
@@ -459,7 +459,7 @@ def test_a_job_that_ends_while_gpus_move_gives_all_back() -> None:
         ready(drive, proposed, **OPEN_CHANGES[case])
         drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
         assert drive.run().phase is Phase.CANCELLED
-        assert not any(record.owner for record in drive.cluster.gpus.values())
+        assert not any(record.owner for record in drive.cluster.store.gpus.values())
 
 
 def test_a_person_who_asks_for_where_the_actor_is_already_makes_it_its_home() -> None:
@@ -481,12 +481,12 @@ def test_a_release_that_is_told_before_the_layout_waits_for_it() -> None:
     drive.cluster.work()
     released, committed = drive.cluster.outbox
     drive.deliver(released)
-    assert drive.cluster.gpus[ROLLOUT[2]].state is GpuState.OWNED
+    assert drive.cluster.store.gpus[ROLLOUT[2]].state is GpuState.OWNED
     assert Grant(ROLLOUT[2], Token(1, 1)) in drive.state.components[Role.ROLLOUT].grants
 
     drive.cluster.outbox.remove(released)
     drive.deliver(committed)
-    assert drive.cluster.gpus[ROLLOUT[2]].state is GpuState.FREE
+    assert drive.cluster.store.gpus[ROLLOUT[2]].state is GpuState.FREE
 
 
 def test_what_was_released_in_a_change_that_is_closed_without_its_layout_is_taken_back() -> None:
@@ -503,7 +503,7 @@ def test_what_was_released_in_a_change_that_is_closed_without_its_layout_is_take
     drive.deliver(committed)
 
     assert gpus_of(drive.state, Role.ROLLOUT) == (ROLLOUT[0],)
-    assert drive.cluster.gpus[ROLLOUT[2]].state is GpuState.FREE
+    assert drive.cluster.store.gpus[ROLLOUT[2]].state is GpuState.FREE
     finishes(drive, proposed)
 
 

@@ -72,8 +72,8 @@ def test_the_actor_changes_within_an_open_iteration(placed: Placed, kind: type[c
     assert (state.incarnation, state.iteration) == (1, iteration)
     leads = [command for command in drive.cluster.log[sent:] if isinstance(command, cmd.LeadCommand)]
     assert [type(command) for command in leads] == [kind], "rollout and inference are asked nothing"
-    assert [record.outcome for record in drive.cluster.records.values()][-1] is Outcome.COMMITTED
-    owned = {slot for slot, record in drive.cluster.gpus.items() if record.owner == state.owner(Role.ACTOR)}
+    assert [record.outcome for record in drive.cluster.store.records.values()][-1] is Outcome.COMMITTED
+    owned = {slot for slot, record in drive.cluster.store.gpus.items() if record.owner == state.owner(Role.ACTOR)}
     assert owned == set(placed.gpus)
     assert {slot for slot in drive.cluster.job_spec.slots(Role.ACTOR) if drive.cluster.gates[slot].is_held} == owned
     assert drive.run().phase is Phase.FINISHED
@@ -88,8 +88,8 @@ def test_what_comes_has_a_new_token_and_what_stays_keeps_its_own() -> None:
 
     after = {grant.gpu: grant.token for grant in drive.state.components[Role.ACTOR].grants}
     assert after[SECOND] == before[SECOND]
-    assert drive.cluster.gpus[OTHER_SPARE].token == after[OTHER_SPARE]
-    assert drive.cluster.gpus[FIRST].state is GpuState.FREE
+    assert drive.cluster.store.gpus[OTHER_SPARE].token == after[OTHER_SPARE]
+    assert drive.cluster.store.gpus[FIRST].state is GpuState.FREE
 
 
 def test_a_resize_that_cannot_be_prepared_leaves_the_actor_as_it_was_and_is_not_asked_again() -> None:
@@ -103,9 +103,9 @@ def test_a_resize_that_cannot_be_prepared_leaves_the_actor_as_it_was_and_is_not_
     assert state.components[Role.ACTOR] == was
     assert state.incarnation == 1
     drive.run_until(lambda state: not state.suspects(Role.ACTOR))
-    assert drive.cluster.gpus[SPARE].state is GpuState.FREE
+    assert drive.cluster.store.gpus[SPARE].state is GpuState.FREE
     assert drive.run().phase is Phase.FINISHED
-    assert sum(record.reason.startswith("the actor from") for record in drive.cluster.records.values()) == 1
+    assert sum(record.reason.startswith("the actor from") for record in drive.cluster.store.records.values()) == 1
 
 
 def test_a_worker_that_dies_as_it_comes_costs_the_resize_and_not_the_actor() -> None:
@@ -113,7 +113,7 @@ def test_a_worker_that_dies_as_it_comes_costs_the_resize_and_not_the_actor() -> 
     ask(drive, LARGER)
     transition = drive.state.resize()
     assert transition is not None
-    coming = [record for record in drive.cluster.gpus.values() if record.gpu == SPARE]
+    coming = [record for record in drive.cluster.store.gpus.values() if record.gpu == SPARE]
     drive.cluster.gates[SPARE].highest, drive.cluster.gates[SPARE].is_held = coming[0].token, True
 
     drive.cluster.kill_worker(SPARE)
@@ -152,7 +152,7 @@ def die(drive: Drive, slot: GpuId, *, is_late: bool) -> None:
 def take_gpu(drive: Drive, slot: GpuId) -> None:
     """As who comes does in the first phase, in which the rest is at work still."""
     gate = drive.cluster.gates[slot]
-    gate.highest, gate.is_held = drive.cluster.gpus[slot].token, True
+    gate.highest, gate.is_held = drive.cluster.store.gpus[slot].token, True
 
 
 @EITHER_ORDER
@@ -170,7 +170,7 @@ def test_a_member_that_dies_before_the_commit_costs_the_resize_and_no_incarnatio
     assert (drive.state.incarnation, drive.state.iteration) == (1, iteration)
     assert (gpus_of(drive.state), drive.state.components[Role.ACTOR].layout) == ((FIRST, SECOND), Layout(dp=2))
     drive.run_until(lambda state: not state.suspects(Role.ACTOR))
-    assert drive.cluster.gpus[SPARE].state is GpuState.FREE
+    assert drive.cluster.store.gpus[SPARE].state is GpuState.FREE
     assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
 
 
@@ -213,7 +213,7 @@ def test_a_member_that_dies_after_the_commit_is_replaced_in_the_new_layout(slot:
 
     assert (drive.state.incarnation, drive.state.iteration) == (1, iteration)
     assert (gpus_of(drive.state), drive.state.components[Role.ACTOR].layout) == (REPLACED.gpus, REPLACED.layout)
-    assert drive.cluster.gpus[FIRST].state is GpuState.FREE
+    assert drive.cluster.store.gpus[FIRST].state is GpuState.FREE
     assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
 
 

@@ -120,7 +120,7 @@ def test_a_component_waits_for_an_instance_on_each_of_its_nodes() -> None:
         drive.step()
 
     assert "waits for actor@n1 to join" in drive.last_reason
-    assert not cluster.records
+    assert not cluster.store.records
 
 
 def test_a_component_that_never_comes_fails_the_job_with_what_was_waited_for() -> None:
@@ -209,7 +209,7 @@ def test_a_cancelled_job_gives_every_gpu_back_wherever_it_stands(num_steps: int)
 
     assert (state.phase, state.message) == (Phase.CANCELLED, "cancelled: no longer needed")
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
-    assert not any(record.owner for record in drive.cluster.gpus.values())
+    assert not any(record.owner for record in drive.cluster.store.gpus.values())
 
 
 def test_a_fatal_failure_ends_the_job_with_its_message() -> None:

@@ -182,7 +182,7 @@ def test_a_rank_that_dies_each_time_it_is_brought_back_costs_the_incarnation_in_
         drive.run_until(lambda state: state.resize() is not None or state.incarnation == 2)
         if drive.state.resize() is not None:
             num_tries += 1
-            drive.cluster.gates[ACTOR_GPU].highest = drive.cluster.gpus[ACTOR_GPU].token
+            drive.cluster.gates[ACTOR_GPU].highest = drive.cluster.store.gpus[ACTOR_GPU].token
             drive.run_until(lambda state: state.resize() is None)
 
     assert num_tries == MAX_DEATHS
@@ -358,7 +358,7 @@ def test_a_gpu_that_nobody_passed_to_is_free_though_its_gate_does_not_list_it() 
 def test_a_lost_gpu_whose_last_owner_nobody_knows_is_taken_back_through_its_gate(is_held: bool) -> None:
     cluster = FakeCluster(spec())
     lost = GpuRecord(ROLLOUT_GPU, GpuState.LOST, None, Token(1, 7))
-    cluster.gpus[ROLLOUT_GPU] = lost
+    cluster.store.gpus[ROLLOUT_GPU] = lost
     cluster.gates[ROLLOUT_GPU].highest, cluster.gates[ROLLOUT_GPU].is_held = lost.token, is_held
     drive = booted(cluster)
 
@@ -456,12 +456,12 @@ def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed
     assert transition is not None
     names = itertools.cycle(instance_id(Role.ROLLOUT, node) for node in reversed(NODES))
     while drive.now_ms < transition.deadline_unix_ms:
-        assert drive.cluster.records[transition.id].is_open, "each lead that comes is asked anew"
+        assert drive.cluster.store.records[transition.id].is_open, "each lead that comes is asked anew"
         drive.now_ms += 50_000
         drive.cluster.elect(next(names))
         deliver_all(drive)
 
-    assert drive.cluster.records[transition.id].outcome is Outcome.ABORTED
+    assert drive.cluster.store.records[transition.id].outcome is Outcome.ABORTED
     rollout = drive.state.components[Role.ROLLOUT]
     assert (rollout.num_failed_starts, rollout.last_failure) == (1, "it was not done in time")
     drive.cluster.hung.clear()

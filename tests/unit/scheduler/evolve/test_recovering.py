@@ -30,10 +30,10 @@ def after_two_iterations() -> Drive:
 
 def lose_the_store(drive: Drive) -> None:
     """The server comes back empty and is adopted: the gates alone know of the GPUs."""
-    drive.cluster.records.clear()
+    drive.cluster.store.records.clear()
     for gpu, gate in drive.cluster.gates.items():
         state = GpuState.LOST if gate.is_held else GpuState.FREE
-        drive.cluster.gpus[gpu] = GpuRecord(gpu, state, None, gate.highest)
+        drive.cluster.store.gpus[gpu] = GpuRecord(gpu, state, None, gate.highest)
     drive.state = recovered(ClusterState(job=JOB), history(drive))
 
 
