@@ -26,7 +26,9 @@ from simulator.views import inferring
 from simulator.voice import Voice
 from simulator.world import World
 from tidegate.ownership.records import Outcome, PartKind
-from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token, TransitionId, instance_id, node_of
+from tidegate.types import GpuId, Grant, JobId, Layout, NodeId, Role, Token, TransitionId, instance_id, node_of
+
+JOB = JobId("simulated")
 
 DIGEST_STEP = 0x9E3779B97F4A7C15
 """Odd, so that a sample's number times it, modulo 2^64, is its own."""
@@ -39,7 +41,7 @@ class Cluster:
         self.spec = simulated.spec
         self.world: World | None = None
         self.store = Store(self.spec.gpus)
-        self.voice = Voice()
+        self.voice = Voice(JOB)
         self._simulated = simulated
         self._nodes = sorted({node_of(gpu) for gpu in self.spec.gpus})
         self._rollout = RolloutMoves()
@@ -49,7 +51,6 @@ class Cluster:
             Role.INFERENCE: InferenceMoves(),
         }
         self._leads = {role: Lead(role, instance_id(role, self._nodes[0]), moves[role]) for role in Role}
-        self._boots = dict.fromkeys(self._nodes, 1)
         self._highest: dict[GpuId, Token] = {}
         self._holds = False
         self._order: tuple[int, ...] = ()
@@ -58,9 +59,9 @@ class Cluster:
         """Every node's services join, the first of each role leads, and the job is submitted."""
         for role, lead in self._leads.items():
             for node in self._nodes:
-                self._join(role, node)
-            self._say(lead, ev.LeadElected(lead.instance, _endpoint(lead.instance), 1))
-        self.voice.say("launcher", ev.JobSubmitted(self.spec, "{}", resume=False))
+                self.voice.start(instance_id(role, node))
+            self.voice.elect(lead.instance, epoch=1)
+        self.voice.submit(self.spec)
 
     def begin_iteration(self) -> World:
         """From where everything is now."""
@@ -87,9 +88,8 @@ class Cluster:
             self._node_lost(node_of(happening.gpus[0]))
         elif what is What.NODE_BACK:
             node = node_of(happening.gpus[0])
-            self._boots[node] += 1
             for role in Role:
-                self._join(role, node)
+                self.voice.start(instance_id(role, node))
         elif what is What.GPU_LOST:
             self._lost(world, happening.gpus[0])
         elif what is What.ENGINE_LEFT:
@@ -119,7 +119,7 @@ class Cluster:
         for command in commands:
             if isinstance(command, cmd.LeadCommand):
                 self.voice.incarnation = max(self.voice.incarnation, command.header.incarnation)
-                self.voice.say("scheduler", ev.CommandAnswered(command.header.id, True, ""))
+                self.voice.answer(command.header.id, accepted=True)
                 self._obey(command, self._leads[command.header.role])
             elif isinstance(command, cmd.AskGate):
                 self._answer_gate(command)
@@ -127,7 +127,7 @@ class Cluster:
                 try:
                     self.store.operate(command)
                 except REFUSED as refused:
-                    self.voice.say("scheduler", ev.CommandAnswered(command.id, False, str(refused)))
+                    self.voice.answer(command.id, accepted=False, message=str(refused))
                 if isinstance(command, cmd.CloseTransition) and command.outcome is Outcome.ABORTED:
                     self._abandon(command.transition_id)
 
@@ -147,8 +147,7 @@ class Cluster:
             case cmd.Resume():
                 self._begin(lead, command.header, command.grants, (), command.grants, command.layout)
             case cmd.LoadWeights():
-                loaded = ev.WeightsLoaded(command.weights.version, command.weights.checksum)
-                self._say(lead, loaded, grants=lead.members)
+                self.voice.load(lead, command.weights)
             case cmd.OpenIteration():
                 self.voice.iteration = command.plan.iteration
             case cmd.HoldTraining():
@@ -213,18 +212,16 @@ class Cluster:
 
     def _switch(self, lead: Lead, change: Change) -> None:
         change.is_switched = True
-        if change.layout is not None:
-            if change.is_lead_to_commit:
-                self.store.commit(change.transition, lead.role, change.layout)
-            elif change.coming:
-                self._say(lead, ev.GpusAcquired(change.coming), transition=change.transition, grants=change.members)
-            committed = ev.LayoutCommitted(change.layout, change.members, 0)
-            self._say(lead, committed, transition=change.transition, grants=change.members)
         is_first = lead.role is Role.ACTOR and not self.voice.iteration and self.world is None and not lead.members
         lead.members, lead.layout = change.members, change.layout
-        if is_first and change.layout is not None:
-            weights = Snapshot(self.voice.incarnation, 0, "files-0", "sum-0", b"")
-            self._say(lead, ev.WeightsPublished(weights, None), grants=lead.members)
+        if change.layout is None:
+            return
+        if change.is_lead_to_commit:
+            self.store.commit(change.transition, lead.role, change.layout)
+        acquired = () if change.is_lead_to_commit else change.coming
+        self.voice.commit_layout(lead, change.layout, transition=change.transition, acquired=acquired)
+        if is_first:
+            self.voice.publish(lead, Snapshot(self.voice.incarnation, 0, "files-0", "sum-0", b""), None)
 
     def _clear(self, lead: Lead, grants: tuple[Grant, ...]) -> None:
         lead.clearing.update(grants)
@@ -245,23 +242,18 @@ class Cluster:
 
     def _answer_gate(self, command: cmd.AskGate) -> None:
         """A GPU is held as long as the world has it so; a lost one that nobody sees again stays held."""
-        gates = tuple(
+        gates = (
             ev.GateState(gpu, token, not are_free(self.world, (Grant(gpu, token),)))
-            for gpu, token in sorted(self._highest.items())
-            if node_of(gpu) == command.node
+            for gpu, token in self._highest.items()
         )
-        self.voice.say("scheduler", ev.GateReported(command.node, gates), grants=(command.grant,))
+        self.voice.report_gates(command, gates)
 
     # What dies, and comes back
-
-    def _join(self, role: Role, node: NodeId) -> None:
-        name, boot = instance_id(role, node), self._boots[node]
-        self.voice.say(name, ev.InstanceJoined(name, _endpoint(name), boot), role=role, boot=boot)
 
     def _node_lost(self, node: NodeId) -> None:
         """Told at once, and before what its GPUs' leads say; of a real one the leases have to expire."""
         for role in Role:
-            self.voice.say("scheduler", ev.InstanceLost(instance_id(role, node), self._boots[node]))
+            self.voice.lose(instance_id(role, node))
 
     def _lost(self, world: World, gpu: GpuId) -> None:
         """An engine that was there says so itself."""
@@ -301,7 +293,7 @@ class Cluster:
         self._say(lead, body, grants=lead.members)
 
     def _say(self, lead: Lead, body: ev.Body, *, transition: str = "", grants: tuple[Grant, ...] = ()) -> None:
-        self.voice.say(lead.instance, body, role=lead.role, transition=transition, grants=grants)
+        self.voice.say(lead.instance, body, transition=transition, grants=grants)
 
     def _placed(self) -> Assignment:
         """Where everything is that a component has."""
@@ -309,10 +301,6 @@ class Cluster:
         layout = self._leads[Role.ACTOR].layout
         trainer = Placed(gpus[Role.ACTOR], layout) if layout else None
         return Assignment(as_engines(gpus[Role.ROLLOUT], engine_size(self.spec)), trainer, gpus[Role.INFERENCE])
-
-
-def _endpoint(name: InstanceId) -> str:
-    return f"at-{name}"
 
 
 def _fate(samples: Sequence[int]) -> Fate:

@@ -18,12 +18,11 @@ from services.scheduler.decide.turn import checked, turn
 from services.scheduler.policy import Policy
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
-from simulator.cluster import Cluster
+from simulator.cluster import JOB, Cluster
 from simulator.happenings import What
 from simulator.iteration import Pace, Simulated
 from simulator.outcome import Run
 from simulator.views import to_ms
-from simulator.voice import JOB
 from simulator.watched_policy import Watched
 from simulator.world import Unfinished, World
 

@@ -133,7 +133,7 @@ def happen(drive: Drive, what: str, number: int) -> None:
             name = sorted(cluster.instances)[number % len(cluster.instances)]
             cluster.fail_late(name, fatal=what == "fail late, fatally")
         case "resize":
-            cluster.say_as("control", ev.ResizeRequested(PLACES[number]))
+            cluster.voice.say("control", ev.ResizeRequested(PLACES[number]))
         case "fail resize":
             cluster.num_failing_resizes = 1
         case "restart":

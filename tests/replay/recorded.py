@@ -111,7 +111,7 @@ def _with_deaths(drive: Drive) -> None:
     drive.cluster.show(Role.INFERENCE, eighths=2)
     drive.cluster.kill_worker(gpu("n1", 2))
     _iterating(drive, 1)
-    drive.cluster.say_as("control", ev.ResizeRequested(Placed((gpu("n0", 0), gpu("n0", 3)), Layout(tp=2))))
+    drive.cluster.voice.say("control", ev.ResizeRequested(Placed((gpu("n0", 0), gpu("n0", 3)), Layout(tp=2))))
     drive.cluster.kill_instance(InstanceId("rollout@n0"), tells=True)
     _iterating(drive, 2)
     drive.cluster.kill_instance(InstanceId("actor@n0"), tells=True)

@@ -12,7 +12,7 @@ from services.scheduler.shell.codecs.state_codec import decode_state, encode_sta
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.observed import Generation
-from simulator.voice import JOB as SIMULATED
+from simulator.cluster import JOB as SIMULATED
 from tests.replay.recorded import FAULTS, HISTORIES, LIVED, POLICIES, read, recorded, told
 from tests.unit.scheduler.fake_parts import JOB
 from tidegate.types import Role

@@ -50,7 +50,7 @@ class FakeChanges(FakeMembers):
 
     def _go_on_resizing(self, lead: FakeLead, resize: FakeResize) -> None:
         """The commit in the store, which decides, or the switch after it."""
-        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": resize.transition}
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": resize.transition}
         if not resize.is_committed:
             found = self._fault_in_preparing(lead, resize)
             if found is None:
@@ -61,21 +61,21 @@ class FakeChanges(FakeMembers):
             left = tuple(grant for grant in lead.members if self._is_at_work(grant))
             self._let_go(resize.coming)
             if left and (is_of_death or left == lead.members):
-                self.say(lead.instance, ev.ResizeFailed(fault), grants=left, **said)
+                self.voice.say(lead.instance, ev.ResizeFailed(fault), grants=left, **said)
             else:
                 failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, fault, fatal=False)
-                self.say(lead.instance, failed, incarnation=lead.incarnation)
+                self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
             return
         lead.resize = None
         if not any(self._is_at_work(grant) for grant in resize.members):
             failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "all members died as they switched", fatal=False)
-            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
             return
         lead.members = resize.members
-        self.say(lead.instance, ev.LayoutCommitted(resize.layout, resize.members, 0), grants=resize.members, **said)
+        self.voice.commit_layout(lead, resize.layout, **said)
         if resize.leaving:
             self._let_go(resize.leaving)
-            self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+            self.voice.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
 
     def _fault_in_preparing(self, lead: FakeLead, resize: FakeResize) -> tuple[str, bool] | None:
         """And whether somebody has died."""
@@ -99,16 +99,16 @@ class FakeChanges(FakeMembers):
 
     def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: FakeResize) -> None:
         """The rollout's engines finish elsewhere what they had, an inference makes a smaller world."""
-        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": resize.transition}
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": resize.transition}
         lead.resize = None
         is_broken = role is Role.INFERENCE and not all(map(self._is_at_work, (*resize.members, *resize.leaving)))
         if self._fails_to_prepare() or is_broken:
-            self.say(lead.instance, ev.ResizeFailed("it could not be prepared"), **said)
+            self.voice.say(lead.instance, ev.ResizeFailed("it could not be prepared"), **said)
             return
         lead.members = resize.members
         self._let_go(resize.leaving)
-        self.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
-        self.say(lead.instance, ev.LayoutCommitted(resize.layout, resize.members, 0), grants=resize.members, **said)
+        self.voice.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+        self.voice.commit_layout(lead, resize.layout, **said)
 
     def _fails_to_prepare(self) -> bool:
         fails = self.num_failing_resizes > 0
@@ -117,31 +117,30 @@ class FakeChanges(FakeMembers):
 
     def _suspend(self, lead: FakeLead, command: cmd.Suspend) -> None:
         lead.suspension = None
-        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": command.header.transition_id}
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": command.header.transition_id}
         left = tuple(grant for grant in lead.members if self._is_at_work(grant))
         is_whole = self.keeps_state or left == lead.members
         if not is_whole or not left:
             failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "what a dead rank held is gone", fatal=False)
-            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
         elif self._fails_to_prepare() or set(left) != set(command.grants):
-            self.say(lead.instance, ev.ResizeFailed("a member is dead, or it could not be prepared"), **said)
+            self.voice.say(lead.instance, ev.ResizeFailed("a member is dead, or it could not be prepared"), **said)
         else:
             lead.kept_on = frozenset(node_of(grant.gpu) for grant in lead.members)
             lead.members = ()
             self._let_go(command.grants)
-            self.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
+            self.voice.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
 
     def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
         assert lead.kept_on is not None, "an actor is resumed that was not suspended"
         if not lead.kept_on:
             # A death that is not told yet took the state along.
             failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "the state that was kept is gone", fatal=False)
-            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
             return
         if not self._pass_gates(command, lead):
             return
         lead.kept_on = None
         lead.members = command.grants
-        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition_id": command.header.transition_id}
-        self.say(lead.instance, ev.GpusAcquired(command.grants), grants=command.grants, **said)
-        self.say(lead.instance, ev.LayoutCommitted(command.layout, command.grants, 0), grants=command.grants, **said)
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": command.header.transition_id}
+        self.voice.commit_layout(lead, command.layout, acquired=command.grants, **said)

@@ -19,7 +19,7 @@ from tests.unit.scheduler.fake_changes import FakeChanges
 from tests.unit.scheduler.fake_parts import JOB, FakeLead, fate, num_prompts, samples
 from tests.unit.scheduler.fake_pictures import EIGHTHS, picture
 from tidegate.ownership.records import MoveState
-from tidegate.types import GpuId, Grant, Role, Token, node_of
+from tidegate.types import GpuId, Grant, Role, Token
 
 
 @dataclass
@@ -61,19 +61,16 @@ class FakeCluster(FakeChanges):
 
     def _answer_gate(self, command: cmd.AskGate) -> None:
         """A gate knows of the GPUs that somebody passed to, and of no others."""
-        gates = tuple(
-            ev.GateState(slot, gate.highest, gate.is_held)
-            for slot, gate in sorted(self.gates.items())
-            if node_of(slot) == command.node and gate.highest > Token(0, 0)
-        )
-        self.say_as("scheduler", ev.GateReported(command.node, gates), grants=(command.grant,))
+        passed = {slot: gate for slot, gate in self.gates.items() if gate.highest > Token(0, 0)}
+        gates = (ev.GateState(slot, gate.highest, gate.is_held) for slot, gate in passed.items())
+        self.voice.report_gates(command, gates)
 
     def _operate_store(self, command: cmd.StoreCommand) -> None:
         self._check_holders(command)
         try:
             self.store.operate(command)
         except REFUSED as refused:
-            self.say_as("scheduler", ev.CommandAnswered(command.id, False, str(refused)))
+            self.voice.answer(command.id, accepted=False, message=str(refused))
 
     def _check_holders(self, command: cmd.StoreCommand) -> None:
         if isinstance(command, cmd.AdvanceMove) and command.to_state is MoveState.RELEASED:
@@ -95,21 +92,18 @@ class FakeCluster(FakeChanges):
         if lead is None or header.endpoint != f"at-{lead.instance}":
             return
         if header.lead_epoch != lead.epoch:
-            self._answer(header, accepted=False, message=f"epoch {header.lead_epoch} is not {lead.epoch}")
+            self.voice.answer(header.id, accepted=False, message=f"epoch {header.lead_epoch} is not {lead.epoch}")
             return
         if header.id not in self.answers:
             if (fault := _fault(command, lead)) is not None:
-                self._answer(header, accepted=False, message=fault)
+                self.voice.answer(header.id, accepted=False, message=fault)
                 return
             self.answers[header.id] = (True, "")
             self.effects.append(header.id)
             if header.role not in self.hung:
                 self._obey(command, lead)
         accepted, message = self.answers[header.id]
-        self._answer(header, accepted=accepted, message=message)
-
-    def _answer(self, header: cmd.Header, *, accepted: bool, message: str) -> None:
-        self.say_as("scheduler", ev.CommandAnswered(header.id, accepted, message))
+        self.voice.answer(header.id, accepted=accepted, message=message)
 
     def _obey(self, command: cmd.LeadCommand, lead: FakeLead) -> None:
         header = command.header
@@ -133,11 +127,11 @@ class FakeCluster(FakeChanges):
                 for grant in command.grants:
                     self.gates[grant.gpu].is_held = False
                 lead.members = command.members
-                self.say(lead.instance, ev.GpusReleased(command.grants), transition_id=header.transition_id)
+                self.voice.say(lead.instance, ev.GpusReleased(command.grants), transition=header.transition_id)
             case cmd.LoadWeights():
                 lead.members = header.members
                 lead.versions = dict.fromkeys(lead.members, command.weights.version)
-                self._tell_loaded(lead, header, command.weights)
+                self.voice.load(lead, command.weights, incarnation=header.incarnation)
                 if isinstance(lead.broken_off, cmd.Evaluate):
                     lead.evaluate(lead.broken_off)
                 elif lead.broken_off is not None:
@@ -178,29 +172,25 @@ class FakeCluster(FakeChanges):
             lead.versions.update(dict.fromkeys(command.grants, command.weights.version))
         next_iteration = self.checkpoints.get(command.checkpoint, 0)
         next_prompt = self.next_prompts.get(command.checkpoint, next_iteration * self.job_spec.num_prompts)
-        said: dict[str, Any] = {
-            "incarnation": header.incarnation,
-            "transition_id": header.transition_id,
-            "grants": command.members,
-        }
-        self.say(lead.instance, ev.GpusAcquired(command.grants), **said)
-        committed = ev.LayoutCommitted(command.layout, command.members, next_iteration, next_prompt)
-        self.say(lead.instance, committed, **said)
+        self.voice.commit_layout(
+            lead,
+            command.layout,
+            transition=header.transition_id,
+            acquired=command.grants,
+            next_iteration=next_iteration,
+            next_prompt=next_prompt,
+            incarnation=header.incarnation,
+        )
         # Weights that come with the command are loaded without a word: a whole component is asked for them afterwards.
         if header.role is Role.ACTOR:
             self._publish(lead, header.incarnation, next_iteration)
-
-    def _tell_loaded(self, lead: FakeLead, header: cmd.Header, weights: Snapshot) -> None:
-        body = ev.WeightsLoaded(weights.version, weights.checksum)
-        self.say(lead.instance, body, incarnation=header.incarnation, grants=lead.members)
 
     def _publish(self, lead: FakeLead, incarnation: int, version: int) -> None:
         snapshot = Snapshot(incarnation, version, f"files-{version}", f"sum-{version}", f"shards of {version}".encode())
         reference = (
             Snapshot(incarnation, 0, "files-0", "sum-0", b"shards of 0") if self.job_spec.uses_reference else None
         )
-        body = ev.WeightsPublished(snapshot, reference)
-        self.say(lead.instance, body, incarnation=incarnation, grants=lead.members)
+        self.voice.publish(lead, snapshot, reference, incarnation=incarnation)
 
     # Work
 
@@ -239,8 +229,9 @@ class FakeCluster(FakeChanges):
         if lead is None or lead.plan is None or not self.instances[lead.instance].is_alive:
             return
         gpus = tuple(grant.gpu for grant in lead.members if self._is_at_work(grant))
-        told = picture(role, lead.plan, gpus, num_prompts=num_prompts(lead.plan), eighths=eighths)
-        self.say(lead.instance, told, incarnation=lead.incarnation, iteration=lead.plan.iteration, grants=lead.members)
+        body = picture(role, lead.plan, gpus, num_prompts=num_prompts(lead.plan), eighths=eighths)
+        said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": lead.plan.iteration}
+        self.voice.say(lead.instance, body, grants=lead.members, **said)
 
     def _can_work(self, role: Role, lead: FakeLead) -> bool:
         works = [self._is_at_work(each) for each in lead.members]
@@ -262,7 +253,7 @@ class FakeCluster(FakeChanges):
             kept = trained[self.num_lost :]
             body = replace(body, trained=fate(kept), filtered=(zero_std,), discarded=(invalid,))
         said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": plan.iteration, "grants": lead.members}
-        self.say(lead.instance, body, **said)
+        self.voice.say(lead.instance, body, **said)
         if role is not Role.ACTOR:
             self.handed_on.append((role, lead.incarnation, plan))
 
@@ -270,7 +261,7 @@ class FakeCluster(FakeChanges):
         lead.evaluated = None
         body = ev.EvaluationReported(command.version, 8, 2, (("reward_mean", command.version / 10),))
         said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": command.iteration}
-        self.say(lead.instance, body, grants=lead.members, **said)
+        self.voice.say(lead.instance, body, grants=lead.members, **said)
 
     def _save(self, lead: FakeLead, plan: IterationPlan) -> None:
         if (plan.iteration + 1) % self.checkpoint_every:
@@ -279,7 +270,7 @@ class FakeCluster(FakeChanges):
         self.checkpoints[name] = next_iteration
         self.next_prompts[name] = plan.first_prompt + num_prompts(plan)
         body = ev.CheckpointSaved(next_iteration, plan.version + 1, name, 0)
-        self.say(lead.instance, body, incarnation=lead.incarnation, grants=lead.members)
+        self.voice.say(lead.instance, body, incarnation=lead.incarnation, grants=lead.members)
 
 
 def _fault(command: cmd.LeadCommand, lead: FakeLead) -> str | None:

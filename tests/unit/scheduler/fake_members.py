@@ -10,10 +10,29 @@ from dataclasses import dataclass, field
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
+from services.scheduler.state.components import role_of_instance
 from services.scheduler.state.values import JobSpec
 from simulator.store import Store
+from simulator.voice import Voice
 from tests.unit.scheduler.fake_parts import JOB, NODES, FakeGate, FakeInstance, FakeLead, role_of
 from tidegate.types import GpuId, Grant, InstanceId, NodeId, Role, instance_id, node_of
+
+
+class FakeVoice(Voice):
+    """It numbers the events of the launcher, the scheduler and the control API by all that the cluster has done.
+
+    Only the order of an instance's events counts, so that these numbers may have gaps and repeats.
+    """
+
+    def __init__(self, log: Sequence[cmd.Command], effects: Sequence[str]) -> None:
+        super().__init__(JOB)
+        self._log, self._effects = log, effects
+
+    def _next_sequence(self, source: str) -> int:
+        if role_of_instance(source) is not None:
+            return super()._next_sequence(source)
+        num_waiting = sum(event.source == source for event in self.outbox)
+        return num_waiting + len(self._effects) + len(self._log) + 1
 
 
 @dataclass
@@ -23,16 +42,17 @@ class FakeMembers:
     job_spec: JobSpec
     has_supervisor: bool = True
     store: Store = field(init=False)
+    voice: FakeVoice = field(init=False)
     gates: dict[GpuId, FakeGate] = field(default_factory=dict)
     instances: dict[InstanceId, FakeInstance] = field(default_factory=dict)
     leads: dict[Role, FakeLead | None] = field(default_factory=dict)
     epochs: dict[Role, int] = field(default_factory=dict)
-    outbox: list[ev.Event] = field(default_factory=list)
     log: list[cmd.Command] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store = Store(self.job_spec.gpus)
+        self.voice = FakeVoice(self.log, self.effects)
         self.gates = {each: FakeGate() for each in self.job_spec.gpus}
         self.leads = dict.fromkeys(Role)
         self.epochs = dict.fromkeys(Role, 0)
@@ -42,47 +62,19 @@ class FakeMembers:
         for role in Role:
             for node in NODES:
                 self.start(instance_id(role, node))
-        self.say_as("launcher", ev.JobSubmitted(self.job_spec, "{}", resume=False))
+        self.voice.submit(self.job_spec)
 
-    def say_as(self, source: str, body: ev.Body, *, grants: tuple[Grant, ...] = ()) -> None:
-        """From what is no component: scheduler, launcher, control."""
-        sequence = sum(event.source == source for event in self.outbox) + len(self.effects) + len(self.log) + 1
-        self.outbox.append(ev.Event(job=JOB, source=source, boot=1, sequence=sequence, body=body, grants=grants))
-
-    def say(
-        self,
-        name: InstanceId,
-        body: ev.Body,
-        *,
-        incarnation: int = 0,
-        iteration: int = 0,
-        transition_id: str = "",
-        grants: tuple[Grant, ...] = (),
-    ) -> None:
-        instance = self.instances[name]
-        instance.sequence += 1
-        self.outbox.append(
-            ev.Event(
-                job=JOB,
-                source=name,
-                boot=instance.boot,
-                sequence=instance.sequence,
-                body=body,
-                incarnation=incarnation,
-                iteration=iteration,
-                transition_id=transition_id,
-                grants=grants,
-                role=role_of(name),
-            )
-        )
+    @property
+    def outbox(self) -> list[ev.Event]:
+        """The events that were sent and not delivered yet."""
+        return self.voice.outbox
 
     # Life and death
 
     def start(self, name: InstanceId) -> None:
         """A new start of the instance; it leads when nobody does."""
-        known = self.instances.get(name)
-        self.instances[name] = FakeInstance(boot=known.boot + 1 if known else 1)
-        self.say(name, ev.InstanceJoined(name, f"at-{name}", self.instances[name].boot))
+        self.instances[name] = FakeInstance()
+        self.voice.start(name)
         if self.leads[role_of(name)] is None:
             self.elect(name)
 
@@ -90,7 +82,7 @@ class FakeMembers:
         role = role_of(name)
         self.epochs[role] += 1
         self.leads[role] = FakeLead(name, self.epochs[role])
-        self.say(name, ev.LeadElected(name, f"at-{name}", self.epochs[role]))
+        self.voice.elect(name, epoch=self.epochs[role])
 
     def kill_worker(self, slot: GpuId) -> None:
         """Its service sees it at once. Nothing happens where nothing runs."""
@@ -100,7 +92,7 @@ class FakeMembers:
         gate.is_held = False
         name = instance_id(record.owner.role, node_of(slot))
         grants = (Grant(slot, gate.highest),)
-        self.say(name, ev.Failed(ev.FailedWhat.WORKER, grants, -9, f"worker of {slot} was killed", fatal=False))
+        self.voice.say(name, ev.Failed(ev.FailedWhat.WORKER, grants, -9, f"worker of {slot} was killed", fatal=False))
 
     def kill_instance(self, name: InstanceId, *, tells: bool) -> None:
         """Its workers die with it. `tells`: its lease is seen to expire before it starts again."""
@@ -117,7 +109,7 @@ class FakeMembers:
         if lead is not None and lead.kept_on and node in lead.kept_on:
             lead.kept_on = frozenset()
         if tells:
-            self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
+            self.voice.lose(name)
         self._replace_lead(name)
 
     def lapse(self, name: InstanceId) -> None:
@@ -125,7 +117,7 @@ class FakeMembers:
         instance = self.instances[name]
         if instance.is_alive and instance.has_lease:
             instance.has_lease = False
-            self.say_as("scheduler", ev.InstanceLost(name, instance.boot))
+            self.voice.lose(name)
             self._replace_lead(name)
 
     def renew(self) -> bool:
@@ -137,7 +129,7 @@ class FakeMembers:
         lapsed = {each for each, it in self.instances.items() if it.is_alive and not it.has_lease} - told
         for name in sorted(lapsed):
             self.instances[name].has_lease = True
-            self.say(name, ev.InstanceJoined(name, f"at-{name}", self.instances[name].boot))
+            self.voice.join(name)
             if self.leads[role_of(name)] is None:
                 self.elect(name)
         return bool(lapsed)
@@ -170,13 +162,13 @@ class FakeMembers:
         if lead is not None and lead.evaluated is not None:
             lead.broken_off, lead.evaluated = lead.evaluated, None
             failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
-            self.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
             return
         plan = lead.plan if lead is not None and not lead.has_reported else None
         if lead is not None and plan is not None:
             lead.plan, lead.broken_off = None, plan
             failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
-            self.say(lead.instance, failed, incarnation=lead.incarnation, iteration=plan.iteration)
+            self.voice.say(lead.instance, failed, incarnation=lead.incarnation, iteration=plan.iteration)
 
     def fail_late(self, name: InstanceId, *, fatal: bool) -> None:
         """What it led once failed, and its word of it comes only now."""
@@ -185,7 +177,7 @@ class FakeMembers:
         incarnation = (lead.incarnation if lead is not None else 0) - was_before
         if self.instances[name].is_alive and incarnation >= 0:
             failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a late word", fatal=fatal)
-            self.say(name, failed, incarnation=incarnation)
+            self.voice.say(name, failed, incarnation=incarnation)
 
     def restart_dead(self) -> bool:
         """What a process supervisor does; False when everything lives."""
@@ -214,7 +206,7 @@ class FakeMembers:
             gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
             if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
                 failed = ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", fatal=False)
-                self.say(lead.instance, failed, incarnation=header.incarnation)
+                self.voice.say(lead.instance, failed, incarnation=header.incarnation)
                 return False
             gate.highest, gate.is_held = grant.token, True
         return True

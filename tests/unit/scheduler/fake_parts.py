@@ -84,10 +84,8 @@ def fate(ids: Sequence[int], *, reason: str = "") -> Fate:
 
 @dataclass
 class FakeInstance:
-    boot: int = 1
     is_alive: bool = True
     has_lease: bool = True
-    sequence: int = 0
 
 
 @dataclass

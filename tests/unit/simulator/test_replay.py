@@ -28,7 +28,7 @@ def with_deaths(drive: Drive) -> None:
     drive.run_until(lambda state: state.iteration is not None)
     drive.cluster.kill_worker(gpu("n1", 2))
     drive.run_until(lambda state: state.next_iteration == 1)
-    drive.cluster.say_as("control", ev.ResizeRequested(Placed((gpu("n0", 0), gpu("n0", 3)), Layout(tp=2))))
+    drive.cluster.voice.say("control", ev.ResizeRequested(Placed((gpu("n0", 0), gpu("n0", 3)), Layout(tp=2))))
     drive.cluster.kill_instance(InstanceId("rollout@n0"), tells=True)
     drive.run()
 

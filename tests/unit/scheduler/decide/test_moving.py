@@ -420,7 +420,7 @@ LOST_STATES = {
         instance_id(Role.ACTOR, NODES[1]), tells=True
     ),
     "its lead changes": lambda drive: drive.cluster.elect(instance_id(Role.ACTOR, NODES[1])),
-    "its lead says so": lambda drive: drive.cluster.say(
+    "its lead says so": lambda drive: drive.cluster.voice.say(
         instance_id(Role.ACTOR, NODES[0]),
         ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "what was kept is gone", fatal=False),
         incarnation=1,
@@ -457,7 +457,7 @@ def test_a_job_that_ends_while_gpus_move_gives_all_back() -> None:
     for case in ("fewer engines", "a suspended actor", "a smaller actor"):
         drive, proposed = running()
         ready(drive, proposed, **OPEN_CHANGES[case])
-        drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
+        drive.cluster.voice.say("control", ev.JobCancelRequested("enough"))
         assert drive.run().phase is Phase.CANCELLED
         assert not any(record.owner for record in drive.cluster.store.gpus.values())
 
@@ -468,7 +468,7 @@ def test_a_person_who_asks_for_where_the_actor_is_already_makes_it_its_home() ->
     propose(drive, proposed, actor=placed)
     assert drive.state.home(Role.ACTOR) == HOME[Role.ACTOR], "what a policy does is no home"
 
-    drive.cluster.say_as("control", ev.ResizeRequested(placed))
+    drive.cluster.voice.say("control", ev.ResizeRequested(placed))
     deliver_all(drive)
     assert (drive.state.home(Role.ACTOR), drive.state.asked) == (placed, None)
     propose(drive, proposed, actor=Placed((ACTOR[0],), Layout()))

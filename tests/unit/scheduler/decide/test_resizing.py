@@ -38,7 +38,7 @@ def running(**fields: Any) -> Drive:
 
 
 def ask(drive: Drive, placed: Placed) -> None:
-    drive.cluster.say_as("control", ev.ResizeRequested(placed))
+    drive.cluster.voice.say("control", ev.ResizeRequested(placed))
     drive.deliver(drive.cluster.outbox.pop())
 
 
@@ -297,7 +297,7 @@ def test_the_death_of_a_worker_that_stands_by_changes_nothing() -> None:
     before, sent = drive.state.components, len(drive.cluster.log)
 
     died = ev.Failed(ev.FailedWhat.WORKER, (Grant(SPARE, NO_TOKEN),), -9, "killed", fatal=False)
-    drive.cluster.say(instance_id(Role.ACTOR, NodeId("n0")), died)
+    drive.cluster.voice.say(instance_id(Role.ACTOR, NodeId("n0")), died)
     drive.deliver(drive.cluster.outbox.pop())
 
     assert (drive.state.components, drive.cluster.log[sent:]) == (before, [])

@@ -191,7 +191,7 @@ def test_what_was_evaluated_after_the_checkpoint_is_evaluated_again_in_the_next_
 
 def test_a_job_that_is_cancelled_waits_for_no_evaluation() -> None:
     drive = under_way(job(every=1), 1)
-    drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
+    drive.cluster.voice.say("control", ev.JobCancelRequested("enough"))
 
     state = drive.run()
 

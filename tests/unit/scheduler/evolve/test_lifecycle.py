@@ -115,7 +115,7 @@ def test_a_component_waits_for_an_instance_on_each_of_its_nodes() -> None:
     cluster = FakeCluster(spec())
     drive = Drive(cluster)
     cluster.start(instance_id(Role.ACTOR, NODES[0]))
-    cluster.say_as("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=False))
+    cluster.voice.say("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=False))
     while cluster.outbox:
         drive.step()
 
@@ -127,7 +127,7 @@ def test_a_component_that_never_comes_fails_the_job_with_what_was_waited_for() -
     cluster = FakeCluster(spec(deadline_ms=1000))
     drive = Drive(cluster)
     cluster.start(instance_id(Role.ACTOR, NODES[0]))
-    cluster.say_as("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=False))
+    cluster.voice.say("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=False))
 
     state = drive.run()
 
@@ -164,7 +164,7 @@ def test_a_sample_lost_and_another_counted_twice_fail_the_job_though_the_numbers
     drive = booted(FakeCluster(spec()))
     drive.run_until(is_iterating)
     drive.cluster.work()
-    drive.cluster.outbox = [_with_wrong_ids(event) for event in drive.cluster.outbox]
+    drive.cluster.outbox[:] = [_with_wrong_ids(event) for event in drive.cluster.outbox]
 
     state = drive.run()
 
@@ -183,7 +183,7 @@ def _with_wrong_ids(event: ev.Event) -> ev.Event:
 def test_a_dead_letter_pauses_the_job_and_no_iteration_opens_until_it_is_resumed() -> None:
     drive = booted(FakeCluster(spec()))
     drive.run_until(is_iterating)
-    drive.cluster.say_as("actor", ev.DeadLettered("samples.tide", "not a group", 7))
+    drive.cluster.voice.say("actor", ev.DeadLettered("samples.tide", "not a group", 7))
     while drive.state.phase is not Phase.PAUSED:
         drive.step()
     assert drive.state.message == ("dead letter 7 of samples.tide: not a group; replay or drop it, and the job goes on")
@@ -194,7 +194,7 @@ def test_a_dead_letter_pauses_the_job_and_no_iteration_opens_until_it_is_resumed
     assert drive.state.next_iteration == 1, "the iteration that was open may end"
     assert drive.state.iteration is None
 
-    drive.cluster.say_as("control", ev.JobResumeRequested())
+    drive.cluster.voice.say("control", ev.JobResumeRequested())
     assert drive.run().phase is Phase.FINISHED
 
 
@@ -203,7 +203,7 @@ def test_a_cancelled_job_gives_every_gpu_back_wherever_it_stands(num_steps: int)
     drive = booted(FakeCluster(spec()))
     for _ in range(num_steps):
         drive.step()
-    drive.cluster.say_as("control", ev.JobCancelRequested("no longer needed"))
+    drive.cluster.voice.say("control", ev.JobCancelRequested("no longer needed"))
 
     state = drive.run()
 
@@ -217,7 +217,7 @@ def test_a_fatal_failure_ends_the_job_with_its_message() -> None:
     drive.run_until(is_iterating)
     name = instance_id(Role.ROLLOUT, NODES[0])
     failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "the model's files are gone", fatal=True)
-    drive.cluster.say(name, failed, incarnation=1)
+    drive.cluster.voice.say(name, failed, incarnation=1)
 
     state = drive.run()
 
@@ -231,12 +231,12 @@ def test_the_job_does_not_finish_before_the_last_weights_are_published() -> None
     held_back: list[ev.Event] = []
     while drive.step():
         held_back += [event for event in drive.cluster.outbox if isinstance(event.body, ev.WeightsPublished)]
-        drive.cluster.outbox = [event for event in drive.cluster.outbox if event not in held_back]
+        drive.cluster.outbox[:] = [event for event in drive.cluster.outbox if event not in held_back]
 
     assert drive.state.phase is Phase.RUNNING
     assert "version 1 is not published yet" in drive.last_reason
 
-    drive.cluster.outbox = held_back
+    drive.cluster.outbox[:] = held_back
     assert drive.run().final_checksum == "sum-1"
 
 
@@ -257,7 +257,7 @@ def test_weights_that_differ_fail_the_job(case: str) -> None:
         Role.ROLLOUT: ev.WeightsLoaded(0, "another"),
     }
     name = instance_id(role, NODES[0])
-    drive.cluster.say(name, bodies[role], incarnation=1)
+    drive.cluster.voice.say(name, bodies[role], incarnation=1)
 
     state = drive.run()
 
@@ -271,7 +271,7 @@ def test_a_resumed_job_goes_on_from_its_last_checkpoint_in_a_new_incarnation() -
     drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
     assert drive.run().phase is Phase.FAILED
 
-    drive.cluster.say_as("launcher", ev.JobSubmitted(drive.cluster.job_spec, "{}", resume=True))
+    drive.cluster.voice.say("launcher", ev.JobSubmitted(drive.cluster.job_spec, "{}", resume=True))
     drive.run_until(lambda state: state.phase is Phase.SUBMITTED or state.phase is Phase.STARTING)
     state = drive.run()
 
@@ -285,8 +285,8 @@ def resumed(drive: Drive, *, next_iteration: int, incarnation: int) -> ClusterSt
     """As a launcher resumes: it tells what it found in the job's folder, then submits the job."""
     cluster = drive.cluster
     cluster.checkpoints["found"] = next_iteration
-    cluster.say_as("launcher", ev.CheckpointSaved(next_iteration, next_iteration, "found", 16))
-    cluster.say_as("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=True))
+    cluster.voice.say("launcher", ev.CheckpointSaved(next_iteration, next_iteration, "found", 16))
+    cluster.voice.say("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=True))
     cluster.outbox[-2:] = [replace(event, incarnation=incarnation) for event in cluster.outbox[-2:]]
     while any(event.source == "launcher" for event in cluster.outbox):
         drive.step()

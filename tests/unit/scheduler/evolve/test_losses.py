@@ -237,7 +237,7 @@ def test_iterations_after_the_last_checkpoint_are_superseded_and_their_samples_d
 def test_an_iteration_that_breaks_off_tells_what_the_rollout_had_generated_as_far_as_is_known() -> None:
     drive = iterating(keeps_state=False)
     name = instance_id(Role.ROLLOUT, NODES[0])
-    drive.cluster.say(name, ev.Progress((), 3, 4, "generate"), incarnation=1, iteration=0)
+    drive.cluster.voice.say(name, ev.Progress((), 3, 4, "generate"), incarnation=1, iteration=0)
     deliver_all(drive)
     drive.cluster.kill_worker(ACTOR_GPU)
     drive.run_until(lambda state: state.incarnation == 2)
@@ -265,7 +265,7 @@ def test_an_actor_that_dies_more_often_than_allowed_fails_the_job_with_the_numbe
 
 def test_an_actor_that_restarts_in_a_paused_job_leaves_it_paused_with_what_a_person_has_to_do() -> None:
     drive = iterating()
-    drive.cluster.say_as("actor", ev.DeadLettered("samples.tide", "not a group", 7))
+    drive.cluster.voice.say("actor", ev.DeadLettered("samples.tide", "not a group", 7))
     drive.run_until(lambda state: state.phase is Phase.PAUSED)
     want = drive.state.message
     drive.cluster.kill_worker(ACTOR_GPU)
@@ -273,7 +273,7 @@ def test_an_actor_that_restarts_in_a_paused_job_leaves_it_paused_with_what_a_per
 
     assert (drive.state.phase, drive.state.message) == (Phase.PAUSED, want)
 
-    drive.cluster.say_as("control", ev.JobResumeRequested())
+    drive.cluster.voice.say("control", ev.JobResumeRequested())
     assert drive.run().phase is Phase.FINISHED
 
 
@@ -304,14 +304,14 @@ def test_a_new_lead_of_the_actor_starts_a_new_incarnation() -> None:
 def test_a_lost_gpu_is_not_taken_back_while_its_gate_says_that_a_worker_holds_it() -> None:
     drive = iterating()
     name = instance_id(Role.ROLLOUT, NODES[1])
-    drive.cluster.say_as("scheduler", ev.InstanceLost(name, 1))
+    drive.cluster.voice.say("scheduler", ev.InstanceLost(name, 1))
     drive.step()
 
     lost = [each.gpu for each in drive.state.gpus.values() if each.state is GpuState.LOST]
     assert lost == [gpu("n1", 1), gpu("n1", 3)]
     assert all(drive.cluster.gates[each].is_held for each in lost)
 
-    drive.cluster.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
+    drive.cluster.voice.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
     state = drive.run()
 
     cleared = [
@@ -471,7 +471,7 @@ def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed
 def test_a_stop_that_is_not_done_by_its_deadline_ends_the_job_with_what_was_not_given_back() -> None:
     drive = iterating()
     drive.cluster.hung.add(Role.INFERENCE)
-    drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
+    drive.cluster.voice.say("control", ev.JobCancelRequested("enough"))
     deliver_all(drive)
     transition = drive.state.transition_of(Role.INFERENCE)
     assert transition is not None

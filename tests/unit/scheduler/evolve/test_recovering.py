@@ -91,7 +91,7 @@ def test_restarts_that_the_lost_state_had_decided_are_seen_by_what_came_after_th
 
 def test_a_job_that_was_ending_goes_on_ending() -> None:
     drive = after_two_iterations()
-    drive.cluster.say_as("control", ev.JobCancelRequested("enough"))
+    drive.cluster.voice.say("control", ev.JobCancelRequested("enough"))
     drive.step()
     lose_the_store(drive)
 
@@ -102,7 +102,7 @@ def test_a_job_that_was_ending_goes_on_ending() -> None:
 
 def test_a_paused_job_stays_paused_with_what_a_person_has_to_do() -> None:
     drive = after_two_iterations()
-    drive.cluster.say_as("actor", ev.DeadLettered("samples.tide", "not a group", 7))
+    drive.cluster.voice.say("actor", ev.DeadLettered("samples.tide", "not a group", 7))
     drive.run_until(lambda state: state.phase is Phase.PAUSED)
     want = drive.state.message
     lose_the_store(drive)
