@@ -42,7 +42,10 @@ class Direct:
         return self._simulated.run_of(self._world, policy=name, decisions=self._policy.decisions)
 
     def _choose(self, world: World) -> Choice:
-        return self._policy.choose(self._simulated.seeing.situation(world, self._remembered))
+        situation = self._simulated.seeing.situation(world, self._remembered)
+        choice = self._policy.choose(situation)
+        self._remembered = choice.remembered(situation)
+        return choice
 
     def _opened(self) -> tuple[World, Carrying]:
         """A world that begins where the policy wants it."""
@@ -56,7 +59,6 @@ class Direct:
         return world, carrying
 
     def _took(self, choice: Choice) -> None:
-        self._remembered = choice.remembered
         self._policy.note(self._world.now_s)
         self._pace.asked(self._world, choice.ask_at_ms)
 

@@ -30,6 +30,5 @@ class Watched:
         choice, self._last = self._last, None
         if choice is not None and choice.assignment != self._assignment:
             self._assignment = choice.assignment
-            plan = choice.remembered.plan
-            ends_s = plan.ends_at_ms / 1000 if plan else None
+            ends_s = choice.ends_at_ms / 1000 if choice.ends_at_ms is not None else None
             self.decisions.append(Decided(at_s, choice.reason, choice.assignment, ends_s))

@@ -24,7 +24,7 @@ from services.scheduler.policy.situation import Choice
 from services.scheduler.policy.stages import Split
 from services.scheduler.policy.tide.foresight import TideRules
 from services.scheduler.state.layouts import as_engines, engine_size, most_copies, replica_size
-from services.scheduler.state.remembered import Assignment, Remembered
+from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.units import but_for
 from services.scheduler.state.values import Placed
 from simulator.happenings import Happening, What
@@ -115,7 +115,7 @@ class _Steering:
         self._assignment = self._dealt(self._assignment)
         if fewer and self._schedule.soonest_back:
             self._world.order_queue(self._order_back())
-        self._carrying.accept(Choice(self._assignment, trains, Remembered(), ""))
+        self._carrying.accept(Choice(self._assignment, trains, ""))
 
     def _wanted(self) -> tuple[Split, bool]:
         """And whether the trainer may begin its next minibatch."""

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
-from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules, valid_dp
+from services.scheduler.policy.rlinf import RLinfMemory, RLinfPolicy, RLinfRules, valid_dp
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.layouts import engine_size, placed_gpus, replica_size, with_dp
 from services.scheduler.state.observed import ENDED, QUEUED, TrainerRate
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec
-from tests.unit.scheduler.situations import generation, job, seen
+from tests.unit.scheduler.situations import after, generation, job, seen
 from tidegate.types import Role
 
 QUICK = settings(max_examples=80, deadline=None)
@@ -35,6 +35,7 @@ class World:
     num_taken: int = 0
     remembered: Remembered = field(default_factory=Remembered)
     trains: bool = False
+    num_moves: int = 0
     num_done: int = 0
     is_in_minibatch: bool = False
     now_ms: int = 0
@@ -68,7 +69,9 @@ class World:
         situation = self.seen()
         choice = self.policy.choose(situation)
         assert self.policy.choose(situation) == choice, "the same situation, the same choice"
-        self.remembered, self.at, self.trains = choice.remembered, choice.assignment, choice.trains
+        held = self.remembered.assignment
+        self.num_moves += held is not None and choice.assignment != held
+        self.remembered, self.at, self.trains = after(choice), choice.assignment, choice.trains
         return choice
 
     def work(self, step: str, number: int) -> None:
@@ -153,7 +156,7 @@ def test_dynarl_keeps_its_bounds_and_strands_no_gpu_that_work_could_use(
         held = len(world.at.gpus)
         choice = world.choose()
         check_assignment(world, choice.assignment)
-        assert choice.remembered.num_moves <= spec.num_minibatches
+        assert world.num_moves <= spec.num_minibatches
         if held != len(choice.assignment.gpus) or choice.assignment.trainer is None:
             check_nothing_stranded(world)
         assert world.choose().assignment == choice.assignment, "nothing happened, nothing changes"
@@ -195,11 +198,12 @@ def test_rlinf_moves_after_minibatches_alone_and_only_to_legal_layouts(
     world = opened(spec, RLinfPolicy(rules))
     at_home = spec.placement[Role.ACTOR].layout.dp
     for step, number in [("wait", 1), *steps]:
-        before, answered = world.at, world.remembered.num_answered
-        was_begun, num_engines = world.remembered.is_begun, len(world.at.engines)
+        before, memory, num_engines = world.at, world.remembered.own, len(world.at.engines)
+        was_begun = isinstance(memory, RLinfMemory) and memory.is_begun
+        answered = memory.num_answered if isinstance(memory, RLinfMemory) else 0
         choice = world.choose()
         check_assignment(world, choice.assignment)
-        assert choice.remembered.num_moves <= spec.num_minibatches + 1
+        assert world.num_moves <= spec.num_minibatches + 1
         if was_begun and world.num_done == answered:
             assert choice.assignment == before
         if was_begun and world.num_done < spec.num_minibatches:

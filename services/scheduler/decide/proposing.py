@@ -57,7 +57,7 @@ def chosen(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozen
     """`gone`: GPUs that the job goes on without."""
     choice = policy.choose(situation)
     wanted, trains, reason = choice.assignment, choice.trains, choice.reason
-    remembered = choice.remembered
+    remembered = choice.remembered(situation)
     if (left := without(wanted, situation.spec, gone, policy)) != wanted:
         wanted, remembered = left, replace(remembered, assignment=left)
         reason = f"{reason}, but for {', '.join(sorted(gone))}"

@@ -29,7 +29,7 @@ import numpy as np
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
 from services.scheduler.state.layouts import as_engines, engine_size, largest_dp, most_copies, placed_gpus, replica_size
-from services.scheduler.state.remembered import Assignment, EngineGpus, Remembered, as_configured
+from services.scheduler.state.remembered import Assignment, EngineGpus, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec
 from tidegate.types import GpuId, NodeId, Role, node_of
 
@@ -66,6 +66,18 @@ class DynaRLRules:
 
 
 @dataclass(frozen=True, slots=True)
+class DynaRLMemory(PolicyMemory):
+    """`is_begun`: the trainer was given its GPUs in this iteration. `num_answered`: minibatches that were done at the
+    last move. `low_since_ms`: since when the engines are nearly empty. `pending_engines`: how many engines are to be
+    left once the trainer is between two updates."""
+
+    is_begun: bool = False
+    num_answered: int = 0
+    low_since_ms: int | None = None
+    pending_engines: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DynaRLPolicy:
     rules: DynaRLRules
 
@@ -73,53 +85,58 @@ class DynaRLPolicy:
         """Every job that is placed will do: what fits no move stays where it is."""
 
     def choose(self, situation: Situation) -> Choice:
-        remembered = situation.remembered
-        if not remembered.is_of(situation.incarnation, situation.iteration):
-            remembered = _opened(situation)
-        assert remembered.assignment is not None, "an iteration opens with an assignment"
+        recalled = situation.recalled(DynaRLMemory)
+        opened = Assignment(_everywhere(situation.spec), trainer=None, inference=())
+        assigned, memory = recalled or (opened, DynaRLMemory())
         training = situation.trainer.training
         if training.num_minibatches_done == situation.spec.num_minibatches:
-            remembered = replace(remembered, assignment=as_configured(situation.spec))
-            return self._chosen(situation, remembered, "all minibatches are done, everything where it is placed")
+            reason = "all minibatches are done, everything where it is placed"
+            return self._chosen(situation, as_configured(situation.spec), memory, reason)
         if situation.moving:
-            return self._chosen(situation, remembered, f"{len(situation.moving)} GPUs are on their way")
-        remembered, reason = self._planned(situation, remembered)
+            return self._chosen(situation, assigned, memory, f"{len(situation.moving)} GPUs are on their way")
+        memory, reason = self._planned(situation, memory)
         is_free_to_move = training.is_at_boundary and (
-            not remembered.is_begun
+            not memory.is_begun
             or situation.trainer.placed is None
-            or training.num_minibatches_done > remembered.num_answered
+            or training.num_minibatches_done > memory.num_answered
         )
-        if remembered.pending_engines is None or not is_free_to_move:
-            return self._chosen(situation, remembered, reason)
-        return self._carried_out(situation, remembered, remembered.pending_engines, reason)
+        if memory.pending_engines is None or not is_free_to_move:
+            return self._chosen(situation, assigned, memory, reason)
+        assigned = _assigned(situation, split_of(situation, min(memory.pending_engines, len(situation.engines))))
+        moved = replace(
+            memory,
+            is_begun=assigned.trainer is not None,
+            num_answered=training.num_minibatches_done,
+            pending_engines=None,
+        )
+        return self._chosen(situation, assigned, moved, reason)
 
-    def _chosen(self, situation: Situation, remembered: Remembered, reason: str) -> Choice:
-        assert remembered.assignment is not None
+    def _chosen(self, situation: Situation, assigned: Assignment, memory: DynaRLMemory, reason: str) -> Choice:
         return Choice(
-            assignment=remembered.assignment,
-            trains=remembered.is_begun,
-            remembered=remembered,
-            reason=f"dynarl: {reason}; {remembered.assignment}",
+            assignment=assigned,
+            trains=memory.is_begun,
+            reason=f"dynarl: {reason}; {assigned}",
+            memory=memory,
             group_order=_longest_first(situation) if self.rules.request_priority else (),
         )
 
-    def _planned(self, situation: Situation, remembered: Remembered) -> tuple[Remembered, str]:
+    def _planned(self, situation: Situation, memory: DynaRLMemory) -> tuple[DynaRLMemory, str]:
         """With what is pending now, and since when the rollout is nearly empty."""
         if not situation.num_unfinished:
             wants_more = split_of(situation, 0) != _present(situation)
             pending = 0 if wants_more else None
-            return replace(remembered, pending_engines=pending, low_since_ms=None), "the rollout is done"
+            return replace(memory, pending_engines=pending, low_since_ms=None), "the rollout is done"
         low = sum(engine.kv_use < self.rules.low_kv_use for engine in situation.engines)
         told = f"{low} of {len(situation.engines)} engines under {self.rules.low_kv_use:g} of their KV"
         if not self._is_low(situation, low):
-            return replace(remembered, low_since_ms=None), told
-        since = situation.now_ms if remembered.low_since_ms is None else remembered.low_since_ms
+            return replace(memory, low_since_ms=None), told
+        since = situation.now_ms if memory.low_since_ms is None else memory.low_since_ms
         low_for_s = (situation.now_ms - since) / 1000
-        if remembered.pending_engines is not None or low_for_s < self.rules.low_for_s:
-            return replace(remembered, low_since_ms=since), f"{told} for {low_for_s:g} s"
+        if memory.pending_engines is not None or low_for_s < self.rules.low_for_s:
+            return replace(memory, low_since_ms=since), f"{told} for {low_for_s:g} s"
         pending, scored = self._best(situation)
         reason = f"{told} for {low_for_s:g} s; {scored}"
-        return replace(remembered, pending_engines=pending, low_since_ms=None), reason
+        return replace(memory, pending_engines=pending, low_since_ms=None), reason
 
     def _is_low(self, situation: Situation, num_low: int) -> bool:
         num_engines = len(situation.engines)
@@ -155,18 +172,6 @@ class DynaRLPolicy:
             if num < len(engines) and situation.num_unfinished <= num * slots and num_kv_tokens <= num * capacity_tokens
         )
         return tuple(sorted(holding, reverse=True))
-
-    def _carried_out(self, situation: Situation, remembered: Remembered, num_engines: int, reason: str) -> Choice:
-        assignment = _assigned(situation, split_of(situation, min(num_engines, len(situation.engines))))
-        moved = replace(
-            remembered,
-            assignment=assignment,
-            is_begun=assignment.trainer is not None,
-            num_answered=situation.trainer.training.num_minibatches_done,
-            num_moves=remembered.num_moves + (assignment != remembered.assignment),
-            pending_engines=None,
-        )
-        return self._chosen(situation, moved, reason)
 
 
 def split_of(situation: Situation, num_engines: int) -> Split:
@@ -225,14 +230,6 @@ def _assigned(situation: Situation, split: Split) -> Assignment:
     gpus = (*trainer, *pool[: split.num_trainer_gpus - len(trainer)])
     layout = spec.placement[Role.ACTOR].layout
     return Assignment(engines, most_copies(layout, gpus, num_shards=spec.num_logical_shards), inference)
-
-
-def _opened(situation: Situation) -> Remembered:
-    return Remembered(
-        incarnation=situation.incarnation,
-        iteration=situation.iteration,
-        assignment=Assignment(_everywhere(situation.spec), trainer=None, inference=()),
-    )
 
 
 def _everywhere(spec: JobSpec) -> tuple[EngineGpus, ...]:

@@ -18,9 +18,14 @@ from dataclasses import dataclass
 
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.layouts import as_engines, engine_size, most_copies, placed_gpus
-from services.scheduler.state.remembered import Assignment, Remembered, as_configured
+from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class PhasesMemory(PolicyMemory):
+    """Nothing but the assignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +49,8 @@ class PhasesPolicy:
             # At most one copy a sequence: a copy without a sequence could not train.
             trainer = _largest(spec, Role.ACTOR, most=spec.num_samples_per_minibatch)
             at = Assignment((), trainer=trainer, inference=())
-        remembered = situation.remembered
-        if not remembered.is_of(situation.incarnation, situation.iteration):
-            remembered = Remembered(incarnation=situation.incarnation, iteration=situation.iteration)
-        moved = Remembered(
-            incarnation=situation.incarnation,
-            iteration=situation.iteration,
-            assignment=at,
-            is_begun=at.trainer is not None,
-            num_moves=remembered.num_moves + (remembered.assignment not in (None, at)),
-        )
-        return Choice(at, trains=at.trainer is not None, remembered=moved, reason=f"static, collocated: {why}; {at}")
+        reason = f"static, collocated: {why}; {at}"
+        return Choice(at, trains=at.trainer is not None, reason=reason, memory=PhasesMemory())
 
 
 def _largest(spec: JobSpec, role: Role, *, most: int | None = None) -> Placed | None:

@@ -1,25 +1,43 @@
-"""Policies by name: what a config's section on the scheduler comes to. Pure."""
+"""Policies by name: what makes each of a config's section on the scheduler, and the type of what it remembers. Pure.
+
+The names are those that the config knows (`SchedulerSection.policy`). [test_registry: every_policy_of_the_config]
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from services.scheduler.policy import Policy
-from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
-from services.scheduler.policy.phases import PhasesPolicy
-from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
+from services.scheduler.policy.dynarl import DynaRLMemory, DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.phases import PhasesMemory, PhasesPolicy
+from services.scheduler.policy.rlinf import RLinfMemory, RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.remembered import PolicyMemory
 from tidegate.config.sections.scheduler import SchedulerSection
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    make: Callable[[SchedulerSection], Policy]
+    memory: type[PolicyMemory]
+
+
+def _static(section: SchedulerSection) -> Policy:
+    return PhasesPolicy() if section.static.collocated else StaticPolicy()
+
+
+ENTRIES: Mapping[str, Entry] = {
+    "static": Entry(_static, PhasesMemory),
+    "rlinf": Entry(lambda section: RLinfPolicy(RLinfRules(**section.rlinf.model_dump())), RLinfMemory),
+    "dynarl": Entry(lambda section: DynaRLPolicy(DynaRLRules(**section.dynarl.model_dump())), DynaRLMemory),
+    "tide": Entry(lambda section: TidePolicy(TideRules(**section.tide.model_dump())), TideMemory),
+}
 
 
 def policy_of(section: SchedulerSection) -> Policy:
     """The policy that it names, with its rules."""
-    match section.policy:
-        case "static":
-            return PhasesPolicy() if section.static.collocated else StaticPolicy()
-        case "rlinf":
-            return RLinfPolicy(RLinfRules(**section.rlinf.model_dump()))
-        case "dynarl":
-            return DynaRLPolicy(DynaRLRules(**section.dynarl.model_dump()))
-        case "tide":
-            return TidePolicy(TideRules(**section.tide.model_dump()))
+    return ENTRIES[section.policy].make(section)

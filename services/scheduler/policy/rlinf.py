@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.layouts import as_engines, engine_size, placed_gpus, replica_size, with_dp
 from services.scheduler.state.observed import Engine
-from services.scheduler.state.remembered import Assignment, EngineGpus, Remembered, as_configured
+from services.scheduler.state.remembered import Assignment, EngineGpus, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
 
@@ -43,6 +43,15 @@ class RLinfRules:
     def __post_init__(self) -> None:
         if self.max_running_requests < 1:
             raise ValueError(f"max_running_requests={self.max_running_requests} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class RLinfMemory(PolicyMemory):
+    """`is_begun`: the actor was given its GPUs in this iteration. `num_answered`: minibatches after which the three
+    components were asked."""
+
+    is_begun: bool
+    num_answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,57 +83,48 @@ class RLinfPolicy:
             )
 
     def choose(self, situation: Situation) -> Choice:
-        remembered = situation.remembered
         if not self.rules.auto_scheduler:
             home = as_configured(situation.spec)
-            return Choice(home, trains=True, remembered=remembered, reason="rlinf: auto_scheduler is off")
-        if not remembered.is_of(situation.incarnation, situation.iteration):
-            remembered = self._opened(situation)
-        assignment = remembered.assignment
-        assert assignment is not None, "an iteration opens with an assignment"
-        if not remembered.is_begun:
-            return self._pre_processed(situation, remembered, assignment)
+            return Choice(home, trains=True, reason="rlinf: auto_scheduler is off")
+        assigned, memory = situation.recalled(RLinfMemory) or self._opened(situation)
+        if not memory.is_begun:
+            return self._pre_processed(situation, assigned, memory)
         training = situation.trainer.training
         num_done = training.num_minibatches_done
-        if not training.is_at_boundary or num_done <= remembered.num_answered:
-            return Choice(assignment, True, remembered, f"rlinf: as after minibatch {remembered.num_answered}")
+        if not training.is_at_boundary or num_done <= memory.num_answered:
+            return Choice(assigned, True, f"rlinf: as after minibatch {memory.num_answered}", memory)
         if situation.moving:
             reason = f"rlinf: minibatch {num_done} is done, {len(situation.moving)} GPUs are on their way"
-            return Choice(assignment, False, remembered, reason)
+            return Choice(assigned, False, reason, memory)
         if num_done == situation.spec.num_minibatches:
             home = as_configured(situation.spec)
-            return self._answered(home, remembered, num_done, "all are done, everything where it is placed")
-        return self._after_minibatch(situation, remembered, num_done)
+            return _answered(home, memory, num_done, "all are done, everything where it is placed")
+        return self._after_minibatch(situation, assigned, memory, num_done)
 
-    def _opened(self, situation: Situation) -> Remembered:
+    def _opened(self, situation: Situation) -> tuple[Assignment, RLinfMemory]:
         spec, pre = situation.spec, self.rules.use_pre_process_policy
         home = as_configured(spec)
         lent = as_engines(spec.placement[Role.ACTOR].gpus, engine_size(spec)) if pre else ()
-        return Remembered(
-            incarnation=situation.incarnation,
-            iteration=situation.iteration,
-            assignment=Assignment((*lent, *home.engines), None if pre else home.trainer, home.inference),
-            is_begun=not pre,
-        )
+        opened = Assignment((*lent, *home.engines), None if pre else home.trainer, home.inference)
+        return opened, RLinfMemory(is_begun=not pre)
 
-    def _pre_processed(self, situation: Situation, remembered: Remembered, lent: Assignment) -> Choice:
+    def _pre_processed(self, situation: Situation, lent: Assignment, memory: RLinfMemory) -> Choice:
         num_queued = len(situation.generation.queue)
         num_running = situation.num_unfinished - num_queued
         most = situation.num_sequences // PRE_PROCESS_SHARE
         told = f"{num_running} of {situation.num_sequences} sequences run, {num_queued} are not submitted"
         if num_queued or num_running > most:
             reason = f"rlinf: {told}; the actor's GPUs generate until at most {most} run"
-            return Choice(lent, False, remembered, reason)
-        assignment = as_configured(situation.spec)
-        begun = replace(remembered, assignment=assignment, is_begun=True, num_moves=remembered.num_moves + 1)
-        return Choice(assignment, True, begun, f"rlinf: {told}; the actor gets its GPUs back")
+            return Choice(lent, False, reason, memory)
+        reason = f"rlinf: {told}; the actor gets its GPUs back"
+        return Choice(as_configured(situation.spec), True, reason, replace(memory, is_begun=True))
 
-    def _after_minibatch(self, situation: Situation, remembered: Remembered, num_done: int) -> Choice:
+    def _after_minibatch(
+        self, situation: Situation, assigned: Assignment, memory: RLinfMemory, num_done: int
+    ) -> Choice:
         """After minibatch number `num_done`, which is not the last: what the pseudo-code calls `it = num_done - 1`."""
         is_before_last = num_done == situation.spec.num_minibatches - 1
         waits_before_last = self.rules.use_wait_before_last_iter_policy and is_before_last
-        assigned = remembered.assignment
-        assert assigned is not None, "an iteration opens with an assignment"
         left = self._rollout_left(situation, assigned.engines, waits_before_last)
         keeps_inference, waits_for = self._inference_left(situation, left, waits_before_last)
         inference = (situation.inference.gpus or assigned.inference) if keeps_inference else ()
@@ -132,7 +132,7 @@ class RLinfPolicy:
         if left.waits_for or waits_for:
             held = Assignment(left.engines, trainer, inference)
             reason = f"rlinf: after minibatch {num_done} the actor waits for {left.waits_for or waits_for}"
-            return Choice(held, False, replace(remembered, assignment=held), reason)
+            return Choice(held, False, reason, memory)
         available = _available(situation, left.engines, inference)
         grown = _grown(situation, available)
         assignment = Assignment(left.engines, grown, inference)
@@ -140,16 +140,7 @@ class RLinfPolicy:
             f"{situation.num_unfinished} sequences are unfinished, {len(left.engines)} of {len(situation.engines)} "
             f"engines are left, {len(available)} GPUs were to be had; {assignment}"
         )
-        return self._answered(assignment, remembered, num_done, reason)
-
-    def _answered(self, assignment: Assignment, remembered: Remembered, num_done: int, reason: str) -> Choice:
-        answered = replace(
-            remembered,
-            assignment=assignment,
-            num_answered=num_done,
-            num_moves=remembered.num_moves + (assignment != remembered.assignment),
-        )
-        return Choice(assignment, True, answered, f"rlinf: after minibatch {num_done}: {reason}")
+        return _answered(assignment, memory, num_done, reason)
 
     def _rollout_left(self, situation: Situation, assigned: tuple[EngineGpus, ...], waits_before_last: bool) -> _Left:
         engines = _in_placement_order(situation.spec, situation.engines)
@@ -179,6 +170,11 @@ class RLinfPolicy:
         if situation.is_inferred:
             return False, ""
         return True, "inference to finish" if waits else ""
+
+
+def _answered(assignment: Assignment, memory: RLinfMemory, num_done: int, reason: str) -> Choice:
+    memory = replace(memory, num_answered=num_done)
+    return Choice(assignment, True, f"rlinf: after minibatch {num_done}: {reason}", memory)
 
 
 def valid_dp(spec: JobSpec) -> tuple[int, ...]:

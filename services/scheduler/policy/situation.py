@@ -13,14 +13,17 @@ is divided by them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 from services.scheduler.state.costs import Costs, LengthLaw
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.observed import Engine, Generation, Inferring, Training
-from services.scheduler.state.remembered import Assignment, Remembered
+from services.scheduler.state.remembered import Assignment, PolicyMemory, Remembered
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId
+
+Memory = TypeVar("Memory", bound=PolicyMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,14 @@ class Situation:
     def __post_init__(self) -> None:
         for problem in (*_placing(self), *_rates(self), *_counting(self)):
             raise ValueError(f"situation of iteration {self.iteration}: {problem}")
+
+    def recalled(self, kind: type[Memory]) -> tuple[Assignment, Memory] | None:
+        """What the policy with this memory assigned in the open iteration, and its memory; None before it chose."""
+        remembered = self.remembered
+        own, is_of = remembered.own, remembered.is_of(self.incarnation, self.iteration)
+        if not is_of or remembered.assignment is None or not isinstance(own, kind):
+            return None
+        return remembered.assignment, own
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -146,13 +157,21 @@ def _counting(situation: Situation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`trains`: whether the trainer may begin its next minibatch. `group_order`: in which prompts are to be given to
-    engines, those that come back from one included; empty leaves it as it is. `ask_at_ms`: when it wants to be asked
-    again, should nothing happen before."""
+    """`trains`: whether the trainer may begin its next minibatch. `memory`: what the policy is to find in the next
+    situation, with the assignment; None keeps neither. `group_order`: the order in which prompts go to engines, those
+    that come back from one included; empty leaves it as it is. `ask_at_ms`: when the policy wants to be asked again,
+    should nothing happen before. `ends_at_ms`: when it expects the iteration to end, for people to read."""
 
     assignment: Assignment
     trains: bool
-    remembered: Remembered
     reason: str
+    memory: PolicyMemory | None = None
     group_order: tuple[int, ...] = ()
     ask_at_ms: int | None = None
+    ends_at_ms: int | None = None
+
+    def remembered(self, situation: Situation) -> Remembered:
+        """What the state keeps of the choice."""
+        if self.memory is None:
+            return replace(situation.remembered, trains=self.trains)
+        return Remembered(situation.incarnation, situation.iteration, self.assignment, self.trains, self.memory)

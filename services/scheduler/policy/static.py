@@ -21,6 +21,5 @@ class StaticPolicy:
         return Choice(
             assignment=as_configured(situation.spec),
             trains=True,
-            remembered=situation.remembered,
             reason=f"static: GPUs as configured ({sizes})",
         )

@@ -1,8 +1,13 @@
-"""What a policy remembers of the open iteration: a value in the state, because policies keep nothing themselves.
+"""What is remembered of the policy's choices: a value in the state, because policies keep nothing themselves.
+
+The scheduler itself needs the assignment and whether the trainer may train. What a policy remembers besides is a value
+of its own type (`PolicyMemory`), which nobody else reads; `policy.registry` has the types by name.
 
 Invariants:
-- an `Assignment` gives a GPU to at most one component, and the trainer as many GPUs as its layout has ranks;
-- what was remembered of another iteration, or of another incarnation, counts for nothing (`is_of`).
+- An `Assignment` gives a GPU to at most one component, and the trainer as many GPUs as its layout has ranks.
+  [test_situation: an_assignment_gives_a_gpu_once]
+- What is remembered of another iteration, or of another incarnation, counts for nothing.
+  [test_situation: counts_in_its_own_iteration]
 """
 
 from __future__ import annotations
@@ -59,44 +64,20 @@ def as_configured(spec: JobSpec) -> Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedStage:
-    """GPUs during one minibatch; the engines have the others."""
-
-    num_trainer_gpus: int
-    num_inference_gpus: int
-
-
-@dataclass(frozen=True, slots=True)
-class TidePlan:
-    """`stages` by minibatch, the last ones of the iteration; what was forecast to start and to end when, and when that
-    was. `waits`: before the last minibatch the trainer lends its GPUs to the engines until the rollout is over."""
-
-    starts_at_ms: int
-    stages: tuple[PlannedStage, ...]
-    ends_at_ms: int
-    made_at_ms: int
-    waits: bool = False
+class PolicyMemory:
+    """Base of what one policy alone remembers of the open iteration: frozen, and made of values that a codec writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """`trains`: whether the trainer was last told that it may begin its next minibatch; `is_begun`: the trainer was
-    given its GPUs in this iteration; `num_answered`: minibatches after which it was told how to go on; `low_since_ms`:
-    since when the rollout's engines are nearly empty; `pending_engines`: how many are to be left once the trainer is
-    between two updates; `plan`: how `tide` means to go on; `trained_on`: with how many data-parallel copies the trainer
-    was seen since it last had no GPUs, the least first."""
+    """`assignment`: where the policy last put everything; None where it chose nothing, or keeps nothing of its choices.
+    `trains`: whether the trainer may begin its next minibatch."""
 
     incarnation: int = 0
     iteration: int | None = None
     assignment: Assignment | None = None
     trains: bool = True
-    is_begun: bool = False
-    num_answered: int = 0
-    num_moves: int = 0
-    low_since_ms: int | None = None
-    pending_engines: int | None = None
-    plan: TidePlan | None = None
-    trained_on: tuple[int, ...] = ()
+    own: PolicyMemory | None = None
 
     def is_of(self, incarnation: int, iteration: int) -> bool:
         return self.assignment is not None and (self.incarnation, self.iteration) == (incarnation, iteration)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.policy.situation import Inference, Situation, Trainer
+from services.scheduler.policy.situation import Choice, Inference, Situation, Trainer
 from services.scheduler.state.costs import Costs, DecodeStep, LengthLaw
 from services.scheduler.state.layouts import placed_gpus
 from services.scheduler.state.observed import ENDED, QUEUED, Engine, Generation, Inferring, TrainerRate, Training
@@ -142,5 +142,10 @@ def seen(
         moving=moving,
         costs=COSTS,
         lengths=LENGTHS,
-        remembered=remembered or Remembered(iteration=0, assignment=assignment, is_begun=True, num_answered=num_done),
+        remembered=remembered or Remembered(iteration=0, assignment=assignment),
     )
+
+
+def after(choice: Choice) -> Remembered:
+    """What is remembered of a choice in the iteration of `seen`."""
+    return Remembered(iteration=0, assignment=choice.assignment, trains=choice.trains, own=choice.memory)

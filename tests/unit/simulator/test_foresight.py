@@ -48,9 +48,8 @@ def opened(scenario: Scenario, seed: int) -> tuple[Situation, Simulated]:
 
 def forecast(situation: Situation, simulated: Simulated, order: tuple[int, ...]) -> Forecast:
     lengths = np.array([float(sum(turns)) for row in simulated.workload.lengths.turns for turns in row])
-    memory = TidePolicy().choose(situation).remembered
-    assert memory.assignment is not None
-    cluster = cluster_of(situation, memory.assignment, gpus_there(situation))
+    assigned = TidePolicy().choose(situation).assignment
+    cluster = cluster_of(situation, assigned, gpus_there(situation))
     num_slots = cluster.num_engines * cluster.max_running
     left = outlook(situation, lengths, num_slots=num_slots, waiting=queue_in(situation, order))
     return Forecast(left, cluster, situation.costs)

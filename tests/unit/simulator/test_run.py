@@ -58,7 +58,7 @@ class Asked:
 
     def choose(self, situation: Situation) -> Choice:
         self.seen.append(situation)
-        return Choice(as_configured(situation.spec), True, situation.remembered, "as configured")
+        return Choice(as_configured(situation.spec), True, "as configured")
 
 
 def small(**changes: object) -> Scenario:
@@ -306,7 +306,7 @@ class Lending:
         is_over = situation.now_ms >= self.until_ms
         order = tuple(reversed(range(situation.generation.num_groups)))
         trains = situation.is_inferred
-        return Choice(home if is_over else lent, trains, situation.remembered, "lends", order, self.until_ms)
+        return Choice(home if is_over else lent, trains, "lends", group_order=order, ask_at_ms=self.until_ms)
 
 
 def test_what_is_chosen_is_carried_out_when_it_can_be() -> None:

@@ -25,9 +25,10 @@ from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.cluster import Cluster, Plans, cluster_of
 from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
 from services.scheduler.policy.tide.plans import Found, best_of, family, search
 from services.scheduler.policy.tide.prompt_order import queue_in
-from services.scheduler.state.remembered import Assignment, PlannedStage, Remembered, TidePlan
+from services.scheduler.state.remembered import Assignment
 from tidegate.types import GpuId
 
 WORTH_SEARCHING = 1.02
@@ -76,15 +77,15 @@ class Foresight:
     def plan(
         self,
         situation: Situation,
-        memory: Remembered,
+        assigned: Assignment,
+        memory: TideMemory,
         there: tuple[GpuId, ...],
         *,
         is_move: bool,
         order: tuple[int, ...] = (),
     ) -> Found:
         """The plan to go on with. `is_move`: it is carried out at once. `order`: of prompts; empty: the queue's own."""
-        assert memory.assignment is not None, "an iteration opens with an assignment"
-        cluster = cluster_of(situation, memory.assignment, there, trained_on=memory.trained_on)
+        cluster = cluster_of(situation, assigned, there, trained_on=memory.trained_on)
         forecast = self._forecast(situation, cluster, order)
         num_left = num_to_come(situation)
         known = of_memory(situation, memory, num_left)
@@ -191,7 +192,7 @@ def planned(situation: Situation, found: Found) -> TidePlan:
     )
 
 
-def of_memory(situation: Situation, memory: Remembered, num_left: int) -> Plans | None:
+def of_memory(situation: Situation, memory: TideMemory, num_left: int) -> Plans | None:
     """The last `num_left` stages of the remembered plan, without a wait; None where it has fewer."""
     plan = memory.plan
     if plan is None or len(plan.stages) < num_left:

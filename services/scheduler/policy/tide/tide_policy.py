@@ -27,10 +27,11 @@ from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.stages import Split
 from services.scheduler.policy.tide.cluster import can_train, fitting, gpus_there, unit_size
 from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned
+from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.prompt_order import order_back, short_between_long
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import engine_size
-from services.scheduler.state.remembered import Assignment, Remembered, as_configured
+from services.scheduler.state.remembered import Assignment, as_configured
 from services.scheduler.state.values import JobSpec
 from tidegate.types import GpuId, Role
 
@@ -46,41 +47,41 @@ class TidePolicy:
         """It can run any: what does not divide is split unevenly."""
 
     def choose(self, situation: Situation) -> Choice:
-        there, memory = gpus_there(situation), _with_trained_on(situation)
+        there, recalled = gpus_there(situation), situation.recalled(TideMemory)
+        memory = _memory(situation)
         if not num_to_come(situation) and situation.trainer.training.is_at_boundary:
             return self._home(situation, memory, there)
-        if not memory.is_of(situation.incarnation, situation.iteration):
+        if recalled is None:
             is_begun = situation.trainer.placed is not None and _coming(situation) > 0
-            return (self._taken_up if is_begun else self._opened)(situation, memory, there)
-        known, memory = memory, _repaired(situation, memory, there)
+            return (self._taken_up if is_begun else self._opened)(situation, memory.trained_on, there)
+        before, _ = recalled
+        assigned = _repaired(situation, before, memory, there)
+        if assigned is not before:
+            memory = replace(memory, is_begun=memory.is_begun and assigned.trainer is not None)
         if not memory.is_begun:
-            return self._before_training(situation, memory, there, is_as_planned=memory is known)
-        return self._during_training(situation, memory, there)
+            return self._before_training(situation, assigned, memory, there, is_as_planned=assigned is before)
+        return self._during_training(situation, assigned, memory, there)
 
-    def _opened(self, situation: Situation, before: Remembered, there: tuple[GpuId, ...]) -> Choice:
+    def _opened(self, situation: Situation, trained_on: tuple[int, ...], there: tuple[GpuId, ...]) -> Choice:
         lent = Split(len(there) // engine_size(situation.spec), 0, 0)
         at_home = Assignment(as_configured(situation.spec).engines, None, ())
-        assignment = seated(situation, lent, at_home, there)
-        memory = Remembered(
-            situation.incarnation, situation.iteration, assignment=assignment, trained_on=before.trained_on
-        )
+        assigned, memory = seated(situation, lent, at_home, there), TideMemory(trained_on=trained_on)
         if not can_train(situation, len(there)) or not situation.num_unfinished:
-            return self._before_training(situation, memory, there, is_as_planned=False)
+            return self._before_training(situation, assigned, memory, there, is_as_planned=False)
         order = short_between_long(situation, self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
         foresight, home = Foresight(self.rules), _at_home(situation, there)
-        found = foresight.plan(situation, memory, there, is_move=False, order=order)
+        found = foresight.plan(situation, assigned, memory, there, is_move=False, order=order)
         kept = foresight.kept(situation, home, there, found, order=order) if home else None
-        if kept is not None:
-            plan = planned(situation, kept)
-            memory = replace(memory, assignment=home, is_begun=True, num_answered=1, plan=plan)
+        if home is not None and kept is not None:
+            memory = replace(memory, is_begun=True, num_answered=1, plan=planned(situation, kept))
             reason = f"lending the trainer's GPUs would not pay; the end in {kept.end_s:.0f} s"
-            return _chosen(situation, memory, reason, order=order)
+            return _chosen(situation, home, memory, reason, order=order)
         memory = replace(memory, plan=planned(situation, found))
-        reason = f"every GPU generates; {_told(situation, memory)}"
+        reason = f"every GPU generates; {_described(situation, memory)}"
         ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
-        return _chosen(situation, memory, reason, order=order, ask_in_s=ask_in_s)
+        return _chosen(situation, assigned, memory, reason, order=order, ask_in_s=ask_in_s)
 
-    def _taken_up(self, situation: Situation, before: Remembered, there: tuple[GpuId, ...]) -> Choice:
+    def _taken_up(self, situation: Situation, trained_on: tuple[int, ...], there: tuple[GpuId, ...]) -> Choice:
         """An iteration in which it was not asked before and the trainer has trained: it goes on from where all are."""
         present = Assignment(
             engines=tuple(engine.gpus for engine in situation.engines),
@@ -90,107 +91,108 @@ class TidePolicy:
         is_open = not situation.trainer.training.is_at_boundary
         split = Split(0, situation.trainer.num_gpus, len(present.inference))
         split = fitting(situation, split, len(there), keeps_trainer=is_open)
-        memory = Remembered(
-            situation.incarnation,
-            situation.iteration,
-            assignment=seated(situation, split, present, there),
-            is_begun=True,
-            num_answered=_coming(situation),
-            trained_on=before.trained_on,
-        )
-        return self._during_training(situation, memory, there)
+        memory = TideMemory(is_begun=True, num_answered=_coming(situation), trained_on=trained_on)
+        return self._during_training(situation, seated(situation, split, present, there), memory, there)
 
     def _before_training(
-        self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], *, is_as_planned: bool
+        self,
+        situation: Situation,
+        assigned: Assignment,
+        memory: TideMemory,
+        there: tuple[GpuId, ...],
+        *,
+        is_as_planned: bool,
     ) -> Choice:
         if not can_train(situation, len(there)):
-            return _chosen(situation, memory, f"{len(there)} GPUs, too few for a copy of the trainer")
+            return _chosen(situation, assigned, memory, f"{len(there)} GPUs, too few for a copy of the trainer")
         is_due = not situation.num_unfinished or _is_due(situation, memory)
         if is_due or not (is_as_planned and self._is_fresh(situation, memory)):
-            memory = self._planned(situation, memory, there, is_move=is_due)
+            memory = self._planned(situation, assigned, memory, there, is_move=is_due)
         starts_in_s = _starts_in_s(situation, memory)
         # What is due is searched more widely, and may turn out to be better off later.
         if is_due and (starts_in_s <= SOON_S or not situation.num_unfinished):
-            return self._moved(situation, memory, there, "the trainer starts")
-        return _chosen(situation, memory, _told(situation, memory), ask_in_s=max(starts_in_s, SOON_S))
+            return self._moved(situation, assigned, memory, there, "the trainer starts")
+        reason = _described(situation, memory)
+        return _chosen(situation, assigned, memory, reason, ask_in_s=max(starts_in_s, SOON_S))
 
     def _planned(
-        self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], *, is_move: bool
-    ) -> Remembered:
-        found = Foresight(self.rules).plan(situation, memory, there, is_move=is_move)
+        self,
+        situation: Situation,
+        assigned: Assignment,
+        memory: TideMemory,
+        there: tuple[GpuId, ...],
+        *,
+        is_move: bool,
+    ) -> TideMemory:
+        found = Foresight(self.rules).plan(situation, assigned, memory, there, is_move=is_move)
         return replace(memory, plan=planned(situation, found))
 
-    def _is_fresh(self, situation: Situation, memory: Remembered) -> bool:
+    def _is_fresh(self, situation: Situation, memory: TideMemory) -> bool:
         """Whether the plan would hardly change by being made again."""
         plan = memory.plan
         if plan is None or plan.ends_at_ms - plan.made_at_ms >= 1000 * FAR_S:
             return False
         return situation.now_ms - plan.made_at_ms <= self.rules.fresh_share * (plan.ends_at_ms - plan.made_at_ms)
 
-    def _during_training(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
+    def _during_training(
+        self, situation: Situation, assigned: Assignment, memory: TideMemory, there: tuple[GpuId, ...]
+    ) -> Choice:
         training = situation.trainer.training
         coming = _coming(situation)
         if memory.num_answered > coming or coming >= situation.spec.num_minibatches:
-            return _chosen(situation, memory, f"minibatch {coming} has its GPUs")
+            return _chosen(situation, assigned, memory, f"minibatch {coming} has its GPUs")
         if not training.is_at_boundary:
             if training.closes_at_ms is None:
-                return _chosen(situation, memory, f"minibatch {coming - 1} is open")
+                return _chosen(situation, assigned, memory, f"minibatch {coming - 1} is open")
             lead_s = situation.costs.release_s + self.rules.lead_s
             ahead_s = (training.closes_at_ms - situation.now_ms) / 1000 - lead_s
             if ahead_s > 0:
                 reason = f"minibatch {coming - 1} ends in {ahead_s + lead_s:.1f} s"
-                return _chosen(situation, memory, reason, ask_in_s=ahead_s)
-        memory = self._planned(situation, memory, there, is_move=True)
+                return _chosen(situation, assigned, memory, reason, ask_in_s=ahead_s)
+        memory = self._planned(situation, assigned, memory, there, is_move=True)
         assert memory.plan is not None, "it was just made"
         if memory.plan.waits:
-            return self._waiting(situation, memory, there)
-        return self._moved(situation, memory, there, f"minibatch {coming} is next")
+            return self._waiting(situation, assigned, memory, there)
+        return self._moved(situation, assigned, memory, there, f"minibatch {coming} is next")
 
-    def _moved(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...], why: str) -> Choice:
+    def _moved(
+        self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...], why: str
+    ) -> Choice:
         """The plan's first stage, carried out."""
-        assert memory.assignment is not None, "an iteration opens with an assignment"
         assert memory.plan is not None, "only what is planned is carried out"
         stage = memory.plan.stages[0]
         wanted = Split(0, stage.num_trainer_gpus, stage.num_inference_gpus)
-        assignment = seated(situation, fitting(situation, wanted, len(there)), memory.assignment, there)
+        assigned = seated(situation, fitting(situation, wanted, len(there)), before, there)
         memory = replace(
             memory,
-            assignment=assignment,
-            is_begun=assignment.trainer is not None,
-            num_answered=_coming(situation) + 1 if assignment.trainer else 0,
-            num_moves=memory.num_moves + (assignment != memory.assignment),
+            is_begun=assigned.trainer is not None,
+            num_answered=_coming(situation) + 1 if assigned.trainer else 0,
         )
-        return _chosen(situation, memory, f"{why}; {_told(situation, memory)}", order=order_back(situation))
+        reason = f"{why}; {_described(situation, memory)}"
+        return _chosen(situation, assigned, memory, reason, order=order_back(situation))
 
-    def _waiting(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
-        """As before the first minibatch: the trainer has no GPUs until its start comes, or the rollout is over. It
-        gives them up at the boundary: no engine has to let go of any, so that nobody is told ahead."""
-        assert memory.assignment is not None, "an iteration opens with an assignment"
+    def _waiting(
+        self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]
+    ) -> Choice:
+        """As before the first minibatch, the trainer has no GPUs until its start comes, or the rollout is over. It
+        gives them up at the boundary. No engine has to let go of any, so that nobody is asked ahead."""
         assert memory.plan is not None, "only what is planned is carried out"
         if not situation.trainer.training.is_at_boundary:
-            reason = f"the last minibatch is to wait; {_told(situation, memory)}"
-            return _chosen(situation, memory, reason, trains=False)
+            reason = f"the last minibatch is to wait; {_described(situation, memory)}"
+            return _chosen(situation, before, memory, reason, trains=False)
         split = _without_trainer(situation, memory.plan.stages[0].num_inference_gpus, len(there))
-        memory = replace(
-            memory,
-            assignment=seated(situation, split, memory.assignment, there),
-            is_begun=False,
-            num_answered=0,
-            num_moves=memory.num_moves + 1,
-            plan=replace(memory.plan, waits=False),
-        )
-        reason = f"the last minibatch waits for the rollout; {_told(situation, memory)}"
+        assigned = seated(situation, split, before, there)
+        memory = replace(memory, is_begun=False, num_answered=0, plan=replace(memory.plan, waits=False))
+        reason = f"the last minibatch waits for the rollout; {_described(situation, memory)}"
         ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
-        return _chosen(situation, memory, reason, order=order_back(situation), ask_in_s=ask_in_s)
+        return _chosen(situation, assigned, memory, reason, order=order_back(situation), ask_in_s=ask_in_s)
 
-    def _home(self, situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Choice:
+    def _home(self, situation: Situation, memory: TideMemory, there: tuple[GpuId, ...]) -> Choice:
         home = as_configured(situation.spec)
         if not set(there).issuperset(home.gpus):
             home = seated(situation, _split_of(situation), home, there)
-        memory = replace(
-            memory, incarnation=situation.incarnation, iteration=situation.iteration, assignment=home, plan=None
-        )
-        return _chosen(situation, memory, "all minibatches are done, everything where it is placed")
+        reason = "all minibatches are done, everything where it is placed"
+        return _chosen(situation, home, replace(memory, plan=None), reason)
 
 
 def _at_home(situation: Situation, there: tuple[GpuId, ...]) -> Assignment | None:
@@ -208,23 +210,23 @@ def _split_of(situation: Situation) -> Split:
     return Split(sizes[Role.ROLLOUT] // engine_size(situation.spec), sizes[Role.ACTOR], sizes[Role.INFERENCE])
 
 
-def _with_trained_on(situation: Situation) -> Remembered:
-    """What is remembered, with the trainer's present size. The groups of another iteration were of other GPUs, which
-    its own rollout had left; a trainer that has lost its GPUs has no groups."""
-    memory, copies = situation.remembered, situation.trainer.num_gpus // unit_size(situation)
-    earlier = memory.trained_on if memory.is_of(situation.incarnation, situation.iteration) else ()
+def _memory(situation: Situation) -> TideMemory:
+    """The memory, with the trainer's present size. The groups of another iteration were of other GPUs, which its own
+    rollout had left. A trainer that has lost its GPUs has no groups."""
+    own, recalled = situation.remembered.own, situation.recalled(TideMemory)
+    memory = own if isinstance(own, TideMemory) else TideMemory()
+    copies, earlier = situation.trainer.num_gpus // unit_size(situation), memory.trained_on if recalled else ()
     return replace(memory, trained_on=tuple(sorted({*earlier, copies})) if copies else ())
 
 
-def _repaired(situation: Situation, memory: Remembered, there: tuple[GpuId, ...]) -> Remembered:
-    """What is assigned, on the GPUs that are there, with nothing for a component whose work is done."""
-    before = memory.assignment
-    assert before is not None, "an iteration opens with an assignment"
+def _repaired(situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]) -> Assignment:
+    """What is assigned, on the GPUs that are there, with nothing for a component whose work is done; `before` itself
+    where nothing is to be repaired."""
     has_lost = not set(there).issuperset(before.gpus)
     has_ended = not situation.num_unfinished and bool(before.engines)
     has_inferred = situation.is_inferred and bool(before.inference)
     if not (has_lost or has_ended or has_inferred):
-        return memory
+        return before
     alive = set(there)
     num_trainer = sum(gpu in alive for gpu in before.trainer.gpus) if before.trainer else 0
     num_inference = sum(gpu in alive for gpu in before.inference)
@@ -235,10 +237,7 @@ def _repaired(situation: Situation, memory: Remembered, there: tuple[GpuId, ...]
         split = _without_trainer(situation, num_inference, len(there))
     else:
         split = Split(0, 0, len(there))
-    assignment = seated(situation, split, before, there)
-    is_begun = memory.is_begun and assignment.trainer is not None
-    num_moves = memory.num_moves + (assignment != before)
-    return replace(memory, assignment=assignment, is_begun=is_begun, num_moves=num_moves)
+    return seated(situation, split, before, there)
 
 
 def _without_trainer(situation: Situation, num_inference: int, num_gpus: int) -> Split:
@@ -246,13 +245,13 @@ def _without_trainer(situation: Situation, num_inference: int, num_gpus: int) ->
     return Split(num_engines, 0, min(num_inference, num_gpus - num_engines * engine_size(situation.spec)))
 
 
-def _is_due(situation: Situation, memory: Remembered) -> bool:
+def _is_due(situation: Situation, memory: TideMemory) -> bool:
     """Not at the instant at which it was planned: an iteration opens with every GPU in the rollout."""
     plan = memory.plan
     return plan is not None and plan.made_at_ms < situation.now_ms and _starts_in_s(situation, memory) <= SOON_S
 
 
-def _starts_in_s(situation: Situation, memory: Remembered) -> float:
+def _starts_in_s(situation: Situation, memory: TideMemory) -> float:
     assert memory.plan is not None, "asked once it is planned"
     return (memory.plan.starts_at_ms - situation.now_ms) / 1000
 
@@ -264,27 +263,28 @@ def _coming(situation: Situation) -> int:
 
 def _chosen(
     situation: Situation,
-    memory: Remembered,
+    assigned: Assignment,
+    memory: TideMemory,
     reason: str,
     *,
     order: Iterable[int] = (),
     ask_in_s: float | None = None,
     trains: bool = True,
 ) -> Choice:
-    assert memory.assignment is not None, "an iteration opens with an assignment"
     return Choice(
-        assignment=memory.assignment,
+        assignment=assigned,
         trains=trains and memory.is_begun,
-        remembered=memory,
-        reason=f"tide: {reason}; {memory.assignment}",
+        reason=f"tide: {reason}; {assigned}",
+        memory=memory,
         group_order=tuple(order),
         ask_at_ms=None if ask_in_s is None else situation.now_ms + round(1000 * ask_in_s),
+        ends_at_ms=memory.plan.ends_at_ms if memory.plan else None,
     )
 
 
-def _told(situation: Situation, memory: Remembered) -> str:
+def _described(situation: Situation, memory: TideMemory) -> str:
     plan = memory.plan
-    assert plan is not None, "told once it is planned"
+    assert plan is not None, "asked once it is planned"
     trainer = ", ".join(str(stage.num_trainer_gpus) for stage in plan.stages)
     starts_s, ends_s = ((at - situation.now_ms) / 1000 for at in (plan.starts_at_ms, plan.ends_at_ms))
     wait = ", the last once the rollout is over" if plan.waits else ""

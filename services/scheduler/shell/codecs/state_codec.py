@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from services.scheduler.policy.registry import ENTRIES
+from services.scheduler.shell.codecs.memory_codec import MemoryCodec
 from services.scheduler.shell.codecs.observed_codec import generation_of, inferring_of, training_of
 from services.scheduler.shell.codecs.plain import from_plain, to_plain
 from services.scheduler.state import events as ev
@@ -27,6 +30,8 @@ from tidegate.v1 import events_pb2, types_pb2
 STATE_FORMAT = 5
 """Raise it with every change of the fields of a state. A state of the old form would otherwise be read wrongly, or be
 refused for a field, without a remedy."""
+
+_MEMORIES = MemoryCodec({policy: entry.memory for policy, entry in ENTRIES.items()})
 
 
 def job_spec(config: JobConfig) -> JobSpec:
@@ -204,7 +209,9 @@ _BODIES: dict[type, Callable[[Any], ev.Body]] = {
 
 def encode_state(state: ClusterState) -> bytes:
     """Canonical JSON: sorted keys, no spaces."""
-    document = {"format": STATE_FORMAT, "state": to_plain(state)}
+    own = state.remembered.own
+    bare = state if own is None else replace(state, remembered=replace(state.remembered, own=None))
+    document = {"format": STATE_FORMAT, "state": to_plain(bare), "memory": _MEMORIES.encode(own)}
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
 
 
@@ -220,4 +227,5 @@ def decode_state(encoded: bytes) -> ClusterState:
             f"scheduler state of format {found!r}, this code reads {STATE_FORMAT}: use the code that wrote it"
         )
     state: ClusterState = from_plain(ClusterState, document["state"], "state")
-    return state
+    own = _MEMORIES.decode(document.get("memory"), "memory")
+    return state if own is None else replace(state, remembered=replace(state.remembered, own=own))

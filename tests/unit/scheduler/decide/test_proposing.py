@@ -23,7 +23,7 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.layouts import as_engines
 from services.scheduler.state.observed import QUEUED, Inferring, Seen, Training
-from services.scheduler.state.remembered import Assignment, Remembered, as_configured
+from services.scheduler.state.remembered import Assignment, PolicyMemory, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.fake_parts import gpu, spec
 from tests.unit.scheduler.open_iteration import iterating
@@ -37,6 +37,14 @@ PRE = RLinfPolicy(RLinfRules(max_running_requests=8, auto_scheduler=True, use_pr
 
 
 @dataclass(frozen=True, slots=True)
+class Kept(PolicyMemory):
+    number: int
+
+
+KEPT = Kept(7)
+
+
+@dataclass(frozen=True, slots=True)
 class Asking:
     """Wants everything in the rollout, and to be asked again."""
 
@@ -46,8 +54,7 @@ class Asking:
         """Every job will do."""
 
     def choose(self, situation: Situation) -> Choice:
-        remembered = Remembered(situation.incarnation, situation.iteration, LENT, num_moves=1)
-        return Choice(LENT, trains=False, remembered=remembered, reason="asking", ask_at_ms=self.ask_at_ms)
+        return Choice(LENT, trains=False, reason="asking", memory=KEPT, ask_at_ms=self.ask_at_ms)
 
 
 def told(state: ClusterState) -> ClusterState:
@@ -110,7 +117,7 @@ class Growing:
 
     def choose(self, situation: Situation) -> Choice:
         trainer = Placed(gpus(0, self.num_gpus), Layout(dp=self.num_gpus))
-        return Choice(Assignment((), trainer, ()), trains=True, remembered=Remembered(), reason="growing")
+        return Choice(Assignment((), trainer, ()), trains=True, reason="growing")
 
 
 @pytest.mark.parametrize(("num_gpus", "want"), [(2, True), (4, False)])
@@ -149,7 +156,7 @@ class Forgetful:
         """Every job will do."""
 
     def choose(self, situation: Situation) -> Choice:
-        return Choice(self.assignment, trains=True, remembered=situation.remembered, reason="forgetful")
+        return Choice(self.assignment, trains=True, reason="forgetful")
 
 
 @pytest.mark.parametrize("name", BACK)
@@ -175,7 +182,7 @@ def test_a_running_jobs_policy_is_asked_of_what_was_told() -> None:
     state = running()
     got = proposal_of(state, Asking(ask_at_ms=2_000_000), 1_000_000)
     assert got.proposal.placement == ALL_ROLLOUT
-    assert (got.proposal.reason, got.ask_at_ms, got.remembered.num_moves) == ("asking", 2_000_000, 1)
+    assert (got.proposal.reason, got.ask_at_ms, got.remembered.own) == ("asking", 2_000_000, KEPT)
 
 
 @pytest.mark.parametrize("ask_at_ms", [None, 999_999, 1_000_000])

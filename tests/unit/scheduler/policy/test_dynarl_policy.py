@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules, split_of
+from services.scheduler.policy.dynarl import DynaRLMemory, DynaRLPolicy, DynaRLRules, split_of
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.stages import Split, expected_length, outlook, slowest_stage_s
 from services.scheduler.state.costs import LengthLaw
@@ -22,7 +22,7 @@ from services.scheduler.state.layouts import as_engines
 from services.scheduler.state.observed import CUT, ENDED, QUEUED, Generation, TrainerRate
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
-from tests.unit.scheduler.situations import gpus, job, seen
+from tests.unit.scheduler.situations import after, gpus, job, seen
 from tidegate.types import Layout
 
 SPEC = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
@@ -34,13 +34,18 @@ HOME = as_configured(SPEC)
 EVERYWHERE = Assignment((*as_engines(gpus(2, 6), 1), *as_engines(gpus(0, 2), 1), *as_engines(gpus(6, 8), 1)), None, ())
 MEASURED = (TrainerRate(Layout(dp=2), 8.0), TrainerRate(Layout(dp=4), 16.0))
 POLICY = DynaRLPolicy(DynaRLRules())
-LOW_SINCE = Remembered(iteration=0, assignment=EVERYWHERE, low_since_ms=1000)
+LOW_SINCE = Remembered(iteration=0, assignment=EVERYWHERE, own=DynaRLMemory(low_since_ms=1000))
 
 
 def early(*, spec: JobSpec = SPEC, remembered: Remembered = LOW_SINCE, **fields: Any) -> Situation:
     """Half of the sequences are done, the rollout has everything and is nearly empty for 4 s."""
     usual: dict[str, Any] = {"num_unfinished": 4, "measured": MEASURED, "kv_use": 0.1, "now_ms": 5000}
     return seen(spec, EVERYWHERE, **usual | fields, remembered=remembered)
+
+
+def memory_of(choice: Choice) -> DynaRLMemory:
+    assert isinstance(choice.memory, DynaRLMemory)
+    return choice.memory
 
 
 def split(assignment: Assignment) -> tuple[int, int, int]:
@@ -96,16 +101,16 @@ def test_the_rollout_gives(name: str) -> None:
     choice = POLICY.choose(case.situation)
     assert split(choice.assignment) == case.want, choice.reason
     assert choice.trains == (case.want != STAYS)
-    assert choice.remembered.pending_engines is None, "the first move waits for nothing"
+    assert memory_of(choice).pending_engines is None, "the first move waits for nothing"
 
 
 def test_a_lull_that_ends_counts_from_anew() -> None:
     busy = POLICY.choose(early(kv_use=0.5, now_ms=3000))
-    assert busy.remembered.low_since_ms is None
-    later = POLICY.choose(early(now_ms=6000, remembered=busy.remembered))
-    assert later.remembered.low_since_ms == 6000
-    assert POLICY.choose(early(now_ms=9999, remembered=later.remembered)).assignment == EVERYWHERE
-    assert POLICY.choose(early(now_ms=10000, remembered=later.remembered)).assignment != EVERYWHERE
+    assert memory_of(busy).low_since_ms is None
+    later = POLICY.choose(early(now_ms=6000, remembered=after(busy)))
+    assert memory_of(later).low_since_ms == 6000
+    assert POLICY.choose(early(now_ms=9999, remembered=after(later))).assignment == EVERYWHERE
+    assert POLICY.choose(early(now_ms=10000, remembered=after(later))).assignment != EVERYWHERE
 
 
 def test_components_get_their_own_gpus_back_and_the_fullest_engines_stay() -> None:
@@ -120,8 +125,8 @@ LATE = Assignment(as_engines(gpus(2, 6), 1), Placed(gpus(0, 2), Layout(dp=2)), g
 
 def late(*, num_done: int, is_at_boundary: bool, num_unfinished: int = 2, **fields: Any) -> Situation:
     """The trainer works; 4 engines have been nearly empty for long enough."""
-    known: dict[str, Any] = {"iteration": 0, "assignment": LATE, "is_begun": True, "low_since_ms": 0, "num_moves": 1}
-    remembered = Remembered(**known | fields.pop("known", {}))
+    known: dict[str, Any] = {"is_begun": True, "low_since_ms": 0}
+    memory = DynaRLMemory(**known | fields.pop("known", {}))
     return seen(
         fields.pop("spec", PAIRS),
         LATE,
@@ -130,7 +135,7 @@ def late(*, num_done: int, is_at_boundary: bool, num_unfinished: int = 2, **fiel
         is_at_boundary=is_at_boundary,
         measured=MEASURED,
         now_ms=9000,
-        remembered=remembered,
+        remembered=Remembered(iteration=0, assignment=LATE, own=memory),
         **fields,
     )
 
@@ -139,16 +144,16 @@ def test_a_later_move_waits_for_the_trainers_update() -> None:
     planned = POLICY.choose(late(num_done=0, is_at_boundary=False))
     # 1, 2 or 3 of 4 engines to keep: with 1 the trainer has dp 5, 16 * (5 / 4) ** 0.4 = 17.5 tokens/s but for one copy
     # with 2 of 8 sequences, where 1.6 are a fair share: 14. With 2 it has dp 4 at 16, the most.
-    assert (planned.assignment, planned.remembered.pending_engines) == (LATE, 2)
+    assert (planned.assignment, memory_of(planned).pending_engines) == (LATE, 2)
     done = late(num_done=1, is_at_boundary=True, known={"pending_engines": 1})
     moved = POLICY.choose(done)
     assert split(moved.assignment) == (1, 5, 2)
-    assert (moved.remembered.pending_engines, moved.remembered.num_answered, moved.remembered.num_moves) == (None, 1, 2)
+    assert (memory_of(moved).pending_engines, memory_of(moved).num_answered) == (None, 1)
 
 
 def test_what_the_rollouts_end_leaves_goes_to_the_trainer_after_its_minibatch() -> None:
     waits = POLICY.choose(late(num_done=0, is_at_boundary=False, num_unfinished=0, are_inferred=False))
-    assert (waits.assignment, waits.remembered.pending_engines) == (LATE, 0)
+    assert (waits.assignment, memory_of(waits).pending_engines) == (LATE, 0)
     moved = POLICY.choose(late(num_done=1, is_at_boundary=True, num_unfinished=0, are_inferred=False))
     assert split(moved.assignment) == (0, 6, 2)
     inferred = POLICY.choose(late(num_done=1, is_at_boundary=True, num_unfinished=0))
@@ -165,7 +170,7 @@ def test_a_trainer_whose_copies_divide_no_shards_has_as_many_as_do_and_is_not_su
     """A person has it train as three copies of a job of four logical shards; three engines stay."""
     spec = replace(PAIRS, num_logical_shards=4)
     three = Assignment(as_engines(gpus(3, 6), 1), Placed(gpus(0, 3), Layout(dp=3)), gpus(6, 8))
-    remembered = Remembered(iteration=0, assignment=three, is_begun=True, pending_engines=3)
+    remembered = Remembered(iteration=0, assignment=three, own=DynaRLMemory(is_begun=True, pending_engines=3))
     moved = POLICY.choose(seen(spec, three, num_unfinished=2, num_done=1, remembered=remembered))
     assert moved.assignment == replace(three, trainer=Placed(gpus(0, 2), Layout(dp=2)))
     assert moved.trains
@@ -174,7 +179,7 @@ def test_a_trainer_whose_copies_divide_no_shards_has_as_many_as_do_and_is_not_su
 def test_a_boundary_is_used_once() -> None:
     used = {"num_answered": 1, "pending_engines": 1}
     choice = POLICY.choose(late(num_done=1, is_at_boundary=True, known=used))
-    assert (choice.assignment, choice.remembered.pending_engines) == (LATE, 1)
+    assert (choice.assignment, memory_of(choice).pending_engines) == (LATE, 1)
 
 
 def test_nothing_is_planned_while_gpus_are_on_their_way() -> None:
@@ -183,7 +188,7 @@ def test_nothing_is_planned_while_gpus_are_on_their_way() -> None:
         SPEC, fewer, num_unfinished=4, measured=MEASURED, now_ms=5000, moving=gpus(7, 8), remembered=LOW_SINCE
     )
     choice = POLICY.choose(situation)
-    assert (choice.assignment, choice.remembered) == (EVERYWHERE, LOW_SINCE)
+    assert (choice.assignment, choice.memory) == (EVERYWHERE, LOW_SINCE.own)
 
 
 def test_after_the_last_minibatch_everything_is_where_it_is_placed() -> None:

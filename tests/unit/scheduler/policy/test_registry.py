@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
+from typing import get_args
 
 import pytest
 
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
-from services.scheduler.policy.registry import policy_of
+from services.scheduler.policy.registry import ENTRIES, policy_of
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.policy.tide.foresight import TideRules
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from tidegate.config.base import Section
 from tidegate.config.sections.scheduler import DynaRLSection, RLinfSection, SchedulerSection, TideSection
+
+
+def test_every_policy_of_the_config_is_registered_with_a_memory_of_its_own() -> None:
+    named = get_args(SchedulerSection.model_fields["policy"].annotation)
+    assert sorted(ENTRIES) == sorted(named)
+    assert len({entry.memory for entry in ENTRIES.values()}) == len(ENTRIES)
 
 
 def test_a_job_that_names_none_has_the_static_policy() -> None:

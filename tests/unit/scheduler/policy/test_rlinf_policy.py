@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules, valid_dp
+from services.scheduler.policy.rlinf import RLinfMemory, RLinfPolicy, RLinfRules, valid_dp
 from services.scheduler.state.layouts import as_engines
 from services.scheduler.state.remembered import Assignment, EngineGpus, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
-from tests.unit.scheduler.situations import gpus, job, seen
+from tests.unit.scheduler.situations import after, gpus, job, seen
 from tidegate.types import Layout
 
 SPEC = job(actor=16, rollout=40, inference=8, actor_tp=4, rollout_tp=2, prompts=512, group_size=16, minibatches=4)
@@ -109,10 +109,14 @@ CASES = {
 }
 
 
+def begun(assignment: Assignment, *, num_answered: int = 0) -> Remembered:
+    return Remembered(iteration=0, assignment=assignment, own=RLinfMemory(is_begun=True, num_answered=num_answered))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_after_a_minibatch(name: str) -> None:
     case = CASES[name]
-    before = Remembered(iteration=0, assignment=case.before, is_begun=True, num_answered=case.done - 1)
+    before = begun(case.before, num_answered=case.done - 1)
     situation = seen(
         SPEC,
         case.before,
@@ -123,7 +127,7 @@ def test_after_a_minibatch(name: str) -> None:
     )
     choice = policy(wait=case.wait).choose(situation)
     assert (choice.assignment, choice.trains) == (case.want, not case.holds), choice.reason
-    assert choice.remembered.num_answered == case.done - case.holds
+    assert choice.memory == RLinfMemory(is_begun=True, num_answered=case.done - case.holds)
 
 
 def opened(spec: JobSpec, *, unfinished: int, unsubmitted: int = 0, pre: bool = True) -> tuple[Assignment, bool]:
@@ -151,35 +155,35 @@ def test_an_engine_goes_whole_for_half_of_its_gpus_and_the_rest_is_stranded() ->
     # 3 prompts a minibatch: legal dp 1 and 3. 2 engines of 4, 1 needed: 4 GPUs to spare, dp 3 takes 2 of them.
     spec = job(actor=1, rollout=8, inference=1, rollout_tp=4, prompts=9, minibatches=3)
     home = as_configured(spec)
-    before = Remembered(iteration=0, assignment=home, is_begun=True)
+    before = begun(home)
     choice = policy().choose(seen(spec, home, num_unfinished=2, num_done=1, remembered=before))
     assert choice.assignment == Assignment((gpus(5, 9),), Placed(gpus(0, 3), Layout(dp=3)), gpus(9, 10))
 
 
 def test_between_minibatches_nothing_changes_whatever_is_idle() -> None:
-    answered = Remembered(iteration=0, assignment=DP8, is_begun=True, num_answered=1)
+    answered = begun(DP8, num_answered=1)
     choice = policy().choose(seen(SPEC, DP8, num_done=1, is_at_boundary=False, remembered=answered))
-    assert (choice.assignment, choice.trains, choice.remembered) == (DP8, True, answered)
+    assert (choice.assignment, choice.trains, choice.memory) == (DP8, True, answered.own)
 
 
 def test_a_minibatch_is_answered_once_however_often_it_is_asked() -> None:
-    before = Remembered(iteration=0, assignment=DP4, is_begun=True)
+    before = begun(DP4)
     situation = seen(SPEC, DP4, num_unfinished=1536, num_done=1, remembered=before)
     first = policy().choose(situation)
-    again = policy().choose(seen(SPEC, DP8, num_unfinished=0, num_done=1, remembered=first.remembered))
-    assert (again.assignment, again.remembered) == (DP8, first.remembered)
+    again = policy().choose(seen(SPEC, DP8, num_unfinished=0, num_done=1, remembered=after(first)))
+    assert (again.assignment, again.memory) == (DP8, first.memory)
 
 
 def test_while_gpus_are_on_their_way_the_actor_stays_blocked() -> None:
-    before = Remembered(iteration=0, assignment=DP4, is_begun=True)
+    before = begun(DP4)
     moved = Assignment(engines(18), DP4.trainer, INFERENCE)
     situation = seen(SPEC, moved, num_unfinished=1, num_done=1, moving=gpus(16, 18), remembered=before)
     choice = policy().choose(situation)
-    assert (choice.assignment, choice.trains, choice.remembered) == (DP4, False, before)
+    assert (choice.assignment, choice.trains, choice.memory) == (DP4, False, before.own)
 
 
 def test_a_lost_gpu_is_not_given_away() -> None:
-    before = Remembered(iteration=0, assignment=DP4, is_begun=True)
+    before = begun(DP4)
     situation = seen(SPEC, replace(DP4, engines=engines(24)), num_done=1, remembered=before)
     # 16 engines leave 32 GPUs and inference 8; with the 8 that are lost it would be dp 16, without dp 8
     lost = replace(situation, free=())
@@ -187,7 +191,7 @@ def test_a_lost_gpu_is_not_given_away() -> None:
 
 
 def test_a_component_whose_last_gpu_died_gets_back_what_it_was_assigned() -> None:
-    remembered = Remembered(iteration=0, assignment=HOME, is_begun=True)
+    remembered = begun(HOME)
     dead = Assignment((), HOME.trainer, ())
     situation = seen(
         SPEC, dead, num_unfinished=7, num_unsubmitted=7, num_done=1, are_inferred=False, remembered=remembered

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.policy.dynarl import DynaRLMemory
+from services.scheduler.policy.phases import PhasesMemory
+from services.scheduler.policy.rlinf import RLinfMemory
 from services.scheduler.policy.situation import Situation, Trainer
+from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.layouts import as_engines, largest_dp, most_copies, replica_size, with_dp
@@ -122,7 +126,10 @@ def test_an_assignment_gives_a_gpu_once_and_the_trainer_one_for_each_rank() -> N
     "remembered",
     [
         Remembered(),
-        Remembered(2, 5, HOME, is_begun=True, num_answered=3, num_moves=2, low_since_ms=1234, pending_engines=0),
+        Remembered(2, 5, HOME, own=DynaRLMemory(is_begun=True, num_answered=3, low_since_ms=1234, pending_engines=0)),
+        Remembered(2, 5, HOME, trains=False, own=RLinfMemory(is_begun=False, num_answered=3)),
+        Remembered(2, 5, HOME, own=PhasesMemory()),
+        Remembered(2, 5, HOME, own=TideMemory(True, 2, TidePlan(1, (PlannedStage(4, 2),), 9, 0, waits=True), (2, 5))),
         Remembered(iteration=0, assignment=Assignment((gpus(0, 2), gpus(4, 6)), None, ())),
     ],
 )
@@ -139,6 +146,14 @@ def test_what_was_remembered_counts_in_its_own_iteration_and_incarnation_alone()
     assert not remembered.is_of(2, 2)
     assert not remembered.is_of(1, 3)
     assert not Remembered().is_of(0, 0)
+
+
+def test_a_policy_recalls_its_own_memory_and_no_other_policys() -> None:
+    memory = RLinfMemory(is_begun=True)
+    situation = changed(remembered=Remembered(iteration=0, assignment=HOME, own=memory))
+    assert situation.recalled(RLinfMemory) == (HOME, memory)
+    assert situation.recalled(TideMemory) is None
+    assert replace(situation, iteration=1).recalled(RLinfMemory) is None
 
 
 def test_what_does_not_fill_an_engine_is_left_out() -> None:

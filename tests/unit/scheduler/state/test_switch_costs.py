@@ -11,6 +11,7 @@ from services.scheduler.policy.situation import Situation, Trainer
 from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
 from services.scheduler.policy.tide.cluster import gpus_there
 from services.scheduler.policy.tide.foresight import Foresight, TideRules
+from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.observed import TrainerRate
 from services.scheduler.state.remembered import Assignment, Remembered
@@ -77,7 +78,8 @@ FAST = ReshardCosts(
 
 def between_updates(reshard: ReshardCosts, *, trained_on: tuple[int, ...] = ()) -> Situation:
     """The first of four minibatches is done and half of the iteration generated."""
-    remembered = Remembered(iteration=0, assignment=AT_WORK, is_begun=True, num_answered=1, trained_on=trained_on)
+    memory = TideMemory(is_begun=True, num_answered=1, trained_on=trained_on)
+    remembered = Remembered(iteration=0, assignment=AT_WORK, own=memory)
     situation = seen(
         SPEC, AT_WORK, num_unfinished=64, measured=RATES, num_done=1, num_taken=8, remembered=remembered, now_ms=50_000
     )
@@ -85,8 +87,16 @@ def between_updates(reshard: ReshardCosts, *, trained_on: tuple[int, ...] = ()) 
 
 
 def planned_copies(situation: Situation) -> int:
-    found = Foresight(TideRules()).plan(situation, situation.remembered, gpus_there(situation), is_move=True)
+    recalled = situation.recalled(TideMemory)
+    assert recalled is not None
+    found = Foresight(TideRules()).plan(situation, *recalled, gpus_there(situation), is_move=True)
     return int(found.plan.trainer[0, 0]) // 2
+
+
+def trained_on(situation: Situation) -> tuple[int, ...]:
+    memory = TidePolicy().choose(situation).memory
+    assert isinstance(memory, TideMemory)
+    return memory.trained_on
 
 
 @pytest.mark.parametrize("known", [3, 4])
@@ -103,11 +113,11 @@ def test_a_move_whose_bytes_take_longer_than_it_gains_is_not_made() -> None:
 
 def test_tide_remembers_the_trainers_sizes_of_this_iteration_until_it_has_no_gpus() -> None:
     situation = between_updates(FAST, trained_on=(1, 5))
-    assert TidePolicy().choose(situation).remembered.trained_on == (1, 2, 5)
+    assert trained_on(situation) == (1, 2, 5)
     of_another = replace(situation, remembered=replace(situation.remembered, iteration=7))
-    assert TidePolicy().choose(of_another).remembered.trained_on == (2,)
+    assert trained_on(of_another) == (2,)
     without = replace(situation, trainer=Trainer(None, situation.trainer.training), free=gpus(0, 4))
-    assert TidePolicy().choose(without).remembered.trained_on == ()
+    assert trained_on(without) == ()
 
 
 def test_dynarls_score_counts_what_the_change_moves() -> None:

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.costs import Rates
 from services.scheduler.state.observed import TrainerRate, Training
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec
-from tests.unit.scheduler.situations import generation, job, seen
+from tests.unit.scheduler.situations import after, generation, job, seen
 from tidegate.types import Layout, NodeId, Role, gpu_id
 
 SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=4)
@@ -52,16 +53,19 @@ def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now
     return replace(situation, trainer=replace(situation.trainer, training=told))
 
 
-def begun() -> Remembered:
+def memory_of(choice: Choice) -> TideMemory:
+    assert isinstance(choice.memory, TideMemory)
+    return choice.memory
+
+
+def begun() -> tuple[Assignment, Remembered]:
     """The first minibatch's GPUs have been moved, and the trainer was seen on them."""
     opened = POLICY.choose(opening())
-    memory = opened.remembered
-    assert memory.assignment is not None
-    situation = seen(SPEC, memory.assignment, num_unfinished=64, measured=RATES, remembered=memory, now_ms=10**6)
-    memory = POLICY.choose(situation).remembered
-    assert memory.assignment is not None
-    assert memory.assignment.trainer is not None
-    return replace(memory, trained_on=(memory.assignment.trainer.layout.dp,))
+    at = opened.assignment
+    moved = POLICY.choose(seen(SPEC, at, num_unfinished=64, measured=RATES, remembered=after(opened), now_ms=10**6))
+    assert moved.assignment.trainer is not None
+    own = replace(memory_of(moved), trained_on=(moved.assignment.trainer.layout.dp,))
+    return moved.assignment, replace(after(moved), own=own)
 
 
 def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts_between_the_longest() -> None:
@@ -94,7 +98,7 @@ def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_ev
         choice.assignment,
         num_unfinished=64,
         measured=RATES,
-        remembered=choice.remembered,
+        remembered=after(choice),
         num_taken=8,
         is_at_boundary=False,
     )
@@ -155,7 +159,7 @@ def test_before_a_rate_was_measured_the_start_is_planned_with_the_one_that_was_t
         opening(replace(SPEC, rates=Rates(((4, rate),), inference_tokens_per_s_per_gpu=1e9)), measured=())
         for rate in (50.0, 50_000.0)
     )
-    late, early = (POLICY.choose(situation).remembered.plan for situation in (slow, fast))
+    late, early = (memory_of(POLICY.choose(situation)).plan for situation in (slow, fast))
     assert late is not None
     assert early is not None
     assert late.ends_at_ms > early.ends_at_ms
@@ -169,43 +173,39 @@ def test_without_gpus_for_a_copy_of_the_trainer_every_gpu_generates() -> None:
 
 
 def test_the_trainer_starts_when_its_plan_says() -> None:
-    memory = begun()
-    assert memory.assignment is not None
-    assert memory.assignment.trainer is not None
-    assert memory.assignment.engines
-    assert memory.assignment.inference
+    assigned, _ = begun()
+    assert assigned.trainer is not None
+    assert assigned.engines
+    assert assigned.inference
 
 
 def test_while_a_minibatch_is_open_nothing_moves() -> None:
-    memory = begun()
-    choice = POLICY.choose(training(0, closes_at_ms=None, remembered=memory))
-    assert choice.remembered == memory
+    assigned, remembered = begun()
+    choice = POLICY.choose(training(0, closes_at_ms=None, remembered=remembered))
+    assert (choice.assignment, choice.memory) == (assigned, remembered.own)
 
 
 def test_engines_are_told_just_ahead_of_a_minibatchs_end() -> None:
-    memory = begun()
-    early = POLICY.choose(training(0, closes_at_ms=60_000, remembered=memory))
-    assert early.remembered == memory
+    assigned, remembered = begun()
+    early = POLICY.choose(training(0, closes_at_ms=60_000, remembered=remembered))
+    assert (early.assignment, early.memory) == (assigned, remembered.own)
     assert early.ask_at_ms == 60_000 - 2300
-    late = POLICY.choose(training(0, closes_at_ms=60_000, remembered=memory, now_ms=57_700))
-    assert late.remembered.num_answered == 2
-    again = training(0, closes_at_ms=60_000, remembered=late.remembered, now_ms=58_000)
+    late = POLICY.choose(training(0, closes_at_ms=60_000, remembered=remembered, now_ms=57_700))
+    assert memory_of(late).num_answered == 2
+    again = training(0, closes_at_ms=60_000, remembered=after(late), now_ms=58_000)
     assert POLICY.choose(again).assignment == late.assignment
 
 
 def test_what_the_rollouts_end_leaves_is_inferences_and_then_the_trainers() -> None:
-    memory = begun()
-    assert memory.assignment is not None
-    assert memory.assignment.trainer is not None
-    done = seen(
-        SPEC, memory.assignment, ready=(0, 1), num_taken=2, is_at_boundary=False, measured=RATES, remembered=memory
-    )
+    assigned, remembered = begun()
+    assert assigned.trainer is not None
+    done = seen(SPEC, assigned, ready=(0, 1), num_taken=2, is_at_boundary=False, measured=RATES, remembered=remembered)
     choice = POLICY.choose(done)
     assert not choice.assignment.engines
-    assert choice.assignment.trainer == memory.assignment.trainer
+    assert choice.assignment.trainer == assigned.trainer
     assert sorted(choice.assignment.gpus) == sorted(SPEC.gpus)
     inferred = seen(
-        SPEC, choice.assignment, num_taken=2, is_at_boundary=False, measured=RATES, remembered=choice.remembered
+        SPEC, choice.assignment, num_taken=2, is_at_boundary=False, measured=RATES, remembered=after(choice)
     )
     last = POLICY.choose(inferred).assignment
     assert last.trainer is not None
@@ -215,7 +215,7 @@ def test_what_the_rollouts_end_leaves_is_inferences_and_then_the_trainers() -> N
 
 def test_a_lost_gpu_leaves_at_once_and_the_others_stay_where_they_are() -> None:
     home = as_configured(SPEC)
-    memory = Remembered(iteration=0, assignment=home, is_begun=True, num_answered=1)
+    memory = Remembered(iteration=0, assignment=home, own=TideMemory(is_begun=True, num_answered=1))
     lost = home.engines[0][0]
     left = Assignment(home.engines[1:], home.trainer, home.inference)
     situation = seen(
@@ -229,21 +229,18 @@ def test_a_lost_gpu_leaves_at_once_and_the_others_stay_where_they_are() -> None:
 
 
 def test_after_the_last_minibatch_everything_goes_home() -> None:
-    memory = begun()
-    assert memory.assignment is not None
-    done = seen(SPEC, memory.assignment, num_done=4, num_taken=32, measured=RATES, remembered=memory)
+    assigned, remembered = begun()
+    done = seen(SPEC, assigned, num_done=4, num_taken=32, measured=RATES, remembered=remembered)
     assert POLICY.choose(done).assignment == as_configured(SPEC)
 
 
-def before_the_last(
-    *, num_waiting: int, trainer_tokens_per_s: float, now_ms: int = 50_000, remembered: Remembered | None = None
-) -> Situation:
+def before_the_last(*, num_waiting: int, trainer_tokens_per_s: float, now_ms: int = 50_000) -> Situation:
     """16 GPUs of which a copy of the trainer takes 8, one sequence an engine at a time, the last of two minibatches to
     begin."""
     spec = job(actor=8, rollout=6, inference=2, actor_tp=8, rollout_tp=2, prompts=128, group_size=4, minibatches=2)
     return seen(
         spec,
-        as_configured(spec) if remembered is None or remembered.assignment is None else remembered.assignment,
+        as_configured(spec),
         num_unfinished=num_waiting + 3,
         num_unsubmitted=num_waiting,
         max_running=1,
@@ -251,7 +248,9 @@ def before_the_last(
         num_done=1,
         num_taken=64,
         now_ms=now_ms,
-        remembered=remembered,
+        remembered=Remembered(
+            iteration=0, assignment=as_configured(spec), own=TideMemory(is_begun=True, num_answered=1)
+        ),
     )
 
 
@@ -269,14 +268,14 @@ def test_the_last_minibatch_waits_for_the_rollout_where_that_ends_the_iteration_
     choice = POLICY.choose(before_the_last(num_waiting=num_waiting, trainer_tokens_per_s=trainer_tokens_per_s))
     assert (choice.assignment.trainer is None) is want, told
     assert ("the last minibatch waits" in choice.reason) is want
-    assert choice.remembered.is_begun is not want
+    assert memory_of(choice).is_begun is not want
 
 
 def test_a_wait_lends_the_trainers_gpus_to_engines_and_ends_when_its_start_has_come() -> None:
     waits = POLICY.choose(before_the_last(num_waiting=253, trainer_tokens_per_s=3000.0))
     assert len(waits.assignment.engines) == 7
     assert waits.assignment.inference
-    memory = waits.remembered
+    memory = memory_of(waits)
     assert memory.plan is not None
     assert waits.ask_at_ms == memory.plan.starts_at_ms > 50_000
     spec, assignment = before_the_last(num_waiting=0, trainer_tokens_per_s=1.0).spec, waits.assignment
@@ -293,7 +292,7 @@ def test_a_wait_lends_the_trainers_gpus_to_engines_and_ends_when_its_start_has_c
             num_done=1,
             num_taken=64,
             now_ms=now_ms,
-            remembered=memory,
+            remembered=after(waits),
         )
         return POLICY.choose(situation).assignment
 
@@ -308,7 +307,7 @@ def test_a_trainer_of_any_number_of_copies_can_be_chosen() -> None:
     rates = (TrainerRate(Layout(tp=4, dp=3), 500.0),)
     situation = opening(spec, measured=rates)
     opened = POLICY.choose(situation)
-    done = seen(spec, opened.assignment, measured=rates, remembered=opened.remembered, now_ms=1000)
+    done = seen(spec, opened.assignment, measured=rates, remembered=after(opened), now_ms=1000)
     choice = POLICY.choose(done)
     assert choice.assignment.trainer is not None
     assert len(choice.assignment.trainer.gpus) == 48
@@ -320,7 +319,7 @@ def test_a_reproducible_trainer_has_copies_that_divide_its_logical_shards() -> N
     rates = (TrainerRate(Layout(tp=4, dp=2), 500.0),)
     spec = replace(spec, num_logical_shards=8)
     opened = POLICY.choose(opening(spec, measured=rates))
-    done = seen(spec, opened.assignment, measured=rates, remembered=opened.remembered, now_ms=1000)
+    done = seen(spec, opened.assignment, measured=rates, remembered=after(opened), now_ms=1000)
     trainer = POLICY.choose(done).assignment.trainer
     assert trainer is not None
     assert trainer.layout == Layout(tp=4, dp=8)
@@ -336,7 +335,7 @@ def test_the_trainer_moves_only_where_that_gains_enough(rules: TideRules, moves:
         home,
         num_unfinished=8,
         measured=slow,
-        remembered=POLICY.choose(opening(shortest_tokens=20.0)).remembered,
+        remembered=after(POLICY.choose(opening(shortest_tokens=20.0))),
         now_ms=5_000,
         num_done=1,
         num_taken=8,
@@ -365,4 +364,4 @@ def test_rules_that_cannot_be_are_refused(rules: dict[str, float], told: str) ->
 def test_a_picture_before_anything_was_told_of_training_is_planned_for() -> None:
     situation = opening()
     assert situation.trainer.training == Training(measured=RATES)
-    assert POLICY.choose(situation).remembered.plan is not None
+    assert memory_of(POLICY.choose(situation)).plan is not None

@@ -1,0 +1,40 @@
+"""What `tide` remembers of the open iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.state.remembered import PolicyMemory
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """GPUs during one minibatch; the engines have the others."""
+
+    num_trainer_gpus: int
+    num_inference_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class TidePlan:
+    """`stages` are by minibatch, the last ones of the iteration. The start and the end are forecasts, made at
+    `made_at_ms`. `waits`: before the last minibatch the trainer lends its GPUs to the engines until the rollout is
+    over."""
+
+    starts_at_ms: int
+    stages: tuple[PlannedStage, ...]
+    ends_at_ms: int
+    made_at_ms: int
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TideMemory(PolicyMemory):
+    """`is_begun`: the trainer was given its GPUs in this iteration. `num_answered`: minibatches that have their GPUs.
+    `plan`: how to go on. `trained_on`: the numbers of data-parallel copies that the trainer had since it last had no
+    GPUs, the least first."""
+
+    is_begun: bool = False
+    num_answered: int = 0
+    plan: TidePlan | None = None
+    trained_on: tuple[int, ...] = ()
