@@ -1,1 +1,1 @@
-"""The `tidegate` command. It stands on top of everything, and nothing imports it."""
+"""The `tidegate` command. It stands on top of everything, and no other part imports it."""

@@ -1,4 +1,4 @@
-"""The `tidegate` command's entry: 130 for a Ctrl-C, from the first import on."""
+"""The entry of the `tidegate` command. A Ctrl-C gives exit code 130, from the first import on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _STOPPED_BY_CTRL_C = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; see `cli.command`."""
+    """Returns the exit code; see `cli.command`."""
     try:
-        # Imported here, where a Ctrl-C is caught: it takes a moment.
+        # Import here, where a Ctrl-C is caught: the import takes a moment.
         from cli.command import execute
 
         return execute(arguments)

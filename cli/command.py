@@ -1,6 +1,7 @@
-"""Arguments in, an exit code out: 0 done, 1 failed, 2 bad usage or config, 128 + n stopped by signal n.
+"""Turns arguments into an exit code: 0 done, 1 failed, 2 bad usage or config, 128 + n stopped by signal n.
 
-Invariant: what a person did wrong is one message on stderr (what, the numbers, the remedy), never a traceback.
+Invariant: a person's mistake becomes one message on stderr (what, the numbers, the remedy), never a traceback.
+[test_command: wrong_is_one_line_with_its_remedy]
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 
-from cli import queries
+from cli import job_commands
 from cli.jobs import UnknownJob
 from cli.rows import Form
-from cli.simulation import arguments as simulating
+from cli.simulation import arguments as simulation
 from cli.usage import BadUsage, Parser, seed
 from tidegate.config.job_config import ConfigError
 from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.types import Layout
 
-_SCHEMA = "Print the JSON schema of configs, by which editors check and complete them."
+_SCHEMA = "Print the JSON schema of configs. Editors use it to check and complete a config."
 FAILED = 1
 BAD_USAGE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
-    """`arguments` are this process's when None."""
+    """None takes the arguments of this process."""
     try:
-        code = _run(_parsed(_parser(), arguments))
-        # Here, where it is told if nobody reads it, or the disk is full: at exit it would be a traceback.
+        code = _run(_parse(_parser(), arguments))
+        # Flush here, to report a closed pipe or a full disk: at exit that would be a traceback.
         sys.stdout.flush()
         return code
     except (BadUsage, ConfigError, UnknownJob) as error:
@@ -43,64 +44,64 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except (NotRunning, PeerRefused, PeerUnavailable, ValueError) as error:
         return _say(error, code=FAILED)
     except BrokenPipeError:
-        # The reader has seen enough (`| head`): nothing more can be said, at exit neither.
+        # The reader has left (`| head`): nothing more can be written, at exit neither.
         _drop_output()
         return FAILED
     except OSError as error:
         if error.errno not in _FULL:
             raise
         _drop_output()
-        return _say(f"{error}: not all was written; make room, and do it again", code=FAILED)
+        return _say(f"{error}: the output is incomplete; make room, and run the command again", code=FAILED)
 
 
-def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """BadUsage."""
-    given, rest = parser.parse_known_args(arguments)
-    taken = given.config if "config" in given else None
-    if rest and (taken is None or any(word.startswith("-") for word in rest)):
-        help_ = f"`{parser.prog} {given.command} --help` says what may be given"
-        raise BadUsage(f"{given.command} takes no {' '.join(rest)}; {help_}")
-    if taken is not None:
-        # argparse takes only the first stretch of them: `run a.yaml --resume seed=1` goes on after the flag.
-        taken += rest
-    return given
+def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """BadUsage for arguments that the command does not take."""
+    args, rest = parser.parse_known_args(arguments)
+    config = args.config if "config" in args else None
+    if rest and (config is None or any(word.startswith("-") for word in rest)):
+        help_ = f"`{parser.prog} {args.command} --help` lists the arguments"
+        raise BadUsage(f"{args.command} takes no {' '.join(rest)}; {help_}")
+    if config is not None:
+        # argparse takes only the words before the first flag: add those after it, as in `run a.yaml --resume seed=1`.
+        config += rest
+    return args
 
 
-def _run(given: argparse.Namespace) -> int:
-    if given.command in simulating.COMMANDS:
-        return simulating.answer(given)
-    form, output_dir = Form(given.form), Path(given.output_dir or "")
-    match given.command:
+def _run(args: argparse.Namespace) -> int:
+    if args.command in simulation.COMMANDS:
+        return simulation.answer(args)
+    form, output_dir = Form(args.form), Path(args.output_dir or "")
+    match args.command:
         case "demo" | "run":
-            # Imported here: what runs a job takes a second to import, and asking about one shall not.
-            from cli import running
+            # Import here: running a job needs a second of imports, which the other commands must not pay.
+            from cli import run_commands
 
-            return running.demo(given, form) if given.command == "demo" else running.run(given, form)
+            return run_commands.demo(args, form) if args.command == "demo" else run_commands.run(args, form)
         case "schema":
             print((files("tidegate") / "config.schema.json").read_text(), end="")
             return 0
         case "doctor":
-            return queries.doctor(output_dir, form)
+            return job_commands.doctor(output_dir, form)
         case "get":
-            return asyncio.run(queries.get(given.what, given.jobs, output_dir, form))
+            return asyncio.run(job_commands.get(args.what, args.jobs, output_dir, form))
         case "describe":
-            return asyncio.run(queries.describe(given.job, output_dir, form))
+            return asyncio.run(job_commands.describe(args.job, output_dir, form))
         case "events":
-            return asyncio.run(queries.events(given.job, output_dir, form, follow=given.follow))
+            return asyncio.run(job_commands.events(args.job, output_dir, form, follow=args.follow))
         case "logs":
-            logs = queries.logs(given.job, given.source, output_dir, form, follow=given.follow, attempt=given.attempt)
+            logs = job_commands.logs(args.job, args.source, output_dir, form, follow=args.follow, attempt=args.attempt)
             return asyncio.run(logs)
         case "cancel":
-            return asyncio.run(queries.cancel(given.job, given.reason, output_dir, form))
+            return asyncio.run(job_commands.cancel(args.job, args.reason, output_dir, form))
         case "scale":
-            return asyncio.run(queries.scale(given.job, given.layout, given.gpus, output_dir, form))
+            return asyncio.run(job_commands.scale(args.job, args.layout, args.gpus, output_dir, form))
         case "deadletter":
-            return asyncio.run(queries.settle_dead_letter(given.verb, given.job, given.id, output_dir, form))
-    raise AssertionError(f"argparse let {given.command!r} through")
+            return asyncio.run(job_commands.settle_dead_letter(args.verb, args.job, args.id, output_dir, form))
+    raise AssertionError(f"argparse accepted {args.command!r}")
 
 
 def _drop_output() -> None:
-    """What stdout still holds would fail once more at exit."""
+    """Avoid a second failure at exit, from the text that stdout still buffers."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -113,47 +114,47 @@ def _parser() -> Parser:
     parser = Parser(prog="tidegate", description="Runs RL post-training jobs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, told: str, *, output_dir: str | None = "jobs") -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=told, description=told)
+    def command(name: str, description: str, *, output_dir: str | None = "jobs") -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=description, description=description)
         added.add_argument(
-            "-o", dest="form", choices=[form.value for form in Form], default="table", help="form of what is printed"
+            "-o", dest="form", choices=[form.value for form in Form], default="table", help="form of the output"
         )
-        where = f"where jobs have their folders (default: {output_dir or 'as the config says'})"
+        where = f"the folder of the jobs' folders (default: {output_dir or 'as the config says'})"
         added.add_argument("--output-dir", default=output_dir, help=where)
         return added
 
     demo = command("demo", "Run the demo job, from nothing to its result.")
-    _add_running(demo, command("run", "Run a job.", output_dir=None))
-    simulating.add_commands(commands)
+    _add_run_arguments(demo, command("run", "Run a job.", output_dir=None))
+    simulation.add_commands(commands)
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
-    command("doctor", "Check what this machine has of what a job needs.")
+    command("doctor", "Check whether this machine has everything that a job needs.")
     get = command("get", "List jobs, their evaluations, the GPUs of live jobs, or their dead letters.")
     get.add_argument("what", choices=["jobs", "evaluations", "gpus", "deadletters"])
-    get.add_argument("jobs", nargs="*", metavar="JOB", help="only these")
-    for name, told in (
+    get.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
+    for name, description in (
         ("describe", "Show a job: its state, components, iterations and evaluations."),
-        ("events", "List what happened in a job."),
+        ("events", "List the events of a job."),
         ("logs", "Print a job's logs."),
-        ("cancel", "End a live job; its checkpoints stay."),
+        ("cancel", "End a live job. Its checkpoints stay."),
         ("scale", "Move a live job's actor to more, fewer or other GPUs, or into another layout, while it trains."),
     ):
-        command(name, told).add_argument("job", metavar="JOB")
+        command(name, description).add_argument("job", metavar="JOB")
     which = commands.choices["logs"].add_mutually_exclusive_group()
-    for asked in (commands.choices["events"], which):
-        asked.add_argument("--follow", action="store_true", help="go on with what comes")
-    which.add_argument("--attempt", type=int, metavar="N", help="of this start of the job, from 1 (default: the last)")
+    for parser_or_group in (commands.choices["events"], which):
+        parser_or_group.add_argument("--follow", action="store_true", help="continue with new lines as they come")
+    which.add_argument("--attempt", type=int, metavar="N", help="the logs of the job's start N (default: the last)")
     commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
-    commands.choices["cancel"].add_argument("--reason", default="", help="told to whoever reads the job's end")
+    commands.choices["cancel"].add_argument("--reason", default="", help="a text that stands with the job's end")
     scale = commands.choices["scale"]
-    scale.add_argument("--layout", type=_layout, required=True, metavar="AXES", help="such as tp=2,dp=2; the rest is 1")
+    scale.add_argument("--layout", type=_layout, required=True, metavar="AXES", help="such as tp=2,dp=2; others are 1")
     scale.add_argument(
         "--gpus",
         type=lambda text: text.split(","),
         default=[],
         metavar="GPUS",
-        help="in rank order, such as n0/0,n0/1 (default: those it has, the last left out or free ones added)",
+        help="in rank order, such as n0/0,n0/1 (default: its present GPUs, less the last ones or plus free ones)",
     )
-    dead_letter = command("deadletter", "Deliver a dead letter again, or forget it; the job then goes on.")
+    dead_letter = command("deadletter", "Deliver a dead letter again, or drop it. The job then goes on.")
     dead_letter.add_argument("verb", choices=["replay", "drop"])
     dead_letter.add_argument("job", metavar="JOB")
     dead_letter.add_argument("id", type=int, metavar="ID")
@@ -161,7 +162,7 @@ def _parser() -> Parser:
 
 
 def _layout(text: str) -> Layout:
-    """`tp=2,dp=2`; argparse tells what is wrong with another."""
+    """Reads `tp=2,dp=2`. argparse prints the error for any other text."""
     try:
         axes = dict(axis.split("=") for axis in text.split(","))
         return Layout(**{axis: int(size) for axis, size in axes.items()})
@@ -170,17 +171,17 @@ def _layout(text: str) -> Layout:
         raise argparse.ArgumentTypeError(f"{text!r} is no layout such as tp=2,dp=2, of {known}: {error}") from error
 
 
-def _add_running(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:
-    demo.add_argument("--seed", type=seed, default=None, help="repeats exactly (default: 0)")
+def _add_run_arguments(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:
+    demo.add_argument("--seed", type=seed, default=None, help="the same seed gives the same run (default: 0)")
     run.add_argument(
         "config",
         nargs="+",
         metavar="CONFIG | key=value",
-        help="YAML files, later ones over earlier ones, and what differs from them, such as algorithm.group_size=8",
+        help="YAML files, where a later one overrides an earlier one, and changes such as algorithm.group_size=8",
     )
     run.add_argument(
-        "--dry-run", action="store_true", help="check all, print the config as it is resolved, start nothing"
+        "--dry-run", action="store_true", help="check everything and print the resolved config; start nothing"
     )
-    run.add_argument("--force", action="store_true", help="remove what the job left before, and start anew")
+    run.add_argument("--force", action="store_true", help="remove the files of the job's earlier run and start over")
     for parser in (demo, run):
-        parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+        parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")

@@ -1,7 +1,9 @@
-"""What this machine has of what a job needs: each finding is ok, warn or bad, with its remedy.
+"""Checks whether this machine has everything that a job needs. Each finding is ok, warn or bad, with its remedy.
 
-`bad` means that no job will run; `warn` that one will be slow, small or short. Nothing is started or changed, but for
-asking each embedded server's binary for its version.
+- `bad`: no job will run.
+- `warn`: a job will be slow, small or short.
+
+The checks start and change nothing, except that they ask each embedded server's binary for its version.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackag
 
 _PACKAGES = ("torch", "megatron-core", "grpcio", "nats-py", "redis", "tokenizers", "pydantic", "rich")
 _LEAST_MEMORY_BYTES = 256 * 2**20
-"""Of /dev/shm: the demo's snapshots take under 10 MB; a container's default of 64 MB is too little for more."""
+"""The least free space of /dev/shm. The demo's snapshots take under 10 MB; a container's default of 64 MB is little."""
 _LEAST_PYTHON = (3, 11)
 _LEAST_FILES = 1024
 _LEAST_CORES = 2
@@ -37,7 +39,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`remedy` is empty when all is well."""
+    """One finding. `remedy` is empty when all is well."""
 
     check: str
     health: Health
@@ -46,7 +48,7 @@ class Finding:
 
 
 def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Path("jobs")) -> list[Finding]:
-    """Every check, in a fixed order. `output_dir` need not exist yet."""
+    """All findings, in a fixed order. `output_dir` need not exist yet."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _platform,
@@ -75,17 +77,17 @@ def host_memory(root: Path) -> Finding:
 
 
 def disk(output_dir: Path, *, least_bytes: int | None = None) -> Finding:
-    """Where jobs have their folders, and with them the embedded NATS its streams.
+    """Checks the disk of the jobs' folders, which has the streams of the embedded NATS too.
 
-    `least_bytes` is what the streams of a job reserve by default when None.
+    None for `least_bytes` means: as much as the streams of a job reserve by default.
     """
-    wanted = _stream_bytes() if least_bytes is None else least_bytes
+    needed = _stream_bytes() if least_bytes is None else least_bytes
     folder = next(path for path in (output_dir.resolve(), *output_dir.resolve().parents) if path.is_dir())
     check, free_bytes = f"disk of {output_dir}", shutil.disk_usage(folder).free
     found = f"{free_bytes / 2**30:.1f} GiB free"
-    if free_bytes < wanted:
+    if free_bytes < needed:
         remedy = (
-            f"free {wanted / 2**30:.1f} GiB, which the streams of a job reserve, name another --output-dir, or lower "
+            f"free {needed / 2**30:.1f} GiB, which the streams of a job reserve, name another --output-dir, or lower "
             "runtime.samples_max_bytes"
         )
         return Finding(check, Health.WARN, found, remedy)
@@ -100,7 +102,7 @@ def _stream_bytes() -> int:
 def _python() -> Finding:
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < _LEAST_PYTHON:
-        return Finding("Python", Health.BAD, found, "install Python 3.11 or newer and make the environment anew")
+        return Finding("Python", Health.BAD, found, "install Python 3.11 or newer and make a new environment")
     return Finding("Python", Health.OK, found)
 
 
@@ -114,21 +116,21 @@ def _package(name: str) -> Finding:
     try:
         return Finding(f"package {name}", Health.OK, version(name))
     except PackageNotFoundError:
-        return Finding(f"package {name}", Health.BAD, "not installed", "make demo installs what is missing")
+        return Finding(f"package {name}", Health.BAD, "not installed", "run `make demo`, which installs it")
 
 
 def _server(kind: ServerKind) -> Finding:
     check = f"embedded {kind.name}"
     try:
         binary = packaged_binary(kind)
-        asked = subprocess.run(
+        answer = subprocess.run(
             [binary, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=True
         )
     except ServerPackageMissing as missing:
         return Finding(check, Health.BAD, "not found", str(missing))
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(check, Health.BAD, f"does not run: {error}", f"install {kind.package} anew for this machine")
-    return Finding(check, Health.OK, asked.stdout.strip().splitlines()[0])
+        return Finding(check, Health.BAD, f"does not run: {error}", f"reinstall {kind.package} for this machine")
+    return Finding(check, Health.OK, answer.stdout.strip().splitlines()[0])
 
 
 def _open_files() -> Finding:
@@ -148,7 +150,7 @@ def _cores() -> Finding:
 
 
 def _threads() -> Finding:
-    """Slots are pinned to one thread by the launcher; a setting of the shell's that says otherwise is not used."""
+    """The launcher pins each slot to one thread. A different setting of the shell has no effect on a job."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads not in ("", "1"):
         remedy = "nothing to do for a job: the launcher gives each slot one thread; unset it for your own scripts"

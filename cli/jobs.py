@@ -1,6 +1,7 @@
-"""What a person asks about jobs: a live job answers through its Control API, one that is over through its folder.
+"""The rows that the commands show of jobs. A live job answers through its Control API, a finished one by its folder.
 
-Invariant: the rows of a live job and of one that is over have the same columns, so that scripts read both alike.
+Invariant: the rows of a live job and of a finished one have the same columns, so that scripts read both alike.
+[test_command: jobs_are_listed_in_both_forms]
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tidegate.types import Token
 from tidegate.v1 import control_pb2, events_pb2
 
 PLACES_ENDED = (-3, -4)
-"""Of `Generation.places`: ended, and cut."""
+"""The values in `Generation.places` of sequences that ended or were cut."""
 JOB_COLUMNS = ("job", "state", "iteration", "iterations", "reward", "message")
 GPU_COLUMNS = ("gpu", "state", "job", "role", "token", "transition")
 DEAD_LETTER_COLUMNS = ("job", "id", "subject", "reason", "size_bytes")
@@ -48,18 +49,18 @@ LEARNING_RATE = (
     "lr_shortfall",
     "lr_overshoot",
 )
-"""Of an iteration, beside the columns of the table."""
+"""The figures of an iteration that stand beside the columns of the table."""
 EVALUATION_COLUMNS = ("version", "prompts", "samples_per_prompt")
-"""Before the figures."""
+"""The columns before the figures."""
 COMPONENT_COLUMNS = ("role", "state", "lead", "layout", "gpus")
 
 
 class UnknownJob(LookupError):
-    """No job of this name in the output folder."""
+    """The output folder has no job of this name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class JobDescription:
     """A job as `describe` shows it. `outcome` is None while it runs."""
 
     status: control_pb2.GetJobResponse
@@ -75,29 +76,29 @@ class Described:
 
 
 def job_folder(output_dir: Path, job: str) -> JobFolder:
-    """UnknownJob, naming those that there are."""
+    """UnknownJob, with the names of the existing jobs."""
     folder = JobFolder(output_dir.resolve() / job)
     if not folder.config.is_file():
         known = ", ".join(found.root.name for found in job_folders(output_dir)) or "none"
-        raise UnknownJob(f"no job {job!r} in {output_dir}; there: {known}. Another folder is named by --output-dir")
+        raise UnknownJob(f"no job {job!r} in {output_dir}; there: {known}. --output-dir names another folder")
     return folder
 
 
 def job_folders(output_dir: Path) -> list[JobFolder]:
-    """By name. UnknownJob when there is no such output folder."""
+    """The folders by name. UnknownJob when the output folder does not exist."""
     if not output_dir.is_dir():
-        raise UnknownJob(f"there is no folder {output_dir}, so no jobs: another is named by --output-dir")
+        raise UnknownJob(f"there is no folder {output_dir}, so no jobs: --output-dir names another folder")
     return [JobFolder(path.parent.resolve()) for path in sorted(output_dir.glob("*/config.json"))]
 
 
-async def describe(folder: JobFolder) -> Described:
-    """NotRunning when the job was killed, so that nobody can say how it stands."""
+async def describe(folder: JobFolder) -> JobDescription:
+    """NotRunning when the job was killed, because then nothing knows its state."""
     job = folder.root.name
     if folder.result.exists():
         outcome = Outcome.read(folder.result)
-        return Described(outcome.job, outcome)
+        return JobDescription(outcome.job, outcome)
     async with control_of(folder) as control:
-        return Described(await control.GetJob(control_pb2.GetJobRequest(job=job)), None)
+        return JobDescription(await control.GetJob(control_pb2.GetJobRequest(job=job)), None)
 
 
 async def job_row(folder: JobFolder) -> Row:
@@ -120,7 +121,7 @@ async def job_row(folder: JobFolder) -> Row:
     }
 
 
-def iteration_rows(found: Described) -> list[dict[str, Any]]:
+def iteration_rows(found: JobDescription) -> list[dict[str, Any]]:
     outcome = found.outcome
     rows = outcome.iterations if outcome else found.status.iterations
     return [
@@ -144,7 +145,7 @@ def iteration_rows(found: Described) -> list[dict[str, Any]]:
 
 
 def learning_rate_line(row: Row) -> str:
-    """How far the schedule is after the iteration of this row."""
+    """The progress of the schedule after the iteration of this row."""
     lr, progress, budget, nominal, updates, skipped, shortfall, beyond = (
         "-" if row[name] is None else f"{row[name]:.9g}" for name in LEARNING_RATE
     )
@@ -168,7 +169,7 @@ def evaluation_rows(job: str, status: control_pb2.GetJobResponse) -> list[Row]:
 
 
 def evaluation_columns(rows: Sequence[Row], *, of_several: bool) -> tuple[str, ...]:
-    """Rewards have names of the job's own: every figure that a row has, in order of name."""
+    """The columns: every figure that a row has, in order of name, because a job names its rewards itself."""
     first = ("job", *EVALUATION_COLUMNS) if of_several else EVALUATION_COLUMNS
     return (*first, *sorted({name for row in rows for name in row} - {"job", *EVALUATION_COLUMNS}))
 
@@ -225,11 +226,12 @@ def event_line(row: control_pb2.ListEventsResponse) -> str:
     at = datetime.fromtimestamp(event.occurred_unix_ns / 1e9, tz=UTC)
     what = event.WhichOneof("body") or "nothing"
     place = f"incarnation {event.incarnation} iteration {event.iteration}"
-    return f"{row.stream_sequence:6d}  {at:%H:%M:%S.%f}  {event.source:<14} {what:<20} {place}  {_told(row)}".rstrip()
+    text = f"{row.stream_sequence:6d}  {at:%H:%M:%S.%f}  {event.source:<14} {what:<20} {place}  {_details(row)}"
+    return text.rstrip()
 
 
 def log_line(line: str) -> str:
-    """A JSON line as a person reads it; one that is no JSON as it is."""
+    """A JSON line in a form for people. A line that is not JSON stays as it is."""
     try:
         entry = dict(json.loads(line))
     except (ValueError, TypeError):
@@ -239,13 +241,13 @@ def log_line(line: str) -> str:
 
 
 def _picture(event: events_pb2.Event) -> str:
-    """Thousands of sequences in a line."""
+    """One line for a picture, which has thousands of sequences."""
     match event.WhichOneof("body"):
         case "generation":
-            told = event.generation
-            num_ended = sum(place in PLACES_ENDED for place in told.places)
-            rate = sum(engine.rate_tokens_per_s for engine in told.engines)
-            return f"{num_ended}/{len(told.places)} responses, {len(told.engines)} engines at {rate:.0f} tokens/s"
+            picture = event.generation
+            num_ended = sum(place in PLACES_ENDED for place in picture.places)
+            rate = sum(engine.rate_tokens_per_s for engine in picture.engines)
+            return f"{num_ended}/{len(picture.places)} responses, {len(picture.engines)} engines at {rate:.0f} tokens/s"
         case "inferring":
             return f"{len(event.inferring.ready)} groups ready{', at work' if event.inferring.is_busy else ''}"
         case _:
@@ -258,7 +260,7 @@ def _metric(row: control_pb2.IterationSummary, name: str) -> float | None:
     return row.metrics.get(name)
 
 
-def _told(row: control_pb2.ListEventsResponse) -> str:
+def _details(row: control_pb2.ListEventsResponse) -> str:
     event = row.event
     match event.WhichOneof("body"):
         case "progress":

@@ -1,6 +1,7 @@
-"""Rows for people and for programs: every command that shows something prints a table, or one JSON value.
+"""Rows for people and for programs. Every command that shows something prints a table or one JSON value.
 
-Invariant: both forms come from the same rows; the JSON holds numbers as numbers, the table as a person reads them.
+Invariant: both forms come from the same rows. JSON has numbers as numbers, the table has them in a form for people.
+[test_command: jobs_are_listed_in_both_forms]
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ Row = Mapping[str, Any]
 
 
 class Form(StrEnum):
-    """What `-o` chooses."""
+    """The values of `-o`."""
 
     TABLE = "table"
     JSON = "json"
 
 
 def show(rows: Sequence[Row], columns: Sequence[str], *, form: Form, out: TextIO, empty: str) -> None:
-    """`columns` are the keys in order; a table of no rows says `empty` instead."""
+    """`columns` are the keys in order. A table without rows prints `empty` instead."""
     if form is Form.JSON:
         print(json.dumps([{column: row.get(column) for column in columns} for row in rows]), file=out)
     elif not rows:
@@ -31,7 +32,7 @@ def show(rows: Sequence[Row], columns: Sequence[str], *, form: Form, out: TextIO
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Columns as wide as their widest cell, numbers to the right."""
+    """Columns are as wide as their widest cell, and numbers stand to the right."""
     heads = [column.replace("_", " ").upper() for column in columns]
     cells = [[cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(line[index]) for line in [heads, *cells]) for index in range(len(columns))]

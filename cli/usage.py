@@ -1,7 +1,7 @@
-"""What a person typed wrong on the command line, in the form of every other wrong input: one line, with its remedy.
+"""Reports wrong command lines in the form of every other wrong input: one line, with its remedy.
 
-Invariant: a line says which argument, what was given, and what may stand there or where that is said; argparse's lines
-of usage, which bury it, are left to `--help`.
+Invariant: the line names the argument, its value, and the allowed values or where they are listed. argparse's usage
+lines, which would hide it, appear only with `--help`. [test_command: wrong_is_one_line_with_its_remedy]
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ MOST_SEED = 2**32 - 1
 
 
 class BadUsage(ValueError):
-    """Arguments that are no command."""
+    """The arguments do not make a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Its subcommands are parsed by others of the same kind."""
+    """A parser that raises BadUsage. Its subcommands have parsers of the same class."""
 
     def error(self, message: str) -> NoReturn:
-        """BadUsage, in place of an exit."""
-        raise BadUsage(f"{message.removeprefix('argument ')}; `{self.prog} --help` says what may be given")
+        """Raises BadUsage in place of an exit."""
+        raise BadUsage(f"{message.removeprefix('argument ')}; `{self.prog} --help` lists the arguments")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """As argparse's, with the nearest choice."""
+        """Like argparse's, but the error names the nearest choice."""
         if action.choices is None or value in action.choices:
             return
         known = [str(choice) for choice in action.choices]
         near = difflib.get_close_matches(str(value), known, n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(known)}{hint}")
+        raise argparse.ArgumentError(action, f"{value!r} is not one of {', '.join(known)}{hint}")
 
 
 def seed(text: str) -> int:
-    """Of random draws; ArgumentTypeError for what numpy takes for none."""
+    """The seed of random draws. ArgumentTypeError for a number that numpy does not accept."""
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_SEED)) and int(text) <= MOST_SEED):
-        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is no whole number from 0 to {MOST_SEED}")
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a whole number from 0 to {MOST_SEED}")
     return int(text)

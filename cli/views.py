@@ -1,6 +1,7 @@
-"""What `run` and `demo` show while a job runs: bars on a terminal, a JSON object a line otherwise. All on stderr.
+"""What `run` and `demo` show on stderr while a job runs: bars on a terminal, or else one JSON object a line.
 
-Both are fed by the same events. Bars: one for what each component does now, and a line that stays for each iteration.
+Both get the same events. There is one bar for the present work of each component, and a lasting line for each
+iteration.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PHASES = {
 
 
 class OpenView(View, AbstractContextManager["OpenView"], Protocol):
-    """A view that is on within its block."""
+    """A view that is active within its block."""
 
 
 def make_view(stream: UnfailingStream) -> OpenView:
@@ -36,7 +37,7 @@ def make_view(stream: UnfailingStream) -> OpenView:
 
 
 class UnfailingStream:
-    """A stream whose reader may leave (a closed terminal, a broken pipe): what is shown never ends a run."""
+    """A stream whose reader may leave (a closed terminal, a broken pipe). A failed write never ends a run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -59,7 +60,7 @@ class UnfailingStream:
 
 
 class LinesView(AbstractContextManager["LinesView"]):
-    """A JSON object a line."""
+    """Prints one JSON object a line."""
 
     def __init__(self, stream: UnfailingStream) -> None:
         self._log: Any = structlog.wrap_logger(
@@ -71,10 +72,10 @@ class LinesView(AbstractContextManager["LinesView"]):
                 structlog.processors.JSONRenderer(),
             ],
         )
-        self._told = ("", "")
+        self._last_status = ("", "")
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left open."""
+        """Does nothing: the view has nothing to close."""
 
     def step(self, what: str) -> None:
         self._log.info("starting", what=what)
@@ -99,39 +100,39 @@ class LinesView(AbstractContextManager["LinesView"]):
                     **figures(progress.metrics),
                 )
             case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
-                reported = event.iteration_reported
+                report = event.iteration_reported
                 self._log.info(
                     "iteration",
                     iteration=event.iteration,
-                    samples_trained=reported.trained.num_samples,
-                    **figures(reported.metrics),
+                    samples_trained=report.trained.num_samples,
+                    **figures(report.metrics),
                 )
             case "evaluation_reported":
-                told = event.evaluation_reported
-                self._log.info("evaluation", version=told.version, **figures(told.metrics))
+                evaluation = event.evaluation_reported
+                self._log.info("evaluation", version=evaluation.version, **figures(evaluation.metrics))
             case "layout_committed" if event.layout_committed.HasField("reshard"):
-                done = event.layout_committed.reshard
+                reshard = event.layout_committed.reshard
                 self._log.info(
                     "resized",
-                    source=str(decode_layout(done.source)),
-                    target=str(decode_layout(done.target)),
+                    source=str(decode_layout(reshard.source)),
+                    target=str(decode_layout(reshard.target)),
                     gpus=[grant.gpu for grant in event.layout_committed.grants],
-                    moved_bytes=done.moved_bytes,
-                    seconds=round(sum(done.seconds.values()), 3),
+                    moved_bytes=reshard.moved_bytes,
+                    seconds=round(sum(reshard.seconds.values()), 3),
                 )
             case "failed" | "instance_lost" | "dead_lettered" | "resize_failed":
                 self._log.warning("failure", source=event.source, message=failure_text(event))
 
     def job(self, status: control_pb2.GetJobResponse) -> None:
-        told = (status.phase, status.message)
-        if told != self._told:
-            self._told = told
+        present = (status.phase, status.message)
+        if present != self._last_status:
+            self._last_status = present
             message = without_phase(status.message, status.phase)
             self._log.info("job", phase=status.phase, message=message, iteration=status.iteration)
 
 
 class TerminalView(AbstractContextManager["TerminalView"]):
-    """Progress bars."""
+    """Shows progress bars."""
 
     def __init__(self, stream: UnfailingStream) -> None:
         self._console = Console(file=cast(TextIO, stream), highlight=False, markup=False, soft_wrap=True)
@@ -146,7 +147,7 @@ class TerminalView(AbstractContextManager["TerminalView"]):
         )
         self._state = self._bars.add_task("starting", total=None)
         self._of_role: dict[int, TaskID] = {}
-        self._told = ("", "")
+        self._last_status = ("", "")
 
     def __enter__(self) -> TerminalView:
         self._bars.start()
@@ -175,24 +176,24 @@ class TerminalView(AbstractContextManager["TerminalView"]):
                     f"{event.iteration_reported.trained.num_samples} samples trained"
                 )
             case "evaluation_reported":
-                told = event.evaluation_reported
-                scores = [f"{name} {value:.3f}" for name, value in figures(told.metrics).items()]
-                self._console.print(f"version {told.version} evaluated: {', '.join(scores)}")
+                evaluation = event.evaluation_reported
+                scores = [f"{name} {value:.3f}" for name, value in figures(evaluation.metrics).items()]
+                self._console.print(f"version {evaluation.version} evaluated: {', '.join(scores)}")
             case "layout_committed" if event.layout_committed.HasField("reshard"):
-                done = event.layout_committed.reshard
+                reshard = event.layout_committed.reshard
                 gpus = ", ".join(grant.gpu for grant in event.layout_committed.grants)
                 self._console.print(
-                    f"actor resized: {decode_layout(done.source)} -> {decode_layout(done.target)} on {gpus}, "
-                    f"{done.moved_bytes} bytes moved in {sum(done.seconds.values()):.2f} s"
+                    f"actor resized: {decode_layout(reshard.source)} -> {decode_layout(reshard.target)} on {gpus}, "
+                    f"{reshard.moved_bytes} bytes moved in {sum(reshard.seconds.values()):.2f} s"
                 )
             case "failed" | "instance_lost" | "dead_lettered" | "resize_failed":
                 self.note(f"{event.source}: {failure_text(event)}")
 
     def job(self, status: control_pb2.GetJobResponse) -> None:
-        told = (status.phase, status.message)
-        if told == self._told:
+        present = (status.phase, status.message)
+        if present == self._last_status:
             return
-        self._told = told
+        self._last_status = present
         self._bars.update(
             self._state, description=f"job {status.job}: {status.phase}", total=status.num_iterations or None
         )

@@ -1,1 +1,1 @@
-"""`tidegate simulate`, `plan` and `calibrate`: what they run and what they print."""
+"""`tidegate simulate`, `plan` and `calibrate`: their work and their output."""

@@ -1,4 +1,4 @@
-"""`tidegate simulate`, `tidegate plan` and `tidegate calibrate`: their arguments."""
+"""The arguments of `tidegate simulate`, `tidegate plan` and `tidegate calibrate`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tidegate.v1 import control_pb2
 
 COMMANDS = ("simulate", "plan", "calibrate")
 
-_SIMULATE = "Simulate one iteration under a policy, or under several beside each other."
+_SIMULATE = "Simulate one iteration under one policy, or compare several policies."
 _CALIBRATE = "Fit the simulator's costs to what a finished job measured, and print them as a scenario of that job."
-_PLAN = "Predict a job's iteration under each policy and from several placements; start nothing."
+_PLAN = "Predict a job's iteration under each policy and from several placements. Start nothing."
 
 
-def answer(given: argparse.Namespace) -> int:
-    """The exit code; ConfigError and UnknownJob for what was given wrong."""
-    name = given.command
-    if name == "simulate" and given.replay is not None:
-        name, given.recorded = "replay", _recorded(Path(given.replay))
-    if given.command == "calibrate":
-        if twice := sorted({job for job in given.jobs if given.jobs.count(job) > 1}):
+def answer(args: argparse.Namespace) -> int:
+    """Returns the exit code. ConfigError and UnknownJob for wrong arguments."""
+    name = args.command
+    if name == "simulate" and args.replay is not None:
+        name, args.recorded = "replay", _recorded(Path(args.replay))
+    if args.command == "calibrate":
+        if twice := sorted({job for job in args.jobs if args.jobs.count(job) > 1}):
             raise ConfigError(f"{', '.join(twice)} is named twice: name each run once, or it counts for several")
-        given.folders = [job_folder(Path(given.output_dir), job).root for job in given.jobs]
-    # Imported here: the simulator takes most of a second to import, and the other commands do without it.
+        args.folders = [job_folder(Path(args.output_dir), job).root for job in args.jobs]
+    # Import here: the simulator takes most of a second to import, and the other commands do not need it.
     from cli.simulation import commands
 
     answers = {
@@ -36,11 +36,11 @@ def answer(given: argparse.Namespace) -> int:
         "plan": commands.plan,
         "calibrate": commands.calibrate,
     }
-    return answers[name](given)
+    return answers[name](args)
 
 
 def _recorded(path: Path) -> tuple[control_pb2.ListEventsResponse, ...]:
-    """ConfigError for what holds no events."""
+    """The events of a record. ConfigError when there are none."""
     path = path / "events.jsonl" if path.is_dir() else path
     try:
         rows = tuple(read_record(path))
@@ -49,7 +49,7 @@ def _recorded(path: Path) -> tuple[control_pb2.ListEventsResponse, ...]:
     except OSError as error:
         raise ConfigError(f"--replay {path}: {error.strerror}; name a job's folder, or its events.jsonl") from error
     if not rows:
-        raise ConfigError(f"--replay {path} holds no events; name a job's folder, or its events.jsonl")
+        raise ConfigError(f"--replay {path} has no events; name a job's folder, or its events.jsonl")
     return rows
 
 
@@ -59,51 +59,51 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         "config",
         nargs="*",
         metavar="SCENARIO | key=value",
-        help="a YAML file, and what differs from it, such as costs.trainer.exponent=0.3",
+        help="a YAML file, and changes such as costs.trainer.exponent=0.3",
     )
     simulate.add_argument(
         "--replay",
         metavar="EVENTS",
-        help="instead of a scenario: a job's folder or events.jsonl, told again to its scheduler and to the policy",
+        help="instead of a scenario: a job's folder or events.jsonl, for its scheduler and the policy to see again",
     )
     _add_form(simulate, "table", "json", "html", "perfetto")
     which = simulate.add_mutually_exclusive_group()
     which.add_argument(
-        "--policy", metavar="P", help="static, rlinf, dynarl or tide (default: the scenario's, else tide)"
+        "--policy", metavar="P", help="static, rlinf, dynarl or tide (default: the scenario's policy, or tide)"
     )
     which.add_argument(
         "--compare",
         type=lambda text: text.split(","),
         metavar="P,P,...",
-        help="several policies; ratios are to the one named first",
+        help="several policies; ratios are relative to the first",
     )
     simulate.add_argument(
-        "--seed", type=seed, default=None, metavar="S", help="of the lengths (default: the scenario's)"
+        "--seed", type=seed, default=None, metavar="S", help="the seed of the lengths (default: the scenario's)"
     )
     simulate.add_argument(
-        "--assumptions", action="store_true", help="all that is assumed, with values and sources, below the table"
+        "--assumptions", action="store_true", help="below the table, list all assumptions with values and sources"
     )
     plan = commands.add_parser("plan", help=_PLAN, description=_PLAN)
     plan.add_argument(
         "config",
         nargs="+",
         metavar="CONFIG | key=value",
-        help="as of `run`",
+        help="as for `run`",
     )
     _add_form(plan, "table", "json")
     plan.add_argument(
         "--calibrated",
         metavar="SCENARIO",
-        help="whose costs and lengths stand in place of the config's assumptions, as `calibrate` writes one",
+        help="a scenario of `calibrate`, whose costs and lengths replace the config's assumptions",
     )
     calibrate = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE)
     calibrate.add_argument(
-        "jobs", metavar="JOB", nargs="+", help="a job's name; several runs of one config are taken together"
+        "jobs", metavar="JOB", nargs="+", help="a job's name; several runs of one config are fitted together"
     )
-    calibrate.add_argument("--output-dir", default="jobs", help="where jobs have their folders (default: jobs)")
+    calibrate.add_argument("--output-dir", default="jobs", help="the folder of the jobs' folders (default: jobs)")
     _add_form(calibrate, "yaml", "table", "json")
 
 
 def _add_form(parser: argparse.ArgumentParser, *forms: str) -> None:
-    """The first is the default."""
-    parser.add_argument("-o", dest="form", choices=forms, default=forms[0], help="form of what is printed")
+    """The first form is the default."""
+    parser.add_argument("-o", dest="form", choices=forms, default=forms[0], help="form of the output")

@@ -1,6 +1,6 @@
-"""`tidegate simulate`, `plan` and `calibrate`: checked first, then run, then printed; nothing before all ran.
+"""`tidegate simulate`, `plan` and `calibrate`. Each checks its input, then runs everything, then prints.
 
-Stdout gets the result in the form that was asked for; nothing else is written anywhere.
+Stdout gets the result in the form of `-o`. No command writes anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cli.rows import Row, table
 from cli.simulation import plan_report, replay_report
 from cli.simulation.run_report import (
     ASSUMPTION_COLUMNS,
-    SOURCES_TOLD,
+    SOURCES_LEGEND,
     as_json,
     as_page,
     as_trace,
@@ -43,55 +43,55 @@ from tidegate.timeline_page.page import rendered
 DEFAULT_POLICY = "tide"
 
 
-def simulate(given: argparse.Namespace) -> int:
-    """ScenarioError for what was given wrong, ValueError for an iteration that does not end."""
-    scenario = _scenario(given.config)
-    policies = policies_of(asked_policies(given) or [_default(scenario)], scenario)
-    runs = [_ran(scenario, name, policy, given.seed) for name, policy in policies.items()]
-    print(_told(scenario, runs, given))
+def simulate(args: argparse.Namespace) -> int:
+    """ScenarioError for wrong input, ValueError for an iteration that does not end."""
+    scenario = _scenario(args.config)
+    policies = policies_of(asked_policies(args) or [_default(scenario)], scenario)
+    runs = [_simulate(scenario, name, policy, args.seed) for name, policy in policies.items()]
+    print(_output(scenario, runs, args))
     return 0
 
 
-def replay(given: argparse.Namespace) -> int:
-    """ScenarioError for what was given wrong."""
-    print(replay_report.told(given))
+def replay(args: argparse.Namespace) -> int:
+    """ScenarioError for wrong input."""
+    print(replay_report.output(args))
     return 0
 
 
-def plan(given: argparse.Namespace) -> int:
-    """ConfigError for what was given wrong."""
-    for word in given.config:
+def plan(args: argparse.Namespace) -> int:
+    """ConfigError for wrong input."""
+    for word in args.config:
         if not is_override(word) and is_scenario(Path(word)):
-            raise ConfigError(f"{word} is a scenario and no job's config: simulate it by `tidegate simulate {word}`")
-    sourced = load_sources(sources_of(given.config))
-    known, found = _foreseen(sourced, given)
+            raise ConfigError(f"{word} is a scenario and not a job's config: run `tidegate simulate {word}`")
+    sourced = load_sources(sources_of(args.config))
+    known, found = _predict(sourced, args)
     if found[0].run is None:
-        raise ConfigError(f"the iteration cannot be foreseen: {found[0].refused}")
-    if given.form == "json":
+        raise ConfigError(f"the iteration cannot be predicted: {found[0].refused}")
+    if args.form == "json":
         print(json.dumps(plan_report.as_json(sourced.config, sourced.layer, found, known)))
         return 0
     print(table(plan_report.rows(found), plan_report.ROW_COLUMNS))
     print("", *plan_report.advice(found), "", sep="\n")
     if slower := plan_report.slower_rows(found):
-        print("Policies that are slower than static as configured, and by what; seconds of a GPU on average:")
-        print(table(slower, plan_report.SLOWER_COLUMNS), plan_report.moves_told(known), "", sep="\n")
+        print("Policies that are slower than static as configured, and why: seconds that a GPU spends on average:")
+        print(table(slower, plan_report.SLOWER_COLUMNS), plan_report.cost_of_moves_note(known), "", sep="\n")
     rows = list(plan_report.assumptions(sourced.config, sourced.layer, known))
     print(_assumptions_table(rows))
     if any(row["source"] == plan_report.DEFAULT for row in rows):
-        print(plan_report.DEFAULT_TOLD)
+        print(plan_report.DEFAULT_NOTE)
     return 0
 
 
-def _foreseen(sourced: SourcedConfig, given: argparse.Namespace) -> tuple[Known, tuple[Prediction, ...]]:
-    """ConfigError by the keys of the config, or of the calibrated scenario."""
+def _predict(sourced: SourcedConfig, args: argparse.Namespace) -> tuple[Known, tuple[Prediction, ...]]:
+    """ConfigError that names the keys of the config, or of the calibrated scenario."""
     config = sourced.config
-    if given.calibrated is not None:
-        known = learned(load_scenario(Path(given.calibrated)))
+    if args.calibrated is not None:
+        known = learned(load_scenario(Path(args.calibrated)))
         try:
             return known, predictions(config, known)
         except ScenarioError as error:
-            told = "; ".join(str(error).splitlines())
-            raise ConfigError(f"{given.calibrated} does not fit job {config.job}: {told}") from error
+            faults = "; ".join(str(error).splitlines())
+            raise ConfigError(f"{args.calibrated} does not fit job {config.job}: {faults}") from error
     model, unknown = _model(config)
     try:
         known = assumed(config, model, unknown=unknown)
@@ -100,31 +100,31 @@ def _foreseen(sourced: SourcedConfig, given: argparse.Namespace) -> tuple[Known,
         raise ConfigError(with_origins(in_words_of_config(str(error)), sourced.layer)) from error
 
 
-def calibrate(given: argparse.Namespace) -> int:
-    """ConfigError where `given.folders` hold no runs to fit to."""
+def calibrate(args: argparse.Namespace) -> int:
+    """ConfigError where `args.folders` have no runs to fit to."""
     try:
-        run = joined([recorded(folder) for folder in given.folders])
+        run = joined([recorded(folder) for folder in args.folders])
     except NotRecorded as error:
         raise ConfigError(str(error)) from error
     model, unknown = _model(run.config)
     fitted, phases = calibration.calibrated(run, model), phase_errors.of_run(run)
     rows = [asdict(each) for each in fitted]
-    match given.form:
+    match args.form:
         case "json":
             print(json.dumps({"values": rows, "phases": [phase.row() for phase in phases]}))
         case "table":
             print(table([row | {"value": plain(row["value"])} for row in rows], tuple(rows[0])), "", sep="\n")
             print(table([phase.row() for phase in phases], phase_errors.COLUMNS), phase_errors.TOLD, sep="\n")
         case _:
-            none = [f"No model is named, and each reshard takes costs.switch.reshard_s: {unknown}"] if unknown else []
+            none = [f"No model is named, so each reshard takes costs.switch.reshard_s: {unknown}"] if unknown else []
             notes = [*none, "Simulated so:", *(f"  {phase.told()}" for phase in phases), phase_errors.TOLD]
             print(calibration.scenario_text(fitted, notes), end="")
     return 0
 
 
 def _model(config: JobConfig) -> tuple[ModelSection | None, str]:
-    """None, and why, where the checkpoint or the tokenizer is not here to tell it, or it has experts."""
-    # Imported here: it opens tokenizers, which takes most of a second to import.
+    """None and the reason, where the checkpoint or the tokenizer is not on this machine, or the model has experts."""
+    # Import here: it opens tokenizers, which takes most of a second to import.
     from tidegate.job import load_job
 
     try:
@@ -134,7 +134,7 @@ def _model(config: JobConfig) -> tuple[ModelSection | None, str]:
         return None, "; ".join(str(error).splitlines())
 
 
-def _ran(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run:
+def _simulate(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run:
     try:
         return simulated(scenario, policy, name=name, seed=seed)
     except Unfinished as error:
@@ -142,7 +142,7 @@ def _ran(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run
 
 
 def _default(scenario: Scenario) -> str:
-    """Ours, where the scenario names none."""
+    """The scenario's policy, or `DEFAULT_POLICY` where it names none."""
     named = scenario.scheduler
     return named.policy if "policy" in named.model_fields_set else DEFAULT_POLICY
 
@@ -150,31 +150,31 @@ def _default(scenario: Scenario) -> str:
 def _scenario(words: Sequence[str]) -> Scenario:
     paths = [word for word in words if not is_override(word)]
     if len(paths) != 1:
-        told = f"{len(paths)} scenarios ({', '.join(paths)})" if paths else "no scenario"
-        raise ScenarioError(f"{told}: name one YAML file, and after it key=value where some differ")
+        count = f"{len(paths)} scenarios ({', '.join(paths)})" if paths else "no scenario"
+        raise ScenarioError(f"{count}: name one YAML file, then changes as key=value")
     return load_scenario(Path(paths[0]), [word for word in words if is_override(word)])
 
 
-def _told(scenario: Scenario, runs: Sequence[Run], given: argparse.Namespace) -> str:
-    match given.form:
+def _output(scenario: Scenario, runs: Sequence[Run], args: argparse.Namespace) -> str:
+    match args.form:
         case "json":
             return json.dumps(as_json(scenario, runs))
         case "html":
             return rendered(as_page(scenario, runs))
         case "perfetto":
             return json.dumps(as_trace(runs))
-    return "\n\n".join(_sections(scenario, runs, with_assumptions=given.assumptions))
+    return "\n\n".join(_sections(scenario, runs, with_assumptions=args.assumptions))
 
 
 def _sections(scenario: Scenario, runs: Sequence[Run], *, with_assumptions: bool) -> list[str]:
     rows = [_table_row(summary) for summary in summaries(runs)]
     bound_s = runs[0].bound.bound_s
-    told = f"no schedule ends before {bound_s:.1f} s: lengths known, moves free, GPUs fractional"
-    bound = f"{scenario.name}, seed {runs[0].seed}: {told}"
+    meaning = f"no schedule ends before {bound_s:.1f} s: lengths known, moves free, GPUs fractional"
+    bound = f"{scenario.name}, seed {runs[0].seed}: {meaning}"
     sections = [table(rows, tuple(rows[0])), "\n".join([bound, *_missed_faults(runs)])]
     if not with_assumptions:
         return sections
-    return [*sections, _assumptions_table(assumption_rows(scenario)), SOURCES_TOLD]
+    return [*sections, _assumptions_table(assumption_rows(scenario)), SOURCES_LEGEND]
 
 
 def _missed_faults(runs: Sequence[Run]) -> Iterator[str]:
@@ -182,7 +182,7 @@ def _missed_faults(runs: Sequence[Run]) -> Iterator[str]:
         for each in run.history:
             if each.what is What.FAULT_MISSED:
                 yield (
-                    f"{run.policy}: engine {each.number}, which was to fail at {each.at_s:g} s, does not run then, "
+                    f"{run.policy}: engine {each.number}, which was to fail at {each.at_s:g} s, does not run then; "
                     f"{each.count} others do; engines are numbered from 0 as they start"
                 )
 
@@ -192,7 +192,7 @@ def _assumptions_table(rows: Iterable[Row]) -> str:
 
 
 def _table_row(summary: Summary) -> Row:
-    """Narrow: states are shares of GPU time in per cent."""
+    """A narrow row: states are shares of GPU time in per cent."""
     return {
         "policy": summary.policy,
         "seconds": round(summary.iteration_s, 1),

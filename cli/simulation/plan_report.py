@@ -1,6 +1,7 @@
-"""Predictions of a job's iteration for people and for programs: rows, what to start from, what it all stands on.
+"""Predictions of a job's iteration, for people and for programs: rows, the start to choose, and the assumptions.
 
-Invariant: what would be saved is told against `static` as configured, which is what a job does without moves.
+Invariant: savings are relative to `static` as configured, which is a job without moves.
+[test_plan_report: is_told_against_static_without]
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ SLOWER_COLUMNS = ("policy", "placement", "seconds", "moves", "working_s", "switc
 ROW_COLUMNS = ("placement", "actor", "rollout", "inference", "policy", "seconds", "against_static")
 DEFAULT = "default"
 SIMULATORS = "the simulator's default"
-"""Of what no key of a config says; a calibrated scenario may."""
+"""The source shown for a value that no config key sets. A calibrated scenario may set it."""
 _MOVES = {True: "reshard_setup_s, communicators_s", False: "reshard_s"}
-"""What a reshard is priced by, beside its bytes: by whether it has a plan."""
-DEFAULT_TOLD = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
+"""The keys that price a reshard, beside its bytes. True: the reshard has a plan."""
+DEFAULT_NOTE = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
 _LEAST_GAIN = 0.005
-"""Of the time: below it another start or policy is taken for no better; one iteration's lengths decide as much."""
+"""A share of the time. A smaller gain of a start or policy counts as none: one iteration's lengths vary as much."""
 _LEAST_LOSS = 0.05
-"""Of the time: from it on a policy that is slower than staying as configured is told what makes it so."""
+"""A share of the time. From this loss on, the report says why a policy is slower than staying as configured."""
 
 
 def as_json(config: JobConfig, given: Layer, found: Sequence[Prediction], known: Known) -> dict[str, Any]:
@@ -55,33 +56,35 @@ def rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
 
 
 def advice(found: Sequence[Prediction]) -> Iterator[str]:
-    """What to start from; then why a policy cannot run from somewhere, each reason once."""
+    """The start to choose. Then why a policy cannot run from some placements, each reason once."""
     chosen, static = best(found), best(_under(found, "static"))
-    yield f"start from {_told(chosen, found[0])}"
+    yield f"start from {_advice_line(chosen, found[0])}"
     if chosen is not static:
-        yield f"without moves, start from {_told(static, found[0])}"
+        yield f"without moves, start from {_advice_line(static, found[0])}"
     for refused in dict.fromkeys(each.refused for each in found if each.refused):
         where = ", ".join(each.start.name for each in found if each.refused == refused)
         yield f"not from {where}: {refused}"
 
 
 def slower_rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Static as configured, and each policy that is slower from wherever it starts, by what a GPU does on average,
-    which adds up to the iteration; none where no policy is."""
+    """Static as configured, and each policy that is slower from every start. Empty where no policy is.
+
+    Each row has what a GPU does on average. The parts add up to the iteration.
+    """
     under = [best(_under(found, name)) for name in dict.fromkeys(each.policy for each in found)]
     least_s = found[0].iteration_s * (1 + _LEAST_LOSS)
     slower = [each for each in under if each.run and each.iteration_s > least_s]
-    return [_spent(each, each.run) for each in (found[0], *slower) if each.run] if slower else []
+    return [_time_parts(each, each.run) for each in (found[0], *slower) if each.run] if slower else []
 
 
-def moves_told(known: Known) -> str:
+def cost_of_moves_note(known: Known) -> str:
     assumed = f"release_s, acquire_s, {_MOVES[known.model is not None]}, load_s and inference_start_s"
     own = "costs.switch, which no calibration fits" if known.is_calibrated else f"assumed (assumptions.costs.{assumed})"
-    return f"What moves take is {own}: on a short iteration it is more than they gain."
+    return f"The time of moves is {own}. On a short iteration moves take more than they gain."
 
 
 def against(seconds: float, static_s: float) -> str:
-    """What one iteration takes beside another, as people say it: nothing is ever less than nothing."""
+    """The time of an iteration relative to another, as people say it. It never shows a difference of -0."""
     percent = round(100 * (seconds / static_s - 1), 1)
     if percent == 0:
         return "the same"
@@ -91,13 +94,13 @@ def against(seconds: float, static_s: float) -> str:
 
 
 def best(found: Sequence[Prediction]) -> Prediction:
-    """The first that is as short as any; see `_LEAST_GAIN`."""
+    """The first prediction that is as short as any; see `_LEAST_GAIN`."""
     shortest_s = min(each.iteration_s for each in found)
     return next(each for each in found if each.iteration_s * (1 - _LEAST_GAIN) <= shortest_s)
 
 
 def assumptions(config: JobConfig, given: Layer, known: Known) -> Iterator[dict[str, Any]]:
-    """Those that the predictions stand on, and no others, each with its value and where that is from."""
+    """The assumptions that the predictions use, and no others, each with its value and its source."""
     scenario = scenario_of(config, known)
     for own in used_assumptions(scenario):
         if own.key.startswith(("costs.", "lengths.")) and own.key not in _said_by_config(known):
@@ -105,12 +108,12 @@ def assumptions(config: JobConfig, given: Layer, known: Known) -> Iterator[dict[
             yield {"key": key, "value": own.value, "source": source}
     size = known.model.num_parameters if known.model else None
     yield {"key": "model.num_parameters", "value": size, "source": known.model_told}
-    told = f"{PROMPT_SHARE:.2f} of what algorithm.max_new_tokens leaves of model.max_seq_len"
-    yield {"key": "prompt_tokens", "value": scenario.algorithm.prompt_tokens, "source": told}
+    source = f"{PROMPT_SHARE:.2f} of what algorithm.max_new_tokens leaves of model.max_seq_len"
+    yield {"key": "prompt_tokens", "value": scenario.algorithm.prompt_tokens, "source": source}
 
 
 def _said_by_config(known: Known) -> frozenset[str]:
-    """Keys of a scenario that the job's config settles."""
+    """The keys of a scenario that the job's config sets."""
     own = (
         ()
         if known.is_calibrated
@@ -120,7 +123,7 @@ def _said_by_config(known: Known) -> frozenset[str]:
 
 
 def _named(key: str, given: Layer, known: Known) -> tuple[str, str]:
-    """A scenario's key, as whoever plans would give it, and where it was given."""
+    """The key that a person would set for this key of the scenario, and where it was set."""
     if known.is_calibrated:
         return key, "the calibrated scenario"
     section, *path = key.split(".")
@@ -147,7 +150,7 @@ def _full_row(each: Prediction, first: Prediction) -> dict[str, Any]:
 
 
 def _saved_percent(each: Prediction, first: Prediction) -> float:
-    """Rounded, so that nothing is never less than nothing."""
+    """A rounded figure that is never -0."""
     return round(100 * (1 - each.iteration_s / first.iteration_s), 2) + 0.0
 
 
@@ -155,13 +158,13 @@ def _under(found: Sequence[Prediction], policy: str) -> list[Prediction]:
     return [each for each in found if each.policy == policy]
 
 
-def _told(each: Prediction, first: Prediction) -> str:
-    told = f"{_where(each)} under {each.policy}: {each.iteration_s:.4g} s an iteration"
+def _advice_line(each: Prediction, first: Prediction) -> str:
+    text = f"{_where(each)} under {each.policy}: {each.iteration_s:.4g} s an iteration"
     if each is first:
-        return f"{told}, as it is"
+        return f"{text}, as it is"
     beside = against(each.iteration_s, first.iteration_s)
     word = "as" if beside == "the same" else "against"
-    return f"{told}, {beside} {word} static as configured, {first.iteration_s:.4g} s"
+    return f"{text}, {beside} {word} static as configured, {first.iteration_s:.4g} s"
 
 
 def _where(each: Prediction) -> str:
@@ -169,15 +172,15 @@ def _where(each: Prediction) -> str:
     return f"the placement {AS_CONFIGURED}" if each.start.name == AS_CONFIGURED else f"'{each.start.name}' ({gpus})"
 
 
-def _spent(each: Prediction, run: Run) -> dict[str, Any]:
+def _time_parts(each: Prediction, run: Run) -> dict[str, Any]:
     parts = {
         "working": (Doing.GENERATING, Doing.INFERRING, Doing.TRAINING),
         "switching": (Doing.SWITCHING,),
         "idle": (Doing.WAITING, Doing.FREE),
     }
-    told = {f"{name}_s": round(_per_gpu_s(run, states), 2) for name, states in parts.items()}
+    seconds = {f"{name}_s": round(_per_gpu_s(run, states), 2) for name, states in parts.items()}
     own = {"policy": each.policy, "placement": each.start.name, "seconds": round(run.iteration_s, 2)}
-    return own | {"moves": run.num_moves} | told
+    return own | {"moves": run.num_moves} | seconds
 
 
 def _per_gpu_s(run: Run, states: Sequence[Doing]) -> float:

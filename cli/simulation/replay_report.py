@@ -1,4 +1,4 @@
-"""`tidegate simulate --replay`: a job's recorded events and what policies make of them, for people and programs."""
+"""`tidegate simulate --replay`: a job's recorded events, and what policies decide on them. For people and programs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ FORMS = ("table", "json")
 NS_PER_MS = 1_000_000
 
 
-def told(given: argparse.Namespace) -> str:
-    """ScenarioError for what was given wrong."""
-    if given.config or given.seed is not None or given.assumptions or given.form not in FORMS:
+def output(args: argparse.Namespace) -> str:
+    """ScenarioError for wrong input."""
+    if args.config or args.seed is not None or args.assumptions or args.form not in FORMS:
         raise ScenarioError(
             f"--replay takes --policy or --compare and -o {' or '.join(FORMS)}: a job's events have no scenario, no "
             "seed and no assumptions"
         )
-    recorded = _events(given.recorded)
+    recorded = _events(args.recorded)
     try:
         section = section_of(recorded)
     except ValueError as error:
-        raise ScenarioError(f"--replay {given.replay}: {error}") from error
+        raise ScenarioError(f"--replay {args.replay}: {error}") from error
     spec = next(each.event.body.spec for each in recorded if isinstance(each.event.body, ev.JobSubmitted))
-    policies = named(asked_policies(given) or [section.policy], section, spec)
+    policies = named(asked_policies(args) or [section.policy], section, spec)
     found = [replayed(recorded, policy, name=name) for name, policy in policies.items()]
-    if given.form == "json":
+    if args.form == "json":
         return json.dumps([_as_json(each) for each in found])
     rows = [row for each in found for row in _rows(each)]
     still = [f"{each.policy} would have changed no assignment" for each in found if not each.decisions]
@@ -74,11 +74,11 @@ def _num_gpus(decided: Decided) -> dict[str, int]:
 
 
 def _sums(found: Replayed) -> Sequence[str]:
-    told = (
+    summary = (
         f"{found.job}: {found.num_events} events, {len(found.commands)} commands to leads under the job's own policy; "
         f"{found.num_answered} of {found.num_answered + len(found.strange)} answers in the record are to one of them"
     )
-    return (told, *(f"not issued here: {name}" for name in found.strange[:3]))
+    return (summary, *(f"not issued here: {name}" for name in found.strange[:3]))
 
 
 def _as_json(found: Replayed) -> dict[str, object]:

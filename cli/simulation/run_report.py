@@ -1,6 +1,6 @@
-"""Runs of one scenario for people and for other programs: a page, a Chrome trace, a JSON value.
+"""Runs of one scenario, for people and for other programs: a page, a Chrome trace, a JSON value.
 
-Invariant: all of them are made of the same spans and the same figures.
+Invariant: all of them show the same spans and the same figures. [test_run_report: lanes_are_the_spans]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidegate.timeline import Window, chrome_trace
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table
 
 ASSUMPTION_COLUMNS = ("key", "value", "source")
-SOURCES_TOLD = "P: published; F: fitted to a published figure; A: assumed"
+SOURCES_LEGEND = "P: published; F: fitted to a published figure; A: assumed"
 
 
 def as_json(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def as_json(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def assumption_rows(scenario: Scenario) -> list[dict[str, Any]]:
-    """Every one with its value and where that comes from."""
+    """Every assumption, with its value and its source."""
     rows = []
     for own in used_assumptions(scenario):
         is_given = own.value != own.default
@@ -49,7 +49,7 @@ def assumption_rows(scenario: Scenario) -> list[dict[str, Any]]:
 
 
 def as_trace(runs: Sequence[Run]) -> dict[str, Any]:
-    """A process for each policy and node. `otherData` has each run's exact lengths, by policy."""
+    """One process for each policy and node. `otherData` has each run's exact lengths, by policy."""
     events: list[dict[str, Any]] = []
     other: dict[str, Any] = {}
     for run in runs:
@@ -72,7 +72,7 @@ def as_page(scenario: Scenario, runs: Sequence[Run]) -> Page:
         told=f"{samples}, seed {runs[0].seed}; {bound} (lengths known, moves free, GPUs fractional)",
         strips=[_strip(run, summary, found[0].policy) for run, summary in zip(runs, found, strict=True)],
         head=[_summary_table(found)],
-        foot=[Table("Assumptions", ("field", "value", "source"), assumptions, note=SOURCES_TOLD, is_folded=True)],
+        foot=[Table("Assumptions", ("field", "value", "source"), assumptions, note=SOURCES_LEGEND, is_folded=True)],
     )
 
 
@@ -83,9 +83,9 @@ def _of_policy(event: dict[str, Any], policy: str) -> dict[str, Any]:
 
 
 def _decision_events(run: Run, *, pid: int) -> Iterator[dict[str, Any]]:
-    """Instants of the policy's first process."""
+    """Decisions as instant events of the policy's first process."""
     for decided in run.decisions:
-        told = {"reason": decided.reason, "predicted_end_s": decided.predicted_end_s}
+        details = {"reason": decided.reason, "predicted_end_s": decided.predicted_end_s}
         at_us = decided.at_s * 1e6
         yield {
             "name": "decision",
@@ -95,7 +95,7 @@ def _decision_events(run: Run, *, pid: int) -> Iterator[dict[str, Any]]:
             "ts": at_us,
             "pid": pid,
             "tid": 0,
-            "args": told,
+            "args": details,
         }
 
 
@@ -140,7 +140,7 @@ def _marks(run: Run) -> Iterator[Mark]:
 
 
 def _decision_row(decided: Decided) -> dict[str, Any]:
-    """GPUs of each component as they are to be."""
+    """The GPUs of each component after the decision."""
     chosen = decided.assignment
     return {
         "at_s": decided.at_s,
@@ -153,7 +153,7 @@ def _decision_row(decided: Decided) -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    """A figure as people write it; nothing for none."""
+    """A figure as people write it. An empty text for None."""
     if value is None or value == {}:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)

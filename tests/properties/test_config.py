@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.resolved import resolved_yaml
+from cli.config_text import yaml_with_origins
 from tidegate.config.job_config import parse_config
 from tidegate.config.reading.layers import EMPTY_LAYER, Layer, Origin, merge_layers, paths_in
 
@@ -55,6 +55,6 @@ def test_a_printed_config_reads_as_the_same_config(kwargs: dict[str, Any]) -> No
         "actor": {"learning_rate": 1e-6},
     }
     config = parse_config(raw)
-    printed = resolved_yaml(config, layer(0, raw))
+    printed = yaml_with_origins(config, layer(0, raw))
     assert parse_config(yaml.safe_load(printed)) == config
-    assert resolved_yaml(config, EMPTY_LAYER).count("# ") <= 1 + str(kwargs).count("# ")
+    assert yaml_with_origins(config, EMPTY_LAYER).count("# ") <= 1 + str(kwargs).count("# ")

@@ -46,7 +46,7 @@ def test_the_jobs_model_is_in_the_scenario_and_why_where_it_is_not(
     path.write_text(text := printed(capsys, *given))
     assert load_scenario(path).model is None
     (line,) = (line for line in text.splitlines() if str(tmp_path / "gone") in line)
-    assert line.startswith("# No model is named, and each reshard takes costs.switch.reshard_s: ")
+    assert line.startswith("# No model is named, so each reshard takes costs.switch.reshard_s: ")
 
 
 @pytest.mark.parametrize("form", ["table", "json"])

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from cli import jobs
 from cli.__main__ import main
 from cli.doctor import Health, examine, host_memory
-from cli.running import exit_code
+from cli.run_commands import exit_code
 from tests.unit.cli.configs import small_config, small_file
 from tidegate.config.files import load_config
 from tidegate.job import JobFolder
@@ -122,17 +122,29 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "want"),
     [
-        ([], "the following arguments are required: COMMAND; `tidegate --help` says what may be given"),
-        (["simulat"], "COMMAND: 'simulat' is none of demo, run, .*; the nearest is 'simulate'; `tidegate --help` says"),
-        (["get", "cakes"], "what: 'cakes' is none of jobs, evaluations, gpus, deadletters; `tidegate get --help` says"),
-        (["deadletter", "drop", "small", "x"], "ID: invalid int value: 'x'; `tidegate deadletter --help` says"),
-        (["get", "jobs", "-o", "yaml"], "-o: 'yaml' is none of table, json; `tidegate get --help` says what may be"),
-        (["plan", "a.yaml", "-o", "svg"], "-o: 'svg' is none of table, json; `tidegate plan --help` says what may be"),
-        (["plan"], "the following arguments are required: CONFIG | key=value; `tidegate plan --help` says"),
-        (["calibrate", "a", "-o", "yml"], "-o: 'yml' is none of yaml, table, json; the nearest is 'yaml'; `tidegate"),
-        (["demo", "--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295; `tidegate demo --help` says"),
-        (["describe", "small", "seed=1"], "describe takes no seed=1; `tidegate describe --help` says what"),
-        (["run", "a.yaml", "--fast"], "run takes no --fast; `tidegate run --help` says what may be given"),
+        ([], "the following arguments are required: COMMAND; `tidegate --help` lists the"),
+        (
+            ["simulat"],
+            "COMMAND: 'simulat' is not one of demo, run, .*; the nearest is 'simulate'; `tidegate --help` lists the",
+        ),
+        (
+            ["get", "cakes"],
+            "what: 'cakes' is not one of jobs, evaluations, gpus, deadletters; `tidegate get --help` lists the",
+        ),
+        (["deadletter", "drop", "small", "x"], "ID: invalid int value: 'x'; `tidegate deadletter --help` lists the"),
+        (["get", "jobs", "-o", "yaml"], "-o: 'yaml' is not one of table, json; `tidegate get --help` lists the"),
+        (["plan", "a.yaml", "-o", "svg"], "-o: 'svg' is not one of table, json; `tidegate plan --help` lists the"),
+        (["plan"], "the following arguments are required: CONFIG | key=value; `tidegate plan --help` lists the"),
+        (
+            ["calibrate", "a", "-o", "yml"],
+            "-o: 'yml' is not one of yaml, table, json; the nearest is 'yaml'; `tidegate",
+        ),
+        (
+            ["demo", "--seed", "-1"],
+            "--seed: '-1' is not a whole number from 0 to 4294967295; `tidegate demo --help` lists the",
+        ),
+        (["describe", "small", "seed=1"], "describe takes no seed=1; `tidegate describe --help` lists the"),
+        (["run", "a.yaml", "--fast"], "run takes no --fast; `tidegate run --help` lists the"),
         (["logs", "a", "--follow", "--attempt", "1"], "--attempt: not allowed with argument --follow; `tidegate logs"),
     ],
 )

@@ -231,7 +231,7 @@ def test_a_config_that_is_wrong_is_told_with_exit_code_2(tmp_path: Path, capsys:
         (["seed=1"], "no config to override; name a YAML file before key=value"),
         ([path, "--calibrated", str(tmp_path / "none.yaml")], "No such file"),
         ([path, "--calibrated", path], f"{path} is a job's config and no scenario"),
-        ([scenario], f"{scenario} is a scenario and no job's config: simulate it by `tidegate simulate {scenario}`"),
+        ([scenario], f"{scenario} is a scenario and not a job's config: run `tidegate simulate {scenario}`"),
     ):
         assert main(["plan", *words]) == 2
         said = capsys.readouterr()

@@ -45,7 +45,7 @@ def test_a_record_is_told_again_to_each_policy(tmp_path: Path, capsys: pytest.Ca
 
 WRONG = {
     "a folder without events": (["--replay", "FOLDER/none"], "No such file or directory; name a job's folder"),
-    "an empty file": (["--replay", "FOLDER/empty"], "holds no events; name a job's folder"),
+    "an empty file": (["--replay", "FOLDER/empty"], "has no events; name a job's folder"),
     "a file that is no record": (
         ["--replay", "FOLDER/text"],
         "text:1 is no event of this release: Expecting value: line 1 column 1 (char 0); replay a job's record by",

@@ -71,7 +71,7 @@ def test_a_fault_of_an_engine_that_does_not_run_then_is_told_by_its_policy(
 ) -> None:
     faults = "faults=[{at_s: 1.5, kind: engine, engine: 99}]"
     last = printed(capsys, scenario, "--policy", "static", faults).splitlines()[-1]
-    assert last.startswith("static: engine 99, which was to fail at 1.5 s, does not run then, 2 others do")
+    assert last.startswith("static: engine 99, which was to fail at 1.5 s, does not run then; 2 others do")
 
 
 def test_a_policys_rules_are_the_scenarios(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,11 +208,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a GPU that the cluster lacks": (["cluster.placement.inference=6-8"], "names GPU 8, the cluster has 8 (0-7)"),
     "a component without GPUs": (["cluster.placement.inference=''"], "cluster.placement.inference has no GPUs"),
     "a lengths file with a bad line": (["lengths={law: trace, file: TRACE}"], "lengths.txt:2: '4x' is no response"),
-    "a seed below 0": (["--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295; `tidegate simulate"),
-    "a seed that is no number": (["--seed", "x"], "--seed: 'x' is no whole number from 0 to 4294967295"),
-    "a seed of thousands of digits": (["--seed", "9" * 5000], "is no whole number from 0 to 4294967295"),
-    "a form that there is not": (["-o", "svg"], "-o: 'svg' is none of table, json, html, perfetto"),
-    "an option that there is not": (["--fast"], "simulate takes no --fast; `tidegate simulate --help` says"),
+    "a seed below 0": (["--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 4294967295; `tidegate simulate"),
+    "a seed that is no number": (["--seed", "x"], "--seed: 'x' is not a whole number from 0 to 4294967295"),
+    "a seed of thousands of digits": (["--seed", "9" * 5000], "is not a whole number from 0 to 4294967295"),
+    "a form that there is not": (["-o", "svg"], "-o: 'svg' is not one of table, json, html, perfetto"),
+    "an option that there is not": (["--fast"], "simulate takes no --fast; `tidegate simulate --help` lists"),
     "a policy and several": (["--policy", "tide", "--compare", "static,tide"], "not allowed with argument --policy"),
     "two scenarios": (["other.yaml"], "2 scenarios (SCENARIO, other.yaml): name one YAML file"),
 }
@@ -277,5 +277,7 @@ def test_an_output_that_takes_nothing_ends_with_1_and_no_traceback(case: str, fo
     command = [sys.executable, "-m", "cli", "simulate", scenario, "--policy", "static", "-o", form]
     ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(out)
-    told = "tidegate: [Errno 28] No space left on device: not all was written; make room, and do it again\n"
+    told = (
+        "tidegate: [Errno 28] No space left on device: the output is incomplete; make room, and run the command again\n"
+    )
     assert (ended.returncode, ended.stderr) == (1, "" if case == "nobody reads" else told)

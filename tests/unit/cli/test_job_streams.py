@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cli import following
+from cli import job_streams
 from cli.jobs import UnknownJob
 from tests.unit.cli.configs import small_config
 from tests.unit.cli.schedulers import (
@@ -37,15 +37,15 @@ async def test_events_that_are_followed_end_with_the_job_and_hold_its_last_ones(
 ) -> None:
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         async with served(claim.folder, scheduler(claim.folder)):
-            seen = [row.stream_sequence async for row in following.events(claim.folder, follow=True)]
+            seen = [row.stream_sequence async for row in job_streams.events(claim.folder, follow=True)]
     assert seen == [1, 2, 3]
-    assert following.end_line(claim.folder) == "job small cancelled: enough"
+    assert job_streams.end_line(claim.folder) == "job small cancelled: enough"
 
 
 async def test_logs_that_are_followed_end_with_the_job_and_hold_its_last_lines(job: Any) -> None:
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         async with served(claim.folder, LeavingScheduler(claim.folder)):
-            seen = [line async for line in following.logs(claim.folder, source="", follow=True)]
+            seen = [line async for line in job_streams.logs(claim.folder, source="", follow=True)]
     assert seen == log_of("a", "b", "c")
 
 
@@ -53,7 +53,7 @@ async def test_events_go_on_after_the_last_one_seen_when_the_scheduler_starts_ag
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         scheduler = RestartedScheduler(claim.folder)
         async with served(claim.folder, scheduler):
-            seen = [row.stream_sequence async for row in following.events(claim.folder, follow=True)]
+            seen = [row.stream_sequence async for row in job_streams.events(claim.folder, follow=True)]
     assert seen == [1, 2, 3]
     assert scheduler.asked_after == [0, 1]
 
@@ -62,14 +62,14 @@ async def test_a_fault_of_a_live_scheduler_is_told_and_not_asked_for_ever(job: A
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         async with served(claim.folder, FaultyScheduler(claim.folder)):
             with pytest.raises(PeerRefused, match="KeyError"):
-                _ = [row async for row in following.events(claim.folder, follow=True)]
+                _ = [row async for row in job_streams.events(claim.folder, follow=True)]
 
 
 async def test_a_run_that_was_killed_before_anything_happened_has_no_events_and_is_not_waited_for(job: Any) -> None:
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         pass
     with pytest.raises(NotRunning):
-        _ = [row async for row in following.events(claim.folder, follow=True)]
+        _ = [row async for row in job_streams.events(claim.folder, follow=True)]
 
 
 @pytest.mark.parametrize("follow", [True, False])
@@ -80,14 +80,14 @@ async def test_a_run_that_was_killed_has_the_events_that_were_written_as_they_ca
         file.append(2, events_pb2.Event(id="e2"))
         with claim.folder.events.open("a") as lines:
             lines.write('{"stream_sequence": "3", "event": {"id": "e')
-    assert [row.stream_sequence async for row in following.events(claim.folder, follow=follow)] == [1, 2]
+    assert [row.stream_sequence async for row in job_streams.events(claim.folder, follow=follow)] == [1, 2]
 
 
 async def test_logs_are_of_the_newest_attempt_unless_another_is_named(job: Any) -> None:
     for start, word in ((Start.FRESH, "first"), (Start.RESUME, "second")):
         with claim_folder(job, start, now_unix_s=0.0) as claim:
             (claim.attempt.logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in log_of(word)))
-    assert [line async for line in following.logs(claim.folder, source="", follow=False)] == log_of("second")
-    assert list(following.logs_of_attempt(claim.folder, 1, source="")) == log_of("first")
+    assert [line async for line in job_streams.logs(claim.folder, source="", follow=False)] == log_of("second")
+    assert list(job_streams.logs_of_attempt(claim.folder, 1, source="")) == log_of("first")
     with pytest.raises(UnknownJob, match="job small has no attempt 3; there are 1, 2"):
-        following.logs_of_attempt(claim.folder, 3, source="")
+        job_streams.logs_of_attempt(claim.folder, 3, source="")

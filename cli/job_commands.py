@@ -1,4 +1,4 @@
-"""The commands that ask, and those that tell a live job something. Each prints and returns the exit code."""
+"""The commands about jobs: some ask, some give a live job an order. Each prints and returns the exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
-from cli import following, jobs
+from cli import job_streams, jobs
 from cli.doctor import Health, examine
 from cli.rows import Form, Row, show, table
 from tidegate.codec import decode_layout, encode_layout
@@ -20,7 +20,7 @@ from tidegate.v1 import control_pb2
 
 
 def doctor(output_dir: Path, form: Form) -> int:
-    """1 when something is bad."""
+    """Returns 1 when a finding is bad."""
     findings = examine(output_dir=output_dir)
     rows = [asdict(finding) for finding in findings]
     show(rows, ("health", "check", "found", "remedy"), form=form, out=sys.stdout, empty="")
@@ -51,7 +51,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
     evaluations = jobs.evaluation_rows(job, status)
     state, message = found.state, found.message
     if form is Form.JSON:
-        described = {
+        description = {
             "job": job,
             "state": state,
             "message": message,
@@ -63,7 +63,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
             "evaluations": evaluations,
             "summary": found.outcome.summary() if found.outcome else None,
         }
-        print(json.dumps(described))
+        print(json.dumps(description))
         return 0
     print(f"job {job}: {state}" + (f" ({message})" if message else ""))
     print(f"iteration {status.iteration} of {status.num_iterations}, incarnation {status.incarnation}")
@@ -83,7 +83,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
 
 async def events(job: str, output_dir: Path, form: Form, *, follow: bool) -> int:
     folder = jobs.job_folder(output_dir, job)
-    async for row in following.events(folder, follow=follow):
+    async for row in job_streams.events(folder, follow=follow):
         as_json = form is Form.JSON
         print(json.dumps(MessageToDict(row, preserving_proto_field_name=True)) if as_json else jobs.event_line(row))
         _flush(follow)
@@ -94,10 +94,10 @@ async def events(job: str, output_dir: Path, form: Form, *, follow: bool) -> int
 async def logs(job: str, source: str, output_dir: Path, form: Form, *, follow: bool, attempt: int | None = None) -> int:
     folder = jobs.job_folder(output_dir, job)
     if attempt is not None:
-        for line in following.logs_of_attempt(folder, attempt, source=source):
+        for line in job_streams.logs_of_attempt(folder, attempt, source=source):
             print(line if form is Form.JSON else jobs.log_line(line))
         return 0
-    async for line in following.logs(folder, source=source, follow=follow):
+    async for line in job_streams.logs(folder, source=source, follow=follow):
         print(line if form is Form.JSON else jobs.log_line(line))
         _flush(follow)
     _say_end(folder, follow)
@@ -114,9 +114,9 @@ async def scale(job: str, layout: Layout, gpus: list[str], output_dir: Path, for
     async with control_of(jobs.job_folder(output_dir, job)) as control:
         request = control_pb2.ResizeActorRequest(job=job, layout=encode_layout(layout), gpus=gpus)
         answer = await control.ResizeActor(request)
-    asked, where = str(decode_layout(answer.layout)), list(answer.gpus)
-    text = f"job {job}: its actor goes to {asked} on {', '.join(where)}; its events tell when it is there"
-    return _done({"job": job, "asked": "scale", "layout": asked, "gpus": where}, text, form)
+    target, where = str(decode_layout(answer.layout)), list(answer.gpus)
+    text = f"job {job}: its actor moves to {target} on {', '.join(where)}; its events show when it is there"
+    return _done({"job": job, "asked": "scale", "layout": target, "gpus": where}, text, form)
 
 
 async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path, form: Form) -> int:
@@ -135,7 +135,7 @@ async def _rows_of(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]
             return jobs.evaluation_rows(folder.root.name, (await jobs.describe(folder)).status)
         return await (jobs.gpu_rows(folder) if what == "gpus" else jobs.dead_letter_rows(folder))
     except NotRunning:
-        # Of all jobs those that answer are meant; a job that was named is missed.
+        # A command about all jobs skips those that do not answer. A job named by the user must answer.
         if is_named:
             raise
         return []
@@ -147,9 +147,9 @@ def _done(row: Row, text: str, form: Form) -> int:
 
 
 def _say_end(folder: JobFolder, follow: bool) -> None:
-    """On stderr: stdout has the rows only."""
+    """Prints to stderr, because stdout has only the rows."""
     if follow:
-        print(following.end_line(folder), file=sys.stderr)
+        print(job_streams.end_line(folder), file=sys.stderr)
 
 
 def _flush(follow: bool) -> None:

@@ -1,7 +1,9 @@
-"""A job's events and logs, as far as they are or as they come, from its Control API and at its end from its folder.
+"""A job's events and logs, past ones or as they come. A live job's Control API gives them, or else the job's folder.
 
-Invariant: who follows sees every row once, across restarts of the scheduler, and the job's end is the stream's end and
-no error: the rows that came after the scheduler left are read from the folder once the launcher has left too.
+Invariants:
+- A follower sees every row once, across restarts of the scheduler. [test_job_streams: events_go_on_after_the_last_one]
+- The job's end ends the stream and is no error. Rows that came after the scheduler left are read from the folder once
+  the launcher has left too. [test_job_streams: events_that_are_followed_end_with_the_job]
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _BEAT_S = 0.3
 
 
 async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
-    """In the stream's order; of a run that was killed, those that it had written. NotRunning when there are none."""
+    """The events in the stream's order. A killed run has those that it wrote. NotRunning when there are none."""
     last, has_failed = 0, False
     while not _is_written(folder):
         try:
@@ -38,7 +40,7 @@ async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb
             if not (follow and _goes_on_or_is_over(folder)):
                 raise
         except PeerRefused:
-            # A scheduler that stops may lose its bus before the stream: that is its end. Twice, it is a fault.
+            # A stopping scheduler may lose its bus before the stream. Accept that once; a second time it is a fault.
             if not follow or has_failed:
                 raise
             has_failed = True
@@ -75,7 +77,7 @@ async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator
 
 
 def logs_of_attempt(folder: JobFolder, number: int, *, source: str) -> Iterator[str]:
-    """As far as they are. UnknownJob when there is no such attempt, or the source has no log in it."""
+    """The lines so far. UnknownJob when there is no such attempt, or the source has no log in it."""
     attempts = {attempt.number: attempt for attempt in attempts_in(folder.root)}
     if number not in attempts:
         known = ", ".join(map(str, attempts)) or "none"
@@ -84,7 +86,7 @@ def logs_of_attempt(folder: JobFolder, number: int, *, source: str) -> Iterator[
 
 
 def end_line(folder: JobFolder) -> str:
-    """How a job that was followed ended."""
+    """A line that says how the job ended, for the end of its stream."""
     job = folder.root.name
     if not folder.result.exists():
         return f"job {job} is not running: its run was killed; start it again with --resume"
@@ -93,7 +95,7 @@ def end_line(folder: JobFolder) -> str:
 
 
 def _is_new(line: str, shown: Counter[str]) -> bool:
-    """Whether a line of a log that is read from its beginning was not shown before; equal lines are counted."""
+    """Whether a line of a log that is read from its beginning is new. Equal lines are counted."""
     if shown[line]:
         shown[line] -= 1
         return False
@@ -101,12 +103,12 @@ def _is_new(line: str, shown: Counter[str]) -> bool:
 
 
 def _goes_on_or_is_over(folder: JobFolder) -> bool:
-    """False when the run was killed. The lock is looked at first: its holder writes the result before it leaves."""
+    """False when the run was killed. It checks the lock first: its holder writes the result before it leaves."""
     return launcher_pid(folder) is not None or folder.result.exists()
 
 
 def _is_written(folder: JobFolder) -> bool:
-    """Whether the folder has all events that it will: the result is written after them."""
+    """Whether the folder has all its events: the result is written after them."""
     return folder.result.exists() or (folder.events.exists() and launcher_pid(folder) is None)
 
 
@@ -115,8 +117,8 @@ def _written_events(folder: JobFolder) -> Iterator[control_pb2.ListEventsRespons
         yield from read_events(folder.events)
     except FileNotFoundError as error:
         raise NotRunning(
-            f"job {folder.root.name} has no events: nothing had happened when its run ended; a resumed run (--resume) "
-            "writes those to come"
+            f"job {folder.root.name} has no events: its run ended before the first one; a resumed run (--resume) "
+            "will write new ones"
         ) from error
 
 
