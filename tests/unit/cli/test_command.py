@@ -116,7 +116,7 @@ def test_a_config_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
 
 def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(small_file(tmp_path)), "--resume", "--force"]) == 2
-    assert "give one of them" in capsys.readouterr().err
+    assert "give only one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
