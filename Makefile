@@ -1,13 +1,13 @@
-# make demo   a real job, from nothing to its result      make test       what must pass before a commit lands
+# make demo   a real job, from nothing to its result      make test       the checks and tests that a commit must pass
 # make lint   every check that runs no test               make test-long  three full seeds and the whole kill matrix
-# make fmt    format and fix what can be fixed            make test-all   every one of them
+# make fmt    format the code, apply automatic fixes      make test-all   all tests and checks
 # make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
 # make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps environments, jobs/)
 # make mutations    breaks the code on purpose and shows that the tests notice
-# make test-wandb   what is told to W&B, offline, with its packages
+# make test-wandb   the rows for W&B, offline, with its packages
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 #
-# PYTHON       the interpreter .venv is made of (3.11 or newer)
+# PYTHON       the interpreter that makes .venv (3.11 or newer)
 # TORCH_INDEX  an extra package index that serves torch, such as PyTorch's CPU one; your pip settings apply as well
 # ARGS         passed on to `tidegate demo` and to pytest: make demo ARGS="--seed 1"
 # JOBS         test processes side by side, 0 for none: make test JOBS=0 ARGS="tests/unit -k layout"
@@ -25,14 +25,14 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 INSTALL := $(BIN)/python $(PIP_INSTALL)
-# SGLang shares no environment with Tidegate: its pins are others
+# SGLang has its own environment: its pins differ from Tidegate's
 SGLANG_VENV := .venv-sglang
 SGLANG := $(SGLANG_VENV)/.installed
-# mypy refuses a folder that holds no Python yet
+# mypy refuses a folder without Python files
 CHECKED = $(foreach folder,tidegate cli services simulator benchmarks tests tools examples,\
 	$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
 
-# Each slot is one process on few cores: more threads a process only fight each other (and change sums' order).
+# Each slot is one process on few cores. More threads would slow each other down, and change the order of sums.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
@@ -55,16 +55,16 @@ $(BIN)/python:
 		echo "make: $(PYTHON) cannot make a venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
 		exit 2; }
 
-# Two steps of pip, because megatron-core's metadata refuses a Python that its code runs on.
+# Two steps of pip: megatron-core's metadata refuses a Python on which its code runs.
 $(RUNTIME): requirements/base.txt requirements/megatron.txt pyproject.toml | $(BIN)/python
-	@echo "make: installing what a job needs into $(VENV) (minutes the first time, torch is large)" >&2
+	@echo "make: installing the packages of a job into $(VENV) (minutes the first time, torch is large)" >&2
 	@$(INSTALL) -r requirements/base.txt >&2
 	@$(INSTALL) --no-deps --ignore-requires-python -r requirements/megatron.txt >&2
 	@$(INSTALL) --no-deps --no-build-isolation --editable . >&2
 	@touch $@
 
 $(DEV): requirements/data.txt requirements/dev.txt $(RUNTIME)
-	@echo "make: installing what the checks need into $(VENV)" >&2
+	@echo "make: installing the packages of the checks into $(VENV)" >&2
 	@$(INSTALL) -r requirements/base.txt -r requirements/data.txt -r requirements/dev.txt >&2
 	@touch $@
 
@@ -81,7 +81,7 @@ test-long: $(DEV)
 mutations: $(DEV)
 	@$(BIN)/python -m tests.mutations
 
-# Two steps of pip: the metadata of both asks for CUDA packages that a CPU has no use for.
+# Two steps of pip: the metadata of both requires CUDA packages, which are of no use on a CPU.
 $(SGLANG): requirements/sglang-cpu.txt requirements/sglang.txt | $(BIN)/python
 	@echo "make: installing SGLang for the CPU into $(SGLANG_VENV) (minutes, 3 GB)" >&2
 	@rm -rf $(SGLANG_VENV)
@@ -96,14 +96,14 @@ $(SGLANG_VENV): $(SGLANG)
 test-sglang: $(DEV) $(SGLANG)
 	@SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -m sglang $(ARGS)
 
-# The packages stay in $(VENV): `make test` then runs what needs them too.
+# The packages stay in $(VENV), so `make test` then runs the tests that need them too.
 test-wandb: $(DEV)
 	@$(INSTALL) -r requirements/base.txt -r requirements/wandb.in >&2
 	@$(BIN)/python -m pytest tests/unit/tracking $(ARGS)
 
 test-all: test test-long mutations test-wandb test-sglang
 
-# The quick ones first.
+# The quick checks come first.
 lint: $(DEV)
 	@$(BIN)/ruff format --check --quiet . || { echo "make: not formatted; make fmt does it" >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .

@@ -1,7 +1,7 @@
-"""Draws what the elastic example does into docs/img/elastic-loss.svg: both runs' losses, and how far they are apart.
+"""Draws the losses of the elastic example's two runs, and their distance, into docs/img/elastic-loss.svg.
 
-Run by `python -m tools.draw_curves [FILE.svg]`, which trains for a minute. Invariant: every point of the picture is of
-the run that was just made; a difference of 0 has a line of its own, since a log scale has no place for it.
+Run it as `python -m tools.draw_curves [FILE.svg]`. It trains for a minute: every point comes from the run that it has
+just made. A distance of 0 has its own line, because a log scale has no place for 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tidegate.elastic.report import ReshardReport
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "img" / "elastic-loss.svg"
 LEFT, RIGHT = 84, 776
 EQUAL = 464
-"""The height of the line of losses that are equal."""
+"""The y coordinate of the line for equal losses."""
 DECADES = (-9, -8, -7, -6, -5)
-"""Of the difference: fp32 losses of this size are 1e-8 to 4e-7 from the next."""
+"""The decades of the distance: fp32 losses of this size are 1e-8 to 4e-7 from the next one."""
 STYLE = """
     .card { fill: #ffffff; stroke: #d5dbe1; } .grid { stroke: #d5dbe1; } .axis { stroke: #7b8794; }
     .fixed { fill: none; stroke: #8db4e8; stroke-width: 7; stroke-linecap: round; stroke-linejoin: round; }
@@ -40,7 +40,7 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to pixels, linear between two of each."""
+    """Maps values to pixels, linearly through two pairs."""
 
     values: tuple[float, float]
     pixels: tuple[float, float]
@@ -100,8 +100,8 @@ def distance_panel(
     return [*body, text(RIGHT, 484, "update", "end")]
 
 
-def drawn(resized: Sequence[float], fixed: Sequence[float], reports: Sequence[ReshardReport]) -> str:
-    """The picture as SVG; losses by update, all finite, of a run that was resized at least once."""
+def draw(resized: Sequence[float], fixed: Sequence[float], reports: Sequence[ReshardReport]) -> str:
+    """The picture as SVG. The losses are by update and finite, and the run was resized at least once."""
     x = Scale((0, len(fixed) - 1), (LEFT + 8, RIGHT - 8))
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 520" width="800" height="520" role="img">',
@@ -120,13 +120,13 @@ def drawn(resized: Sequence[float], fixed: Sequence[float], reports: Sequence[Re
 
 
 def main(picture: Path) -> None:
-    from examples import elastic_gpt  # its import changes what Megatron finds of CUDA in this process
+    from examples import elastic_gpt  # import late: it changes which CUDA parts Megatron finds in this process
 
     def member(world: World, folder: Path) -> None:
         resized, reports = elastic_gpt.train(world, folder, elastic_gpt.RESIZES)
         fixed, _ = elastic_gpt.train(world, folder, {})
         if world.me == 0:
-            picture.write_text(drawn(resized, fixed, reports))
+            picture.write_text(draw(resized, fixed, reports))
 
     local.run(member, num_members=4)
 

@@ -1,8 +1,8 @@
-"""Writes requirements/{base,data,dev}.txt: every package that the .in files need, at the version installed here.
+"""Writes requirements/{base,data,dev}.txt: every package that the .in files need, at its installed version.
 
-Run by `make lock` after the .in files were installed. The closure follows each package's own requirements for this
-Python and platform; each file holds only what those before it do not. Versions lose their local part (`2.13.0+cpu`), so
-that every index that serves the version can serve the lock.
+`make lock` installs the .in files and then runs this. The closure follows each package's own requirements for this Python
+and platform. Each file has only the packages that the files before it do not have. Versions lose their local part
+(`2.13.0+cpu`), so that every index with the version can serve the lock.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def applies(requirement: Requirement, extras: set[str]) -> bool:
     return marker is None or any(marker.evaluate({"extra": extra}) for extra in extras | {""})
 
 
-def closure(wanted: list[Requirement]) -> dict[str, str]:
-    """Canonical name -> pin line of every package that `wanted` needs here; LookupError when one is not installed."""
+def closure(requirements: list[Requirement]) -> dict[str, str]:
+    """Canonical name -> pin line of every package that the requirements need here. LookupError for a missing one."""
     pins: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [(requirement, {""}) for requirement in wanted]
+    waiting = [(requirement, {""}) for requirement in requirements]
     while waiting:
         requirement, extras = waiting.pop()
         name = canonicalize_name(requirement.name)
@@ -54,8 +54,8 @@ def closure(wanted: list[Requirement]) -> dict[str, str]:
 def main() -> int:
     known: dict[str, str] = {}
     for name in ("base", "data", "dev"):
-        wanted = requirements_in((FOLDER / f"{name}.in").read_text())
-        pins = {key: line for key, line in closure(wanted).items() if key not in known}
+        requirements = requirements_in((FOLDER / f"{name}.in").read_text())
+        pins = {key: line for key, line in closure(requirements).items() if key not in known}
         known |= pins
         lines = [f"# Written by `make lock` from {name}.in; edit that.", *(pins[key] for key in sorted(pins))]
         (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")

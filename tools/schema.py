@@ -1,8 +1,8 @@
-"""Writes tidegate/config.schema.json, by which editors check and complete configs: `make schema`.
+"""Writes tidegate/config.schema.json, with which editors check and complete configs: `make schema`.
 
-What may be written comes from the config's sections, what it means from the tables of docs/configuration.md, so that
-neither is told twice. Invariants: every key has its meaning, also where two sections are of one kind; a key that is not
-listed is refused, as the command refuses it. What must hold between sections is checked by the command alone.
+The keys come from the config's sections. Their meanings come from the tables of docs/configuration.md. So nothing is
+written twice. Every key has its meaning, also where two sections are of one kind. An unknown key is refused, as the
+command refuses it. Only the command checks the rules between sections.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ _TASK_OR_DATA = [{"required": ["task"]}, {"required": ["data", "rewards"]}]
 
 
 def meanings() -> dict[tuple[str, ...], str]:
-    """Of each key, by its path."""
+    """The meaning of each key, by its path."""
     rows = ROW.findall(PAGE.read_text())
-    return {tuple(key.replace(ITEM, f".{ITEM}").split(".")): _LINK.sub(r"\1", told) for key, _, told in rows}
+    return {tuple(key.replace(ITEM, f".{ITEM}").split(".")): _LINK.sub(r"\1", text) for key, _, text in rows}
 
 
-def editor_schema(told: dict[tuple[str, ...], str]) -> dict[str, Any]:
-    """`told` is what each key means."""
+def editor_schema(meaning_of: dict[tuple[str, ...], str]) -> dict[str, Any]:
     schema = JobConfig.model_json_schema()
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A job of Tidegate's"}
-    return head | _written_out(schema, (), schema["$defs"], told) | {"anyOf": _TASK_OR_DATA}
+    return head | _inline(schema, (), schema["$defs"], meaning_of) | {"anyOf": _TASK_OR_DATA}
 
 
 def text() -> str:
     return json.dumps(editor_schema(meanings()), indent=1) + "\n"
 
 
-def _written_out(
-    schema: dict[str, Any], at: tuple[str, ...], defs: dict[str, Any], told: dict[tuple[str, ...], str]
+def _inline(
+    schema: dict[str, Any], at: tuple[str, ...], defs: dict[str, Any], meaning_of: dict[tuple[str, ...], str]
 ) -> dict[str, Any]:
-    """Without references: what the keys of one kind of section mean depends on where it stands."""
+    """The schema without references, because the meaning of a section's keys depends on the section's place."""
     if "$ref" in schema:
         schema = defs[schema["$ref"].rpartition("/")[2]] | schema
     made = {key: value for key, value in schema.items() if key not in ("title", "$defs", "$ref")}
     if "anyOf" in made:
-        made["anyOf"] = [_written_out(each, at, defs, told) for each in made["anyOf"]]
+        made["anyOf"] = [_inline(each, at, defs, meaning_of) for each in made["anyOf"]]
     if "items" in made:
-        made["items"] = _written_out(made["items"], (*at, ITEM), defs, told)
+        made["items"] = _inline(made["items"], (*at, ITEM), defs, meaning_of)
     for name, value in made.pop("properties", {}).items():
         path = (*at, name)
-        meaning = {"description": told[path]} if path in told else {}
-        made.setdefault("properties", {})[name] = _written_out(value, path, defs, told) | meaning
+        meaning = {"description": meaning_of[path]} if path in meaning_of else {}
+        made.setdefault("properties", {})[name] = _inline(value, path, defs, meaning_of) | meaning
     return made
 
 

@@ -1,9 +1,11 @@
-"""The wire schema's tool: `python -m tools.wire generate|lint|drift|breaking ...`, in the order named.
+"""The wire schema's tool: `python -m tools.wire generate|lint|drift|breaking ...`. It runs the steps in this order.
 
-generate writes tidegate/v1 from proto/tidegate/v1 (messages, services and their types); drift fails when that would
-change a committed file; lint and breaking are buf's. breaking compares with where this branch left origin/main, or with
-the last commit when there is no such branch; a folder that is no repository has nothing to compare with.
-Nothing here needs a network.
+- generate writes tidegate/v1 from proto/tidegate/v1: messages, services and their types.
+- drift fails when generate would change a committed file.
+- lint and breaking are buf's. breaking compares with the commit where this branch left origin/main, or with the last
+  commit when there is no such branch. A folder without a repository has nothing to compare with.
+
+No step needs a network.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ def generated_files(root: Path) -> dict[str, bytes]:
 
 
 def compile_into(root: Path) -> None:
-    """Runs protoc with the message, service and type plugins; CalledProcessError when a file does not compile.
+    """Runs protoc with the message, service and type plugins. CalledProcessError when a file does not compile.
 
-    protoc writes a file of services for every schema; those of a schema without any are empty and dropped.
+    protoc writes a file of services for every schema. A schema without services gets an empty one, which is deleted.
     """
     outputs = [f"--{kind}_out={root}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     plugins = [f"--plugin=protoc-gen-{name}={BIN / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
@@ -71,13 +73,13 @@ def lint() -> str | None:
 
 
 def git(*arguments: str) -> bytes | None:
-    """What git answers, None when it refuses (no repository, no such commit, no such path)."""
+    """Git's output. None when git refuses (no repository, no such commit, no such path)."""
     answer = subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True)
     return answer.stdout if answer.returncode == 0 else None
 
 
 def baseline() -> bytes | None:
-    """A tar of the schema that this one must not break; None when there is none yet."""
+    """A tar of the schema that this one must not break. None when there is none yet."""
     fork = git("merge-base", "HEAD", "origin/main") or git("rev-parse", "HEAD")
     if fork is None:
         return None

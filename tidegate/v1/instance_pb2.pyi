@@ -263,7 +263,7 @@ class FetchSnapshotResponse(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     FETCHED_BYTES_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
-    """Folder on this node that holds the files."""
+    """The folder on this node that has the files."""
     fetched_bytes: _builtins.int
     def __init__(
         self,
@@ -290,7 +290,7 @@ class DropSnapshotsRequest(_message.Message):
     before_version: _builtins.int
     @_builtins.property
     def keep_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Versions that stay whatever their number (the reference policy)."""
+        """Versions that stay, whatever their number (the reference policy)."""
 
     def __init__(
         self,

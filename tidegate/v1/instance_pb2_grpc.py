@@ -85,8 +85,8 @@ class InstanceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def StartWorkers(self, request, context):
-        """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
-        by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
+        """Starts one worker process for each grant, through the gate, and answers when each is ready for calls. A standby on
+        the slot takes the GPU and stays the same process. The token 0.0 starts a standby, which passes no gate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +100,7 @@ class InstanceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StandDown(self, request, context):
-        """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free.
+        """The workers of these grants give their GPUs back and become standbys. Answers when their gates are free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,14 +113,14 @@ class InstanceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Call(self, request, context):
-        """One call to one worker; its replies stream.
+        """Sends one call to one worker and streams its replies.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchSnapshot(self, request, context):
-        """Brings a snapshot into this node's host memory (nothing to do where it is).
+        """Brings a snapshot into this node's host memory. Does nothing where it is there already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,7 +134,7 @@ class InstanceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReserveStore(self, request, context):
-        """A bound, listening port for a torch store on this node, held for the worker of one grant.
+        """A bound, listening port for a torch store on this node, kept for the worker of one grant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,44 +32,44 @@ class InstanceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InstanceAsyncStub: ...
     StartWorkers: _grpc.UnaryUnaryMultiCallable[_instance_pb2.StartWorkersRequest, _instance_pb2.StartWorkersResponse]
-    """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
-    by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
+    """Starts one worker process for each grant, through the gate, and answers when each is ready for calls. A standby on
+    the slot takes the GPU and stays the same process. The token 0.0 starts a standby, which passes no gate.
     """
     StopWorkers: _grpc.UnaryUnaryMultiCallable[_instance_pb2.StopWorkersRequest, _instance_pb2.StopWorkersResponse]
     """Ends the workers of these grants and answers when their gates are free."""
     StandDown: _grpc.UnaryUnaryMultiCallable[_instance_pb2.StandDownRequest, _instance_pb2.StandDownResponse]
-    """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free."""
+    """The workers of these grants give their GPUs back and become standbys. Answers when their gates are free."""
     DescribeWorkers: _grpc.UnaryUnaryMultiCallable[_instance_pb2.DescribeWorkersRequest, _instance_pb2.DescribeWorkersResponse]
     Call: _grpc.UnaryStreamMultiCallable[_instance_pb2.CallRequest, _instance_pb2.CallResponse]
-    """One call to one worker; its replies stream."""
+    """Sends one call to one worker and streams its replies."""
     FetchSnapshot: _grpc.UnaryUnaryMultiCallable[_instance_pb2.FetchSnapshotRequest, _instance_pb2.FetchSnapshotResponse]
-    """Brings a snapshot into this node's host memory (nothing to do where it is)."""
+    """Brings a snapshot into this node's host memory. Does nothing where it is there already."""
     DropSnapshots: _grpc.UnaryUnaryMultiCallable[_instance_pb2.DropSnapshotsRequest, _instance_pb2.DropSnapshotsResponse]
     """Frees snapshots older than a version."""
     ReserveStore: _grpc.UnaryUnaryMultiCallable[_instance_pb2.ReserveStoreRequest, _instance_pb2.ReserveStoreResponse]
-    """A bound, listening port for a torch store on this node, held for the worker of one grant."""
+    """A bound, listening port for a torch store on this node, kept for the worker of one grant."""
     GateReport: _grpc.UnaryUnaryMultiCallable[_instance_pb2.GateReportRequest, _instance_pb2.GateReportResponse]
 
 @_typing.type_check_only
 class InstanceAsyncStub(InstanceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartWorkers: _aio.UnaryUnaryMultiCallable[_instance_pb2.StartWorkersRequest, _instance_pb2.StartWorkersResponse]  # type: ignore[assignment]
-    """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
-    by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
+    """Starts one worker process for each grant, through the gate, and answers when each is ready for calls. A standby on
+    the slot takes the GPU and stays the same process. The token 0.0 starts a standby, which passes no gate.
     """
     StopWorkers: _aio.UnaryUnaryMultiCallable[_instance_pb2.StopWorkersRequest, _instance_pb2.StopWorkersResponse]  # type: ignore[assignment]
     """Ends the workers of these grants and answers when their gates are free."""
     StandDown: _aio.UnaryUnaryMultiCallable[_instance_pb2.StandDownRequest, _instance_pb2.StandDownResponse]  # type: ignore[assignment]
-    """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free."""
+    """The workers of these grants give their GPUs back and become standbys. Answers when their gates are free."""
     DescribeWorkers: _aio.UnaryUnaryMultiCallable[_instance_pb2.DescribeWorkersRequest, _instance_pb2.DescribeWorkersResponse]  # type: ignore[assignment]
     Call: _aio.UnaryStreamMultiCallable[_instance_pb2.CallRequest, _instance_pb2.CallResponse]  # type: ignore[assignment]
-    """One call to one worker; its replies stream."""
+    """Sends one call to one worker and streams its replies."""
     FetchSnapshot: _aio.UnaryUnaryMultiCallable[_instance_pb2.FetchSnapshotRequest, _instance_pb2.FetchSnapshotResponse]  # type: ignore[assignment]
-    """Brings a snapshot into this node's host memory (nothing to do where it is)."""
+    """Brings a snapshot into this node's host memory. Does nothing where it is there already."""
     DropSnapshots: _aio.UnaryUnaryMultiCallable[_instance_pb2.DropSnapshotsRequest, _instance_pb2.DropSnapshotsResponse]  # type: ignore[assignment]
     """Frees snapshots older than a version."""
     ReserveStore: _aio.UnaryUnaryMultiCallable[_instance_pb2.ReserveStoreRequest, _instance_pb2.ReserveStoreResponse]  # type: ignore[assignment]
-    """A bound, listening port for a torch store on this node, held for the worker of one grant."""
+    """A bound, listening port for a torch store on this node, kept for the worker of one grant."""
     GateReport: _aio.UnaryUnaryMultiCallable[_instance_pb2.GateReportRequest, _instance_pb2.GateReportResponse]  # type: ignore[assignment]
 
 class InstanceServicer(metaclass=_abc_1.ABCMeta):
@@ -79,8 +79,8 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.StartWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.StartWorkersResponse, _abc.Awaitable[_instance_pb2.StartWorkersResponse]]:
-        """Passes the gate and starts a worker process a grant; each answers when it is ready for calls. A worker that stands
-        by on the slot takes the GPU as it is. Under the token 0.0 a worker is started that stands by: it passes no gate.
+        """Starts one worker process for each grant, through the gate, and answers when each is ready for calls. A standby on
+        the slot takes the GPU and stays the same process. The token 0.0 starts a standby, which passes no gate.
         """
 
     @_abc_1.abstractmethod
@@ -97,7 +97,7 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.StandDownRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.StandDownResponse, _abc.Awaitable[_instance_pb2.StandDownResponse]]:
-        """Has the workers of these grants give their GPUs back and stand by; answers when their gates are free."""
+        """The workers of these grants give their GPUs back and become standbys. Answers when their gates are free."""
 
     @_abc_1.abstractmethod
     def DescribeWorkers(
@@ -112,7 +112,7 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.CallRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_instance_pb2.CallResponse], _abc.AsyncIterator[_instance_pb2.CallResponse]]:
-        """One call to one worker; its replies stream."""
+        """Sends one call to one worker and streams its replies."""
 
     @_abc_1.abstractmethod
     def FetchSnapshot(
@@ -120,7 +120,7 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.FetchSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.FetchSnapshotResponse, _abc.Awaitable[_instance_pb2.FetchSnapshotResponse]]:
-        """Brings a snapshot into this node's host memory (nothing to do where it is)."""
+        """Brings a snapshot into this node's host memory. Does nothing where it is there already."""
 
     @_abc_1.abstractmethod
     def DropSnapshots(
@@ -136,7 +136,7 @@ class InstanceServicer(metaclass=_abc_1.ABCMeta):
         request: _instance_pb2.ReserveStoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_instance_pb2.ReserveStoreResponse, _abc.Awaitable[_instance_pb2.ReserveStoreResponse]]:
-        """A bound, listening port for a torch store on this node, held for the worker of one grant."""
+        """A bound, listening port for a torch store on this node, kept for the worker of one grant."""
 
     @_abc_1.abstractmethod
     def GateReport(
