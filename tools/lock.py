@@ -1,7 +1,7 @@
 """Writes requirements/{base,data,dev}.txt: every package that the .in files need, at its installed version.
 
 `make lock` installs the .in files and then runs this. The closure follows each package's own requirements for this
-Python and platform. Each file has only the packages that the files before it do not have. Versions lose their local part
+Python and platform. Each file has only the packages that the files before it lack. Versions lose their local part
 (`2.13.0+cpu`), so that every index with the version can serve the lock.
 """
 
