@@ -1,9 +1,15 @@
-"""What a finished run recorded of its iterations, as frozen values: what the simulator's costs are fitted to.
+"""The iterations of a finished run, as frozen values. The simulator's costs are fitted to them.
 
-From the run directory: lengths are of the rollout's last picture of an iteration, a minibatch's samples of the journal,
-times of the slots' spans. A slot's iterations lie between two of its loads (rollout, inference) or publishes (actor).
-Invariants: only a run of one incarnation, to its end, is read, for after a restart iterations are done again; what is
-told of an iteration is of all its samples, or the run is refused.
+The sources in the run directory are:
+- the rollout's last picture of an iteration: the lengths of its responses;
+- the journal: the samples of each minibatch;
+- the spans of the slots: the times. A slot's iterations lie between two of its loads (rollout, inference) or publishes
+  (actor).
+
+Invariants:
+- A run of several incarnations, or without its end, is refused: after a restart iterations are done again.
+  [test_recorded: cannot_be_calibrated_from]
+- An iteration's record covers all its samples, or the run is refused. [test_recorded: cannot_be_calibrated_from]
 """
 
 from __future__ import annotations
@@ -25,22 +31,22 @@ from tidegate.v1 import events_pb2
 
 _NS_PER_S = 1e9
 _ENDED = (-3, -4)
-"""Places of sequences that have ended, as `events_pb2.Generation` has them."""
+"""The places of ended sequences in `events_pb2.Generation`."""
 _NEW_VERSION = {Role.ACTOR: "publishing", Role.ROLLOUT: "loading_weights", Role.INFERENCE: "loading_weights"}
 _AT_WORK = {Role.ACTOR: "training", Role.ROLLOUT: "generating", Role.INFERENCE: "computing_log_probs"}
 
 
 _SAME = ("cluster", "algorithm", "actor", "rollout", "inference")
-"""Sections of the config in which runs are alike that are taken together."""
+"""The sections of the config that must be equal in runs to be joined."""
 
 
 class NotRecorded(ValueError):
-    """The folder holds no run that can be read; the message says what is missing."""
+    """The folder holds no readable run. The message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """`num_tokens` are its prompts' and responses'."""
+    """A minibatch. `num_tokens` counts prompts and responses."""
 
     num_tokens: int
     seconds: float
@@ -49,18 +55,18 @@ class Minibatch:
 @dataclass(frozen=True, slots=True)
 class RecordedIteration:
     lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each response, by group."""
+    """The tokens of each response, by group."""
     seconds: float
-    """From the actor's report on the iteration before to that on this one."""
+    """From the actor's report of the iteration before to its report of this one."""
     generating_s: float
-    """From the first engine's first step to the last one's last."""
+    """From the first step of any engine to the last step of any engine."""
     inferring_s: float
-    """In which its GPUs computed, all of them added up."""
+    """The time in which the inference's GPUs computed, summed over the GPUs."""
     minibatches: tuple[Minibatch, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Of the responses."""
+        """The tokens of all responses."""
         return sum(map(sum, self.lengths))
 
 
@@ -68,33 +74,31 @@ class RecordedIteration:
 class RecordedRun:
     config: JobConfig
     prompt_tokens: int
-    """Of a prompt, on average."""
+    """The mean tokens of a prompt."""
     kv_capacity_tokens: int
-    """Of an engine."""
+    """The KV cache tokens of one engine."""
     iterations: tuple[RecordedIteration, ...]
 
 
 def recorded(folder: Path) -> RecordedRun:
-    """Of a job's folder. NotRecorded."""
+    """The run in a job's folder. Raises NotRecorded."""
     try:
         return _recorded(folder)
     except OSError as error:
-        raise NotRecorded(f"{folder} holds no run to its end: {error}; run the job, and calibrate from it") from error
+        raise NotRecorded(f"{folder} holds no finished run: {error}; run the job, and calibrate from it") from error
     except KeyError as error:
-        raise NotRecorded(
-            f"{folder}: a record there lacks {error}; calibrate by the release that ran the job"
-        ) from error
+        raise NotRecorded(f"{folder}: a record lacks {error}; calibrate by the release that ran the job") from error
     except TypeError as error:
-        # Of a value of another kind, such as a list where there was an object.
+        # A value has another type, such as a list in place of an object.
         raise NotRecorded(
-            f"{folder}: a record there is none of this release's: {error}; calibrate by the release that ran the job"
+            f"{folder}: a record is not of this release: {error}; calibrate by the release that ran the job"
         ) from error
     except ParseError as error:
         raise NotRecorded(f"{folder}/events.jsonl: {error}; calibrate by the release that ran the job") from error
 
 
 def _recorded(folder: Path) -> RecordedRun:
-    """As `recorded`; OSError, and KeyError and ParseError of what this release writes otherwise."""
+    """The same as `recorded`. Raises OSError, and KeyError, TypeError or ParseError for records of another release."""
     config = _config(folder / "config.json")
     (result,) = _json_lines(folder / "result.json", whole=True)
     pictures = _last_pictures(folder / "events.jsonl")
@@ -121,7 +125,7 @@ def _recorded(folder: Path) -> RecordedRun:
 
 
 def joined(runs: Sequence[RecordedRun]) -> RecordedRun:
-    """As one of the first's job. NotRecorded where they are not of one placement and one kind of iteration."""
+    """All runs as one run of the first's job. Raises NotRecorded where a section in `_SAME` differs."""
     first, *others = runs
     for name in _SAME:
         if any(getattr(other.config, name) != getattr(first.config, name) for other in others):
@@ -142,7 +146,9 @@ def _config(path: Path) -> JobConfig:
 
 
 def _json_lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
-    """A value a line, or one of the `whole` file. NotRecorded names the file and line that is none."""
+    """The object of each line, or of the `whole` file.
+
+    Raises NotRecorded, which names the file and the invalid line."""
     data = path.read_bytes()
     for number, line in enumerate([data] if whole else data.splitlines(), start=1):
         where = path if whole else f"{path}:{number}"
@@ -156,7 +162,7 @@ def _json_lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _last_pictures(path: Path) -> dict[int, events_pb2.Generation]:
-    """Of each iteration, once all its sequences have ended."""
+    """The last picture of each iteration in which all sequences have ended."""
     pictures: dict[int, events_pb2.Generation] = {}
     for row in _json_lines(path):
         event = row["event"]
@@ -181,32 +187,32 @@ def _check(
 ) -> None:
     algorithm = config.algorithm
     if result["end"] != "finished":
-        raise NotRecorded(f"{folder} is of a run that ended {result['end']}: calibrate from one that finished")
+        raise NotRecorded(f"{folder} is of a run that ended {result['end']}: calibrate from a finished run")
     incarnations = {update["update"].split(".")[0] for update in updates}
     if not updates:
         raise NotRecorded(f"{folder}/journal.jsonl has no optimizer step: run the job anew, with --force")
     if len(incarnations) != 1:
         raise NotRecorded(
-            f"{folder} is of {len(incarnations)} incarnations, whose iterations were done again: run the job anew, "
+            f"{folder} has {len(incarnations)} incarnations, so iterations were done again: run the job anew, "
             "with --force"
         )
     trained = {int(update["update"].split(".")[1]) for update in updates}
     if without := sorted(set(range(algorithm.iterations)) - trained):
         raise NotRecorded(
-            f"{folder}/journal.jsonl has no optimizer step of iteration {without[0]}, and of {len(without)} of "
-            f"{algorithm.iterations}: run the job anew"
+            f"{folder}/journal.jsonl has no optimizer step of {len(without)} of {algorithm.iterations} iterations, "
+            f"{without[0]} first: run the job anew"
         )
     size = algorithm.prompts_per_iteration * algorithm.group_size
     whole = [number for number, picture in pictures.items() if len(picture.lengths) == size]
     if len(whole) != algorithm.iterations:
         raise NotRecorded(
-            f"{folder} tells the lengths of {len(whole)} of {algorithm.iterations} iterations of {size} samples: "
+            f"{folder} has the lengths of {len(whole)} of {algorithm.iterations} iterations of {size} samples: "
             "calibrate from a run of this version, without algorithm.max_extra_prompts"
         )
 
 
 def _by_iteration(spans: Sequence[Span], role: Role) -> list[list[Span]]:
-    """A slot's work after each version that it published or loaded; that before the first is no iteration's."""
+    """A slot's work after each version that it published or loaded. Work before the first belongs to no iteration."""
     found: list[list[Span]] = []
     is_new = False
     for span in sorted(spans):
@@ -222,9 +228,11 @@ def _by_iteration(spans: Sequence[Span], role: Role) -> list[list[Span]]:
 
 
 def _of(slots: Sequence[Sequence[Sequence[Span]]], number: int, folder: Path) -> list[Span]:
-    """All slots' work of an iteration."""
+    """All slots' work in an iteration."""
     if any(len(iterations) <= number for iterations in slots):
-        raise NotRecorded(f"{folder}: a slot's timeline has no iteration {number}; its process was killed, run it anew")
+        raise NotRecorded(
+            f"{folder}: a slot's timeline has no iteration {number}; its process was killed: run the job anew"
+        )
     return [span for iterations in slots for span in iterations[number]]
 
 
@@ -260,13 +268,13 @@ def _minibatches(
 
 
 def _calls(spans: Sequence[Span], num_calls: int) -> list[list[Span]]:
-    """A call is several spans, which follow one another more closely than two calls do."""
+    """The spans of each call. The largest gaps between spans separate the calls."""
     gaps = sorted(range(1, len(spans)), key=lambda at: spans[at - 1].end_ns - spans[at].start_ns)
     bounds = [0, *sorted(gaps[: max(0, num_calls - 1)]), len(spans)]
     return [list(spans[first:end]) for first, end in pairwise(bounds)] if num_calls else []
 
 
 def _place(sample: str, first_prompt: int, picture: events_pb2.Generation) -> int:
-    """In the picture, of INCARNATION.ITERATION.PROMPT.DRAW."""
+    """The index in the picture of sample INCARNATION.ITERATION.PROMPT.DRAW."""
     _, _, prompt, draw = map(int, sample.split("."))
     return (prompt - first_prompt) * picture.group_size + draw

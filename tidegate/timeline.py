@@ -1,10 +1,15 @@
-"""What every GPU slot did, from the job's first moment to its last: spans of all instances merged into one trace.
+"""The trace of every GPU slot over a job's whole time, merged from the spans of all instances.
 
-Instances write a line a span into `<folder>/<instance>.jsonl`: {"gpu", "state", "start_ns", "end_ns"}, times of the
-machine's monotonic clock. Merging clips them to the window, puts them in order, and names what lies between them:
-`free` before a slot's first and after its last span, `unknown` in between (its process died without a word).
-Invariants: a slot's spans are contiguous and fill the window, so that the lengths of its states sum to the wall time
-exactly; a line that was cut off when its writer was killed is left out.
+Each instance writes one line per span into `<folder>/<instance>.jsonl`: {"gpu", "state", "start_ns", "end_ns"}. Times
+are those of the machine's monotonic clock. Merging does the following for each slot:
+1. It clips the spans to the window and sorts them.
+2. It fills the time before the first and after the last span with `free`.
+3. It fills the gaps between spans with `unknown`: the slot's process died without writing.
+
+Invariants:
+- A slot's spans are contiguous and fill the window, so its states add up exactly to the wall time.
+  [test_timeline: sum_to_the_wall_time]
+- A line that is incomplete because its writer was killed is left out. [test_timeline: line_cut_off_by_a_kill]
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, order=True, slots=True)
 class Span:
-    """A slot was in `state` from `start_ns` up to, not including, `end_ns`."""
+    """A slot was in `state` from `start_ns` to `end_ns`, the end excluded."""
 
     start_ns: int
     end_ns: int
@@ -33,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the trace covers, on the monotonic clock."""
+    """The time that the trace covers, on the monotonic clock."""
 
     start_ns: int
     end_ns: int
@@ -44,7 +49,7 @@ class Window:
 
 
 def read_spans(folder: Path) -> dict[GpuId, list[Span]]:
-    """The spans of every instance, by slot, in the order in which they were written."""
+    """The spans of all instances by slot, in the order of writing."""
     spans: dict[GpuId, list[Span]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():
@@ -55,7 +60,7 @@ def read_spans(folder: Path) -> dict[GpuId, list[Span]]:
 
 
 def fill(spans: Iterable[Span], window: Window) -> list[Span]:
-    """One slot's spans, contiguous from the window's start to its end. Where two overlap the earlier one stands."""
+    """One slot's spans, contiguous from the window's start to its end. Where two overlap, the earlier one counts."""
     filled: list[Span] = []
     at_ns = window.start_ns
     for span in sorted(spans):
@@ -72,7 +77,7 @@ def fill(spans: Iterable[Span], window: Window) -> list[Span]:
 
 
 def state_lengths(spans: Iterable[Span]) -> dict[str, int]:
-    """Nanoseconds a state, by name."""
+    """The nanoseconds in each state, by name."""
     lengths: dict[str, int] = {}
     for span in spans:
         lengths[span.state] = lengths.get(span.state, 0) + span.end_ns - span.start_ns
@@ -80,9 +85,9 @@ def state_lengths(spans: Iterable[Span]) -> dict[str, int]:
 
 
 def chrome_trace(spans: Mapping[GpuId, Sequence[Span]], window: Window) -> dict[str, Any]:
-    """The trace-event format that chrome://tracing and Perfetto open: a process a node, a thread a slot.
+    """The trace in the trace-event format of chrome://tracing and Perfetto: a process per node, a thread per slot.
 
-    `otherData` holds the exact lengths in nanoseconds; the events' times are microseconds from the window's start.
+    `otherData` holds the exact lengths in nanoseconds. The events' times are microseconds from the window's start.
     """
     nodes = sorted({node_of(gpu) for gpu in spans})
     pid_of = {node: number for number, node in enumerate(nodes, start=1)}
@@ -108,7 +113,7 @@ def chrome_trace(spans: Mapping[GpuId, Sequence[Span]], window: Window) -> dict[
 
 
 def write_trace(folder: Path, target: Path, *, gpus: Sequence[GpuId], window: Window) -> None:
-    """Merge the instances' files into `target`, which appears whole. Slots of `gpus` without a span were free."""
+    """Merge the instances' files into `target`, by one atomic replacement. A slot of `gpus` without a span was free."""
     found = read_spans(folder)
     trace = chrome_trace({gpu: fill(found.get(gpu, ()), window) for gpu in gpus}, window)
     partial = target.with_suffix(".partial")
@@ -124,8 +129,8 @@ def _span(line: str) -> tuple[GpuId, Span] | None:
         return None
 
 
-def _named(what: str, *, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _named(event: str, *, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": event, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _node_and_index(gpu: GpuId) -> tuple[NodeId, int]:

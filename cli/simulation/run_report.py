@@ -69,7 +69,7 @@ def as_page(scenario: Scenario, runs: Sequence[Run]) -> Page:
     assumptions = [[row["key"], plain(row["value"]), row["source"]] for row in assumption_rows(scenario)]
     return Page(
         title=f"{scenario.name}: one simulated iteration on {num_gpus:,} GPUs",
-        told=f"{samples}, seed {runs[0].seed}; {bound} (lengths known, moves free, GPUs fractional)",
+        subtitle=f"{samples}, seed {runs[0].seed}; {bound} (lengths known, moves free, GPUs fractional)",
         strips=[_strip(run, summary, found[0].policy) for run, summary in zip(runs, found, strict=True)],
         head=[_summary_table(found)],
         foot=[Table("Assumptions", ("field", "value", "source"), assumptions, note=SOURCES_LEGEND, is_folded=True)],

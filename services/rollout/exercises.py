@@ -22,7 +22,7 @@ from tidegate.config.sections.data import reward_names
 from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.data.prompts import DataPrompt, PromptList, PromptReader, evaluation_files, training_files
 from tidegate.job import Job
-from tidegate.rewards.judge import Answered, Judge
+from tidegate.rewards.judge import Judge, PromptResponse
 from tidegate.tasks import Prompt, Task
 
 
@@ -158,7 +158,7 @@ class DataExercises:
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
         question = self._prompts.at(prompt)
         answered = [
-            Answered(name, question, self._job.tokenizer.decode_response(response))
+            PromptResponse(name, question, self._job.tokenizer.decode_response(response))
             for name, response in zip(names, responses, strict=True)
         ]
         scores = await asyncio.gather(*(self._judge.score(each) for each in answered))

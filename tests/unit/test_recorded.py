@@ -1,4 +1,4 @@
-"""What a run directory tells of its iterations, and what of it cannot be calibrated from."""
+"""The iterations in a run directory, and the directories that cannot be used for calibration."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a run that was cancelled": (
         "result.json",
         json.dumps({"end": "cancelled", "seconds": {}}),
-        "of a run that ended cancelled: calibrate from one that finished",
+        "of a run that ended cancelled: calibrate from a finished run",
     ),
     "a run that began again": (
         "journal.jsonl",
         update(1, 0, 0) + update(2, 0, 0),
-        "of 2 incarnations, whose iterations were done again: run the job anew, with --force",
+        "has 2 incarnations, so iterations were done again: run the job anew, with --force",
     ),
     "a run without pictures": (
         "events.jsonl",
         picture(0, LENGTHS[0]),
-        "tells the lengths of 1 of 2 iterations of 8 samples: calibrate from a run of this version",
+        "has the lengths of 1 of 2 iterations of 8 samples: calibrate from a run of this version",
     ),
     "a result that was cut off": (
         "result.json",
@@ -58,11 +58,11 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a journal without a step of an iteration": (
         "journal.jsonl",
         update(1, 0, 0),
-        "journal.jsonl has no optimizer step of iteration 1, and of 1 of 2: run the job anew",
+        "journal.jsonl has no optimizer step of 1 of 2 iterations, 1 first: run the job anew",
     ),
     "a journal of lists": ("journal.jsonl", "[1]\n", "journal.jsonl:1 is no JSON object; it was changed: run the job"),
     "a result of nothing": ("result.json", "null", "result.json is no JSON object; it was changed: run the job anew"),
-    "values of another kind": ("result.json", '{"end": "finished", "seconds": []}', "none of this release's: list ind"),
+    "values of another kind": ("result.json", '{"end": "finished", "seconds": []}', "is not of this release: list ind"),
     "a config that is no text": ("config.json", b"\xff\xfe", "config.json: 'utf-8' codec can't decode byte 0xff"),
     "a config of another release": (
         "config.json",
@@ -77,18 +77,18 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a result of another release": (
         "result.json",
         '{"seconds": {}}',
-        "a record there lacks 'end'; calibrate by the release that ran the job",
+        "a record lacks 'end'; calibrate by the release that ran the job",
     ),
     "a slot that was killed": (
         "latest/timeline/rollout@n1.jsonl",
         spans("n1/2", ("loading_weights", 9, 10), ("generating", 12, 60)),
-        "a slot's timeline has no iteration 1; its process was killed, run it anew",
+        "a slot's timeline has no iteration 1; its process was killed: run the job anew",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_calibrated_from_is_refused_with_what_to_do(case: str, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_calibrated_from_is_refused_with_the_remedy(case: str, tmp_path: Path) -> None:
     name, text, want = REFUSED[case]
     folder = run_directory(tmp_path)
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -117,5 +117,5 @@ def test_runs_of_one_config_count_together_and_others_are_refused(tmp_path: Path
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotRecorded, match=r"holds no run to its end: .*run the job, and calibrate from it"):
+    with pytest.raises(NotRecorded, match=r"holds no finished run: .*run the job, and calibrate from it"):
         recorded(tmp_path)

@@ -1,10 +1,13 @@
-"""Chat templates: messages -> the text that a model reads, as `transformers` renders them.
+"""Chat templates render messages to the text that a model reads, as `transformers` renders them.
 
-A template sees `messages`, `add_generation_prompt` (true), the special tokens by name and the names that the config
-adds; it may use loop controls, `raise_exception`, `tojson` and `{% generation %}`. It is code of whoever made the
-model: it runs in Jinja's sandbox. Invariant: a rendering is a function of template, messages and names. So
-`strftime_now` is not defined, though transformers has it: a prompt with today's date would change when a job is
-resumed, and templates that ask for it bring a fixed date for where it is missing.
+A template gets `messages`, `add_generation_prompt` (true), the special tokens by name, and the names that the config
+adds. It may use loop controls, `raise_exception`, `tojson` and `{% generation %}`. The author of the model wrote its
+code, so it runs in Jinja's sandbox.
+
+`strftime_now` is not defined, though transformers has it: a prompt with today's date would change when a job resumes.
+Templates that use it have a fixed date for the case that it is missing.
+
+Invariant: a rendering depends only on the template, the messages and the names. [test_prompts: template_sees_no_clock]
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplate:
-    """`name` is how faults call it. ValueError when the source is no template."""
+    """A template. Messages call it `name`. The constructor raises ValueError when the source is no template."""
 
     def __init__(self, source: str, *, name: str, names: Mapping[str, Any]) -> None:
         self._name = name
@@ -37,15 +40,15 @@ class ChatTemplate:
             raise ValueError(f"{name} is no chat template: {error}{f' (line {line})' if line else ''}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """With the opening of the assistant's turn at its end. ValueError when the template does not take them."""
+        """The text, with the opening of the assistant's turn at its end. Raises ValueError when the template fails."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
-        except Exception as error:  # a template is a program: it may raise whatever Python has
+        except Exception as error:  # a template is a program, which may raise any exception
             raise ValueError(f"{self._name} does not render: {type(error).__name__}: {error}") from error
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training on it; what is rendered is its inside."""
+    """`{% generation %}` marks the assistant's text for training. It renders to its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -65,5 +68,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what HTML must not hold."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,8 +1,14 @@
-"""A data set as the prompts that a job draws from: checked whole before training, then an endless list.
+"""A data set's prompts: all are checked before training, then they form an endless list.
 
-Order: the files and the template, each record's prompt and answer, each prompt's tokens against the limit; the first
-faults are told together, each with its file and line. Invariants: the prompt at an index is a function of (files,
-template, tokenizer, seed, index); a pass over the data has each record once; nothing is cut or skipped silently.
+The checks have this order:
+1. The files and the chat template.
+2. The prompt and the answer of each record.
+3. The number of tokens of each prompt.
+One error lists the first faults, each with its file and line. Nothing is cut or skipped silently.
+
+Invariants:
+- The prompt at an index depends only on files, template, tokenizer, seed and index. [test_prompts: follows_from_seed]
+- A pass over the data has each record once. [test_prompts: pass_has_each_record_once]
 """
 
 from __future__ import annotations
@@ -24,15 +30,15 @@ from tidegate.short_lists import first_lines
 from tidegate.tasks.tokenizer import TaskTokenizer
 
 ARGUMENTS = ("prompt", "response", "answer")
-"""What a reward is called with besides the columns, which may not have these names for something else."""
-_FAULTS_TOLD = 8
+"""The arguments of a reward besides the columns. No column may have one of these names."""
+_MAX_FAULTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DataPrompt:
-    """One record. `given` is the prompt as the data has it, `text` what the model reads of it.
+    """One record. `given` is the prompt in the data's form, and `text` the text that the model reads.
 
-    `columns` are the others: not the prompt's nor the answer's.
+    `columns` are the columns except those of the prompt and the answer.
     """
 
     where: str
@@ -43,25 +49,25 @@ class DataPrompt:
 
 
 class PromptReader:
-    """How the records of a job's data become prompts; training and evaluation read alike."""
+    """Makes prompts of the records of a job's data, the same way for training and for evaluation."""
 
     def __init__(self, data: DataSection, tokenizer: TaskTokenizer) -> None:
-        """ValueError when the chat template is missing or is none."""
+        """Raises ValueError when the chat template is missing or invalid."""
         self._data = data
         self._tokenizer = tokenizer
         self._template = _chat_template(data, tokenizer)
 
     def checksum(self, files: Sequence[Path]) -> str:
-        """Of all that decides the prompts but the tokenizer."""
+        """The checksum of the files and the template: of all that decides the prompts, except the tokenizer."""
         digest = hashlib.blake2b(self._template[0].encode() if self._template else b"", digest_size=16)
         for file in files:
             digest.update(file_checksum(file).encode())
         return digest.hexdigest()
 
     def read(self, files: Sequence[Path], *, max_tokens: int | None) -> tuple[DataPrompt, ...]:
-        """Every record as a prompt of at most `max_tokens`; None leaves lengths to whoever checked them before.
+        """Every record as a prompt of at most `max_tokens`. None skips the check of lengths, which was done before.
 
-        ValueError lists what is wrong with the records.
+        Raises ValueError, which lists the faults of the records.
         """
         faults: list[str] = []
         prompts: list[DataPrompt] = []
@@ -75,9 +81,9 @@ class PromptReader:
                 except ValueError as error:
                     faults.append(f"{record.where}: {error}")
         if faults:
-            raise ValueError(first_lines(faults, most=_FAULTS_TOLD))
+            raise ValueError(first_lines(faults, most=_MAX_FAULTS))
         if not prompts:
-            raise ValueError(f"{', '.join(str(file) for file in files)} holds no record: give data with at least one")
+            raise ValueError(f"{', '.join(str(file) for file in files)} holds no record: it needs at least one")
         return tuple(prompts)
 
     def encode(self, prompt: DataPrompt) -> list[int]:
@@ -93,7 +99,7 @@ class PromptReader:
         }
         for name in ARGUMENTS:
             if name in columns:
-                raise ValueError(f"column {name!r} has the name of what a reward is called with: rename it")
+                raise ValueError(f"column {name!r} has the name of an argument of rewards: rename the column")
         return DataPrompt(record.where, given, self._text(given), answer, columns)
 
     def _text(self, given: str | list[dict[str, Any]]) -> str:
@@ -103,8 +109,8 @@ class PromptReader:
         if isinstance(given, str):
             return given
         raise ValueError(
-            "the prompt is a list of messages and data.chat_template is empty: set it to tokenizer, for the one that "
-            "came with the tokenizer, or to the path of a Jinja file"
+            "the prompt is a list of messages, but data.chat_template is empty: set it to tokenizer, for the "
+            "tokenizer's own template, or to the path of a Jinja file"
         )
 
     def _check_length(self, prompt: DataPrompt, max_tokens: int) -> None:
@@ -119,25 +125,25 @@ class PromptReader:
 
 
 class PromptList:
-    """The endless list: pass after pass over the prompts, each shuffled by (seed, pass) where that is asked for."""
+    """The endless list: pass after pass over the prompts, each shuffled by (seed, pass) if `shuffle` is set."""
 
     def __init__(self, prompts: Sequence[DataPrompt], *, seed: int, shuffle: bool) -> None:
         self._prompts = prompts
         self._seed = seed
-        # Two passes: an iteration may begin in one and end in the next.
+        # Keep two passes: an iteration may begin in one and end in the next.
         self._order: Callable[[int], Sequence[int]] = lru_cache(maxsize=2)(
             self._shuffled if shuffle else lambda _: range(len(prompts))
         )
 
     def __len__(self) -> int:
-        """Of one pass."""
+        """The number of prompts in one pass."""
         return len(self._prompts)
 
     def at(self, index: int) -> DataPrompt:
         return self._prompts[self.row(index)]
 
     def row(self, index: int) -> int:
-        """Which prompt of a pass it is: the same in every pass."""
+        """The number of the prompt's record, which is the same in every pass."""
         number, place = divmod(index, len(self._prompts))
         return self._order(number)[place]
 
@@ -148,24 +154,26 @@ class PromptList:
 
 
 def training_files(data: DataSection) -> tuple[Path, ...]:
-    """ValueError as `data_files`."""
+    """Raises as `data_files`."""
     return data_files(Path(data.train), split="train")
 
 
 def evaluation_files(evaluation: EvaluationSection) -> tuple[Path, ...]:
-    """ValueError as `data_files`."""
+    """Raises as `data_files`."""
     return data_files(Path(evaluation.data), split=evaluation.split)
 
 
 def template_source(data: DataSection, tokenizer: TaskTokenizer) -> str | None:
-    """Of the chat template; None when texts go to the model as they are. ValueError when there is none to read."""
+    """The chat template's source.
+
+    None where the model reads texts as they are. Raises ValueError when it is missing."""
     if not data.chat_template:
         return None
     if data.chat_template == TOKENIZERS_TEMPLATE:
         found = tokenizer.config.chat_template if tokenizer.config else None
         if found is None:
             raise ValueError(
-                "data.chat_template=tokenizer, and the tokenizer came with none (no chat_template in a "
+                "data.chat_template=tokenizer, but the tokenizer has no template (no chat_template in a "
                 "tokenizer_config.json beside it): give the path of a Jinja file, or leave it empty"
             )
         return found
@@ -182,7 +190,7 @@ def _named(data: DataSection) -> str:
 
 
 def _chat_template(data: DataSection, tokenizer: TaskTokenizer) -> tuple[str, ChatTemplate] | None:
-    """Its source and itself."""
+    """The template's source, and the template."""
     source = template_source(data, tokenizer)
     if source is None:
         return None
@@ -191,14 +199,14 @@ def _chat_template(data: DataSection, tokenizer: TaskTokenizer) -> tuple[str, Ch
 
 
 def _value(record: Record, key: str, config_key: str) -> Any:
-    """The column, or what lies in one at a dotted path."""
+    """The value of a column, or of a dotted path within a column."""
     if key in record.columns:
         return record.columns[key]
     value: Any = record.columns
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise ValueError(
-                f"no {key!r} ({config_key}); there are {', '.join(sorted(record.columns)) or 'no columns'}"
+                f"no {key!r} ({config_key}); the columns are {', '.join(sorted(record.columns)) or 'no columns'}"
             )
         value = value[part]
     return value

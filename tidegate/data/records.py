@@ -1,8 +1,12 @@
-"""Which files a data set is, and the records in them: JSON lines, or the rows of Parquet files.
+"""The files of a data set, and their records: JSON lines, or the rows of Parquet files.
 
 A path is a file, or a folder in the layout of Hugging Face `datasets`: files named for their split, in the folder or in
-its `data`. Files are read in order of name, records in order. Invariants: a record knows its file and its line or row;
-a faulty line is told with both and leaves the others readable; values are what JSON can hold, others are left out.
+its `data` subfolder. Files are read in the order of their names, and records in their order.
+
+Invariants:
+- A record has its file and its line or row. [test_records: record_that_knows_its_place]
+- A faulty line is reported with its file and number, and the other lines are read. [test_records: bad_line_is_reported]
+- All values fit JSON; other values are left out. [test_records: json_cannot_hold_are_left_out]
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ _INSTALL_PYARROW = "install what requirements/data.txt lists (it has pyarrow), o
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`where` names it to a person: `data/train.jsonl:12`."""
+    """A record. `where` is its place for messages, such as `data/train.jsonl:12`."""
 
     where: str
     columns: Mapping[str, Any]
 
 
 def data_files(path: Path, *, split: str) -> tuple[Path, ...]:
-    """The files of a split in order of name. ValueError when there are none, or when they are of two kinds."""
+    """The files of a split, by name. Raises ValueError when there are none, or when they are of two kinds."""
     if path.is_file():
         if path.suffix not in KINDS:
             raise ValueError(f"{path} is not a {' or '.join(KINDS)} file: convert it to one of them")
@@ -39,17 +43,19 @@ def data_files(path: Path, *, split: str) -> tuple[Path, ...]:
     for folder in (path, path / "data"):
         found = sorted(each for each in folder.glob("*") if each.suffix in KINDS and named.fullmatch(each.stem))
         if len({each.suffix for each in found}) > 1:
-            raise ValueError(f"{folder} has {split} in both {' and '.join(KINDS)}: name one file, or remove a kind")
+            raise ValueError(
+                f"{folder} has {split} in both {' and '.join(KINDS)}: give the path of one file, or remove a kind"
+            )
         if found:
             return tuple(found)
     raise ValueError(
-        f"{path} has no files of the split {split}, such as {split}.jsonl or data/{split}-00000-of-00001.parquet: name "
-        "a file, or a folder that has them"
+        f"{path} has no files of the split {split}, such as {split}.jsonl or data/{split}-00000-of-00001.parquet: give "
+        "the path of a file, or of a folder that has them"
     )
 
 
 def read_records(file: Path, faults: list[str]) -> Iterator[Record]:
-    """The records of one file; what is wrong with a line is added to `faults`. ValueError for a whole file."""
+    """The records of one file. A faulty line is added to `faults`. Raises ValueError where the file cannot be read."""
     return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file, faults)
 
 
@@ -58,7 +64,7 @@ def _read_lines(file: Path, faults: list[str]) -> Iterator[Record]:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 where = f"{file}:{number}"
-                # A mark that some editors put before the first line is no part of it.
+                # Remove the byte order mark that some editors put before the first line.
                 content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if not content.strip():
                     continue
@@ -105,7 +111,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
 
 
 def _fits_json(value: object) -> bool:
-    """Whether JSON has this value: bytes, such as pictures, and times are not among those that it has."""
+    """Whether JSON can hold this value. It cannot hold bytes (such as images) or times."""
     if isinstance(value, dict):
         return all(_fits_json(item) for item in value.values())
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""What a response is worth: built-in comparisons and functions of one's own, run apart, with a limit, and weighted."""
+"""Rewards of responses: built-in comparisons, and users' functions in processes of their own with a time limit."""

@@ -1,6 +1,6 @@
-"""Rewards that compare a response with the right answer: a response is right when it fits any that the data gives.
+"""Rewards that compare a response with the right answers in the data. A response is right if it matches any of them.
 
-`math_verify` is called in a worker process: what sympy makes of a strange expression may take for ever.
+`math_verify` runs in a worker process, because sympy may never finish with a strange expression.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NOT_INSTALLED = "the reward math_verify needs the math-verify package: install 
 
 
 def right_answers(answer: Any) -> list[str]:
-    """The texts of one answer, or of a list of them. ValueError for anything that is neither text nor number."""
+    """The texts of one answer, or of a list of answers. Raises ValueError for anything but texts and numbers."""
     found = answer if isinstance(answer, list) and answer else [answer]
     if all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in found):
         return [str(each) for each in found]
@@ -22,35 +22,35 @@ def right_answers(answer: Any) -> list[str]:
 
 
 def exact_match(*, response: str, answer: Any) -> float:
-    """1 when the response is the answer, but for white space around them."""
+    """1 when the response equals an answer, apart from surrounding white space, else 0."""
     return float(response.strip() in {right.strip() for right in right_answers(answer)})
 
 
 def math_verify(*, response: str, answer: Any) -> float:
-    """1 when the response's last expression equals the answer's, by the `math-verify` package.
+    """1 when the response's last expression equals an answer's, by the `math-verify` package, else 0.
 
-    ValueError when the answer holds no expression; ImportError without the package.
+    Raises ValueError when an answer holds no expression, and ImportError without the package.
     """
     parse, verify = _math_verify()
-    # Its own limits are alarms of whole seconds; the worker has one.
-    written = parse(response, parsing_timeout=None)
+    # Turn off its own limits, which are alarms of whole seconds: the worker has a limit.
+    expression = parse(response, parsing_timeout=None)
     for right in right_answers(answer):
         gold = parse(_as_latex(right), parsing_timeout=None)
         if not gold:
             raise ValueError(f"the answer {right!r:.60} holds no expression that math-verify can read")
-        if verify(gold, written, timeout_seconds=None):
+        if verify(gold, expression, timeout_seconds=None):
             return 1.0
     return 0.0
 
 
 def refuse_without_math_verify(find: Callable[[str], object | None] = find_spec) -> None:
-    """ValueError without the package, which is not imported: that takes a second."""
+    """Raise ValueError without the package. This does not import it, which takes a second."""
     if find("math_verify") is None:
         raise ValueError(_NOT_INSTALLED)
 
 
 def _as_latex(answer: str) -> str:
-    """An answer that is marked as mathematics stays; a bare one such as 1/2 or x^2 is marked."""
+    """The answer, marked as mathematics unless it is already: a bare 1/2 or x^2 is put into a box."""
     return answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
 
 

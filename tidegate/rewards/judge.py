@@ -1,9 +1,11 @@
 """A sample's reward: the weighted sum of the config's rewards, in their order.
 
-`exact_match` is computed here; `math_verify` and functions run in the pool's processes. One that fails on a sample
-counts 0 there, or raises, as its `on_error` says; either way the fault names reward, sample and record. Invariants: the
-sum is in the order of the config, so that it has the same bits whichever reward came back first; a response is judged
-by its text and its record alone.
+`exact_match` is computed here; `math_verify` and functions run in the pool's processes. A reward that fails on a sample
+counts as 0 or raises, as its `on_error` says. In both cases the fault names the reward, the sample and the record. A
+reward depends only on the response's text and its record.
+
+Invariant: the sum is in the order of the config, so the order of results changes no bit.
+[test_judge: weighted_sum_of_all]
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tidegate.rewards.pool import FunctionFailed, RewardPool
 from tidegate.rewards.worker import FunctionPath
 from tidegate.short_lists import first_lines
 
-_TOLD = 3
+_MAX_FAULTS = 3
 
 
 class RewardFailed(ValueError):
@@ -28,8 +30,8 @@ class RewardFailed(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """A response to a prompt; `sample` is its id."""
+class PromptResponse:
+    """A response to a prompt. `sample` is its id."""
 
     sample: str
     prompt: DataPrompt
@@ -38,7 +40,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`values` are those of each reward, before its weight; `faults` are those that were counted as 0."""
+    """A sample's reward. `values` are the unweighted rewards; `faults` describe those that count as 0."""
 
     reward: float
     values: tuple[float, ...]
@@ -46,17 +48,17 @@ class Score:
 
 
 class Judge:
-    """Of one job. `close` it: it may hold processes."""
+    """Computes the rewards of one job. `close` it, for it may hold processes."""
 
     def __init__(self, rewards: Sequence[RewardSection], *, num_workers: int, start_timeout_s: float) -> None:
         self._rewards = tuple(rewards)
-        # A function that is used by two rewards is imported once and called for each.
+        # Import a function that two rewards use only once. It is called for each.
         paths = [path for reward in rewards if (path := _function_of(reward)) is not None]
         self._functions = tuple(dict.fromkeys(paths))
         self._pool = RewardPool(self._functions, size=num_workers, start_timeout_s=start_timeout_s)
 
     async def check(self, prompts: Sequence[DataPrompt]) -> None:
-        """ValueError unless every reward can be called for every prompt; WorkerNotStarted."""
+        """Check that every reward can be called for every prompt. Raises ValueError or WorkerNotStarted."""
         if any(reward.name is not RewardName.FUNCTION for reward in self._rewards):
             _check_answers(prompts)
         if any(reward.name is RewardName.MATH_VERIFY for reward in self._rewards):
@@ -69,29 +71,29 @@ class Judge:
             if lacking:
                 prompt, name = lacking[0]
                 raise ValueError(
-                    f"{function.path} needs {name!r}, and {prompt.where} has no such column ({len(lacking)} lacking in "
-                    f"all): it may need prompt, response, answer and columns that every record has; there are "
+                    f"{function.path} needs {name!r}, but {prompt.where} has no such column ({len(lacking)} are "
+                    f"missing in all): it may need prompt, response, answer and columns that every record has; the columns are "
                     f"{', '.join(sorted(prompt.columns)) or 'none'}. Give {name!r} a default, or the data the column"
                 )
 
-    async def score(self, answered: Answered) -> Score:
-        """RewardFailed by a reward's policy."""
+    async def score(self, answered: PromptResponse) -> Score:
+        """The rewards of a response. Raises RewardFailed where a failed reward's policy is fatal."""
         scored = [asyncio.ensure_future(self._value(reward, answered)) for reward in self._rewards]
         try:
-            found = await asyncio.gather(*scored)
+            results = await asyncio.gather(*scored)
         finally:
             for each in scored:
                 each.cancel()
             await asyncio.gather(*scored, return_exceptions=True)
-        values = tuple(float(value) for value, _ in found)
+        values = tuple(float(value) for value, _ in results)
         total = sum(reward.weight * value for reward, value in zip(self._rewards, values, strict=True))
-        return Score(float(total), values, tuple(fault for _, fault in found if fault))
+        return Score(float(total), values, tuple(fault for _, fault in results if fault))
 
     def close(self) -> None:
         self._pool.close()
 
-    async def _value(self, reward: RewardSection, answered: Answered) -> tuple[float, str]:
-        """With the fault, or an empty text."""
+    async def _value(self, reward: RewardSection, answered: PromptResponse) -> tuple[float, str]:
+        """The value, and its fault or an empty text."""
         path = _function_of(reward)
         if path is None:
             return exact_match(response=answered.response, answer=answered.prompt.answer), ""
@@ -106,7 +108,7 @@ class Judge:
 
 
 def _function_of(reward: RewardSection) -> FunctionPath | None:
-    """What a worker process has to import; None for what is computed here."""
+    """The function that a worker process must import. None for a reward that is computed here."""
     match reward.name:
         case RewardName.EXACT_MATCH:
             return None
@@ -116,7 +118,7 @@ def _function_of(reward: RewardSection) -> FunctionPath | None:
             return FunctionPath(reward.path, reward.import_from)
 
 
-def _arguments(answered: Answered) -> dict[str, Any]:
+def _arguments(answered: PromptResponse) -> dict[str, Any]:
     prompt = answered.prompt
     return {**prompt.columns, "prompt": prompt.given, "response": answered.response, "answer": prompt.answer}
 
@@ -129,4 +131,4 @@ def _check_answers(prompts: Sequence[DataPrompt]) -> None:
         except ValueError as error:
             faults.append(f"{prompt.where}: {error}")
     if faults:
-        raise ValueError(first_lines(faults, most=_TOLD))
+        raise ValueError(first_lines(faults, most=_MAX_FAULTS))

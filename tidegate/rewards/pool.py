@@ -1,8 +1,12 @@
 """A few reward workers that share the calls of a job.
 
-A worker is started when a call needs it, goes on to the next call when it answered, and is killed when it did not; the
-next call starts another. Invariants: at most `size` of them at a time; a call that ended, however it ended, keeps no
-worker; after `close` none works.
+The pool starts a worker when a call needs one. A worker that answered serves the next call. The pool kills a worker
+that did not answer in time, and the next call starts another.
+
+Invariants:
+- There are at most `size` workers at a time. [test_pool: never_more_than_configured]
+- A call that has ended, in any way, occupies no worker. [test_pool: another_worker_serves_the_next_call]
+- No worker remains after `close`. [test_pool: nothing_remains_after_the_end]
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from tidegate.rewards.worker import FunctionPath, FunctionRaised, RewardWorker, 
 
 
 class FunctionFailed(Exception):
-    """A call has no value: the message is what the function did, such as `raised KeyError: 'x'`."""
+    """A call has no value. The message says what the function did, such as `raised KeyError: 'x'`."""
 
 
 class WorkerNotStarted(RuntimeError):
@@ -23,7 +27,7 @@ class WorkerNotStarted(RuntimeError):
 
 
 class RewardPool:
-    """See the module. Use it on the thread that lives as long as the process."""
+    """The pool; see the module. Use it on the thread that lives as long as the process."""
 
     def __init__(self, functions: Sequence[FunctionPath], *, size: int, start_timeout_s: float) -> None:
         self._functions = tuple(functions)
@@ -35,18 +39,20 @@ class RewardPool:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Of the workers there are."""
+        """The process ids of the present workers."""
         return frozenset(worker.pid for worker in self._alive)
 
     async def signatures(self) -> tuple[Signature, ...]:
-        """Of the functions, by a worker that imported them. ValueError when one cannot be used; WorkerNotStarted."""
+        """The functions' signatures, from a worker. Raises ValueError when one cannot be used, or WorkerNotStarted."""
         async with self._free:
             worker = await self._ready()
             self._rest(worker)
             return worker.signatures
 
     async def call(self, function: int, arguments: Mapping[str, Any], *, timeout_s: float) -> float:
-        """FunctionFailed; ValueError or WorkerNotStarted when another worker cannot use the functions any more."""
+        """The value.
+
+        Raises FunctionFailed; ValueError or WorkerNotStarted where a new worker cannot load the functions."""
         async with self._free:
             worker = await self._ready()
             try:
@@ -55,7 +61,7 @@ class RewardPool:
                 self._rest(worker)
                 raise FunctionFailed(f"raised {error}") from error
             except BaseException as error:
-                # Cancelled as well: what it would still answer belongs to nobody.
+                # On a cancellation too: a late answer would be taken for that of the next call.
                 self._end(worker)
                 if isinstance(error, WorkerLost):
                     raise FunctionFailed(str(error)) from error
@@ -64,7 +70,9 @@ class RewardPool:
             return value
 
     def close(self) -> None:
-        """A call that is under way ends with FunctionFailed, as if its worker had died; there are no further ones."""
+        """End the pool.
+
+        A running call ends with FunctionFailed, as if its worker had died. Further calls are refused."""
         self._is_open = False
         for worker in self._idle:
             self._end(worker)

@@ -1,7 +1,10 @@
-"""One reward worker as its parent holds it: started, asked, killed when it does not answer in time.
+"""The parent's side of one reward worker: starts its process, sends requests, kills it when an answer takes too long.
 
-Invariants: it dies with its parent, whatever ends that; what its functions started in its process group dies with it;
-it is asked one thing at a time, and one that was left in the middle of an answer is never asked again.
+A worker gets one request at a time. A worker that did not finish an answer never gets another request.
+
+Invariants:
+- The worker dies with its parent, whatever ends the parent. [test_pool: dies_with_its_parent]
+- Processes that its functions started in its process group die with it. [test_pool: child_processes_of_a_function_die]
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class FunctionPath:
-    """`module:function`, and the folder it is imported from besides what is installed."""
+    """`module:function`, and a folder to import it from besides the installed packages."""
 
     path: str
     import_from: str
@@ -35,21 +38,21 @@ class FunctionPath:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Names that a function must be given."""
+    """The argument names that a function requires."""
 
     required: tuple[str, ...]
 
 
 class FunctionRaised(Exception):
-    """The call failed; the worker can be asked again."""
+    """The call failed. The worker can serve further calls."""
 
 
 class WorkerLost(Exception):
-    """The worker did not answer: its time was up, or it died. It is of no use any more."""
+    """The worker did not answer in time, or died. It cannot be used any more."""
 
 
 class RewardWorker:
-    """Start it on a thread that lives as long as the process: the kernel ties it to that."""
+    """Create it on a thread that lives as long as the process: the kernel ties the worker to that thread."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -59,9 +62,9 @@ class RewardWorker:
                 [*tie, sys.executable, "-u", "-m", "tidegate.rewards.child", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # What a function prints is for the log at once, and not among what a command answers.
+                # Send a function's output to the log, not to the standard output of a command.
                 stdout=_STDERR,
-                # Sets of texts have one order then, in every process and every run.
+                # Fix the hash seed: sets of texts then have the same order in every process and run.
                 env={**os.environ, "PYTHONPATH": _python_path(), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"},
                 process_group=0,
             )
@@ -75,29 +78,29 @@ class RewardWorker:
         return self._process.pid
 
     async def load(self, functions: Sequence[FunctionPath], *, timeout_s: float) -> None:
-        """Sets `signatures`. ValueError when one cannot be used; WorkerLost."""
-        wanted = [{"path": each.path, "import_from": each.import_from} for each in functions]
-        answer = await self._ask({"functions": wanted}, timeout_s=timeout_s)
+        """Import the functions and set `signatures`. Raises ValueError when one cannot be used, or WorkerLost."""
+        paths = [{"path": each.path, "import_from": each.import_from} for each in functions]
+        answer = await self._ask({"functions": paths}, timeout_s=timeout_s)
         if "fault" in answer:
             raise ValueError(answer["fault"])
         self.signatures = tuple(Signature(tuple(each["required"])) for each in answer["ready"])
 
     async def call(self, function: int, arguments: Mapping[str, Any], *, timeout_s: float) -> float:
-        """FunctionRaised, or WorkerLost."""
+        """The value of a call. Raises FunctionRaised or WorkerLost."""
         answer = await self._ask({"function": function, "arguments": arguments}, timeout_s=timeout_s)
         if "error" in answer:
             raise FunctionRaised(answer["error"])
         return float(answer["value"])
 
     def strike(self) -> None:
-        """Kill it with all of its group; who asked it hears of its end, and reaps it."""
-        # Unreaped until `kill` is through, so that the number names this group and no other.
+        """Kill the worker with its process group. The pending call sees the end, and reaps the process."""
+        # The process is not reaped before `kill` ends, so the number cannot name another group.
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Returns when it is gone; not while it is asked. Idempotent."""
+        """Kill the worker and wait for its end. Do not call it during a request. Idempotent."""
         if self._pidfd < 0:
             return
         self.strike()
@@ -107,7 +110,7 @@ class RewardWorker:
         self._socket.close()
 
     async def _ask(self, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        asking = asyncio.create_task(self._exchanged(message))
+        asking = asyncio.create_task(self._exchange(message))
         dying = asyncio.create_task(until_readable(self._pidfd))
         try:
             await asyncio.wait({asking, dying}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +118,7 @@ class RewardWorker:
                 return asking.result()
             if not asking.done() and not dying.done():
                 raise WorkerLost(f"gave no result within {timeout_s:g} s")
-            # It closed its end, sent what is no answer, or is gone.
+            # It closed its end, sent no valid answer, or died.
             await asyncio.wait({dying}, timeout=timeout_s)
             raise WorkerLost(self._how_it_ended() if dying.done() else "closed its connection or broke it")
         finally:
@@ -123,7 +126,7 @@ class RewardWorker:
                 task.cancel()
             await asyncio.gather(asking, dying, return_exceptions=True)
 
-    async def _exchanged(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._socket, json.dumps(message).encode() + b"\n")
         line = b""
@@ -134,17 +137,17 @@ class RewardWorker:
             line += received
         answer = json.loads(line)
         if not isinstance(answer, dict):
-            raise ConnectionError("it sent what is no answer")
+            raise ConnectionError("it sent no valid answer")
         return answer
 
     def _how_it_ended(self) -> str:
-        found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
-        assert found is not None, "a pidfd is readable once its process has ended"
-        if found.si_code == os.CLD_EXITED:
-            return f"ended the process with status {found.si_status}"
-        return f"died of {signal.Signals(found.si_status).name}"
+        ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+        assert ended is not None, "a pidfd is readable once its process has ended"
+        if ended.si_code == os.CLD_EXITED:
+            return f"ended the process with status {ended.si_status}"
+        return f"died of {signal.Signals(ended.si_status).name}"
 
 
 def _python_path() -> str:
-    """Where this process finds its modules; an empty entry means the folder it is in."""
+    """The folders in which this process finds its modules. An empty entry means the current folder."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)

@@ -1,8 +1,10 @@
-"""What a job trains on: prompts, noisy demonstrations for the warm-up, and a program that checks answers.
+"""Built-in tasks: prompts, noisy demonstrations for the warm-up, and a program that computes rewards.
 
-Invariants: everything a task gives is a pure function of (seed, index), the same in every process and on every
-machine; a reward is a function of the prompt's and the response's texts alone, so that any service can compute it
-from what is on the wire.
+Invariants:
+- Prompts and demonstrations depend only on (seed, index), in every process and on every machine.
+  [test_countdown: another_process_gives_the_same]
+- A reward depends only on the texts of prompt and response, so any service can compute it from a message.
+  [test_countdown: right_answer_earns_one]
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ __all__ = ["Demonstration", "Prompt", "Task", "find_task"]
 
 
 class Task(Protocol):
-    """A task whose answers a program checks. Texts are words separated by single spaces."""
+    """A task with a program that checks answers. Texts are words separated by single spaces."""
 
     def words(self) -> tuple[str, ...]:
-        """Every word of prompts, demonstrations and right answers, in a fixed order: the tokenizer is built from it."""
+        """Every word of prompts, demonstrations and right answers, in a fixed order. They make the tokenizer."""
         ...
 
     def prompt(self, index: int) -> Prompt:
@@ -29,15 +31,17 @@ class Task(Protocol):
         ...
 
     def held_out(self, index: int) -> Prompt:
-        """The prompt at `index` (>= 0) of the list that nothing is trained on; drawn independently of `prompt`."""
+        """The prompt at `index` (>= 0) of the list that is not trained on. It is drawn independently of `prompt`."""
         ...
 
     def demonstration(self, index: int) -> Demonstration:
-        """The worked example at `index` (>= 0) for the supervised warm-up; independent of `prompt`, and often wrong."""
+        """The worked example at `index` (>= 0) for the supervised warm-up.
+
+        It is independent of `prompt`, and often wrong."""
         ...
 
     def reward(self, prompt: Prompt, response_text: str) -> float:
-        """In [0, 1]. `response_text` is without end token; ValueError when `prompt` is not one of this task's."""
+        """The reward, in [0, 1]. `response_text` has no end token. Raises ValueError for a prompt of another task."""
         ...
 
 
@@ -45,7 +49,7 @@ _TASKS: Mapping[str, Callable[[int], Task]] = MappingProxyType({"countdown": Cou
 
 
 def find_task(name: str, seed: int) -> Task:
-    """The task called `name`; ValueError naming the known ones when there is none."""
+    """The task called `name`. Raises ValueError, which names the known tasks."""
     if name not in _TASKS:
         raise ValueError(f"no task is called {name!r}; known tasks: {', '.join(sorted(_TASKS))}")
     return _TASKS[name](seed)

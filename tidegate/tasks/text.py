@@ -1,4 +1,4 @@
-"""The texts that pass between a task and a job."""
+"""The texts of a task: prompts and demonstrations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model is asked."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt and a response to imitate; the end token is not part of the text."""
+    """A prompt and a response to imitate. The text has no end token."""
 
     prompt: Prompt
     response: str

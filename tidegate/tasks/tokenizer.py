@@ -1,9 +1,14 @@
 """A job's tokenizer: a Hugging Face `tokenizer.json`, made from a task's words or loaded from a path.
 
-A `tokenizer_config.json` beside the file names the special tokens; then the tokenizer's own rules decide with what a
-prompt begins, as in `transformers`. Without one they are <pad>, <bos> and <eos>, and a prompt begins with <bos>.
-Invariants: the special tokens are ids 0, 1, 2 (pad, bos, eos) in a built file and are found by name in a loaded one;
-a response that is written here ends with eos; a text with a word outside the vocabulary is refused, not dropped.
+A `tokenizer_config.json` beside the file names the special tokens. With it, the tokenizer's own rules decide the begin
+of a prompt, as in `transformers`. Without it, the special tokens are <pad>, <bos> and <eos>, and a prompt begins with
+<bos>.
+
+Invariants:
+- In a built file the special tokens are ids 0, 1, 2 (pad, bos, eos). [test_tokenizer: special_tokens_and_the_words]
+- In a loaded file the special tokens are found by name. [test_tokenizer: special_tokens_are_found_by_name]
+- An encoded response ends with eos. [test_tokenizer: only_the_end_token_is_left_out]
+- A text with a word outside the vocabulary is refused, not dropped. [test_tokenizer: word_outside_the_vocabulary]
 """
 
 from __future__ import annotations
@@ -21,19 +26,20 @@ from tidegate.tasks.tokenizer_config import TokenizerConfig, load_tokenizer_conf
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 NO_TOKEN = "\ufffd"
-"""What an id shows as that is no token's."""
+"""The text of an id that no token has."""
 
 _NO_UNKNOWN = "<unk>"
-"""Not in the vocabulary, on purpose: the package then refuses an unknown word instead of mapping it to this."""
+"""This is deliberately not in the vocabulary: the package then refuses an unknown word instead of mapping it to
+this."""
 
 
 _NAMED = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
 
 
 class TaskTokenizer:
-    """Texts to ids and back, by a `tokenizers` tokenizer. `config` is None for one that knows <pad>, <bos>, <eos>.
+    """Converts texts to ids and back with a `tokenizers` tokenizer. Without `config` it has <pad>, <bos> and <eos>.
 
-    `end_ids` are what ends the model's texts by its own files; those that are no special token here are passed over.
+    `end_ids` are the tokens that end the model's texts by its own files. Ids that are no special tokens are ignored.
     """
 
     def __init__(
@@ -46,22 +52,22 @@ class TaskTokenizer:
         self.bos_id = _special_id(tokenizer, special["bos_token"]) if "bos_token" in special else None
         self.pad_id = _special_id(tokenizer, special["pad_token"]) if "pad_token" in special else self.eos_id
         self.end_ids = tuple(sorted({self.eos_id, *filter(self.is_special, end_ids)}))
-        """Whichever of them comes first ends a response: an end of the turn, an end of the text."""
+        """The first of these tokens ends a response, such as the end of the turn or of the text."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id: the rows an embedding needs."""
+        """The rows that an embedding needs: one more than the largest id."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
     def is_special(self, token: int) -> bool:
-        """Whether the id is a special token's."""
+        """Whether the id belongs to a special token."""
         added = self._tokenizer.get_added_tokens_decoder().get(token)
         return added is not None and added.special
 
     def conflicts(self, file: Path) -> list[str]:
-        """Of the tokens here those that the file's tokenizer knows by another id, or whose id is another token's there.
+        """The tokens that conflict with the file's tokenizer: their id differs there, or has another token.
 
-        ValueError when the file is no tokenizer.
+        Raises ValueError when the file is no tokenizer.
         """
         theirs = _read(file).get_vocab()
         taken = set(theirs.values())
@@ -73,28 +79,28 @@ class TaskTokenizer:
         ]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A text as a person wrote it."""
+        """The ids of a prompt in plain text."""
         if self.config is not None:
             return self._encode(text, add_special_tokens=True)
         assert self.bos_id is not None, "a tokenizer without a config has all three special tokens"
         return [self.bos_id, *self._encode(text)]
 
     def encode_rendered(self, text: str) -> list[int]:
-        """A text that a chat template made: its special tokens are in it."""
+        """The ids of a text from a chat template, which contains its special tokens."""
         return self._encode(text)
 
     def encode_response(self, text: str) -> list[int]:
         return [*self._encode(text), self.eos_id]
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        """The text without its end token; any other special token shows, so that no reward overlooks it.
+        """The text without its end token. Any other special token stays in the text, so that no reward overlooks it.
 
-        So does, as U+FFFD, an id that no token has: models have more rows than their tokenizers ids, and may draw one.
+        An id that no token has becomes U+FFFD. Models have more rows than their tokenizers have ids, and may draw one.
         """
         return self.decode(ids[:-1] if ids and ids[-1] in self.end_ids else ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As `decode_response`, an end token at the end included."""
+        """The same as `decode_response`, with the end token."""
         runs = groupby(ids, key=lambda token: self._tokenizer.id_to_token(token) is not None)
         return "".join(
             self._tokenizer.decode(list(run), skip_special_tokens=False) if is_known else NO_TOKEN * len(list(run))
@@ -104,14 +110,15 @@ class TaskTokenizer:
     def save(self, path: Path) -> None:
         """Write `tokenizer.json` to `path`, in the form that `load_tokenizer` and `transformers` read.
 
-        Its config goes beside it.
+        The config is written beside it.
         """
         self._tokenizer.save(str(path))
         if self.config is not None:
             self.config.save(path.parent)
 
     def export(self, folder: Path) -> None:
-        """Write the file and a config by which `transformers` has its special tokens and encodes a prompt as this."""
+        """Write the file, and a config with which `transformers` has the same special tokens and encodes prompts
+        alike."""
         if self.config is not None:
             self.save(folder / "tokenizer.json")
             return
@@ -122,7 +129,7 @@ class TaskTokenizer:
         TokenizerConfig(_NAMED, chat_template=None).save(folder)
 
     def with_template(self, source: str) -> TaskTokenizer:
-        """This one with another chat template, which makes all special tokens of a prompt."""
+        """This tokenizer with another chat template, which makes all special tokens of a prompt."""
         named = _NAMED if self.config is None else self.config.special_tokens
         return TaskTokenizer(self._tokenizer, TokenizerConfig(named, source), end_ids=self.end_ids)
 
@@ -134,11 +141,11 @@ class TaskTokenizer:
 
 
 def build_tokenizer(words: Sequence[str]) -> TaskTokenizer:
-    """A word-level tokenizer over `words`, ids in their order after the three special tokens."""
+    """A word-level tokenizer over `words`. Their ids follow the three special tokens, in the order of `words`."""
     vocabulary = {word: token for token, word in enumerate([PAD, BOS, EOS, *words])}
     if len(vocabulary) < len(words) + 3:
         raise ValueError(
-            f"{len(words) + 3} words make {len(vocabulary)} ids; give each word once, and none of the special"
+            f"{len(words) + 3} words make {len(vocabulary)} ids; give each word once, and no special token"
         )
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=_NO_UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -147,11 +154,10 @@ def build_tokenizer(words: Sequence[str]) -> TaskTokenizer:
 
 
 def load_tokenizer(path: Path, *, model_vocab_size: int, end_ids: Iterable[int] = ()) -> TaskTokenizer:
-    """The tokenizer in the file (or the folder's `tokenizer.json`) at `path`, checked against the model's vocabulary.
+    """The tokenizer at `path` (a file, or a folder with `tokenizer.json`), checked against the model's vocabulary.
 
-    `end_ids` as the tokenizer takes them.
-
-    ValueError when the file is missing, is not a tokenizer, lacks a special token or has ids the model has no row for.
+    `end_ids`: as in TaskTokenizer. Raises ValueError when the file is missing, is no tokenizer, lacks a special token,
+    or has ids beyond the model's rows.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -173,7 +179,7 @@ def load_tokenizer(path: Path, *, model_vocab_size: int, end_ids: Iterable[int] 
 def _read(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises a bare Exception for whatever it cannot parse
+    except Exception as error:  # the package raises a bare Exception for a file that it cannot parse
         raise ValueError(
             f"{file} is not a Hugging Face tokenizer ({error}); give the tokenizer.json saved with the model"
         ) from error
@@ -183,7 +189,7 @@ def _special_id(tokenizer: Tokenizer, name: str) -> int:
     token = tokenizer.token_to_id(name)
     if token is None:
         raise ValueError(
-            f"it has no token {name}; needed are those that tokenizer_config.json beside it names, or, without one, "
-            f"{PAD}, {BOS} and {EOS}"
+            f"it has no token {name}; it needs the tokens that tokenizer_config.json beside it names or, without that "
+            f"file, {PAD}, {BOS} and {EOS}"
         )
     return int(token)

@@ -1,7 +1,9 @@
 """A Hugging Face `tokenizer_config.json`: the names of the special tokens, and the chat template.
 
-The template is a text, or a list of named ones of which `default` is taken; a `chat_template.jinja` beside the file
-goes before both, as in `transformers`. Invariant: what is saved loads to the same.
+The template is a text, or a list of named templates of which `default` counts. A `chat_template.jinja` beside the file
+overrides both, as in `transformers`.
+
+Invariant: a saved config loads to the same config. [test_tokenizer: saved_tokenizer_has_its_config_beside_it]
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _ANY_FILE = "PreTrainedTokenizerFast"
-"""What transformers calls a tokenizer that is all in its tokenizer.json."""
+"""The name in transformers of a tokenizer that is complete in its tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """`special_tokens` holds those that are set: `eos_token` -> `<|im_end|>`. `chat_template` is None without one."""
+    """`special_tokens` holds those that are set, such as `eos_token` -> `<|im_end|>`. `chat_template` may be None."""
 
     special_tokens: Mapping[str, str]
     chat_template: str | None
 
     def save(self, folder: Path) -> None:
-        # Without a class transformers takes the one of the model's family, and with it that family's own rules.
+        # Name a class: else transformers takes the class of the model's family, with that family's own rules.
         content: dict[str, Any] = {"tokenizer_class": _ANY_FILE, **self.special_tokens}
         if self.chat_template is not None:
             content["chat_template"] = self.chat_template
@@ -35,7 +37,7 @@ class TokenizerConfig:
 
 
 def load_tokenizer_config(folder: Path) -> TokenizerConfig | None:
-    """None where there is none; ValueError when it is not what it should be."""
+    """The folder's config. None where it has none. Raises ValueError when it is invalid."""
     file, template_file = folder / CONFIG_FILE, folder / TEMPLATE_FILE
     if not file.is_file():
         return None
@@ -51,7 +53,7 @@ def load_tokenizer_config(folder: Path) -> TokenizerConfig | None:
 
 
 def _content(name: str, token: object) -> str:
-    """A token is written as its text, or as an object that holds it."""
+    """A token's text. The file has the text itself, or an object that holds it."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise ValueError(f"{CONFIG_FILE} beside it has {name}={token!r}, which is no token: give its text")

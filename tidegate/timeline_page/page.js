@@ -1,5 +1,5 @@
-// Draws each strip's GPUs over time on a canvas, and tells what lies under the pointer.
-// A row is a set of GPUs: one, a node's, or all. Where they are in several states at once their shares are stacked.
+// Draws each strip's GPUs over time on a canvas, and describes the point under the pointer.
+// A row is a set of GPUs: one, a node's, or all. Where they are in several states at once, the shares are stacked.
 "use strict";
 (() => {
   const { states, strips } = JSON.parse(document.getElementById("data").textContent);
@@ -14,7 +14,7 @@
   const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim() || getComputedStyle(root).getPropertyValue("--other").trim();
   const seconds = (ms) => (ms / 1000).toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
 
-  // Rows of a strip: their label, and their lanes with how many of the row's GPUs each one is of.
+  // The rows of a strip: a label, and the lanes, each with its number of GPUs in the row.
   function rowsOf(strip) {
     const laneOf = new Array(strip.gpus.length);
     strip.lanes.forEach((lane) => lane.gpus.forEach((gpu) => { laneOf[gpu] = lane; }));
@@ -89,8 +89,8 @@
     });
   }
 
-  // By whole device pixels: the columns of a stretch at once, and of a column with several stretches their mean over its
-  // time. Edges between pixels would let the ground shine through, in stripes where thousands of stretches meet.
+  // Draws in whole device pixels: all columns of one stretch at once; a column with several stretches gets their mean over
+  // its time. Edges between pixels would let the background show through, as stripes where thousands of stretches meet.
   function drawRow(pen, layout, row, fills, top, tall) {
     const ratio = window.devicePixelRatio || 1, origin = Math.round(layout.left * ratio);
     const most = Math.floor(layout.right * ratio) - origin, shared = new Map();
@@ -100,7 +100,7 @@
       let y = top;
       counts.forEach((count, state) => {
         if (!count) return;
-        // Down to the bottom, where the next state covers it: so no ground shines through between two of them either.
+        // Fill down to the bottom, where the next state covers it: no background then shows between two states.
         pen.fillStyle = fills[state];
         pen.fillRect((origin + from) / ratio, y, (to - from) / ratio, bottom - y);
         y += (tall * count) / row.size;
@@ -207,7 +207,7 @@
     whole.hidden = view[0] === 0 && view[1] === longest;
   }
 
-  // What lies at (x, y) of a canvas, in words; null beside the timeline.
+  // A description of the point (x, y) of a canvas. Null beside the timeline.
   function wordsAt(canvas, x, y) {
     const layout = layouts.get(canvas), strip = strips[Number(canvas.dataset.strip)];
     if (x < layout.left - 5 || x > layout.right + 5 || y > layout.bottom + BOTTOM) return null;
@@ -242,7 +242,7 @@
     tip.style.top = `${below ? event.clientY + gap : Math.max(8, event.clientY - gap - box.height)}px`;
   }
 
-  // The same instant in every strip, and what is being chosen to look at closer.
+  // Draws the same instant in every strip, and the range that the user selects to zoom in.
   function overlay(ms) {
     crosshair = ms;
     canvases.forEach((canvas) => {

@@ -1,9 +1,10 @@
-"""GPU timelines and tables -> one HTML document: each run a strip under the other on one time axis, GPUs as rows.
+"""Renders GPU timelines and tables as one HTML document: a strip for each run, on one time axis, with GPUs as rows.
 
-Style and script are files of this folder, put into the page whole, so that it opens without a network and years later.
-Of 1,024 GPUs most do the same at the same time: each different sequence of spans is written once, with its GPUs.
-Invariants: nothing that a caller gives can end a script or begin a tag; times are whole milliseconds of a strip's
-window; a page says the same without its script, in tables.
+The page contains its style and its script, which are files of this folder. It thus opens without a network, and also
+years later. Of 1,024 GPUs most do the same at the same time, so each different sequence of spans is written once, with
+its GPUs. Times are whole milliseconds of a strip's window. Without its script, a page shows the same facts in tables.
+
+Invariant: no text of a caller can end a script or begin a tag. [test_run_report: can_end_a_pages_script]
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from tidegate.timeline import Span, Window
 from tidegate.types import GpuId, node_of
 
 STATES: Mapping[str, str] = {
-    "generating": "the rollout's, tokens are made",
-    "inferring": "log-probabilities are computed",
-    "training": "an update is computed",
-    "switching": "drained, resharded, loaded or started",
-    "waiting": "held by a component that has no work for it",
-    "free": "held by none",
-    "lost": "its holder is gone",
+    "generating": "the rollout makes tokens",
+    "inferring": "the inference computes log-probabilities",
+    "training": "the actor computes an update",
+    "switching": "drain, reshard, load or start",
+    "waiting": "its component has no work for it",
+    "free": "no component holds it",
+    "lost": "its holder died",
 }
-"""What a legend says of each, in the order in which they are stacked; a state that is not here comes last."""
+"""The legend of each state, in the order of stacking. A state that is not listed comes last."""
 
 _NS_PER_MS = 1_000_000
 
@@ -39,17 +40,17 @@ _NONE = "\N{EN DASH}"
 
 
 class MarkKind(StrEnum):
-    """Its value is what a legend says."""
+    """The kind of a mark. Its value is the legend's text."""
 
     DECISION = "decision"
     BOUNDARY = "minibatch ends"
     REFERENCE = "bound"
-    """A time to compare with, at which nothing happened."""
+    """A time for comparison, at which nothing happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment of a strip, on the clock of its spans."""
+    """A moment in a strip, on the clock of its spans."""
 
     at_ns: int
     kind: MarkKind
@@ -58,7 +59,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns of numbers stand to the right; what is empty is shown as none. `is_folded`: shown when somebody asks."""
+    """A table. Columns of numbers are right-aligned; empty cells show a dash. `is_folded`: collapsed at first."""
 
     title: str
     columns: Sequence[str]
@@ -84,19 +85,19 @@ class Page:
     """`head` are the tables above the strips, `foot` those below."""
 
     title: str
-    told: str
+    subtitle: str
     strips: Sequence[Strip]
     head: Sequence[Table] = ()
     foot: Sequence[Table] = ()
 
 
 def rendered(page: Page) -> str:
-    """The whole document."""
+    """The HTML document."""
     folder = files("tidegate.timeline_page")
     states = _states(page.strips)
     return Template((folder / "page.html").read_text()).substitute(
         title=escape(page.title),
-        told=escape(page.told),
+        subtitle=escape(page.subtitle),
         style=(folder / "page.css").read_text(),
         script=(folder / "page.js").read_text(),
         legend="".join(_legend(states, page.strips)),
@@ -131,15 +132,15 @@ def _strip_data(strip: Strip, states: Sequence[str]) -> dict[str, Any]:
 
 
 def _without_repeats(begins: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Of spans of no whole millisecond the last stays, of neighbours in one state the first."""
+    """The begins without repeats: the last of those in one millisecond, the first of neighbours in one state."""
     held: tuple[int, int] | None = None
-    told: int | None = None
+    last_state: int | None = None
     for begin in begins:
-        if held is not None and held[0] < begin[0] and held[1] != told:
-            told = held[1]
+        if held is not None and held[0] < begin[0] and held[1] != last_state:
+            last_state = held[1]
             yield held
         held = begin
-    if held is not None and held[1] != told:
+    if held is not None and held[1] != last_state:
         yield held
 
 
@@ -148,14 +149,14 @@ def _ms(at_ns: int, window: Window) -> int:
 
 
 def _as_script_data(value: Any) -> str:
-    """JSON that no tag ends: `</script>` and `<!--` hold a `<`."""
+    """JSON that cannot end the script: it escapes `<`, which `</script>` and `<!--` contain."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _legend(states: Sequence[str], strips: Sequence[Strip]) -> Iterator[str]:
     for state in states:
-        told = escape(STATES.get(state, ""))
-        yield f'<li title="{told}"><i data-state="{escape(state)}"></i>{escape(state)}</li>'
+        description = escape(STATES.get(state, ""))
+        yield f'<li title="{description}"><i data-state="{escape(state)}"></i>{escape(state)}</li>'
     found = {mark.kind for strip in strips for mark in strip.marks}
     for kind in MarkKind:
         if kind in found:

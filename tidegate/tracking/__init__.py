@@ -1,1 +1,1 @@
-"""A job's metrics for TensorBoard and Weights & Biases: a process that reads its events, and that nobody waits for."""
+"""A job's metrics for TensorBoard and Weights & Biases, from a process that reads its events and delays nothing."""

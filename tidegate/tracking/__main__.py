@@ -1,8 +1,8 @@
 """A job's tracker: `python -m tidegate.tracking --config PATH --attempt N --boot B`, started by the launcher.
 
-Reads the job's events from the bus, from the submission that the launcher of this boot made, and gives their metrics to
-each outlet. SIGTERM: what the stream still holds is read, the outlets are closed within `tracking.close_timeout_s`.
-Nobody waits for it, but the launcher at the end, and that for so long.
+It reads the job's events from the bus, beginning with the submission by the launcher of this boot, and gives their
+metrics to each outlet. On SIGTERM it reads the rest of the stream, and closes the outlets within
+`tracking.close_timeout_s`. Only the launcher waits for it, at the end and for no longer than that.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SOURCE = "tracking"
 
 
 def open_outlets(config: JobConfig, *, attempt: int, boot: int) -> list[Outlet]:
-    """Of all that the config asks for. Their libraries are imported by the outlets' own threads."""
+    """The outlets that the config requests. Each outlet's own thread imports its library."""
     folder, tracking = JobFolder.of(config), config.tracking
 
-    # Imported where they are needed and no sooner: the one may not be installed, and either costs time.
+    # Import the libraries only when needed: one may not be installed, and each import takes time.
     def tensorboard() -> Sink:
         from tidegate.tracking.tensorboard import TensorBoardSink
 
@@ -43,17 +43,17 @@ def open_outlets(config: JobConfig, *, attempt: int, boot: int) -> list[Outlet]:
     def weights_and_biases() -> Sink:
         from tidegate.tracking.weights_and_biases import WandbSink
 
-        told = without_credentials(config.model_dump(mode="json"))
-        return WandbSink(tracking.wandb, folder.root, job=config.job, attempt=attempt, boot=boot, config=told)
+        public = without_credentials(config.model_dump(mode="json"))
+        return WandbSink(tracking.wandb, folder.root, job=config.job, attempt=attempt, boot=boot, config=public)
 
-    wanted = {"tensorboard": tensorboard} if tracking.tensorboard else {}
+    sinks = {"tensorboard": tensorboard} if tracking.tensorboard else {}
     if tracking.wandb.is_on:
-        wanted["wandb"] = weights_and_biases
-    return [Outlet(name, make, capacity=tracking.queue_size) for name, make in wanted.items()]
+        sinks["wandb"] = weights_and_biases
+    return [Outlet(name, make, capacity=tracking.queue_size) for name, make in sinks.items()]
 
 
 async def run(config: JobConfig, *, attempt: int, boot: int) -> None:
-    """Until SIGTERM."""
+    """Track the job until SIGTERM."""
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     log = structlog.get_logger(SOURCE)
@@ -71,23 +71,25 @@ async def run(config: JobConfig, *, attempt: int, boot: int) -> None:
         with suppress(BusUnavailable):
             await tracker.rest()
     finally:
-        # At once, so that a sink which hangs leaves time to say so.
+        # Close all sinks at once, so that a hanging sink leaves time to report it.
         for name, account in close_all(outlets, timeout_s=config.tracking.close_timeout_s).items():
             log.info("closed", sink=name, **asdict(account))
         await bus.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tidegate.tracking", description="Tells a job's metrics.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tidegate.tracking", description="Reports a job's metrics to TensorBoard and W&B."
+    )
     parser.add_argument("--config", type=Path, required=True, help="the job's resolved config.json")
     parser.add_argument("--attempt", type=int, required=True, help="the number of this start of the job")
     parser.add_argument("--boot", type=int, required=True, help="the launcher's")
-    given = parser.parse_args()
-    # tensorboardX imports torch wherever it is, for what is not used here: seconds at each end, and 150 MB.
-    sys.modules["torch"] = None  # type: ignore[assignment]  # what Python has for "cannot be imported"
-    config = JobConfig.from_json(given.config.read_text())
+    arguments = parser.parse_args()
+    # Hide torch: tensorboardX imports it where it is installed, needs it for nothing here, and pays seconds and 150 MB.
+    sys.modules["torch"] = None  # type: ignore[assignment]  # None makes Python refuse the import
+    config = JobConfig.from_json(arguments.config.read_text())
     configure_logging(SOURCE, path=JobFolder.of(config).attempt().logs / f"{SOURCE}.jsonl")
-    asyncio.run(run(config, attempt=given.attempt, boot=given.boot))
+    asyncio.run(run(config, attempt=arguments.attempt, boot=arguments.boot))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,20 @@
-"""Events in, rows of metrics out: what TensorBoard and W&B are told of an iteration, and of the weights it begins with.
+"""Makes rows of metrics from a job's events, for TensorBoard and W&B.
 
-A row comes with the actor's report (its metrics, samples, rates, resizes since the last one), and one with each other
-stretch of time that ends. Stretches follow one another: `load` ends when rollout and inference hold the weights,
-`generate` with the rollout's report, `train` with the actor's, then `save` and `publish`. An evaluation of version v is
-a row of iteration v, which samples from it. Invariants: the same events give the same rows; an incarnation reports an
-iteration once; an event of an older one than was seen says nothing; an evaluation outlives the restart that keeps it.
+The actor's report gives a row with its metrics, samples, rates, and resizes since the last report. The end of each
+other stretch of an iteration gives a row too. The stretches follow one another:
+1. `load` ends when rollout and inference hold the weights.
+2. `generate` ends with the rollout's report.
+3. `train` ends with the actor's report.
+4. `save` ends with the checkpoint.
+5. `publish` ends with the new version.
+
+An evaluation of version v is a row of iteration v, which samples from that version. The same events give the same rows.
+
+Invariants:
+- An incarnation reports an iteration once. [test_metrics: comes_twice_gives_one_row]
+- An event of an older incarnation gives no row. [test_metrics: older_incarnation_gives_no_row]
+- A restart keeps the evaluation of the weights with which it begins.
+  [test_metrics: evaluation_of_the_weights_it_begins_with]
 """
 
 from __future__ import annotations
@@ -26,7 +36,7 @@ _ROLES: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Metrics by name, as `<group>/<metric>`, of iteration `step` as `incarnation` did it."""
+    """Metrics of iteration `step` in `incarnation`, by names of the form `<group>/<metric>`."""
 
     step: int
     incarnation: int
@@ -36,7 +46,7 @@ class Row:
 
 @dataclass(slots=True)
 class _Resizes:
-    """Of the actor, since it last reported."""
+    """The actor's resizes since its last report."""
 
     count: int = 0
     seconds: float = 0.0
@@ -45,32 +55,34 @@ class _Resizes:
 
 @dataclass(slots=True)
 class _Incarnation:
-    """What is remembered of one."""
+    """The state of one incarnation."""
 
     number: int
     stretch: str = ""
-    """The last that ended; empty before the first."""
+    """The last stretch that ended. Empty before the first."""
     ended_ns: int = 0
     began_ns: int | None = None
-    """When the iteration under way began: with the report before it, or with its weights."""
+    """The begin of the present iteration: the report of the one before, or the load of its weights."""
     last_reported: int = -1
     loaded: set[int] = field(default_factory=set)
-    """Roles that hold the version which was published last."""
+    """The roles that hold the last published version."""
     num_gpus: dict[str, int] = field(default_factory=dict)
     resizes: _Resizes = field(default_factory=_Resizes)
     has_row: bool = False
 
 
 class IterationMetrics:
-    """Of one job; takes its events in the stream's order. `evaluations` are those of the start that it resumes."""
+    """The metrics of one job, from its events in the stream's order.
+
+    `evaluations` are those of the start it resumes."""
 
     def __init__(self, evaluations: Mapping[int, Mapping[str, float]] | None = None) -> None:
         self._now = _Incarnation(0)
         self.evaluations = dict(evaluations or {})
-        """What was told of each version that counts."""
+        """The evaluation metrics of each version that counts."""
 
     def take(self, event: events_pb2.Event) -> Row | None:
-        """What the event adds; most add nothing."""
+        """The event's row. Most events give none."""
         if event.incarnation < self._now.number:
             return None
         if event.incarnation > self._now.number:
@@ -114,16 +126,18 @@ class IterationMetrics:
                 yield from self._evaluated(event.evaluation_reported)
 
     def _evaluated(self, evaluation: events_pb2.EvaluationReported) -> Iterator[tuple[str, float]]:
-        """Nothing when it is told again: a new lead's evaluation has the same figures."""
+        """The evaluation's metrics. None for a repeat: a new lead's evaluation has the same figures."""
         figures = {f"evaluation/{name}": value for name, value in evaluation.metrics.items()}
         if self.evaluations.get(evaluation.version) != figures:
             self.evaluations[evaluation.version] = figures
             yield from figures.items()
 
     def _kept(self, step: int) -> Mapping[str, float]:
-        """An incarnation's first row supersedes all of its step and later. The weights it begins with are those that
-        were evaluated, and are not evaluated again: their figures are told with the row; later ones are made anew."""
-        self.evaluations = {version: told for version, told in self.evaluations.items() if version <= step}
+        """The evaluation of the weights with which an incarnation begins, to be repeated in its first row.
+
+        That row supersedes all rows of its step and later ones. The job does not evaluate those weights again. It
+        evaluates later versions anew, so their old figures are dropped."""
+        self.evaluations = {version: figures for version, figures in self.evaluations.items() if version <= step}
         return self.evaluations.get(step, {})
 
     def _note_layout(self, event: events_pb2.Event) -> None:
@@ -136,7 +150,9 @@ class IterationMetrics:
             resizes.moved_bytes += committed.reshard.moved_bytes
 
     def _ended(self, stretch: str, at_ns: int) -> Iterator[tuple[str, float]]:
-        """Its seconds. Nothing for what came before the incarnation's first iteration, or does not come next."""
+        """The seconds of a stretch.
+
+        None before the incarnation's first iteration, and none for a stretch out of order."""
         now = self._now
         if now.stretch not in ("", "publish") and _STRETCHES.index(stretch) <= _STRETCHES.index(now.stretch):
             return

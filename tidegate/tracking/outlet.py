@@ -1,7 +1,11 @@
-"""A sink that rows are given to without waiting: a bounded queue, and a thread that opens, writes and closes the sink.
+"""An outlet passes rows to a sink without waiting for it: a bounded queue, and a thread that opens, writes and closes.
 
-Invariants: `offer` never waits, whatever the sink does; a row that finds the queue full, or a sink that was given up,
-is dropped, counted and told; rows that are written are written in order; `closed` takes no longer than its time.
+Invariants:
+- `offer` never waits, whatever the sink does. [test_outlet: sink_that_blocks]
+- Where the queue is full, or the sink was given up, a row is dropped, counted and reported.
+  [test_outlet: sink_that_blocks]
+- Rows are written in order. [test_outlet: rows_are_written_in_order]
+- `closed` returns within its time limit. [test_outlet: sink_that_never_returns]
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import structlog
 from tidegate.tracking.metrics import Row
 
 MAX_FAILURES = 3
-"""Rows in a row that a sink may fail to take: one may be a hiccup, so many will not end by themselves."""
+"""The failures in a row after which a sink is given up.
+
+One may be accidental; this many will not stop by themselves."""
 
 
 class Sink(Protocol):
-    """Where rows go. Any of its calls may block or raise."""
+    """The destination of rows. Any of its calls may block or raise."""
 
     def write(self, row: Row) -> None: ...
 
@@ -31,20 +37,20 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What became of the rows that were offered. `pending`: at the end the sink had still to take them."""
+    """The fates of the offered rows. `pending` counts those that the sink had not taken at the end."""
 
     written: int
     dropped: int
     pending: int
     first_dropped: int | None
-    """The step of the first and of the last row that was dropped."""
+    """The step of the first dropped row; the next field has that of the last one."""
     last_dropped: int | None
     error: str
-    """Why the sink was given up; empty where it was not."""
+    """The reason for giving up the sink. Empty where it was not given up."""
 
 
 class Outlet:
-    """See the module. `open_sink` is called on the outlet's own thread."""
+    """An outlet; see the module. It calls `open_sink` on its own thread."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], *, capacity: int) -> None:
         self.name = name
@@ -58,7 +64,7 @@ class Outlet:
         self._num_dropped = 0
         self._dropped: tuple[int, int] | None = None
         self._error = ""
-        # A daemon: a sink that hangs must not keep the process.
+        # Use a daemon thread: a hanging sink must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"tracking-{name}", daemon=True)
         self._thread.start()
 
@@ -71,13 +77,13 @@ class Outlet:
             self._changed.notify_all()
 
     def begin_to_close(self) -> None:
-        """Returns at once; what is waiting is still written."""
+        """Begin to close, without waiting. Queued rows are still written."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
 
     def closed(self, *, timeout_s: float) -> Account:
-        """Waits for the end, for so long at most."""
+        """Close, and wait at most `timeout_s` for the end. Returns the account of the rows."""
         self.begin_to_close()
         self._thread.join(timeout_s)
         with self._changed:
@@ -93,7 +99,7 @@ class Outlet:
     def _run(self) -> None:
         try:
             sink = self._open_sink()
-        except Exception as error:  # noqa: BLE001 - the edge: whatever a library raises costs its rows and no more
+        except Exception as error:  # noqa: BLE001 - the edge: an error of a library costs only its rows
             self._give_up(f"it could not be opened: {type(error).__name__}: {error}")
             return
         num_failures = 0
@@ -114,7 +120,7 @@ class Outlet:
             self._log.warning("not closed", error=f"{type(error).__name__}: {error}")
 
     def _next(self) -> Row | None:
-        """The oldest that waits, left where it is until it is settled; None at the end."""
+        """The oldest queued row, which stays in the queue until it is settled. None at the end."""
         with self._changed:
             while not self._rows and not self._is_closing:
                 self._changed.wait()
@@ -128,16 +134,16 @@ class Outlet:
             else:
                 self._drop(row)
 
-    def _give_up(self, why: str) -> None:
-        self._log.error("given up", error=why)
+    def _give_up(self, reason: str) -> None:
+        self._log.error("given up", error=reason)
         with self._changed:
-            self._error = why
+            self._error = reason
             while self._rows:
                 self._drop(self._rows.popleft())
 
 
 def close_all(outlets: Sequence[Outlet], *, timeout_s: float) -> dict[str, Account]:
-    """All at once, within the time."""
+    """Close all outlets at the same time, within `timeout_s`. Returns their accounts by name."""
     ends = time.monotonic() + timeout_s
     for outlet in outlets:
         outlet.begin_to_close()

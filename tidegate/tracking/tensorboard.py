@@ -1,7 +1,9 @@
-"""Rows as a TensorBoard event file, a file a start of the job in one folder.
+"""Writes rows to TensorBoard event files: one file for each start of the job, in one folder.
 
-What an incarnation does again supersedes what came before: TensorBoard is told to forget, of all files, the steps from
-its first one on. Invariant: a row is on the disk when `write` returns.
+An incarnation's rows supersede earlier ones: its first row makes TensorBoard drop, from all files, that step and later
+steps.
+
+Invariant: a row is in the file when `write` returns. [test_tensorboard: read_before_the_next_one_comes]
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _VERSION = "brain.Event:2"
 
 
 class TensorBoardSink:
-    """`boot` grows with each start, and orders the files as TensorBoard reads them: by name."""
+    """`boot` grows with each start. It orders the files by name, the order in which TensorBoard reads them."""
 
     def __init__(self, folder: Path, *, boot: int) -> None:
         folder.mkdir(exist_ok=True)

@@ -1,8 +1,9 @@
-"""Reads a job's events and offers what they say to the outlets, of one start of the job.
+"""Reads a job's events and offers their metrics to the outlets, for one start of the job.
 
-Invariants: it reads the stream and takes nothing from it, so that nobody notices how far it is; what was told before
-the start's own submission is another tracker's, and read only for the evaluations that a resumed job keeps; a row is
-offered once.
+It reads the stream without consuming messages, so it affects no other reader. Events before the start's own submission
+belong to another tracker. This one reads them only for the evaluations that a resumed job keeps.
+
+Invariant: a row is offered once. [test_tracker: events_of_its_own_start]
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
 _AGAIN_S = 0.5
-"""Pause before a bus that is away is asked again."""
+"""The pause before the next attempt to read from an unavailable bus."""
 
 
 class Tracker:
-    """`boot` is the launcher's, which submits the job."""
+    """A job's tracker. `boot` is that of the launcher, which submits the job."""
 
     def __init__(self, log: EventLog, job: JobId, outlets: Sequence[Outlet], *, boot: int) -> None:
         self._log = log
@@ -30,18 +31,18 @@ class Tracker:
         self._outlets = outlets
         self._boot = boot
         self._metrics = IterationMetrics()
-        """Of the start that was submitted last."""
+        """The metrics of the last submitted start."""
         self._is_submitted = False
         self._at = 0
 
     async def follow(self) -> None:
         while True:
-            with suppress(BusUnavailable):  # it comes back, or the launcher ends the run
+            with suppress(BusUnavailable):  # the bus comes back, or the launcher ends the run
                 await self._read(follow=True)
             await asyncio.sleep(_AGAIN_S)
 
     async def rest(self) -> None:
-        """What is on the stream now. BusUnavailable."""
+        """Read the rest of the stream. Raises BusUnavailable."""
         await self._read(follow=False)
 
     async def _read(self, *, follow: bool) -> None:

@@ -1,6 +1,6 @@
-"""Rows as a Weights & Biases run: one a start of the job, all of a job in one group; `iteration` is their x axis.
+"""Writes rows to a Weights & Biases run: one run per start of the job, all in one group, with `iteration` as x axis.
 
-Who logs in where is W&B's own business (WANDB_API_KEY, WANDB_BASE_URL, `wandb login`): no key is in the job's config.
+W&B itself handles the login (WANDB_API_KEY, WANDB_BASE_URL, `wandb login`). The job's config has no key.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tidegate.tracking.metrics import Row
 
 
 class WandbSink:
-    """`config` is shown with the run, so it holds no secret. Files go to `<folder>/wandb`."""
+    """W&B shows `config` with the run, so it must hold no secret. Files go to `<folder>/wandb`."""
 
     def __init__(
         self, section: WandbSection, folder: Path, *, job: str, attempt: int, boot: int, config: Mapping[str, Any]
     ) -> None:
-        # Here, for it is installed only where somebody asks for it.
+        # Import it here: it is installed only where a config requests it.
         import wandb
 
         self._run = wandb.init(
@@ -32,7 +32,7 @@ class WandbSink:
             dir=folder,
             mode=section.mode,
             config=dict(config),
-            # It is no terminal's, and takes no notice of the code around it.
+            # Leave the terminal and the code repository alone.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         self._teardown = wandb.teardown
@@ -44,5 +44,5 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-        # Only W&B's own process writes the run's file, and is not done when the run is.
+        # Wait for W&B's own process: only it writes the run's file, and it ends after the run.
         self._teardown()

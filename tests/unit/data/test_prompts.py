@@ -1,4 +1,4 @@
-"""Prompts of a data set: as transformers would make them, in an order that repeats, refused by file and line."""
+"""Prompts of a data set: equal to those of transformers, in a reproducible order, refused with file and line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_texts_without_a_template_become_the_tokens_that_transformers_makes_of_t
     assert want[0] == tokenizer.bos_id
 
 
-def test_a_template_file_takes_the_place_of_the_tokenizers(tmp_path: Path, tokenizer: TaskTokenizer) -> None:
+def test_a_template_file_replaces_the_tokenizers_template(tmp_path: Path, tokenizer: TaskTokenizer) -> None:
     (tmp_path / "short.jinja").write_text("{{ bos_token }}{{ messages[-1].content }}:")
     data = data_of(tmp_path, [{"prompt": "a"}], chat_template=str(tmp_path / "short.jinja"))
     assert prompts_of(data, tokenizer)[0].text == "<s>a:"
@@ -80,7 +80,7 @@ def test_a_template_sees_no_clock(tmp_path: Path, tokenizer: TaskTokenizer) -> N
     assert prompts_of(data, tokenizer)[0].text == "then"
 
 
-def test_answers_may_lie_within_a_column_and_the_other_columns_are_kept(
+def test_an_answer_may_be_within_a_column_and_the_other_columns_are_kept(
     tmp_path: Path, tokenizer: TaskTokenizer
 ) -> None:
     row = {"q": "a", "reward_model": {"ground_truth": "7", "style": "rule"}, "level": 3}
@@ -93,11 +93,11 @@ def test_answers_may_lie_within_a_column_and_the_other_columns_are_kept(
 RIGHT = {"prompt": "a", "answer": "b"}
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a line that is no JSON": ('{"prompt": ', {}, r"train.jsonl:2: not JSON at column 11"),
-    "no prompt": ({"answer": "b"}, {}, r"train.jsonl:2: no 'prompt' \(data.prompt_key\); there are answer$"),
+    "no prompt": ({"answer": "b"}, {}, r"train.jsonl:2: no 'prompt' \(data.prompt_key\); the columns are answer$"),
     "no answer": (
         {"prompt": "a"},
         {"answer_key": "answer"},
-        r"train.jsonl:2: no 'answer' \(data.answer_key\); there are prompt$",
+        r"train.jsonl:2: no 'answer' \(data.answer_key\); the columns are prompt$",
     ),
     "a prompt that is a number": ({"prompt": 7}, {}, r"train.jsonl:2: the prompt is 7: it must be a text, or a list"),
     "a prompt that is empty": ({"prompt": ""}, {}, r"train.jsonl:2: the prompt is '': it must be a text"),
@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "messages without a template": (
         {"prompt": [{"role": "user", "content": "a"}]},
         {},
-        r"train.jsonl:2: the prompt is a list of messages and data.chat_template is empty: set it to tokenizer",
+        r"train.jsonl:2: the prompt is a list of messages, but data.chat_template is empty: set it to tokenizer",
     ),
     "a role that the template refuses": (
         {"prompt": [{"role": "judge", "content": "a"}]},
@@ -124,13 +124,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a column with the name of an argument": (
         {"prompt": "a", "response": "b"},
         {},
-        r"train.jsonl:2: column 'response' has the name of what a reward is called with: rename it",
+        r"train.jsonl:2: column 'response' has the name of an argument of rewards: rename the column",
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_record_is_told_by_file_and_line(case: str, tmp_path: Path, tokenizer: TaskTokenizer) -> None:
+def test_a_wrong_record_is_reported_with_its_file_and_line(case: str, tmp_path: Path, tokenizer: TaskTokenizer) -> None:
     row, fields, want = WRONG[case]
     right = RIGHT if "answer_key" in fields else {"prompt": "a"}
     data = data_of(tmp_path, [right, row, right], **fields)
@@ -139,13 +139,17 @@ def test_a_wrong_record_is_told_by_file_and_line(case: str, tmp_path: Path, toke
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_many_faults_are_told_together_and_the_rest_are_counted(tmp_path: Path, tokenizer: TaskTokenizer) -> None:
+def test_the_first_faults_are_reported_together_and_the_others_are_counted(
+    tmp_path: Path, tokenizer: TaskTokenizer
+) -> None:
     data = data_of(tmp_path, ["{", {"answer": 1}, *[{"prompt": 1}] * 10])
     with pytest.raises(ValueError, match=r"train\.jsonl:1: not JSON") as raised:
         prompts_of(data, tokenizer)
-    told = str(raised.value).splitlines()
-    assert [line.partition(" ")[0] for line in told] == [f"{tmp_path}/train.jsonl:{n}:" for n in range(1, 9)] + ["and"]
-    assert told[-1] == "and 4 more"
+    faults = str(raised.value).splitlines()
+    assert [line.partition(" ")[0] for line in faults] == [f"{tmp_path}/train.jsonl:{n}:" for n in range(1, 9)] + [
+        "and"
+    ]
+    assert faults[-1] == "and 4 more"
 
 
 def test_data_without_a_record_is_refused(tmp_path: Path, tokenizer: TaskTokenizer) -> None:
@@ -153,7 +157,7 @@ def test_data_without_a_record_is_refused(tmp_path: Path, tokenizer: TaskTokeniz
         prompts_of(data_of(tmp_path, []), tokenizer)
 
 
-def test_a_template_that_is_none_is_refused_by_name(tmp_path: Path, tokenizer: TaskTokenizer) -> None:
+def test_an_invalid_or_missing_template_is_refused_by_name(tmp_path: Path, tokenizer: TaskTokenizer) -> None:
     path = tmp_path / "bad.jinja"
     path.write_text("line\n{% for message in messages %}")
     with pytest.raises(ValueError, match=r"chat_template=.*bad.jinja is no chat template: .* \(line 2\)"):
@@ -162,9 +166,9 @@ def test_a_template_that_is_none_is_refused_by_name(tmp_path: Path, tokenizer: T
         PromptReader(data_of(tmp_path, [], chat_template=str(tmp_path / "absent.jinja")), tokenizer)
 
 
-def test_a_tokenizer_without_a_template_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_refused_where_the_config_asks_for_it(tmp_path: Path) -> None:
     bare = load_tokenizer(make_tokenizer(tmp_path / "bare", chat_template=None), model_vocab_size=1000)
-    with pytest.raises(ValueError, match=r"data.chat_template=tokenizer, and the tokenizer came with none"):
+    with pytest.raises(ValueError, match=r"data.chat_template=tokenizer, but the tokenizer has no template"):
         PromptReader(data_of(tmp_path, [], chat_template="tokenizer"), bare)
 
 
@@ -186,7 +190,7 @@ def test_a_pass_has_each_record_once_and_another_order_than_the_one_before() -> 
     assert passes[0] != passes[1] != passes[2] != passes[0]
 
 
-def test_the_prompt_at_an_index_follows_from_seed_and_index_in_whatever_order_they_are_asked_for() -> None:
+def test_the_prompt_at_an_index_follows_from_seed_and_index_in_any_order_of_requests() -> None:
     forwards, backwards = (PromptList(listed(7), seed=3, shuffle=True) for _ in range(2))
     want = [forwards.at(index).text for index in range(40)]
     assert [backwards.at(index).text for index in reversed(range(40))] == want[::-1]

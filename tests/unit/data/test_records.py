@@ -1,4 +1,4 @@
-"""Records of JSONL and Parquet files: every one with its place, and what is wrong told by file and line."""
+"""Records of JSONL and Parquet files have their place. A fault is reported with its file and line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_a_bad_line_is_told_by_file_and_number_and_leaves_the_others(case: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_reported_with_its_file_and_number_and_the_others_are_read(case: str, tmp_path: Path) -> None:
     bad, want = BAD_LINES[case]
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n' + bad + b'\n{"prompt": "b"}\n')
@@ -83,14 +83,14 @@ def test_parquet_columns_that_json_cannot_hold_are_left_out(tmp_path: Path) -> N
     assert read(path) == ([(f"{path} row 1", {"prompt": "a"})], [])
 
 
-def test_a_parquet_file_that_is_cut_off_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_incomplete_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "train.parquet", ROWS[:1])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"train\.parquet cannot be read as Parquet after row 0: .*; is it whole\?"):
         read(path)
 
 
-def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path: Path) -> None:
+def test_without_pyarrow_a_parquet_file_is_refused_with_the_packages_to_install(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; sys.modules['pyarrow'] = None\n"
         "from tidegate.data.records import read_records\n"
@@ -119,7 +119,7 @@ def test_a_folder_stands_for_the_files_of_the_split(case: str, tmp_path: Path) -
     assert data_files(tmp_path, split="train") == tuple(tmp_path / name for name in want)
 
 
-def test_what_holds_no_data_is_refused_with_what_would(tmp_path: Path) -> None:
+def test_a_path_without_data_is_refused_with_the_legal_paths(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no data at .*absent.jsonl: give the path of a \.jsonl or \.parquet file"):
         data_files(tmp_path / "absent.jsonl", split="train")
     with pytest.raises(ValueError, match=r"has no files of the split train, such as train\.jsonl or data/train-00000"):
@@ -129,5 +129,5 @@ def test_what_holds_no_data_is_refused_with_what_would(tmp_path: Path) -> None:
         data_files(tmp_path / "train.csv", split="train")
     for kind in ("jsonl", "parquet"):
         (tmp_path / f"train.{kind}").touch()
-    with pytest.raises(ValueError, match=r"has train in both \.jsonl and \.parquet: name one file"):
+    with pytest.raises(ValueError, match=r"has train in both \.jsonl and \.parquet: give the path of one file"):
         data_files(tmp_path, split="train")

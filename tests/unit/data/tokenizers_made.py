@@ -1,4 +1,4 @@
-"""A small tokenizer in the form in which a model brings one: special tokens of its own, a chat template."""
+"""A small tokenizer in the form of a model's own: with its special tokens and a chat template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECIAL = ("<s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 
 
 def make_tokenizer(folder: Path, **config: Any) -> Path:
-    """A byte-level tokenizer that puts <s> before a text, saved in `folder`; `config` changes its config's keys."""
+    """Save a byte-level tokenizer that puts <s> before a text in `folder`. `config` overrides keys of its config."""
     tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()

@@ -1,4 +1,4 @@
-"""Functions as people write them, and as they should not: what reward workers import in the tests."""
+"""Reward functions for the tests, good ones and bad ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def length(response: str) -> int:
 
 
 def everything(*, prompt: Any, response: str, answer: Any, **columns: Any) -> float:
-    """1 when it got what the tests give."""
-    given = (prompt, response, answer, columns)
-    return float(given == ([{"role": "user", "content": "2 + 2"}], "4 für ⅘", {"value": 4}, {"level": [1, None]}))
+    """1 when it got the arguments that the tests pass."""
+    arguments = (prompt, response, answer, columns)
+    return float(arguments == ([{"role": "user", "content": "2 + 2"}], "4 für ⅘", {"value": 4}, {"level": [1, None]}))
 
 
 def one_of_many(response: str, level: float, weight: float = 2.0) -> float:
@@ -28,13 +28,13 @@ def one_of_many(response: str, level: float, weight: float = 2.0) -> float:
 
 
 def misbehaving(response: str, prompt: str) -> Any:
-    """Does what the response says."""
+    """Act as the response says."""
     match response.split():
         case ["hang"]:
             threading.Event().wait()
-        case ["hang", "with", "child", told]:
+        case ["hang", "with", "child", pipe]:
             child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
-            Path(told).write_text(str(child.pid))
+            Path(pipe).write_text(str(child.pid))
             threading.Event().wait()
         case ["exit", status]:
             os._exit(int(status))

@@ -1,4 +1,4 @@
-"""A sample's reward: weighted, in the order of the config, and by policy 0 or an end that names the sample."""
+"""A sample's reward: a weighted sum in the config's order. A failed reward counts as 0 or raises, by its policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tidegate.config.sections.data import RewardSection
 from tidegate.data.prompts import DataPrompt
 from tidegate.rewards.answers import exact_match, math_verify, refuse_without_math_verify
-from tidegate.rewards.judge import Answered, Judge, RewardFailed, Score
+from tidegate.rewards.judge import Judge, PromptResponse, RewardFailed, Score
 
 GRADERS = "tests.unit.rewards.graders"
 
@@ -29,8 +29,8 @@ def function(name: str, **fields: Any) -> dict[str, Any]:
     return {"name": "function", "path": f"{GRADERS}:{name}", "timeout_s": 60, **fields}
 
 
-def answered(response: str, *, answer: Any = None, **columns: Any) -> Answered:
-    return Answered("1.0.3.2", DataPrompt("train.jsonl:17", "p", "p", answer, columns), response)
+def answered(response: str, *, answer: Any = None, **columns: Any) -> PromptResponse:
+    return PromptResponse("1.0.3.2", DataPrompt("train.jsonl:17", "p", "p", answer, columns), response)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def answered(response: str, *, answer: Any = None, **columns: Any) -> Answered:
         pytest.param("", "42", 0.0, id="nothing"),
     ],
 )
-def test_an_exact_match_is_the_answer_and_nothing_else(response: str, answer: Any, want: float) -> None:
+def test_exact_match_accepts_the_answer_and_nothing_else(response: str, answer: Any, want: float) -> None:
     assert exact_match(response=response, answer=answer) == want
 
 
@@ -69,7 +69,7 @@ def test_a_job_does_not_start_without_the_package_that_its_reward_needs() -> Non
         refuse_without_math_verify(lambda name: None)
 
 
-async def test_math_verify_runs_in_a_worker_of_its_own() -> None:
+async def test_math_verify_runs_in_a_worker_process() -> None:
     pytest.importorskip("math_verify", reason="what requirements/data.txt lists is not installed")
     async with judge_of({"name": "math_verify", "timeout_s": 60}) as judge:
         assert await judge.score(answered("\\boxed{0.5}", answer="1/2")) == Score(1.0, (1.0,))
@@ -87,14 +87,14 @@ async def test_a_reward_is_the_weighted_sum_of_all() -> None:
         )
 
 
-async def test_a_failure_counts_0_in_its_summand_and_names_reward_sample_and_record() -> None:
+async def test_a_failed_reward_counts_as_0_and_names_reward_sample_and_record() -> None:
     async with judge_of({"name": "exact_match"}, function("misbehaving")) as judge:
         score = await judge.score(answered("raise", answer="raise"))
     want = f"reward {GRADERS}:misbehaving on sample 1.0.3.2 (train.jsonl:17) raised KeyError: 'no such unit'"
     assert score == Score(1.0, (1.0, 0.0), (want,))
 
 
-async def test_a_time_limit_counts_0_and_names_the_sample() -> None:
+async def test_a_reward_past_its_time_limit_counts_as_0_and_names_the_sample() -> None:
     async with judge_of(function("misbehaving", timeout_s=0.2)) as judge:
         score = await judge.score(answered("hang"))
     assert score.reward == 0.0
@@ -104,7 +104,7 @@ async def test_a_time_limit_counts_0_and_names_the_sample() -> None:
 @pytest.mark.parametrize(
     ("response", "want"), [("raise", "raised KeyError"), ("die", "died of SIGKILL"), ("return None", "is no number")]
 )
-async def test_a_failure_that_is_fatal_ends_it_and_names_the_sample(response: str, want: str) -> None:
+async def test_a_fatal_failure_raises_and_names_the_sample(response: str, want: str) -> None:
     async with judge_of(function("misbehaving", on_error="fatal")) as judge:
         with pytest.raises(RewardFailed, match=rf"on sample 1\.0\.3\.2 \(train\.jsonl:17\) .*{want}.*on_error: zero"):
             await judge.score(answered(response))
@@ -117,17 +117,17 @@ async def test_a_function_that_needs_what_a_record_lacks_is_refused_with_its_pla
     ]
     async with judge_of(function("one_of_many")) as judge:
         await judge.check(prompts[:1])
-        want = r"graders:one_of_many needs 'level', and train.jsonl:2 has no such column \(1 lacking in all\)"
+        want = r"graders:one_of_many needs 'level', but train.jsonl:2 has no such column \(1 are missing in all\)"
         with pytest.raises(ValueError, match=want):
             await judge.check(prompts)
 
 
-async def test_an_answer_that_nothing_can_equal_is_refused_with_its_place() -> None:
+async def test_an_answer_that_no_response_can_equal_is_refused_with_its_place() -> None:
     answers: list[Any] = ["a", None, 3, {}, []]
     prompts = [DataPrompt(f"train.jsonl:{n}", "p", "p", answer, {}) for n, answer in enumerate(answers, 1)]
     async with judge_of({"name": "exact_match"}) as judge:
         with pytest.raises(
             ValueError, match=r"train.jsonl:2: the answer is None: it must be a text or a number"
-        ) as told:
+        ) as refused:
             await judge.check(prompts)
-    assert [line.partition(":")[2][0] for line in str(told.value).splitlines()] == ["2", "4", "5"]
+    assert [line.partition(":")[2][0] for line in str(refused.value).splitlines()] == ["2", "4", "5"]

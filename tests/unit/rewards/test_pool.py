@@ -1,4 +1,4 @@
-"""Reward workers for real: functions that hang, die, raise and print, and what is left of them afterwards."""
+"""Real reward workers: functions that hang, die, raise and print, and the processes that remain afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidegate.rewards.worker import FunctionPath
 GRADERS = "tests.unit.rewards.graders"
 PATIENCE_S = 60.0
 SHORT_S = 0.2
-"""For what never ends; nothing that ends is held to it."""
+"""The limit for calls that never end. No call that ends comes near it."""
 
 
 @asynccontextmanager
@@ -33,11 +33,11 @@ async def pool_of(*names: str, size: int = 1) -> AsyncIterator[RewardPool]:
         pool.close()
 
 
-async def told(pool: RewardPool, response: str, *, timeout_s: float = PATIENCE_S) -> float:
+async def reward_of(pool: RewardPool, response: str, *, timeout_s: float = PATIENCE_S) -> float:
     return await pool.call(0, {"prompt": "p", "response": response}, timeout_s=timeout_s)
 
 
-async def test_a_function_gets_what_it_names_as_the_data_has_it() -> None:
+async def test_a_function_gets_the_arguments_that_it_names_as_the_data_has_them() -> None:
     async with pool_of("length", "everything", "one_of_many") as pool:
         arguments = {
             "prompt": [{"role": "user", "content": "2 + 2"}],
@@ -53,32 +53,32 @@ async def test_a_function_gets_what_it_names_as_the_data_has_it() -> None:
         assert len(pool.pids) == 1
 
 
-async def test_a_function_that_raises_is_told_and_its_worker_goes_on() -> None:
+async def test_a_functions_exception_is_reported_and_its_worker_serves_on() -> None:
     async with pool_of("misbehaving") as pool:
-        before = await told(pool, "pid")
+        before = await reward_of(pool, "pid")
         for response, want in (
             ("raise", "raised KeyError: 'no such unit'"),
             ("leave", "raised SystemExit: had enough"),
         ):
             with pytest.raises(FunctionFailed, match=want):
-                await told(pool, response)
-        assert await told(pool, "pid") == before
+                await reward_of(pool, response)
+        assert await reward_of(pool, "pid") == before
 
 
-async def test_a_function_that_hangs_is_killed_at_its_limit_and_another_worker_goes_on() -> None:
+async def test_a_function_that_hangs_is_killed_at_its_limit_and_another_worker_serves_the_next_call() -> None:
     async with pool_of("misbehaving") as pool:
-        before = await told(pool, "pid")
+        before = await reward_of(pool, "pid")
         with pytest.raises(FunctionFailed, match=r"gave no result within 0\.2 s"):
-            await told(pool, "hang", timeout_s=SHORT_S)
+            await reward_of(pool, "hang", timeout_s=SHORT_S)
         assert not psutil.pid_exists(int(before))
-        assert await told(pool, "pid") != before
+        assert await reward_of(pool, "pid") != before
 
 
-async def test_what_a_function_started_dies_with_its_worker(tmp_path: Path) -> None:
+async def test_child_processes_of_a_function_die_with_its_worker(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     async with pool_of("misbehaving") as pool:
-        hanging = asyncio.create_task(told(pool, f"hang with child {pipe}"))
+        hanging = asyncio.create_task(reward_of(pool, f"hang with child {pipe}"))
         child = psutil.Process(int(await asyncio.to_thread(pipe.read_text)))
         hanging.cancel()
         await asyncio.gather(hanging, return_exceptions=True)
@@ -90,12 +90,14 @@ async def test_what_a_function_started_dies_with_its_worker(tmp_path: Path) -> N
     ("response", "want"),
     [("exit 3", "ended the process with status 3"), ("exit 0", "with status 0"), ("die", "died of SIGKILL")],
 )
-async def test_a_function_that_ends_its_process_is_told_and_another_worker_goes_on(response: str, want: str) -> None:
+async def test_a_function_that_ends_its_process_is_reported_and_replaced_by_another_worker(
+    response: str, want: str
+) -> None:
     async with pool_of("misbehaving") as pool:
-        before = await told(pool, "pid")
+        before = await reward_of(pool, "pid")
         with pytest.raises(FunctionFailed, match=want):
-            await told(pool, response)
-        assert await told(pool, "pid") != before
+            await reward_of(pool, response)
+        assert await reward_of(pool, "pid") != before
 
 
 @pytest.mark.parametrize(
@@ -107,43 +109,43 @@ async def test_a_function_that_ends_its_process_is_told_and_another_worker_goes_
         ("list", r"returned \[1\.0\], which is no number"),
     ],
 )
-async def test_what_is_no_finite_number_is_no_reward(returned: str, want: str) -> None:
+async def test_only_a_finite_number_is_a_reward(returned: str, want: str) -> None:
     async with pool_of("misbehaving") as pool:
         with pytest.raises(FunctionFailed, match=want):
-            await told(pool, f"return {returned}")
-        assert await told(pool, "return true") == 1.0
+            await reward_of(pool, f"return {returned}")
+        assert await reward_of(pool, "return true") == 1.0
 
 
 async def test_what_a_function_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
     async with pool_of("misbehaving") as pool:
-        assert await told(pool, "print") == 1.0
-        assert await told(pool, "else") == 0.5
+        assert await reward_of(pool, "print") == 1.0
+        assert await reward_of(pool, "else") == 0.5
     said = capfd.readouterr()
     assert said.out == ""
     assert "not an answer" in said.err
 
 
-async def test_workers_take_turns_and_are_never_more_than_asked_for() -> None:
+async def test_workers_take_turns_and_are_never_more_than_configured() -> None:
     async with pool_of("misbehaving", size=2) as pool:
-        pids = await asyncio.gather(*(told(pool, "pid") for _ in range(12)))
+        pids = await asyncio.gather(*(reward_of(pool, "pid") for _ in range(12)))
         assert len(set(pids)) <= 2
         assert pool.pids == {int(pid) for pid in pids}
 
 
-async def test_one_that_hangs_holds_up_no_other() -> None:
+async def test_a_worker_that_hangs_delays_no_other_worker() -> None:
     async with pool_of("misbehaving", size=2) as pool:
-        hanging = asyncio.create_task(told(pool, "hang"))
-        assert [await told(pool, "else") for _ in range(3)] == [0.5] * 3
+        hanging = asyncio.create_task(reward_of(pool, "hang"))
+        assert [await reward_of(pool, "else") for _ in range(3)] == [0.5] * 3
         hanging.cancel()
         await asyncio.gather(hanging, return_exceptions=True)
         assert len(pool.pids) == 1, "a call that nobody waits for keeps no worker"
 
 
-async def test_nothing_is_left_after_the_end() -> None:
+async def test_nothing_remains_after_the_end_of_the_pool() -> None:
     async with pool_of("misbehaving", size=2) as pool:
-        hanging = asyncio.create_task(told(pool, "hang"))
-        waiting = [asyncio.create_task(told(pool, "hang")) for _ in range(3)]
-        await told(pool, "pid")
+        hanging = asyncio.create_task(reward_of(pool, "hang"))
+        waiting = [asyncio.create_task(reward_of(pool, "hang")) for _ in range(3)]
+        await reward_of(pool, "pid")
         pids = pool.pids
     outcomes = await asyncio.gather(hanging, *waiting, return_exceptions=True)
     assert all(isinstance(outcome, FunctionFailed | WorkerNotStarted) for outcome in outcomes)
@@ -161,7 +163,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-async def test_a_function_that_cannot_be_used_says_why(case: str) -> None:
+async def test_an_unusable_function_is_refused_with_the_reason(case: str) -> None:
     path, want = UNUSABLE[case]
     pool = RewardPool([FunctionPath(path, "")], size=1, start_timeout_s=PATIENCE_S)
     with pytest.raises(ValueError, match=want):
@@ -177,7 +179,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("case", MODULES)
-async def test_a_module_that_fails_at_its_import_says_how(case: str, tmp_path: Path) -> None:
+async def test_a_module_that_fails_at_its_import_is_refused_with_the_error(case: str, tmp_path: Path) -> None:
     text, kind, want = MODULES[case]
     (tmp_path / "mine.py").write_text(text)
     pool = RewardPool([FunctionPath("mine:score", str(tmp_path))], size=1, start_timeout_s=PATIENCE_S)
@@ -186,18 +188,20 @@ async def test_a_module_that_fails_at_its_import_says_how(case: str, tmp_path: P
     assert not pool.pids
 
 
-async def test_two_folders_modules_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> None:
+async def test_modules_of_one_name_in_two_folders_are_not_confused(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "other")]
     for folder in folders:
         folder.mkdir()
         (folder / "mine.py").write_text("def score(response):\n    return 1.0\n")
     functions = [FunctionPath("mine:score", str(folder)) for folder in folders]
     pool = RewardPool(functions, size=1, start_timeout_s=PATIENCE_S)
-    with pytest.raises(ValueError, match=rf"mine is {folders[0]}/mine.py in this process, and {folders[1]}/mine.py"):
+    with pytest.raises(
+        ValueError, match=rf"mine is {folders[0]}/mine.py in this process, but the reward needs {folders[1]}/mine.py"
+    ):
         await pool.signatures()
 
 
-async def test_a_module_that_hangs_at_its_import_is_given_up(tmp_path: Path) -> None:
+async def test_a_module_that_hangs_at_its_import_fails_at_the_time_limit(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import threading; threading.Event().wait()")
     pool = RewardPool([FunctionPath("mine:score", str(tmp_path))], size=1, start_timeout_s=SHORT_S)
     with pytest.raises(WorkerNotStarted, match=r"imports mine:score gave no result within 0\.2 s"):

@@ -1,4 +1,4 @@
-"""The demo task: what is right, what is wrong, and that its lengths have a long tail."""
+"""The demo task: right and wrong answers, and the long tail of their lengths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_right_answer_earns_one(prompt: Prompt, response: str) -> None:
     "response",
     [
         pytest.param("", id="nothing"),
-        pytest.param("4 3 2 1", id="liftoff left out"),
+        pytest.param("4 3 2 1", id="without liftoff"),
         pytest.param("4 3 2 1 0 liftoff", id="zero counted too"),
         pytest.param("4 3 2 1 liftoff liftoff", id="liftoff twice"),
         pytest.param("3 2 1 liftoff", id="begun one late"),
@@ -69,7 +69,7 @@ def test_another_process_gives_the_same_prompts_and_demonstrations() -> None:
     assert other.stdout.strip() == str([(task.prompt(index), task.demonstration(index)) for index in range(50)])
 
 
-def test_the_order_of_asking_does_not_change_what_is_given() -> None:
+def test_the_order_of_asking_does_not_change_prompts_and_demonstrations() -> None:
     task = CountdownTask(seed=1)
     want = [(task.prompt(index), task.demonstration(index)) for index in range(20)]
     again = CountdownTask(seed=1)

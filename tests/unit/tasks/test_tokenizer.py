@@ -1,4 +1,4 @@
-"""The tokenizer file: built from a task's words, loaded from a path, refused with a remedy."""
+"""The tokenizer file: built from a task's words, loaded from a path, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_word_outside_the_vocabulary_is_refused() -> None:
         build_tokenizer(["one", "two"]).encode_prompt("one three")
 
 
-def test_an_id_that_no_token_has_shows_in_a_response() -> None:
+def test_an_id_that_no_token_has_is_visible_in_a_response() -> None:
     assert build_tokenizer(["one", "two"]).decode_response([3, 4, 5, 9, 3, 2]) == "one two\ufffd\ufffdone"
 
 
@@ -108,7 +108,9 @@ def test_a_file_that_is_no_tokenizer_is_refused(path: Path, content: str) -> Non
 
 def test_a_tokenizer_without_an_end_token_is_refused(path: Path) -> None:
     path.write_text(path.read_text().replace("<eos>", "<end>"))
-    with pytest.raises(ValueError, match=r"has no token <eos>; needed are .*, or, without one, <pad>, <bos> and <eos>"):
+    with pytest.raises(
+        ValueError, match=r"has no token <eos>; it needs .* or, without that file, <pad>, <bos> and <eos>"
+    ):
         load_tokenizer(path, model_vocab_size=64)
 
 
@@ -132,7 +134,7 @@ def test_a_config_beside_the_file_names_the_special_tokens(path: Path) -> None:
     assert tokenizer.decode_response([first, tokenizer.eos_id]) == "from"
 
 
-def test_a_saved_tokenizer_brings_its_config_along(path: Path, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_has_its_config_beside_it(path: Path, tmp_path: Path) -> None:
     templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages }}"}]
     loaded = load_tokenizer(with_config(path, eos_token="liftoff", chat_template=templates), model_vocab_size=64)
     (tmp_path / "again").mkdir()
@@ -144,7 +146,7 @@ def test_a_saved_tokenizer_brings_its_config_along(path: Path, tmp_path: Path) -
     assert again.eos_id == loaded.eos_id != 2
 
 
-def test_a_template_file_goes_before_the_one_in_the_config(path: Path) -> None:
+def test_a_template_file_overrides_the_template_in_the_config(path: Path) -> None:
     (path.parent / "chat_template.jinja").write_text("from the file")
     tokenizer = load_tokenizer(with_config(path, chat_template="from the config"), model_vocab_size=64)
     assert tokenizer.config is not None
@@ -154,7 +156,7 @@ def test_a_template_file_goes_before_the_one_in_the_config(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "want"),
     [
-        pytest.param('{"eos_token": "<|im_end|>"}', r"has no token <\|im_end\|>; needed are", id="a token not there"),
+        pytest.param('{"eos_token": "<|im_end|>"}', r"has no token <\|im_end\|>; it needs", id="a token not there"),
         pytest.param('{"eos_token": 7}', "has eos_token=7, which is no token", id="a token that is none"),
         pytest.param('{"chat_template": 7}', "has a chat_template that is no text: 7", id="a template that is none"),
         pytest.param("{", "cannot be read: Expecting property name", id="no JSON"),
@@ -163,6 +165,6 @@ def test_a_template_file_goes_before_the_one_in_the_config(path: Path) -> None:
 )
 def test_a_config_that_does_not_match_its_tokenizer_is_refused(path: Path, content: str, want: str) -> None:
     (path.parent / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ValueError, match=want) as told:
+    with pytest.raises(ValueError, match=want) as refused:
         load_tokenizer(path, model_vocab_size=64)
-    assert str(path) in str(told.value)
+    assert str(path) in str(refused.value)

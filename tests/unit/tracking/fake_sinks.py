@@ -12,7 +12,7 @@ PATIENCE_S = 20.0
 
 
 class Written:
-    """A sink that takes every row for which `fails` does not hold, once `let_go` is set."""
+    """A sink that accepts rows after `let_go` is set, except those for which `fails` holds."""
 
     def __init__(self, *, fails: Callable[[Row], bool] = lambda _: False, is_free: bool = True) -> None:
         self.rows: list[Row] = []
@@ -38,7 +38,7 @@ class Written:
         return [row.step for row in self.rows]
 
     def until(self, num_rows: int) -> None:
-        """Wait until it has so many rows."""
+        """Wait until it has `num_rows` rows."""
         with self._wrote:
             assert self._wrote.wait_for(lambda: len(self.rows) >= num_rows, PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""Rows, and readers of what they become that share no code with the writers."""
+"""Rows, and readers of the written files. The readers share no code with the writers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def a_row(step: int, *, incarnation: int = 1, **values: float) -> Row:
 
 @dataclass(frozen=True)
 class Scalar:
-    """As TensorBoard would draw it."""
+    """A scalar as TensorBoard draws it."""
 
     step: int
     unix_s: float
@@ -27,8 +27,9 @@ class Scalar:
 
 
 def read_scalars(folder: Path) -> dict[str, list[Scalar]]:
-    """All files of the folder in order of their names, as TensorBoard reads them: what a restart says of its first step
-    drops what came before from that step on. AssertionError where a file is not whole."""
+    """The scalars of all files of the folder, read in the order of names as TensorBoard does.
+
+    A restart's first step drops earlier scalars from that step on. Raises AssertionError where a file is incomplete."""
     found: dict[str, list[Scalar]] = {}
     for path in sorted(folder.glob("*tfevents*")):
         for event in map(_fields, _records(path.read_bytes())):
@@ -37,13 +38,13 @@ def read_scalars(folder: Path) -> dict[str, list[Scalar]]:
                 found = {tag: [scalar for scalar in old if scalar.step < step] for tag, old in found.items()}
             unix_s = struct.unpack("<d", event[1][0])[0]
             for value in map(_fields, _fields(event[5][0])[1] if 5 in event else []):
-                told = struct.unpack("<f", value[2][0])[0]
-                found.setdefault(value[1][0].decode(), []).append(Scalar(step, unix_s, told))
+                scalar = struct.unpack("<f", value[2][0])[0]
+                found.setdefault(value[1][0].decode(), []).append(Scalar(step, unix_s, scalar))
     return found
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Of TFRecord: length, its checksum, the record, its checksum."""
+    """The records of a TFRecord file: each has its length, a checksum, the content, a checksum."""
     at = 0
     while at < len(content):
         header = content[at : at + 8]
@@ -66,7 +67,7 @@ def _masked_crc32c(content: bytes) -> int:
 
 
 def _fields(message: bytes) -> dict[int, list[Any]]:
-    """A protobuf message by its fields' numbers: integers, and bytes of all else."""
+    """A protobuf message's values by field number: integers, and bytes for all other types."""
     fields: dict[int, list[Any]] = {}
     at = 0
     value: int | bytes
@@ -96,7 +97,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def read_wandb_history(file: Path) -> list[dict[str, Any]]:
-    """The rows in a run's `.wandb` file: after 7 bytes, LevelDB's log of protobuf records."""
+    """The rows in a run's `.wandb` file: 7 bytes, then a LevelDB log of protobuf records."""
     rows = []
     for record in map(_fields, _leveldb_records(file.read_bytes())):
         for history in map(_fields, record.get(2, [])):
@@ -112,9 +113,9 @@ def _key(item: dict[int, list[Any]]) -> str:
 def _leveldb_records(content: bytes) -> Iterator[bytes]:
     at, parts = 7, b""
     while at + 7 <= len(content):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
+        remaining = 32768 - at % 32768
+        if remaining < 7:
+            at += remaining
             continue
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
         parts += content[at + 7 : at + 7 + length]

@@ -1,4 +1,4 @@
-"""Outlets: nobody waits for a sink, and every row that it did not take is accounted for."""
+"""Outlets: nothing waits for a sink, and every row that it did not take is counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_rows_are_written_in_order_and_the_sink_is_closed_after_the_last() -> No
     assert sink.is_closed
 
 
-def test_a_sink_that_blocks_holds_up_nobody_and_what_finds_no_room_is_counted() -> None:
+def test_a_sink_that_blocks_delays_nothing_and_rows_beyond_the_queue_are_dropped_and_counted() -> None:
     sink = Written(is_free=False)
     of = outlet(sink, capacity=3)
     of.offer(a_row(0))
@@ -37,7 +37,7 @@ def test_a_sink_that_blocks_holds_up_nobody_and_what_finds_no_room_is_counted() 
     assert sink.steps == [0, 1, 2]
 
 
-def test_a_sink_that_never_returns_delays_the_end_no_longer_than_it_may_and_its_rows_are_told_as_pending() -> None:
+def test_a_sink_that_never_returns_delays_the_end_only_up_to_the_limit_and_its_rows_are_pending() -> None:
     stuck, sound = Written(is_free=False), Written()
     outlets = [Outlet("stuck", lambda: stuck, capacity=10), Outlet("sound", lambda: sound, capacity=10)]
     for each in outlets:
@@ -53,7 +53,7 @@ def test_a_sink_that_never_returns_delays_the_end_no_longer_than_it_may_and_its_
     assert outlets[0].closed(timeout_s=PATIENCE_S).written == 2
 
 
-def test_a_row_that_fails_costs_itself_and_the_next_ones_go_on() -> None:
+def test_a_failed_row_is_dropped_and_the_next_rows_are_written() -> None:
     sink = Written(fails=lambda row: row.step in (1, 2, 4))
     of = outlet(sink)
     for step in range(6):
@@ -62,7 +62,7 @@ def test_a_row_that_fails_costs_itself_and_the_next_ones_go_on() -> None:
     assert sink.steps == [0, 3, 5]
 
 
-def test_a_sink_that_fails_again_and_again_is_given_up_closed_and_said_why() -> None:
+def test_a_sink_that_fails_repeatedly_is_given_up_and_closed_with_the_reason() -> None:
     sink = Written(fails=lambda row: row.step > 0)
     of = outlet(sink)
     for step in range(10):
@@ -73,7 +73,7 @@ def test_a_sink_that_fails_again_and_again_is_given_up_closed_and_said_why() -> 
     assert sink.is_closed
 
 
-def test_a_sink_that_cannot_be_opened_drops_all_that_it_is_offered() -> None:
+def test_a_sink_that_cannot_be_opened_drops_all_rows() -> None:
     def open_sink() -> NoReturn:
         raise ModuleNotFoundError("No module named 'wandb'")
 

@@ -1,4 +1,4 @@
-"""TensorBoard's files, read by a reader of our own: what was written, and what a restart supersedes."""
+"""TensorBoard's files, read by a reader of our own: the written rows, and those that a restart supersedes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_row_can_be_read_before_the_next_one_comes(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_what_is_done_again_replaces_what_came_before_from_its_first_step_on(tmp_path: Path) -> None:
+def test_an_incarnations_rows_replace_earlier_ones_from_its_first_step_on(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, boot=7)
     for step in range(4):
         sink.write(a_row(step, loss=1.0))
@@ -47,7 +47,7 @@ def test_evaluations_are_read_back_by_version_those_of_the_weights_that_a_restar
     tmp_path: Path,
 ) -> None:
     generated = events_pb2.IterationReported()
-    told = rows(
+    got = rows(
         *begun(),
         event(3.0, ROLLOUT, generated),
         *(evaluation(4.0 + version, version, {"countdown/pass@4": version / 4}) for version in range(4)),
@@ -55,7 +55,7 @@ def test_evaluations_are_read_back_by_version_those_of_the_weights_that_a_restar
         event(24.0, ROLLOUT, generated, iteration=2, incarnation=2),
     )
     sink = TensorBoardSink(tmp_path, boot=7)
-    for row in told:
+    for row in got:
         sink.write(row)
     sink.close()
     read = read_scalars(tmp_path)["evaluation/countdown/pass@4"]
@@ -77,7 +77,7 @@ def test_a_later_start_of_the_job_writes_a_file_of_its_own_and_goes_on_from_its_
     ]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_sink(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_of_the_sink(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file in the place of the folder")
     with pytest.raises(FileExistsError):
         TensorBoardSink(tmp_path / "tensorboard", boot=7)

@@ -1,4 +1,4 @@
-"""The tracker: of a stream that several starts of a job share, it tells what its own one did, to the last event."""
+"""The tracker offers all events of its own start, from a stream that several starts of a job share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ async def tell(bus: MemoryBus, source: EventSource, body: Any, *, incarnation: i
     await bus.events.publish(source.event(body, job=JOB, incarnation=incarnation, iteration=iteration))
 
 
-async def test_a_tracker_tells_its_own_starts_events_and_those_that_came_while_it_was_asked_to_end() -> None:
+async def test_a_tracker_offers_the_events_of_its_own_start_including_those_that_came_during_its_stop() -> None:
     bus, sink = MemoryBus(), Written()
     await bus.streams.open_job(JOB)
-    # Each start of the job is an incarnation, and has a boot of its own.
+    # Each start of the job is an incarnation with a boot of its own.
     for boot, iterations in ((1, range(3)), (2, range(2, 4))):
         source = EventSource("actor@n0", role=Role.ACTOR, boot=boot, now_ns=lambda: 1)
         await tell(bus, source, events_pb2.JobSubmitted(), incarnation=boot)
@@ -48,7 +48,7 @@ async def test_a_tracker_tells_its_own_starts_events_and_those_that_came_while_i
     ("resume", "want"),
     [pytest.param(True, 0.25, id="a job that goes on"), pytest.param(False, None, id="a job that begins anew")],
 )
-async def test_a_resumed_job_tells_the_evaluation_of_the_weights_that_it_goes_on_from(
+async def test_a_resumed_job_repeats_the_evaluation_of_the_weights_that_it_continues_from(
     resume: bool, want: float | None
 ) -> None:
     bus, sink = MemoryBus(), Written()
@@ -73,7 +73,7 @@ async def test_a_resumed_job_tells_the_evaluation_of_the_weights_that_it_goes_on
         pytest.param({"wandb": WandbSection(mode="offline")}, "wandb", "tracking.wandb.mode=offline needs", id="W&B"),
     ],
 )
-def test_a_library_that_is_asked_for_and_missing_is_named_with_the_remedy(
+def test_a_requested_library_that_is_missing_is_named_with_the_remedy(
     tracking: dict[str, Any], lacks: str, want: str
 ) -> None:
     section = TrackingSection(**tracking)

@@ -1,4 +1,4 @@
-"""A Weights & Biases run without a network, read from its file. Run where wandb is installed, which nobody has to."""
+"""A Weights & Biases run without a network, read from its file. It runs only where wandb is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidegate.config.sections.record import WandbSection
 pytest.importorskip("wandb", reason="what requirements/wandb.in lists is not installed")
 
 
-def test_a_run_that_is_offline_has_every_row_by_its_iteration(tmp_path: Path) -> None:
+def test_an_offline_run_has_every_row_by_its_iteration(tmp_path: Path) -> None:
     from tidegate.tracking.weights_and_biases import WandbSink
 
     section = WandbSection(mode="offline", tags=("tried",))
@@ -21,6 +21,6 @@ def test_a_run_that_is_offline_has_every_row_by_its_iteration(tmp_path: Path) ->
         sink.write(a_row(step, iteration__loss=step / 4))
     sink.close()
     (file,) = tmp_path.glob("wandb/offline-run-*-small-7/*.wandb")
-    told = [(row["iteration"], row["iteration/loss"]) for row in read_wandb_history(file)]
-    assert told == [(3, 0.75), (4, 1.0), (3, 0.75)]
+    got = [(row["iteration"], row["iteration/loss"]) for row in read_wandb_history(file)]
+    assert got == [(3, 0.75), (4, 1.0), (3, 0.75)]
     assert b"small/2" in file.read_bytes()
