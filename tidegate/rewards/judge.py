@@ -72,8 +72,9 @@ class Judge:
                 prompt, name = lacking[0]
                 raise ValueError(
                     f"{function.path} needs {name!r}, but {prompt.where} has no such column ({len(lacking)} are "
-                    f"missing in all): it may need prompt, response, answer and columns that every record has; the columns "
-                    f"are {', '.join(sorted(prompt.columns)) or 'none'}. Give {name!r} a default, or the data the column"
+                    f"missing in all): it may need prompt, response, answer and columns that every record has; the "
+                    f"columns are {', '.join(sorted(prompt.columns)) or 'none'}. Give {name!r} a default, or give the "
+                    "data the column"
                 )
 
     async def score(self, answered: PromptResponse) -> Score:
