@@ -1,6 +1,9 @@
-"""Where each component should run: the one question that a policy answers. It sees a `Situation` and answers with a
-`Choice` (`situation`); `proposing` asks it and makes a `Proposal` of its choice; what has to happen for that is
-`decide`'s. `registry` has the policies by name."""
+"""Where each component should run: the one question that a policy answers.
+
+A policy sees a `Situation` and answers with a `Choice` (both in `situation`). `decide` asks it, makes a `Proposal` of
+its choice, and finds the commands that this needs. `registry` has the policies by name. This folder imports no
+other than `state`.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from tidegate.types import GpuId, Role
 class Proposal:
     """Each component's GPUs and layout, and why.
 
-    A role that `placement` leaves out stays as it is; one that is None there should have no GPUs. The rollout's GPUs
-    are those of its engines, one engine after the other, in a layout whose dp is their number. `trains`: whether the
-    actor may begin its next minibatch; `group_order`: in which prompts go to engines, empty leaves it as it is; `gone`:
-    the GPUs that the job goes on without.
+    placement: a role that is missing stays as it is; a role with None should have no GPUs. The rollout's GPUs are those
+      of its engines, one engine after the other, in a layout whose dp is their number.
+    trains: whether the actor may begin its next minibatch.
+    group_order: the order in which prompts go to engines; empty leaves it.
+    gone: the GPUs that the job goes on without.
     """
 
     placement: Mapping[Role, Placed | None]
@@ -31,9 +35,9 @@ class Proposal:
 
 
 class Policy(Protocol):
-    """Pure: the same situation gives the same choice; what it remembers is in both."""
+    """Pure: the same situation gives the same choice. Its memory is in both."""
 
     def check(self, spec: JobSpec) -> None:
-        """ValueError says why it cannot run the job, and what to change; asked before anything starts."""
+        """Called before anything starts. ValueError says why the policy cannot run the job, and the remedy."""
 
     def choose(self, situation: Situation) -> Choice: ...

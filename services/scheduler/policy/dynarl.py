@@ -1,23 +1,31 @@
 """`dynarl`: the donor and receiver rules that DynaRL published, a baseline to compare with. Pure.
 
-Order: an iteration starts with every GPU in the rollout. The rollout becomes a donor when more than `low_share` of its
-engines stay under `low_kv_use` of their KV capacity for `low_for_s`; then a few numbers of engines to keep are scored
-by the slowest stage (`stages`), and the best becomes pending. The first is carried out at once, a later one when the
-trainer is between two updates. What the rollout's end leaves behind goes to the trainer in the same way.
+Order:
+1. An iteration starts with every GPU in the rollout.
+2. The rollout becomes a donor when more than `low_share` of its engines stay under `low_kv_use` of their KV capacity
+   for `low_for_s`.
+3. Then a few numbers of engines to keep are scored by the slowest stage (`stages`). The best one becomes pending.
+4. The first pending move is carried out at once, a later one when the trainer is between two updates.
+5. When the rollout ends, its GPUs go to the trainer in the same way.
 
 Invariants:
-- 3 to 10 candidates are scored, keeping all engines among them; none that overfills the survivors;
-- one move before the first minibatch, then at most one after each but the last: `num_minibatches` an iteration, and
-  more only for a trainer that lost its GPUs;
-- while work waits, no GPU is left over that a whole unit of a component with work could use.
+- 3 to 10 candidates are scored. [test_dynarl_policy: rules_outside_the_published]
+- No candidate overfills the engines that stay; keeping all engines is one. [test_dynarl_policy:
+  candidate_that_its_engines_hold]
+- An iteration has at most `num_minibatches` moves: one before the first minibatch, and one after each but the last. It
+  has more only for a trainer that lost its GPUs. [test_policies: dynarl_keeps_its_bounds]
+- While work waits, no GPU is idle that a whole unit of a component with work could use.
+  [test_policies: strands_no_gpu_that_work]
 
 Assumptions, where nothing is published:
-- a donor has no sequence that waits for an engine; inference gets the GPUs that the config gives it, while groups wait
-  for it or are still to come, then none; the trainer gets the rest in whole data-parallel copies, any number of them
-  (the published 16, 32 and 52 GPUs are no divisors of a minibatch), and never fewer than it has;
-- after a move the survivors hold at most `max_kv_use` of their KV capacity;
-- the engines that go are those with the fewest KV tokens;
-- with request priority, prompts go longest first by what an earlier epoch saw, and the predictor knows it too.
+- A donor has no sequence that waits for an engine.
+- Inference gets its configured GPUs while groups wait for it or are still to come, then none.
+- The trainer gets the rest in whole data-parallel copies, in any number, and never fewer than it has. The published 16,
+  32 and 52 GPUs are no divisors of a minibatch.
+- After a move the remaining engines use at most `max_kv_use` of their KV capacity.
+- The engines with the fewest KV tokens leave.
+- With request priority, prompts go longest first, by the lengths that an earlier epoch saw. The predictor uses these
+  lengths too.
 """
 
 from __future__ import annotations
@@ -38,8 +46,8 @@ MIN_CANDIDATES, MAX_CANDIDATES = 3, 10
 
 @dataclass(frozen=True, slots=True)
 class DynaRLRules:
-    """`low_kv_use` and `low_for_s` are flat for 0.1-0.3 and 2-8 s as published; `released_shares` are the candidates,
-    besides releasing nothing."""
+    """By DynaRL's paper the result changes little for `low_kv_use` from 0.1 to 0.3 and `low_for_s` from 2 to 8 s.
+    `released_shares`: the candidates, besides releasing no engine."""
 
     request_priority: bool = False
     low_kv_use: float = 0.3
@@ -82,7 +90,7 @@ class DynaRLPolicy:
     rules: DynaRLRules
 
     def check(self, spec: JobSpec) -> None:
-        """Every job that is placed will do: what fits no move stays where it is."""
+        """It can run every job: GPUs that fit no move stay where they are."""
 
     def choose(self, situation: Situation) -> Choice:
         recalled = situation.recalled(DynaRLMemory)
@@ -121,21 +129,21 @@ class DynaRLPolicy:
         )
 
     def _planned(self, situation: Situation, memory: DynaRLMemory) -> tuple[DynaRLMemory, str]:
-        """With what is pending now, and since when the rollout is nearly empty."""
+        """The memory with the pending move, and with the time since when the rollout is nearly empty."""
         if not situation.num_unfinished:
-            wants_more = split_of(situation, 0) != _present(situation)
-            pending = 0 if wants_more else None
+            has_more_to_give = split_of(situation, 0) != _present(situation)
+            pending = 0 if has_more_to_give else None
             return replace(memory, pending_engines=pending, low_since_ms=None), "the rollout is done"
         low = sum(engine.kv_use < self.rules.low_kv_use for engine in situation.engines)
-        told = f"{low} of {len(situation.engines)} engines under {self.rules.low_kv_use:g} of their KV"
+        use = f"{low} of {len(situation.engines)} engines under {self.rules.low_kv_use:g} of their KV"
         if not self._is_low(situation, low):
-            return replace(memory, low_since_ms=None), told
+            return replace(memory, low_since_ms=None), use
         since = situation.now_ms if memory.low_since_ms is None else memory.low_since_ms
         low_for_s = (situation.now_ms - since) / 1000
         if memory.pending_engines is not None or low_for_s < self.rules.low_for_s:
-            return replace(memory, low_since_ms=since), f"{told} for {low_for_s:g} s"
+            return replace(memory, low_since_ms=since), f"{use} for {low_for_s:g} s"
         pending, scored = self._best(situation)
-        reason = f"{told} for {low_for_s:g} s; {scored}"
+        reason = f"{use} for {low_for_s:g} s; {scored}"
         return replace(memory, pending_engines=pending, low_since_ms=None), reason
 
     def _is_low(self, situation: Situation, num_low: int) -> bool:
@@ -144,7 +152,8 @@ class DynaRLPolicy:
         return num_engines > 1 and not waits and num_low > self.rules.low_share * num_engines
 
     def _best(self, situation: Situation) -> tuple[int | None, str]:
-        """The engines to keep; None when keeping all is best. The earlier candidate, which moves less, wins a tie."""
+        """The number of engines to keep, None for all, and a reason. Of equal scores the candidate with fewer moves
+        wins."""
         left = outlook(situation, uses_hints=self.rules.request_priority)
         best: int | None = None
         stays_s = best_s = slowest_stage_s(situation, left, _present(situation))
@@ -160,7 +169,7 @@ class DynaRLPolicy:
         return best, f"{num_scored} candidates, {stays_s:.1f} s as it is, {best_s:.1f} s at best"
 
     def _candidates(self, situation: Situation) -> tuple[int, ...]:
-        """Numbers of engines to keep that hold what runs, the most first."""
+        """Numbers of engines to keep that have room for all unfinished sequences, the largest first."""
         engines = situation.engines
         num_kv_tokens = sum(engine.num_kv_tokens for engine in engines)
         slots = min(engine.max_running for engine in engines)
@@ -175,17 +184,17 @@ class DynaRLPolicy:
 
 
 def split_of(situation: Situation, num_engines: int) -> Split:
-    """With so many engines kept: inference its configured GPUs while it has work, the trainer the rest; what makes no
-    whole copy of the trainer goes to inference, or stays in engines."""
+    """The split that keeps `num_engines` engines. Inference has its configured GPUs while it has work, the trainer the
+    rest. GPUs that make no whole copy of the trainer go to inference, or stay in engines."""
     spec, now = situation.spec, situation.trainer.num_gpus
     size = engine_size(spec)
     rest = len(_there(situation)) - num_engines * size
     unit = replica_size(spec.placement[Role.INFERENCE].layout)
-    num_wanted = 0 if situation.is_inferred else len(spec.placement[Role.INFERENCE].gpus)
-    num_inference = max(0, min(num_wanted, rest - now)) // unit * unit
+    num_configured = 0 if situation.is_inferred else len(spec.placement[Role.INFERENCE].gpus)
+    num_inference = max(0, min(num_configured, rest - now)) // unit * unit
     num_trainer = max(now, _largest_trainer(spec, rest - num_inference))
     left = max(0, rest - num_inference - num_trainer)
-    if num_wanted:
+    if num_configured:
         num_inference += left // unit * unit
         left %= unit
     if situation.num_unfinished:
@@ -194,7 +203,7 @@ def split_of(situation: Situation, num_engines: int) -> Split:
 
 
 def _largest_trainer(spec: JobSpec, num_gpus: int) -> int:
-    """GPUs of the most data-parallel copies that fit; each has a sequence of every minibatch."""
+    """GPUs of the most data-parallel copies that fit, at most one copy for each sequence of a minibatch."""
     layout = spec.placement[Role.ACTOR].layout
     size = replica_size(layout)
     most = min(num_gpus // size, spec.num_samples_per_minibatch)
@@ -206,7 +215,7 @@ def _present(situation: Situation) -> Split:
 
 
 def _there(situation: Situation) -> tuple[GpuId, ...]:
-    """Placed GPUs that a component may be given: none that is lost or on its way."""
+    """Placed GPUs that a component may get: none that is lost or in an open transition."""
     trainer = situation.trainer.placed
     held = {gpu for engine in situation.engines for gpu in engine.gpus}
     held.update(situation.inference.gpus, situation.free, trainer.gpus if trainer else ())
@@ -214,7 +223,7 @@ def _there(situation: Situation) -> tuple[GpuId, ...]:
 
 
 def _assigned(situation: Situation, split: Split) -> Assignment:
-    """GPUs stay where they are if they can, else they go home if they can."""
+    """Which GPUs the split gives to each component. A GPU stays where it is if it can, else it goes home if it can."""
     spec, placed = situation.spec, situation.trainer.placed
     fullest = sorted(situation.engines, key=lambda engine: -engine.num_kv_tokens)[: split.num_engines]
     kept = {engine.gpus for engine in fullest}
@@ -233,7 +242,7 @@ def _assigned(situation: Situation, split: Split) -> Assignment:
 
 
 def _everywhere(spec: JobSpec) -> tuple[EngineGpus, ...]:
-    """Engines as configured, and on the other components' GPUs as many as fit on each node."""
+    """The configured engines, and as many on the other components' GPUs as fit on each node."""
     size = engine_size(spec)
     lent = (*spec.placement[Role.ACTOR].gpus, *spec.placement[Role.INFERENCE].gpus)
     by_node: dict[NodeId, list[GpuId]] = {}
@@ -244,10 +253,11 @@ def _everywhere(spec: JobSpec) -> tuple[EngineGpus, ...]:
 
 
 def _longest_first(situation: Situation) -> tuple[int, ...]:
-    """Prompts of which no engine has some sequence yet; one without a hint counts as the mean."""
-    told = situation.generation
-    hints = np.array(told.hints or (0.0,) * told.num_groups)
+    """Prompts with a sequence that no engine has, longest first by their hints. A prompt without a hint counts as the
+    mean."""
+    picture = situation.generation
+    hints = np.array(picture.hints or (0.0,) * picture.num_groups)
     known = hints[hints > 0]
     expected = np.where(hints > 0, hints, known.mean() if len(known) else 0.0)
-    waiting = np.unique(np.flatnonzero(told.is_unfinished & (told.place_of < 0)) // told.group_size)
+    waiting = np.unique(np.flatnonzero(picture.is_unfinished & (picture.place_of < 0)) // picture.group_size)
     return tuple(waiting[np.argsort(-expected[waiting], kind="stable")].tolist())

@@ -25,7 +25,7 @@ from tidegate.types import Role
 
 @dataclass(frozen=True, slots=True)
 class PhasesMemory(PolicyMemory):
-    """Nothing but the assignment."""
+    """Empty: the assignment is all that it needs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Policies by name: what makes each of a config's section on the scheduler, and the type of what it remembers. Pure.
+"""Policies by name: how each is made from the config's section on the scheduler, and the type of its memory. Pure.
 
-The names are those that the config knows (`SchedulerSection.policy`). [test_registry: every_policy_of_the_config]
+Invariant: every policy of the config (`SchedulerSection.policy`) has an entry, with a memory of its own.
+[test_registry: every_policy_of_the_config]
 """
 
 from __future__ import annotations
@@ -39,5 +40,5 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 def policy_of(section: SchedulerSection) -> Policy:
-    """The policy that it names, with its rules."""
+    """The policy that the section names, with its rules."""
     return ENTRIES[section.policy].make(section)

@@ -1,19 +1,25 @@
 """`rlinf`: the rules of RLinf's open scheduler as they are, a baseline to compare with. Pure.
 
-Order: at an iteration's start the rollout may have the actor's GPUs too, until half of the sequences are done; then
-after each minibatch, while the actor is blocked, rollout, inference and actor are asked in this order what they give
-and take; after the last one everything is where the config places it, for the weights to be taken.
+Order:
+1. When an iteration starts the rollout may have the actor's GPUs too, until half of the sequences are done.
+2. After each minibatch the actor is blocked. Rollout, inference and actor, in this order, give and take GPUs.
+3. After the last minibatch every component goes home, so that weights can be taken from the actor.
 
 Invariants:
-- it acts when half of the sequences are done and after a minibatch, at no other time, and one way: to the actor;
-- after each minibatch it answers once; its memory says which were answered;
-- inference gives all of its GPUs or none; GPUs that make no whole legal data-parallel copy stay ownerless, as in RLinf.
+- GPUs move when half of the sequences are done and after a minibatch, at no other time, and only to the actor.
+  [test_policies: moves_after_minibatches_alone]
+- Each minibatch is answered once; the memory says which ones were. [test_rlinf_policy: answered_once]
+- Inference gives all of its GPUs or none. [test_rlinf_policy: inference_gives_all]
+- GPUs that make no whole legal data-parallel copy stay without an owner, as in RLinf.
+  [test_rlinf_policy: the_rest_is_stranded]
 
-Ours, where the rules are silent: sequences are counted, not groups, and all that are not queued count as running, on
-their way or with their environment too; GPUs are given and taken in the order of placement (actor, rollout, inference),
-contiguous where the placement is; a dead engine counts as none, but a component all of whose GPUs died while it has
-work gets back those that it was assigned, where RLinf would hang; with experts only numbers of copies that divide over
-them are legal.
+Where RLinf's rules are silent, these are ours:
+- Sequences are counted, and not groups. All that are not queued count as running, also those between two engines or
+  with their environment.
+- GPUs are given and taken in the order of placement (actor, rollout, inference), contiguous where the placement is.
+- A dead engine counts as none. But a component that has work, and whose GPUs all died, gets back the GPUs that it was
+  assigned; RLinf would hang.
+- With experts only numbers of copies that divide over them are legal.
 """
 
 from __future__ import annotations
@@ -28,7 +34,8 @@ from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
 
 PRE_PROCESS_SHARE = 2
-"""The rollout gives the actor's GPUs back once `1 / PRE_PROCESS_SHARE` of the sequences run; hard-coded in RLinf."""
+"""The rollout gives the actor's GPUs back once at most `1 / PRE_PROCESS_SHARE` of the sequences run. RLinf hard-codes
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +54,8 @@ class RLinfRules:
 
 @dataclass(frozen=True, slots=True)
 class RLinfMemory(PolicyMemory):
-    """`is_begun`: the actor was given its GPUs in this iteration. `num_answered`: minibatches after which the three
-    components were asked."""
+    """`is_begun`: the actor has got its GPUs in this iteration. `num_answered`: the number of minibatches that were
+    answered."""
 
     is_begun: bool
     num_answered: int = 0
@@ -56,7 +63,7 @@ class RLinfMemory(PolicyMemory):
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a component is left with; `waits_for` is what the actor stays blocked for, empty when for nothing."""
+    """The engines that the rollout keeps. `waits_for`: why the actor stays blocked; empty where it does not."""
 
     engines: tuple[EngineGpus, ...]
     waits_for: str = ""
@@ -112,17 +119,18 @@ class RLinfPolicy:
         num_queued = len(situation.generation.queue)
         num_running = situation.num_unfinished - num_queued
         most = situation.num_sequences // PRE_PROCESS_SHARE
-        told = f"{num_running} of {situation.num_sequences} sequences run, {num_queued} are not submitted"
+        counts = f"{num_running} of {situation.num_sequences} sequences run, {num_queued} are not submitted"
         if num_queued or num_running > most:
-            reason = f"rlinf: {told}; the actor's GPUs generate until at most {most} run"
+            reason = f"rlinf: {counts}; the actor's GPUs generate until at most {most} run"
             return Choice(lent, False, reason, memory)
-        reason = f"rlinf: {told}; the actor gets its GPUs back"
+        reason = f"rlinf: {counts}; the actor gets its GPUs back"
         return Choice(as_configured(situation.spec), True, reason, replace(memory, is_begun=True))
 
     def _after_minibatch(
         self, situation: Situation, assigned: Assignment, memory: RLinfMemory, num_done: int
     ) -> Choice:
-        """After minibatch number `num_done`, which is not the last: what the pseudo-code calls `it = num_done - 1`."""
+        """The answer after minibatch number `num_done`, which is not the last. RLinf's pseudo-code calls it `it`, counted
+        from 0."""
         is_before_last = num_done == situation.spec.num_minibatches - 1
         waits_before_last = self.rules.use_wait_before_last_iter_policy and is_before_last
         left = self._rollout_left(situation, assigned.engines, waits_before_last)
@@ -159,7 +167,7 @@ class RLinfPolicy:
         return _Left(engines[-(-num_gpus // size) :])
 
     def _inference_left(self, situation: Situation, rollout: _Left, waits_before_last: bool) -> tuple[bool, str]:
-        """Whether it keeps its GPUs, and what the actor waits for."""
+        """Whether inference keeps its GPUs, and why the actor waits; empty where it does not."""
         if rollout.waits_for:
             return True, ""
         if not situation.inference.gpus:
@@ -192,7 +200,7 @@ def _prompts_per_minibatch(spec: JobSpec) -> int:
 
 
 def _largest_growth(situation: Situation, num_gpus: int) -> int:
-    """The most GPUs, out of so many, by which the actor can grow to a legal dp."""
+    """The most GPUs, at most `num_gpus`, by which the actor can grow to a legal dp."""
     placed = situation.trainer.placed
     dp = placed.layout.dp if placed else 0
     size = replica_size(situation.spec.placement[Role.ACTOR].layout)
@@ -203,7 +211,8 @@ def _largest_growth(situation: Situation, num_gpus: int) -> int:
 def _available(
     situation: Situation, engines: tuple[EngineGpus, ...], inference: tuple[GpuId, ...]
 ) -> tuple[GpuId, ...]:
-    """Placed GPUs that are in working order and in no component, in placement order."""
+    """Placed GPUs that no component has and that are neither lost nor in an open transition, in the order of
+    placement."""
     trainer = situation.trainer.placed
     kept = {*(gpu for engine in engines for gpu in engine), *inference, *(trainer.gpus if trainer else ())}
     there = {*(gpu for engine in situation.engines for gpu in engine.gpus), *situation.inference.gpus, *situation.free}

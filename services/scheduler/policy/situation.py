@@ -1,13 +1,15 @@
 """What a policy looks at when it chooses, and what it answers: frozen values, checked when made.
 
-Invariants of a `Situation`, besides those of what components told (`observed`):
-- no GPU is in two places: an engine, the trainer, inference, free, on its way;
-- engines are of one size;
-- a group that inference handed on has no unfinished sequence; the trainer took no more than were handed on;
-- at most `num_minibatches` are done; a trainer without GPUs is between two updates.
+Invariants of a `Situation`, besides those of the pictures (`observed`):
+- No GPU is in two places: an engine, the trainer, inference, free, moving.
+- All engines have the same size.
+- A group that inference handed on has no unfinished sequence, and the trainer took at most the groups that were handed
+  on.
+- At most `num_minibatches` are done, and a trainer without GPUs is between two updates.
+[test_situation: that_contradicts_itself_is_refused]
 
-Counts are exact; rates and costs are what was measured, here or in earlier iterations, and never zero where something
-is divided by them.
+Counts are exact. Rates and costs are measurements of this or earlier iterations, and never zero where a formula divides
+by them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Memory = TypeVar("Memory", bound=PolicyMemory)
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """`placed` is None while it has no GPUs."""
+    """The actor. `placed` is None while it has no GPUs."""
 
     placed: Placed | None
     training: Training
@@ -40,8 +42,8 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Its backlog are the groups whose sequences have all ended and that it has not handed on.
-    `measured_tokens_per_s_per_gpu`: None while only what the spec's rates say is known."""
+    """Its backlog is the groups whose sequences have all ended and that it has not handed on.
+    `measured_tokens_per_s_per_gpu` is None while only the spec's rates are known."""
 
     gpus: tuple[GpuId, ...]
     measured_tokens_per_s_per_gpu: float | None
@@ -50,7 +52,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class Situation:
-    """`moving` are GPUs in an open transition: no component works on them."""
+    """`moving`: GPUs in an open transition. No component works on them."""
 
     now_ms: int
     incarnation: int
@@ -95,13 +97,13 @@ class Situation:
 
     @property
     def inference_tokens_per_s_per_gpu(self) -> float:
-        """As measured, else as told."""
+        """The measured rate, else the spec's."""
         measured = self.inference.measured_tokens_per_s_per_gpu
         return self.spec.rates.inference_tokens_per_s_per_gpu if measured is None else measured
 
     @property
     def is_inferred(self) -> bool:
-        """Whether inference has nothing left to do in this iteration."""
+        """Whether inference has no work left in this iteration."""
         return len(self.inference.inferring.ready) == self.generation.num_groups
 
 
@@ -142,8 +144,8 @@ def _counting(situation: Situation) -> tuple[str, ...]:
     num_groups, spec = situation.generation.num_groups, situation.spec
     problems = []
     if situation.generation.group_size != spec.group_size or num_groups < spec.num_prompts:
-        told = f"{num_groups} groups of {situation.generation.group_size}"
-        problems.append(f"{told}, at least {spec.num_prompts} of {spec.group_size} were asked for")
+        groups = f"{num_groups} groups of {situation.generation.group_size}"
+        problems.append(f"{groups}; the job has at least {spec.num_prompts} of {spec.group_size}")
     if not 0 <= training.num_minibatches_done <= spec.num_minibatches:
         problems.append(f"{training.num_minibatches_done} minibatches are done, it has {spec.num_minibatches}")
     if situation.trainer.placed is None and not training.is_at_boundary:
@@ -157,10 +159,14 @@ def _counting(situation: Situation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`trains`: whether the trainer may begin its next minibatch. `memory`: what the policy is to find in the next
-    situation, with the assignment; None keeps neither. `group_order`: the order in which prompts go to engines, those
-    that come back from one included; empty leaves it as it is. `ask_at_ms`: when the policy wants to be asked again,
-    should nothing happen before. `ends_at_ms`: when it expects the iteration to end, for people to read."""
+    """A policy's answer.
+
+    trains: whether the trainer may begin its next minibatch.
+    memory: the policy finds it, with the assignment, in the next situation; None keeps neither.
+    group_order: the order in which prompts go to engines, those that an engine hands back included; empty leaves it.
+    ask_at_ms: when the policy wants to be asked again if nothing happens before.
+    ends_at_ms: when it expects the iteration to end, for people to read.
+    """
 
     assignment: Assignment
     trains: bool

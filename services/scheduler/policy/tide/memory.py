@@ -1,4 +1,4 @@
-"""What `tide` remembers of the open iteration."""
+"""The memory of `tide` in the open iteration."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True)
 class TidePlan:
-    """`stages` are by minibatch, the last ones of the iteration. The start and the end are forecasts, made at
-    `made_at_ms`. `waits`: before the last minibatch the trainer lends its GPUs to the engines until the rollout is
-    over."""
+    """A plan of the remaining iteration.
+
+    starts_at_ms, ends_at_ms: the trainer's start and the iteration's end, as forecast at `made_at_ms`.
+    stages: by minibatch, the last ones of the iteration.
+    waits: before the last minibatch the trainer lends its GPUs to the engines until the rollout is over.
+    """
 
     starts_at_ms: int
     stages: tuple[PlannedStage, ...]
@@ -30,9 +33,11 @@ class TidePlan:
 
 @dataclass(frozen=True, slots=True)
 class TideMemory(PolicyMemory):
-    """`is_begun`: the trainer was given its GPUs in this iteration. `num_answered`: minibatches that have their GPUs.
-    `plan`: how to go on. `trained_on`: the numbers of data-parallel copies that the trainer had since it last had no
-    GPUs, the least first."""
+    """is_begun: the trainer has got its GPUs in this iteration.
+    num_answered: the number of minibatches that have got their GPUs.
+    plan: how to go on.
+    trained_on: the numbers of data-parallel copies that the trainer had since it last had no GPUs, in ascending order.
+    """
 
     is_begun: bool = False
     num_answered: int = 0

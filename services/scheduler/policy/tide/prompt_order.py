@@ -44,24 +44,24 @@ def short_between_long(situation: Situation, short_share: float, *, shorts_a_lon
 
 def queue_in(situation: Situation, order: tuple[int, ...]) -> Ints:
     """The waiting sequences, sorted by an order of prompts."""
-    told = situation.generation
-    queue = np.array(told.queue, dtype=np.int64)
-    place = np.full(told.num_groups, len(order), dtype=np.int64)
+    picture = situation.generation
+    queue = np.array(picture.queue, dtype=np.int64)
+    place = np.full(picture.num_groups, len(order), dtype=np.int64)
     place[list(order)] = np.arange(len(order))
-    ordered: Ints = queue[np.argsort(place[queue // told.group_size], kind="stable")]
+    ordered: Ints = queue[np.argsort(place[queue // picture.group_size], kind="stable")]
     return ordered
 
 
 def order_back(situation: Situation) -> tuple[int, ...]:
     """The order when engines hand sequences back: groups that an engine works on, then the queue as it is."""
-    told, training = situation.generation, situation.trainer.training
-    final = final_lengths(told, situation.lengths, is_spread=False)
-    left = np.where(told.is_unfinished, final - told.length_of, 0.0).reshape(-1, told.group_size).max(axis=1)
-    queued = dict.fromkeys((np.array(told.queue, dtype=np.int64) // told.group_size).tolist())
+    picture, training = situation.generation, situation.trainer.training
+    final = final_lengths(picture, situation.lengths, is_spread=False)
+    left = np.where(picture.is_unfinished, final - picture.length_of, 0.0).reshape(-1, picture.group_size).max(axis=1)
+    queued = dict.fromkeys((np.array(picture.queue, dtype=np.int64) // picture.group_size).tolist())
     running = [group for group in np.argsort(left, kind="stable").tolist() if left[group] > 0 and group not in queued]
-    sizes = minibatch_sizes(told.num_groups, situation.spec.num_minibatches)
+    sizes = minibatch_sizes(picture.num_groups, situation.spec.num_minibatches)
     coming = training.num_minibatches_done + (not training.is_at_boundary)
     if coming >= len(sizes) - 1:
         return (*running[::-1], *queued)
-    needed = max(0, sum(sizes[: coming + 1]) - int((told.unfinished_by_group == 0).sum()))
+    needed = max(0, sum(sizes[: coming + 1]) - int((picture.unfinished_by_group == 0).sum()))
     return (*running[:needed], *running[needed:][::-1], *queued)

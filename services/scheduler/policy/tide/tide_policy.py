@@ -1,21 +1,28 @@
 """`tide`, Tidegate's own policy: forecast the iteration's end under many plans, carry out the next move of the best.
 
-Order of an iteration: it opens with every GPU in the rollout, or, where lending them would not pay for taking them
-back, with every component where it is placed; and with prompts in an order that feeds the trainer early and leaves no
-long tail (`prompt_order`). While the trainer has no GPUs, the plan (when it gets them, and how many GPUs
-train and infer during each minibatch) is improved whenever it has aged; when its start has come, the first minibatch's
-GPUs are moved. When a minibatch's last group has been taken its end is known: so far ahead of it that engines have let
-go of their GPUs by then, the plan is searched again, and the next minibatch's GPUs are moved. What the end of the
-rollout leaves goes to inference, what the end of inference leaves to the trainer. Where it pays, the trainer lends its
-GPUs to the engines before the last minibatch, and starts once more as at first: when its start has come, at the latest
-when the rollout is over. A death is answered at once, with the
-GPUs that are left; a GPU that comes back is used from the next move on.
+An iteration:
+1. It opens with every GPU in the rollout. Where lending the trainer's GPUs would not pay, it opens with every component
+   at home. The order of prompts feeds the trainer early and leaves no long tail (`prompt_order`).
+2. While the trainer has no GPUs, its plan is improved whenever it has aged. A plan says when the trainer gets GPUs, and
+   how many GPUs train and infer during each minibatch.
+3. When the planned start has come, the first minibatch's GPUs move.
+4. When a minibatch's last group has been taken, its end is known. Before that end, by the time that engines need to let
+   go, the plan is searched again, and the next minibatch's GPUs move.
+5. Before the last minibatch the trainer lends its GPUs to the engines where that pays. It starts once more when its
+   start has come, at the latest when the rollout is over.
+6. The rollout's end leaves its GPUs to inference; inference's end leaves them to the trainer.
+
+A death is answered at once, with the remaining GPUs. A GPU that comes back is used from the next move on.
 
 Invariants:
-- one move of the trainer a minibatch, two before one that waits, deaths and the ends of rollout and inference apart;
-- a trainer without GPUs has a start, and begins when nothing is generated any more, whatever that start is;
-- every choice is legal on the GPUs that are there: nothing raises for want of GPUs;
-- while groups are left, no GPU is left out that a component with work could use.
+- The trainer moves once a minibatch, and twice before one that waits. Deaths and the ends of rollout and inference add
+  moves. [test_tide_policy: while_a_minibatch_is_open]
+- A trainer without GPUs has a start, and begins at the latest when no sequence is unfinished.
+  [test_tide_policy: a_wait_lends_the_trainers]
+- Every choice is legal on the GPUs that are there; a lack of GPUs raises no error.
+  [test_tide_policy: without_gpus_for_a_copy]
+- While groups are left, no GPU is idle that a component with work could use.
+  [test_tide_policy: gpus_of_an_ended_rollout]
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ from services.scheduler.state.values import JobSpec
 from tidegate.types import GpuId, Role
 
 SOON_S = 0.5
-"""A start that is nearer is now: a decision may come no sooner than that."""
+"""A start that is nearer counts as now: the next decision may come no sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class TidePolicy:
     rules: TideRules = field(default_factory=TideRules)
 
     def check(self, spec: JobSpec) -> None:
-        """It can run any: what does not divide is split unevenly."""
+        """It can run every job: a minibatch that does not divide is split unevenly."""
 
     def choose(self, situation: Situation) -> Choice:
         there, recalled = gpus_there(situation), situation.recalled(TideMemory)
@@ -82,7 +89,8 @@ class TidePolicy:
         return _chosen(situation, assigned, memory, reason, order=order, ask_in_s=ask_in_s)
 
     def _taken_up(self, situation: Situation, trained_on: tuple[int, ...], there: tuple[GpuId, ...]) -> Choice:
-        """An iteration in which it was not asked before and the trainer has trained: it goes on from where all are."""
+        """The first choice in an iteration in which the trainer has trained already: it starts from the present
+        GPUs."""
         present = Assignment(
             engines=tuple(engine.gpus for engine in situation.engines),
             trainer=situation.trainer.placed,
@@ -109,7 +117,7 @@ class TidePolicy:
         if is_due or not (is_as_planned and self._is_fresh(situation, memory)):
             memory = self._planned(situation, assigned, memory, there, is_move=is_due)
         starts_in_s = _starts_in_s(situation, memory)
-        # What is due is searched more widely, and may turn out to be better off later.
+        # A start that is due is searched for more widely, and a later start may turn out to be better.
         if is_due and (starts_in_s <= SOON_S or not situation.num_unfinished):
             return self._moved(situation, assigned, memory, there, "the trainer starts")
         reason = _described(situation, memory)
@@ -128,7 +136,7 @@ class TidePolicy:
         return replace(memory, plan=planned(situation, found))
 
     def _is_fresh(self, situation: Situation, memory: TideMemory) -> bool:
-        """Whether the plan would hardly change by being made again."""
+        """Whether a new plan would hardly differ from this one."""
         plan = memory.plan
         if plan is None or plan.ends_at_ms - plan.made_at_ms >= 1000 * FAR_S:
             return False
@@ -158,11 +166,11 @@ class TidePolicy:
     def _moved(
         self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...], why: str
     ) -> Choice:
-        """The plan's first stage, carried out."""
+        """The choice that carries out the plan's first stage."""
         assert memory.plan is not None, "only what is planned is carried out"
         stage = memory.plan.stages[0]
-        wanted = Split(0, stage.num_trainer_gpus, stage.num_inference_gpus)
-        assigned = seated(situation, fitting(situation, wanted, len(there)), before, there)
+        split = fitting(situation, Split(0, stage.num_trainer_gpus, stage.num_inference_gpus), len(there))
+        assigned = seated(situation, split, before, there)
         memory = replace(
             memory,
             is_begun=assigned.trainer is not None,
@@ -174,8 +182,8 @@ class TidePolicy:
     def _waiting(
         self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]
     ) -> Choice:
-        """As before the first minibatch, the trainer has no GPUs until its start comes, or the rollout is over. It
-        gives them up at the boundary. No engine has to let go of any, so that nobody is asked ahead."""
+        """The choice that lends the trainer's GPUs. As before the first minibatch, it has none until its start comes or
+        the rollout is over. It gives them up at the boundary, and not ahead: no engine has to let go of a GPU."""
         assert memory.plan is not None, "only what is planned is carried out"
         if not situation.trainer.training.is_at_boundary:
             reason = f"the last minibatch is to wait; {_described(situation, memory)}"
@@ -196,8 +204,8 @@ class TidePolicy:
 
 
 def _at_home(situation: Situation, there: tuple[GpuId, ...]) -> Assignment | None:
-    """Everything where it is placed, and engines on what is placed nowhere. None where a GPU of that is not there, or
-    the trainer is elsewhere: it would have to be loaded."""
+    """Every component at home, and engines on the GPUs that no home has. None where a GPU of a home is not there, or
+    the trainer is elsewhere, so that it would have to be loaded."""
     home = as_configured(situation.spec)
     if not set(there).issuperset(home.gpus) or situation.trainer.placed != home.trainer:
         return None
@@ -205,14 +213,14 @@ def _at_home(situation: Situation, there: tuple[GpuId, ...]) -> Assignment | Non
 
 
 def _split_of(situation: Situation) -> Split:
-    """As the config, or for the actor a person, has it."""
+    """The split of the homes."""
     sizes = {role: len(situation.spec.placement[role].gpus) for role in Role}
     return Split(sizes[Role.ROLLOUT] // engine_size(situation.spec), sizes[Role.ACTOR], sizes[Role.INFERENCE])
 
 
 def _memory(situation: Situation) -> TideMemory:
-    """The memory, with the trainer's present size. The groups of another iteration were of other GPUs, which its own
-    rollout had left. A trainer that has lost its GPUs has no groups."""
+    """The memory, with the trainer's present number of copies in `trained_on`. Communicators of another iteration do
+    not count: they were on other GPUs. A trainer that has lost its GPUs has no communicators."""
     own, recalled = situation.remembered.own, situation.recalled(TideMemory)
     memory = own if isinstance(own, TideMemory) else TideMemory()
     copies, earlier = situation.trainer.num_gpus // unit_size(situation), memory.trained_on if recalled else ()
@@ -220,8 +228,8 @@ def _memory(situation: Situation) -> TideMemory:
 
 
 def _repaired(situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]) -> Assignment:
-    """What is assigned, on the GPUs that are there, with nothing for a component whose work is done; `before` itself
-    where nothing is to be repaired."""
+    """The assignment on the GPUs that are there, without GPUs for a component whose work is done. `before` itself where
+    there is nothing to repair."""
     has_lost = not set(there).issuperset(before.gpus)
     has_ended = not situation.num_unfinished and bool(before.engines)
     has_inferred = situation.is_inferred and bool(before.inference)
@@ -246,7 +254,8 @@ def _without_trainer(situation: Situation, num_inference: int, num_gpus: int) ->
 
 
 def _is_due(situation: Situation, memory: TideMemory) -> bool:
-    """Not at the instant at which it was planned: an iteration opens with every GPU in the rollout."""
+    """Whether the planned start has come. It has not at the moment of planning: an iteration opens with every GPU in
+    the rollout."""
     plan = memory.plan
     return plan is not None and plan.made_at_ms < situation.now_ms and _starts_in_s(situation, memory) <= SOON_S
 
@@ -257,7 +266,7 @@ def _starts_in_s(situation: Situation, memory: TideMemory) -> float:
 
 
 def _coming(situation: Situation) -> int:
-    """The next minibatch to be begun."""
+    """The index of the next minibatch to begin."""
     return situation.spec.num_minibatches - num_to_come(situation)
 
 

@@ -96,7 +96,7 @@ DONORS = {
 
 
 @pytest.mark.parametrize("name", DONORS)
-def test_the_rollout_gives(name: str) -> None:
+def test_the_rollout_gives_the_best_candidate_that_its_engines_hold(name: str) -> None:
     case = DONORS[name]
     choice = POLICY.choose(case.situation)
     assert split(choice.assignment) == case.want, choice.reason
@@ -104,7 +104,7 @@ def test_the_rollout_gives(name: str) -> None:
     assert memory_of(choice).pending_engines is None, "the first move waits for nothing"
 
 
-def test_a_lull_that_ends_counts_from_anew() -> None:
+def test_a_busy_moment_starts_the_count_of_low_seconds_again() -> None:
     busy = POLICY.choose(early(kv_use=0.5, now_ms=3000))
     assert memory_of(busy).low_since_ms is None
     later = POLICY.choose(early(now_ms=6000, remembered=after(busy)))
@@ -151,7 +151,7 @@ def test_a_later_move_waits_for_the_trainers_update() -> None:
     assert (memory_of(moved).pending_engines, memory_of(moved).num_answered) == (None, 1)
 
 
-def test_what_the_rollouts_end_leaves_goes_to_the_trainer_after_its_minibatch() -> None:
+def test_the_gpus_of_an_ended_rollout_go_to_the_trainer_after_its_minibatch() -> None:
     waits = POLICY.choose(late(num_done=0, is_at_boundary=False, num_unfinished=0, are_inferred=False))
     assert (waits.assignment, memory_of(waits).pending_engines) == (LATE, 0)
     moved = POLICY.choose(late(num_done=1, is_at_boundary=True, num_unfinished=0, are_inferred=False))
@@ -166,7 +166,7 @@ def test_the_trainer_has_no_more_copies_than_a_minibatch_has_sequences() -> None
     assert split(moved.assignment) == (0, 4, 4)
 
 
-def test_a_trainer_whose_copies_divide_no_shards_has_as_many_as_do_and_is_not_suspended() -> None:
+def test_a_trainer_gets_only_copies_that_divide_its_shards_and_is_not_suspended() -> None:
     """A person has it train as three copies of a job of four logical shards; three engines stay."""
     spec = replace(PAIRS, num_logical_shards=4)
     three = Assignment(as_engines(gpus(3, 6), 1), Placed(gpus(0, 3), Layout(dp=3)), gpus(6, 8))
@@ -176,7 +176,7 @@ def test_a_trainer_whose_copies_divide_no_shards_has_as_many_as_do_and_is_not_su
     assert moved.trains
 
 
-def test_a_boundary_is_used_once() -> None:
+def test_one_boundary_between_minibatches_has_one_move() -> None:
     used = {"num_answered": 1, "pending_engines": 1}
     choice = POLICY.choose(late(num_done=1, is_at_boundary=True, known=used))
     assert (choice.assignment, memory_of(choice).pending_engines) == (LATE, 1)
@@ -205,7 +205,7 @@ def test_with_request_priority_the_longest_prompts_go_first(priority: bool, want
     assert choice.group_order == want
 
 
-def test_what_makes_no_copy_of_the_trainer_goes_to_inference_or_stays_in_engines() -> None:
+def test_gpus_that_make_no_copy_of_the_trainer_go_to_inference_or_stay_in_engines() -> None:
     spec = job(actor=4, rollout=4, inference=1, actor_tp=4, prompts=8, minibatches=2)
     everywhere = Assignment(as_engines(gpus(0, 9), 1), None, ())
     situation = seen(spec, everywhere, num_unfinished=4)
@@ -228,7 +228,7 @@ def test_with_nothing_finished_every_sequence_is_expected_to_end_a_tenth_later()
     assert expected_length(told)(told.length_of.astype(float)) == pytest.approx([11.0, 22.0])
 
 
-def test_what_no_gpu_makes_shorter_counts_for_each_minibatch_that_is_not_begun() -> None:
+def test_the_fixed_seconds_of_an_update_count_for_each_minibatch_that_is_not_begun() -> None:
     situation = early()
     slow = replace(situation, costs=replace(situation.costs, update_s=20.0))
     left = outlook(slow, uses_hints=False)
@@ -281,6 +281,6 @@ def test_the_slowest_stage_counts_and_one_without_gpus_never_ends() -> None:
         ({"released_shares": (0.5, 1.5)}, "released_shares=1.5 is a share"),
     ],
 )
-def test_rules_outside_what_was_published_are_refused(rules: dict[str, Any], want: str) -> None:
+def test_rules_outside_the_published_bounds_are_refused(rules: dict[str, Any], want: str) -> None:
     with pytest.raises(ValueError, match=want):
         DynaRLRules(**rules)

@@ -23,7 +23,7 @@ def test_every_policy_of_the_config_is_registered_with_a_memory_of_its_own() -> 
     assert len({entry.memory for entry in ENTRIES.values()}) == len(ENTRIES)
 
 
-def test_a_job_that_names_none_has_the_static_policy() -> None:
+def test_a_job_that_names_no_policy_has_static() -> None:
     assert policy_of(SchedulerSection()) == StaticPolicy()
 
 

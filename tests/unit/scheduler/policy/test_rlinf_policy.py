@@ -114,7 +114,7 @@ def begun(assignment: Assignment, *, num_answered: int = 0) -> Remembered:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_after_a_minibatch(name: str) -> None:
+def test_after_a_minibatch_gpus_go_by_the_rules_of_rlinf(name: str) -> None:
     case = CASES[name]
     before = begun(case.before, num_answered=case.done - 1)
     situation = seen(
@@ -128,6 +128,21 @@ def test_after_a_minibatch(name: str) -> None:
     choice = policy(wait=case.wait).choose(situation)
     assert (choice.assignment, choice.trains) == (case.want, not case.holds), choice.reason
     assert choice.memory == RLinfMemory(is_begun=True, num_answered=case.done - case.holds)
+
+
+def test_inference_gives_all_of_its_gpus_or_none() -> None:
+    given = set()
+    for case in CASES.values():
+        situation = seen(
+            SPEC,
+            case.before,
+            num_unfinished=case.unfinished,
+            num_done=case.done,
+            are_inferred=case.are_inferred,
+            remembered=begun(case.before, num_answered=case.done - 1),
+        )
+        given.add(policy(wait=case.wait).choose(situation).assignment.inference)
+    assert given == {INFERENCE, ()}
 
 
 def opened(spec: JobSpec, *, unfinished: int, unsubmitted: int = 0, pre: bool = True) -> tuple[Assignment, bool]:
@@ -147,7 +162,7 @@ def test_the_actors_gpus_generate_until_half_of_the_sequences_are_done() -> None
     assert opened(SPEC, unfinished=4096, unsubmitted=1) == (lent, False)
 
 
-def test_without_the_pre_process_policy_the_actor_goes_at_once() -> None:
+def test_without_the_pre_process_policy_the_actor_trains_at_once() -> None:
     assert opened(SPEC, unfinished=8192, unsubmitted=8192, pre=False) == (HOME, True)
 
 
@@ -160,7 +175,7 @@ def test_an_engine_goes_whole_for_half_of_its_gpus_and_the_rest_is_stranded() ->
     assert choice.assignment == Assignment((gpus(5, 9),), Placed(gpus(0, 3), Layout(dp=3)), gpus(9, 10))
 
 
-def test_between_minibatches_nothing_changes_whatever_is_idle() -> None:
+def test_between_two_minibatches_nothing_moves_whatever_is_idle() -> None:
     answered = begun(DP8, num_answered=1)
     choice = policy().choose(seen(SPEC, DP8, num_done=1, is_at_boundary=False, remembered=answered))
     assert (choice.assignment, choice.trains, choice.memory) == (DP8, True, answered.own)

@@ -77,11 +77,11 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], Situation], str]] = {
     ),
     "groups of another size": (
         lambda: changed(generation=replace(whole().generation, group_size=1)),
-        "16 groups of 1, at least 8 of 2 were asked for",
+        "16 groups of 1; the job has at least 8 of 2",
     ),
     "too few groups": (
         lambda: seen(replace(SPEC, num_prompts=9), HOME, told=whole().generation),
-        "8 groups of 2, at least 9 of 2 were asked for",
+        "8 groups of 2; the job has at least 9 of 2",
     ),
     "a group handed on that is generated": (
         lambda: with_ready(7),
@@ -156,7 +156,7 @@ def test_a_policy_recalls_its_own_memory_and_no_other_policys() -> None:
     assert replace(situation, iteration=1).recalled(RLinfMemory) is None
 
 
-def test_what_does_not_fill_an_engine_is_left_out() -> None:
+def test_gpus_that_do_not_fill_an_engine_are_left_out() -> None:
     assert as_engines(gpus(0, 5), 2) == (gpus(0, 2), gpus(2, 4))
 
 

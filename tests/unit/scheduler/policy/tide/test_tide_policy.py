@@ -76,7 +76,7 @@ def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts
     assert choice.ask_at_ms is not None
 
 
-def test_hints_that_are_off_by_more_than_prompts_differ_order_nothing() -> None:
+def test_hints_with_a_larger_error_than_the_spread_of_prompts_are_ignored() -> None:
     situation = opening()
     law = replace(situation.lengths, sigma_hint=1.1 * situation.lengths.sigma_prompt)
     assert not POLICY.choose(replace(situation, lengths=law)).group_order
@@ -105,7 +105,7 @@ def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_ev
     assert POLICY.choose(open_one).assignment == choice.assignment
 
 
-def test_what_is_placed_nowhere_generates_where_an_iteration_opens_at_home() -> None:
+def test_gpus_of_no_home_generate_where_an_iteration_opens_at_home() -> None:
     situation = replace(opening(shortest_tokens=20.0), free=SPARE)
     choice = POLICY.choose(situation)
     home = as_configured(SPEC)
@@ -113,7 +113,7 @@ def test_what_is_placed_nowhere_generates_where_an_iteration_opens_at_home() -> 
     assert set(SPARE) < {gpu for engine in choice.assignment.engines for gpu in engine}
 
 
-def test_a_trainer_that_is_elsewhere_is_not_kept_there() -> None:
+def test_an_iteration_does_not_open_at_home_with_a_trainer_that_is_elsewhere() -> None:
     situation = opening(shortest_tokens=20.0)
     choice = POLICY.choose(replace(situation, trainer=replace(situation.trainer, placed=None)))
     assert choice.assignment.trainer is None
@@ -121,7 +121,7 @@ def test_a_trainer_that_is_elsewhere_is_not_kept_there() -> None:
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 @pytest.mark.parametrize("num_unfinished", [0, 8])
-def test_an_iteration_in_which_it_was_not_asked_before_goes_on_from_where_all_are(
+def test_a_first_choice_late_in_an_iteration_starts_from_the_present_gpus(
     minibatches: int, num_unfinished: int
 ) -> None:
     spec = replace(SPEC, num_minibatches=minibatches)
@@ -145,7 +145,7 @@ def test_an_iteration_in_which_it_was_not_asked_before_goes_on_from_where_all_ar
                 assert choice.assignment.trainer.gpus[:4] == SPEC.placement[Role.ACTOR].gpus
 
 
-def test_a_home_that_lost_a_gpu_is_not_opened_at() -> None:
+def test_an_iteration_does_not_open_at_a_home_that_lost_a_gpu() -> None:
     situation = opening(shortest_tokens=20.0)
     lost = as_configured(SPEC).engines[0][0]
     engines = tuple(engine for engine in situation.engines if lost not in engine.gpus)
@@ -154,7 +154,7 @@ def test_a_home_that_lost_a_gpu_is_not_opened_at() -> None:
     assert choice.assignment.trainer is None
 
 
-def test_before_a_rate_was_measured_the_start_is_planned_with_the_one_that_was_told() -> None:
+def test_before_a_rate_was_measured_the_start_is_planned_with_the_assumed_one() -> None:
     slow, fast = (
         opening(replace(SPEC, rates=Rates(((4, rate),), inference_tokens_per_s_per_gpu=1e9)), measured=())
         for rate in (50.0, 50_000.0)
@@ -185,7 +185,7 @@ def test_while_a_minibatch_is_open_nothing_moves() -> None:
     assert (choice.assignment, choice.memory) == (assigned, remembered.own)
 
 
-def test_engines_are_told_just_ahead_of_a_minibatchs_end() -> None:
+def test_engines_are_asked_just_ahead_of_a_minibatchs_end() -> None:
     assigned, remembered = begun()
     early = POLICY.choose(training(0, closes_at_ms=60_000, remembered=remembered))
     assert (early.assignment, early.memory) == (assigned, remembered.own)
@@ -196,7 +196,7 @@ def test_engines_are_told_just_ahead_of_a_minibatchs_end() -> None:
     assert POLICY.choose(again).assignment == late.assignment
 
 
-def test_what_the_rollouts_end_leaves_is_inferences_and_then_the_trainers() -> None:
+def test_gpus_of_an_ended_rollout_go_to_inference_and_then_to_the_trainer() -> None:
     assigned, remembered = begun()
     assert assigned.trainer is not None
     done = seen(SPEC, assigned, ready=(0, 1), num_taken=2, is_at_boundary=False, measured=RATES, remembered=remembered)
@@ -349,19 +349,19 @@ def test_the_same_situation_gives_the_same_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "message"),
     [
         ({"least_gain_s": -1.0}, "least_gain_s=-1.0 is below 0"),
         ({"short_share": 1.5}, "short_share=1.5"),
         ({"rounds": 0}, "rounds=0 is below 1"),
     ],
 )
-def test_rules_that_cannot_be_are_refused(rules: dict[str, float], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_impossible_rules_are_refused(rules: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TideRules(**rules)  # type: ignore[arg-type]  # the table's values are of several types
 
 
-def test_a_picture_before_anything_was_told_of_training_is_planned_for() -> None:
+def test_a_plan_needs_no_report_of_training() -> None:
     situation = opening()
     assert situation.trainer.training == Training(measured=RATES)
     assert memory_of(POLICY.choose(situation)).plan is not None
