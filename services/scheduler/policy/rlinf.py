@@ -129,8 +129,8 @@ class RLinfPolicy:
     def _after_minibatch(
         self, situation: Situation, assigned: Assignment, memory: RLinfMemory, num_done: int
     ) -> Choice:
-        """The answer after minibatch number `num_done`, which is not the last. RLinf's pseudo-code calls it `it`, counted
-        from 0."""
+        """The answer after minibatch number `num_done`, which is not the last. RLinf's pseudo-code counts minibatches
+        from 0: its `it` is `num_done - 1`."""
         is_before_last = num_done == situation.spec.num_minibatches - 1
         waits_before_last = self.rules.use_wait_before_last_iter_policy and is_before_last
         left = self._rollout_left(situation, assigned.engines, waits_before_last)
