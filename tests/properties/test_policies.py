@@ -69,8 +69,9 @@ class World:
         situation = self.seen()
         choice = self.policy.choose(situation)
         assert self.policy.choose(situation) == choice, "the same situation, the same choice"
-        held = self.remembered.assignment
-        self.num_moves += held is not None and choice.assignment != held
+        held, is_over = self.remembered.assignment, self.num_done == self.spec.num_minibatches
+        # The way home after the last minibatch is no move of the iteration.
+        self.num_moves += held is not None and choice.assignment != held and not is_over
         self.remembered, self.at, self.trains = after(choice), choice.assignment, choice.trains
         return choice
 
@@ -203,6 +204,7 @@ def test_rlinf_moves_after_minibatches_alone_and_only_to_legal_layouts(
         answered = memory.num_answered if isinstance(memory, RLinfMemory) else 0
         choice = world.choose()
         check_assignment(world, choice.assignment)
+        # One more than to the actor: while it waits for inference the engines of an ended rollout are given up.
         assert world.num_moves <= spec.num_minibatches + 1
         if was_begun and world.num_done == answered:
             assert choice.assignment == before
