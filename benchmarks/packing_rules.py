@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidegate.megatron.differencing import differenced
+from tidegate.megatron.largest_differencing import even_parts
 from tidegate.megatron.packing import TokenCap
 
 Ranks = list[list[list[int]]]
@@ -18,12 +18,12 @@ Ranks = list[list[list[int]]]
 
 
 def by_karmarkar_karp(lengths: Sequence[int], cap: TokenCap, *, num_ranks: int, keeps_cap: bool) -> Ranks:
-    of_ranks = differenced(lengths, num_ranks, equal_numbers=True)
+    of_ranks = even_parts(lengths, num_ranks, equal_numbers=True)
     num_batches = max(-(-sum(lengths[index] for index in of_rank) // cap.max_tokens) for of_rank in of_ranks)
     while True:
         packed = []
         for of_rank in of_ranks:
-            parts = differenced([lengths[index] for index in of_rank], num_batches)
+            parts = even_parts([lengths[index] for index in of_rank], num_batches)
             packed.append([[of_rank[place] for place in part] for part in parts])
         is_kept = all(
             len(batch) <= 1 or positions(batch, lengths, cap) <= cap.max_tokens for own in packed for batch in own

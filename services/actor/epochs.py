@@ -5,7 +5,7 @@ for as long as it lives.
 
 Invariants:
 - A worker leaves its epoch before it joins the next. It leaves alone and at once: by then, only failed members can
-  still wait for it. [test_worker: train_on_in_the_next_epoch]
+  still wait for it. [test_worker: and_train_in_the_next_epoch]
 - A worker in no epoch sends nothing to its peers. [test_worker: members_that_lost_a_peer]
 """
 

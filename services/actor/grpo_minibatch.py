@@ -17,7 +17,7 @@ from services.actor.grpo_loss import grpo_loss
 from services.actor.microbatch import TrainBatch, TrainSample, packed_samples, train_batches
 from services.actor.settings import TrainerSettings
 from tidegate.elastic.minibatch import RankPlace
-from tidegate.megatron.batching import Packed, ReplicaPlace, TokenBatch
+from tidegate.megatron.batching import MicroBatchPlan, ReplicaPlace, TokenBatch
 from tidegate.megatron.log_probs import token_log_probs
 from tidegate.megatron.schedule import OnLogits
 
@@ -28,7 +28,7 @@ class GrpoMinibatch:
 
     samples: Sequence[TrainSample]
     settings: TrainerSettings
-    _packed: dict[ReplicaPlace, Packed] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _packed: dict[ReplicaPlace, MicroBatchPlan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_samples(self.samples, self.settings.grpo)
@@ -41,7 +41,7 @@ class GrpoMinibatch:
     def num_sums(self) -> int:
         return len(SUMS)
 
-    def packed(self, place: ReplicaPlace) -> Packed:
+    def packed(self, place: ReplicaPlace) -> MicroBatchPlan:
         """The packing of the samples into micro-batches, computed once per place. Raises SampleOverCap."""
         if place not in self._packed:
             self._packed[place] = packed_samples(self.samples, self.settings.limits, place)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.megatron.batching import ALONE, Limits, Packed, ReplicaPlace, TokenBatch, packed
+from tidegate.megatron.batching import ALONE, Limits, MicroBatchPlan, ReplicaPlace, TokenBatch, plan_micro_batches
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -87,12 +87,14 @@ class TrainBatch:
     engine_log_probs_BS: FloatArray
 
 
-def packed_samples(samples: Sequence[TrainSample], limits: Limits, place: ReplicaPlace = ALONE) -> Packed:
+def packed_samples(samples: Sequence[TrainSample], limits: Limits, place: ReplicaPlace = ALONE) -> MicroBatchPlan:
     """The packing of an update's samples into micro-batches. Raises SampleOverCap."""
-    return packed([len(sample.tokens) for sample in samples], limits, place)
+    return plan_micro_batches([len(sample.tokens) for sample in samples], limits, place)
 
 
-def train_batches(samples: Sequence[TrainSample], token_weights: Sequence[float], packing: Packed) -> list[TrainBatch]:
+def train_batches(
+    samples: Sequence[TrainSample], token_weights: Sequence[float], packing: MicroBatchPlan
+) -> list[TrainBatch]:
     """One replica's micro-batches of an update. `token_weights[i]` is the weight of each token of sample i."""
     batches = packing.own([sample.tokens for sample in samples])
     return [train_batch(samples, token_weights, batch) for batch in batches]

@@ -5,7 +5,7 @@ minibatches that the actor trains on, and the report of an update.
 
 Invariants:
 - Every rank of the layout reports the same of an update. [test_worker: has_the_losses_of_a_fixed_one]
-- A standby takes no part in an update: it refuses one. [test_worker: cannot_be_done_is_refused_by_name]
+- A standby takes no part in an update: it refuses one. [test_worker: impossible_calls_are_refused]
 """
 
 from __future__ import annotations

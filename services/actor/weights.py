@@ -14,14 +14,14 @@ from services.actor.checkpoints import files_of
 from tidegate.data.prompts import template_source
 from tidegate.elastic.state.files import StateFiles
 from tidegate.huggingface.checkpoint import TOKENIZER
-from tidegate.huggingface.exporting import export
+from tidegate.huggingface.checkpoint_weights import CheckpointWeights
+from tidegate.huggingface.export import export
 from tidegate.huggingface.families import CheckpointRefused
-from tidegate.huggingface.importing import CheckpointWeights
 from tidegate.job import Job, JobFolder
 from tidegate.megatron.family import model_parameters
 from tidegate.megatron.gpt_provider import InitialWeights
-from tidegate.megatron.torch_dist import TorchDistWeights
 from tidegate.megatron.torch_dist_index import TorchDistRefused
+from tidegate.megatron.torch_dist_weights import TorchDistWeights
 from tidegate.tasks.tokenizer import TaskTokenizer
 from tidegate.tasks.tokenizer_config import load_tokenizer_config
 

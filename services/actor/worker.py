@@ -14,7 +14,7 @@ Invariants:
 - A refused call changes nothing. [test_worker: has_the_losses_of_a_fixed_one]
 - A worker that lost a peer leaves its epoch, keeps its state, and reports the loss.
   [test_worker: members_that_lost_a_peer]
-- An update is made once, however often it is requested. [test_worker: is_not_made_again]
+- An update is made once, however often it is requested. [test_worker: the_state_includes_is_not_repeated]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariants:
 - The layout does not change the cut into micro-batches, only which replica runs which. The one exception is a token cap
   without logical shards: then the cut follows the number of replicas.
-  [test_packing: logical_shards_run_does_not_depend_on_the_number_of_replicas]
+  [test_packing: of_logical_shards_do_not_depend_on_the_number_of_replicas]
 - Losses are divided by the denominators of the whole minibatch.
   [test_training_after_switch: updates_after_a_switch_are_those]
 """

@@ -1,8 +1,13 @@
-"""A Hugging Face checkpoint's folder, opened and checked before anything is started on it; no tensor is read here.
+"""Opens a Hugging Face checkpoint's folder and checks it before anything starts from it. It reads no tensor.
 
-Order: config.json, the list of files (one, or those of an index), each file's header, then whether tensors and shapes
-are those of the architecture. Invariant: an opened checkpoint has every tensor that its model needs, in its shape, in a
-file that is whole, and no other tensor that would be lost.
+Order:
+1. config.json.
+2. The list of files: one, or those of an index.
+3. Each file's header.
+4. Whether tensors and shapes are those of the architecture.
+
+Invariant: an opened checkpoint has every tensor that its model needs, in its shape, in a whole file, and no other
+tensor that would be lost.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 RECOMPUTED = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
-"""Ends of names of what old checkpoints keep, and transformers passes over: it follows from the config."""
+"""Endings of tensor names in old checkpoints that transformers ignores, because the config determines them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class HuggingFaceCheckpoint:
     file_of: Mapping[str, TensorFile]
     """By the name of a tensor."""
     end_ids: tuple[int, ...] = ()
-    """Of the tokens that end a text, as the files say; empty where they do not."""
+    """The ids of the tokens that end a text, from the files; empty where the files name none."""
 
     def stored(self, name: str) -> StoredTensor:
         return self.file_of[name].tensors[name]
@@ -49,7 +54,7 @@ def open_checkpoint(folder: Path) -> HuggingFaceCheckpoint:
     """Raises CheckpointRefused, with the file, the numbers and the remedy."""
     if not folder.is_dir():
         raise CheckpointRefused(
-            f"{folder} is not a folder: give the one that holds a model's {CONFIG} and its safetensors"
+            f"{folder} is not a folder: name the one that holds a model's {CONFIG} and its safetensors"
         )
     try:
         raw = _json(folder / CONFIG)
@@ -120,20 +125,20 @@ def _check_tensors(
         )
     spare = {name for name in file_of if name.endswith(RECOMPUTED)}
     if model.tied_embeddings:
-        # Some checkpoints keep the copy. It is compared with the embedding when that is read.
+        # Some checkpoints keep the copy. It is compared with the embedding when the embedding is read.
         spare.add(OUTPUT_TENSOR)
         want[OUTPUT_TENSOR] = want[EMBEDDING_TENSOR]
     if extra := sorted(file_of.keys() - want.keys() - spare):
         raise CheckpointRefused(
-            f"{folder}: {len(extra)} tensors are not of the model that {CONFIG} describes, and would be lost: "
+            f"{folder}: {len(extra)} tensors do not belong to the model that {CONFIG} describes, and would be lost: "
             f"{first_few(extra)}; take a checkpoint of the plain architecture"
         )
     for file in files:
         for name, stored in file.tensors.items():
             if name in want and stored.shape != want[name]:
                 raise CheckpointRefused(
-                    f"{file.path}: tensor {name} has shape {list(stored.shape)}, by {CONFIG} "
-                    f"{list(want[name])}: the files are of two models"
+                    f"{file.path}: tensor {name} has shape {list(stored.shape)}, and {CONFIG} implies "
+                    f"{list(want[name])}: the files belong to two models"
                 )
 
 

@@ -1,9 +1,14 @@
-"""A checkpoint's config.json <-> the model's shape: which architectures and options there are, and which are refused.
+"""Converts a checkpoint's config.json to the model's shape and back, and refuses unsupported architectures and options.
 
-Order: the architecture, then every option that would change what is computed, then the numbers. What transformers reads
-from a key that is absent is what is read here. Invariants: what is accepted is computed as transformers computes it;
-what would be computed otherwise is refused by its key, with its value and what to do; each fault is told by itself.
-Dropout, caches and names of tokens do not change what is computed and are passed over. Pure.
+Order: the architecture, then every option that changes the computation, then the numbers. An absent key has the value
+that transformers assumes.
+
+Invariants:
+- An accepted model is computed as transformers computes it.
+- An option that would be computed differently is refused by its key, with its value and the remedy.
+- Each fault has its own message.
+
+Dropout, caches and names of tokens do not change the computation and are ignored. Pure.
 """
 
 from __future__ import annotations
@@ -18,12 +23,12 @@ RawConfig = Mapping[str, Any]
 
 
 class CheckpointRefused(ValueError):
-    """A Hugging Face checkpoint that is not one, is damaged, or is of a model that is not supported."""
+    """The folder is not a Hugging Face checkpoint, is damaged, or has an unsupported model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a model type says of itself, and is not in its config.json."""
+    """The facts of a model type that are not in its config.json."""
 
     model_type: str
     architecture: str
@@ -31,7 +36,7 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
     head_dim: int | None = None
-    """Where config.json names none; None: hidden_size / num_attention_heads."""
+    """The head size where config.json names none. None: hidden_size / num_attention_heads."""
 
 
 FAMILIES = (
@@ -47,17 +52,19 @@ _NEUTRAL: Mapping[str, tuple[object, str]] = {
     "hidden_act": ("silu", "the feed-forward layer is SwiGLU"),
     "attention_bias": (False, "only Qwen2's biases of queries, keys and values are supported"),
     "mlp_bias": (False, "the feed-forward layer has no biases"),
-    "attention_dropout": (0.0, "nothing is dropped here; set it to 0 if the checkpoint is to be trained so"),
-    "use_sliding_window": (False, "attention sees every token before; take a checkpoint without sliding windows"),
+    "attention_dropout": (0.0, "dropout is not supported; set it to 0 to train the checkpoint without it"),
+    "use_sliding_window": (False, "attention sees every earlier token; take a checkpoint without sliding windows"),
     "partial_rotary_factor": (1.0, "RoPE turns whole heads"),
     "decoder_sparse_step": (1, "either every layer has experts or none"),
     "mlp_only_layers": ([], "either every layer has experts or none"),
 }
-"""Options that change what is computed: the one value that is supported, which is what an absent key means, and why."""
+"""Options that change the computation: the one supported value, which an absent key means, and the reason."""
 
 
 def model_of(raw: RawConfig) -> ModelConfig:
-    """Of a parsed config.json; max_seq_len is the longest that its positions allow. Raises CheckpointRefused."""
+    """The model of a parsed config.json. max_seq_len is the largest that its positions allow. Raises
+    CheckpointRefused.
+    """
     family = _family(raw)
     _check_options(raw)
     heads, hidden = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
@@ -90,11 +97,11 @@ def model_of(raw: RawConfig) -> ModelConfig:
 
 
 def config_of(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """A config.json for a model that came from none. CheckpointRefused for a shape that is of no family."""
+    """A config.json for a model without a source checkpoint. Raises CheckpointRefused for a shape of no family."""
     family = next((known for known in FAMILIES if _fits(known, model)), None)
     if family is None:
         raise CheckpointRefused(
-            f"no architecture of {', '.join(known.architecture for known in FAMILIES)} is a model with qkv_bias="
+            f"no architecture of {', '.join(known.architecture for known in FAMILIES)} has a model with qkv_bias="
             f"{model.qkv_bias}, qk_norm={model.qk_norm} and num_experts={model.num_experts}: it cannot be exported"
         )
     raw: dict[str, Any] = {
@@ -126,8 +133,8 @@ def config_of(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 
 def _fits(family: Family, model: ModelConfig) -> bool:
-    said = (family.qkv_bias, family.qk_norm, family.experts)
-    return said == (model.qkv_bias, model.qk_norm, model.num_experts is not None)
+    features = (family.qkv_bias, family.qk_norm, family.experts)
+    return features == (model.qkv_bias, model.qk_norm, model.num_experts is not None)
 
 
 def _family(raw: RawConfig) -> Family:
@@ -152,40 +159,42 @@ def _check_options(raw: RawConfig) -> None:
     if others := sorted({str(kind) for kind in kinds} - {"full_attention"}):
         raise CheckpointRefused(
             f"config.json: layer_types has {', '.join(others)}, only full_attention is supported: attention sees every "
-            "token before"
+            "earlier token"
         )
 
 
 def _rope(raw: RawConfig) -> tuple[float, Llama3Scaling | None]:
-    """Under `rope_parameters`, as transformers writes since 5, or as `rope_theta` and `rope_scaling`, as before."""
-    said = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(said, dict):
-        raise CheckpointRefused(f"config.json: the parameters of RoPE are {said!r}, not keys and values")
-    theta = _number(said if "rope_theta" in said else raw, "rope_theta", 10_000.0)
-    if _number(said, "partial_rotary_factor", 1.0) != 1.0:
+    """Reads `rope_parameters`, which transformers writes since version 5, or `rope_theta` and `rope_scaling`,
+    as before.
+    """
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointRefused(f"config.json: the parameters of RoPE are {rope!r}, not keys and values")
+    theta = _number(rope if "rope_theta" in rope else raw, "rope_theta", 10_000.0)
+    if _number(rope, "partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointRefused(
-            f"config.json: partial_rotary_factor={said['partial_rotary_factor']!r} is not supported, only 1.0: "
+            f"config.json: partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported, only 1.0: "
             f"{_NEUTRAL['partial_rotary_factor'][1]}"
         )
-    match said.get("rope_type", said.get("type", "default")):
+    match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return theta, None
         case "llama3":
-            return theta, _scaling(said)
+            return theta, _scaling(rope)
         case other:
             raise CheckpointRefused(
-                f"config.json: RoPE of type {other!r} is not supported; supported: default, llama3. A checkpoint that "
-                "is stretched by it may be usable without, within its first length: take the scaling out of a copy"
+                f"config.json: RoPE of type {other!r} is not supported; supported: default, llama3. The checkpoint may "
+                "work without the scaling up to its original length: remove the scaling from a copy"
             )
 
 
-def _scaling(said: RawConfig) -> Llama3Scaling:
+def _scaling(rope: RawConfig) -> Llama3Scaling:
     try:
         return Llama3Scaling(
-            factor=_number(said, "factor"),
-            low_freq_factor=_number(said, "low_freq_factor"),
-            high_freq_factor=_number(said, "high_freq_factor"),
-            original_max_seq_len=_count(said, "original_max_position_embeddings"),
+            factor=_number(rope, "factor"),
+            low_freq_factor=_number(rope, "low_freq_factor"),
+            high_freq_factor=_number(rope, "high_freq_factor"),
+            original_max_seq_len=_count(rope, "original_max_position_embeddings"),
         )
     except CheckpointRefused:
         raise
@@ -206,7 +215,7 @@ def _raw_scaling(scaling: Llama3Scaling | None) -> dict[str, Any] | None:
 
 
 def _num_experts(raw: RawConfig) -> int:
-    """`num_local_experts` is what transformers writes since 5."""
+    """transformers writes `num_local_experts` since version 5."""
     return _count(raw, "num_experts" if "num_experts" in raw else "num_local_experts")
 
 
@@ -227,7 +236,7 @@ def _number(raw: RawConfig, key: str, default: float | None = None) -> float:
 
 
 def _flag(raw: RawConfig, key: str) -> bool:
-    """False where there is none."""
+    """False where the key is absent."""
     value = raw.get(key, False)
     if not isinstance(value, bool):
         raise CheckpointRefused(f"config.json: {key} is {value!r}, neither true nor false: take the model's own file")

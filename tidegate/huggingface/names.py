@@ -1,8 +1,9 @@
-"""Which tensors of a Hugging Face checkpoint a logical parameter is made of, and of which of its rows each. Pure.
+"""The tensors of a Hugging Face checkpoint that form a logical parameter, and the rows of the parameter in each. Pure.
 
-Hugging Face keeps apart what Megatron fuses: queries, keys and values, which the fused parameter holds group by group,
-and the gate and the up projection. Everything else is one tensor under another name. Invariant: over a model's
-parameters each tensor comes once, and each row of a parameter is in one tensor.
+Hugging Face separates what Megatron fuses: queries, keys and values, which the fused parameter holds group by group,
+and the gate and the up projection. Every other parameter is one tensor under another name.
+
+Invariant: over a model's parameters each tensor occurs once, and each row of a parameter is in one tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SUFFIXES = {
 
 
 class Rows(NamedTuple):
-    """Of a parameter."""
+    """Rows of a parameter."""
 
     first: int
     size: int
@@ -50,7 +51,7 @@ class TensorOf:
 
 
 def tensors_of(parameter: Parameter, model: ModelConfig) -> tuple[TensorOf, ...]:
-    """The tensors that a logical parameter of the model is made of."""
+    """The tensors that form a logical parameter of the model."""
     return tuple(
         TensorOf(name, (sum(part.size for part in rows), *parameter.shape[1:]), rows)
         for name, rows in _names(parameter, model)

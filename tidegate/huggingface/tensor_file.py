@@ -1,8 +1,10 @@
-"""A safetensors file by its header: what is in it, whether it is whole, and its tensors without reading the others.
+"""A safetensors file by its header: its tensors and whether it is whole. One tensor is read without reading the others.
 
-The form: 8 bytes of length, so many bytes of JSON (name -> dtype, shape, first and last byte), then the tensors' bytes.
-The header is checked here, not by the `safetensors` package, to tell what is wrong with a file, and to write one tensor
-at a time. Invariant: the tensors of an opened file are where its header says, and cover the file to its last byte.
+The format: 8 bytes of length, that many bytes of JSON (name -> dtype, shape, first and last byte), then the tensors'
+bytes. This module checks the header itself, without the `safetensors` package, to report the exact fault of a file and
+to write one tensor at a time.
+
+Invariant: the tensors of an opened file are where its header says, and cover the file to its last byte.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from typing import Any
 from tidegate.huggingface.families import CheckpointRefused
 
 ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Of the dtypes that weights may have, in the format's words."""
+"""The dtypes that weights may have, by the format's names."""
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
-"""The bound of the format: more is a file of another kind, whose first bytes are no length."""
+"""The limit of the format. A larger number means a file of another kind, whose first bytes are not a length."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """`offset` is counted from the file's first byte."""
+    """`offset` counts from the file's first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +42,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """`head` is what comes before the first tensor, byte for byte."""
+    """`head` is everything before the first tensor, byte for byte."""
 
     path: Path
     head: bytes
@@ -49,7 +51,9 @@ class TensorFile:
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """CheckpointRefused when it is missing, truncated, no safetensors file, or holds what weights are not made of."""
+    """Raises CheckpointRefused when the file is missing or truncated, is not safetensors, or has dtypes that weights
+    cannot have.
+    """
     try:
         size_bytes = path.stat().st_size
         with path.open("rb") as stream:
@@ -74,7 +78,7 @@ def open_tensor_file(path: Path) -> TensorFile:
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The head of a new file with these tensors (dtype and shape) in order, and where each goes."""
+    """The head of a new file with these tensors (dtype and shape) in order, and the place of each."""
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -82,7 +86,7 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     header = json.dumps(entries, separators=(",", ":")).encode()
-    # Spaces, as the format allows, so that data begin at a multiple of 8.
+    # Pad with spaces, which the format allows, so that data begin at a multiple of 8.
     header += b" " * (-len(header) % _LENGTH_BYTES)
     head = len(header).to_bytes(_LENGTH_BYTES, "little") + header
     placed = {
@@ -116,7 +120,7 @@ def _tensors(path: Path, header: bytes, *, data_begins: int) -> dict[str, Stored
         want = (position, position + tensors[name].size_bytes)
         if offsets != want:
             raise CheckpointRefused(
-                f"{path}: tensor {name} of shape {list(shape)} is said to be at bytes {offsets}, and belongs at "
+                f"{path}: tensor {name} of shape {list(shape)} has the byte offsets {offsets}, but belongs at "
                 f"{want}: the header is damaged; fetch the file again"
             )
         position = want[1]

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
 from tidegate.config.job_config import JobConfig
-from tidegate.huggingface.importing import check_copy
-from tidegate.huggingface.served import check_served, check_version
+from tidegate.huggingface.checkpoint_weights import check_copy
+from tidegate.huggingface.sglang_support import check_servable, check_version
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.ownership.records import StoreUnavailable
@@ -45,7 +45,7 @@ async def check_engine(job: Job) -> None:
     if rollout.engine != "sglang":
         return
     try:
-        check_served(job.model)
+        check_servable(job.model)
     except ValueError as error:
         raise CannotStart(f"rollout.engine=sglang cannot generate with this model: {error}") from error
     python = rollout.sglang.python

@@ -1,1 +1,3 @@
-"""What the actor and the inference share: the model family, its shards, log-probabilities, the CPU stand-in."""
+"""The code that the actor and the inference share: the model family, its shards, log-probabilities, the CPU
+stand-in.
+"""

@@ -1,9 +1,14 @@
-"""Attention under context parallelism without Transformer Engine, which is where Megatron keeps its own.
+"""Attention under context parallelism without Transformer Engine. Megatron has context parallelism only there.
 
-Each cp rank holds two slices of a sequence (tidegate/megatron/context.py), by whose positions Megatron's rotary
-embedding turns them. Keys and values of all ranks are gathered, and each rank's queries see those at or before their
-global positions. Invariants: with one cp rank it is
-Megatron's attention as it is; the gradients of gathered keys and values are added up over the ranks that saw them.
+1. Each cp rank holds two slices of a sequence (tidegate/megatron/context.py). Megatron's rotary embedding turns them by
+   their positions.
+2. Keys and values of all ranks are gathered.
+3. Each rank's queries see the keys at or before their global positions.
+
+Invariants:
+- With one cp rank this is Megatron's attention unchanged.
+- The gradients of gathered keys and values are added up over the ranks that saw them.
+
 Legend of shapes: Q this rank's positions, S all, in rank order after the gathering, B sequences, N heads of H elements,
 D = N * H.
 """
@@ -26,7 +31,7 @@ class GatheringAttention(DotProductAttention):  # type: ignore[misc]  # Megatron
     def __init__(
         self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any
     ) -> None:
-        # transformer/dot_product_attention.py:57 refuses any other size; the gathering below is what is missing there.
+        # transformer/dot_product_attention.py:57 refuses any other size, because it lacks the gathering below.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)

@@ -1,9 +1,15 @@
-"""Cuts sequences into right-padded micro-batches and deals them to the data-parallel replicas. Pure numpy.
+"""Cuts sequences into right-padded micro-batches and assigns them to the data-parallel replicas. Pure numpy.
 
-Order: `cut` (which sequences go together) and `deal` (which replica runs them), or under a token cap `pack` for both;
-then `pad` (the tokens). Invariants: what goes together does not depend on the number of replicas, under a token cap
-where there are logical shards; every sequence is in exactly one micro-batch; all replicas get equally many, short ones
-a filler that holds no sequence; the same lengths give the same micro-batches, bit for bit.
+Order:
+1. `cut` decides which sequences go together, and `deal` which replica runs them. Under a token cap `pack` does both.
+2. `pad` makes the tokens.
+
+Invariants:
+- The sequences of a micro-batch do not depend on the number of replicas. Under a token cap this needs logical shards.
+- Every sequence is in exactly one micro-batch.
+- All replicas get equally many micro-batches. A short replica gets fillers without sequences.
+- The same lengths give the same micro-batches, bit for bit.
+
 Legend of shapes: B sequences of a micro-batch, S padded positions.
 """
 
@@ -19,12 +25,12 @@ import numpy.typing as npt
 from tidegate.megatron.packing import PAD_MULTIPLE, Packing, TokenCap, pack
 
 FILLER_LENGTH = 2
-"""Positions of a filler: the fewest of which one has a log-probability."""
+"""The positions of a filler: the fewest with a log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """How large a micro-batch may be; a sequence longer than `max_tokens` goes alone."""
+    """The limits of a micro-batch. A sequence longer than `max_tokens` goes alone."""
 
     max_sequences: int | None = None
     max_tokens: int | None = None
@@ -38,37 +44,42 @@ class BatchLimits:
 
 
 Limits = BatchLimits | TokenCap
-"""The first is filled with the longest sequences first, as far as they go; the second evenly."""
+"""BatchLimits are filled with the longest sequences first, as far as they go. A TokenCap is filled evenly."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Which replica's micro-batches are asked for, and what holds between them."""
+    """The replica whose micro-batches are requested, and the rules that hold between replicas."""
 
     replica: int = 0
     num_replicas: int = 1
     num_shards: int | None = None
-    """Logical shards, of which each replica runs equally many that follow one another, one after the other; None: one
-    a replica."""
+    """Logical shards. Each replica runs equally many consecutive ones, one after another. None: one per replica."""
     alike: bool = False
-    """The n-th micro-batch of every replica has one shape, with rows and positions of zeros: ranks that share experts
-    out exchange tokens by equal parts."""
+    """The n-th micro-batches of all replicas have one shape, filled with rows and positions of zeros.
+
+    Ranks that divide experts among themselves need this: they exchange tokens in equal parts.
+    """
     multiple: int = 1
-    """The schedule runs so many micro-batches at a time: under a token cap there are no fewer for it to fill up."""
+    """The schedule runs this many micro-batches at a time. Under a token cap their number is a multiple, so no fillers
+    are needed.
+    """
 
 
 ALONE = ReplicaPlace()
-"""Of the one replica that there is."""
+"""The place of the only replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One micro-batch. `sequences` are indices into what was cut, one a row; rows after them are zeros."""
+    """One micro-batch. `sequences` are indices of the input sequences, one per row. Further rows are zeros."""
 
     sequences: tuple[int, ...]
     tokens_BS: npt.NDArray[np.int64]
     lengths: tuple[int, ...] | None = None
-    """Of the first rows' tokens, where the model is to run them without padding; None: it runs the rows."""
+    """The numbers of tokens of the first rows, where the model runs them without padding. None: it runs the
+    padded rows.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,7 +87,7 @@ class TokenBatch:
 
 
 def cut(lengths: Sequence[int], limits: BatchLimits) -> list[tuple[int, ...]]:
-    """Indices of the sequences of each micro-batch: the longest first, equal lengths in the given order."""
+    """Indices of the sequences of each micro-batch: the longest first, equal lengths in the input's order."""
     batches: list[tuple[int, ...]] = []
     open_batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -88,13 +99,13 @@ def cut(lengths: Sequence[int], limits: BatchLimits) -> list[tuple[int, ...]]:
 
 
 def deal(batches: Sequence[tuple[int, ...]], *, num_replicas: int, replica: int) -> list[tuple[int, ...]]:
-    """The micro-batches of one replica, every `num_replicas`-th, filled up with empty ones to the common number."""
+    """The micro-batches of one replica: every `num_replicas`-th, with empty ones up to the common number."""
     own = list(batches[replica::num_replicas])
     return own + [()] * (math.ceil(len(batches) / num_replicas) - len(own))
 
 
 def pad(sequences: Sequence[Sequence[int]], batch: tuple[int, ...], limits: Limits) -> TokenBatch:
-    """The tokens of a micro-batch, one sequence a row, zeros after its end."""
+    """The tokens of a micro-batch, one sequence per row, with zeros after its end."""
     is_thd = isinstance(limits, TokenCap) and limits.packing is Packing.THD
     if not batch:
         filler_1S = np.zeros((1, padded_length(FILLER_LENGTH, limits)), dtype=np.int64)
@@ -108,27 +119,27 @@ def pad(sequences: Sequence[Sequence[int]], batch: tuple[int, ...], limits: Limi
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How full the micro-batches are that all replicas run."""
+    """How full the micro-batches of all replicas are."""
 
     num_batches: int
-    """Of a replica."""
+    """The micro-batches of one replica."""
     padding: float
     """The share of all positions that hold no token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Which sequences go together in the micro-batches of all replicas."""
+class MicroBatchPlan:
+    """The sequences that go together in the micro-batches of all replicas."""
 
     lengths: tuple[int, ...]
     limits: Limits
     place: ReplicaPlace
     shares: list[list[tuple[int, ...]]]
-    """Of each logical shard, or of each replica."""
+    """The micro-batches of each logical shard, or of each replica."""
 
     @property
     def filling(self) -> Filling:
-        """Without what makes shapes alike, and what a schedule fills up."""
+        """Without the positions that make shapes alike and without the schedule's fillers."""
         num_positions = sum(
             max(len(batch), 1) * padded_length(self._longest(batch), self.limits)
             for share in self.shares
@@ -138,7 +149,7 @@ class Packed:
         return Filling(num_batches, 1 - sum(self.lengths) / num_positions if num_positions else 0.0)
 
     def own(self, sequences: Sequence[Sequence[int]]) -> list[TokenBatch]:
-        """The micro-batches that the replica runs, of sequences of these lengths."""
+        """The micro-batches of this replica, for sequences of these lengths."""
         num_own = len(self.shares) // self.place.num_replicas
 
         def run_by(replica: int) -> list[TokenBatch]:
@@ -155,7 +166,7 @@ class Packed:
         return max((self.lengths[index] for index in batch), default=FILLER_LENGTH)
 
 
-def packed(lengths: Sequence[int], limits: Limits, place: ReplicaPlace = ALONE) -> Packed:
+def plan_micro_batches(lengths: Sequence[int], limits: Limits, place: ReplicaPlace = ALONE) -> MicroBatchPlan:
     """Raises SampleOverCap."""
     num_shares = place.num_shards or place.num_replicas
     if isinstance(limits, TokenCap):
@@ -163,14 +174,14 @@ def packed(lengths: Sequence[int], limits: Limits, place: ReplicaPlace = ALONE) 
     else:
         batches = cut(lengths, limits)
         shares = [deal(batches, num_replicas=num_shares, replica=share) for share in range(num_shares)]
-    return Packed(tuple(lengths), limits, place, shares)
+    return MicroBatchPlan(tuple(lengths), limits, place, shares)
 
 
 def replica_batches(
     sequences: Sequence[Sequence[int]], limits: Limits, place: ReplicaPlace = ALONE
 ) -> list[TokenBatch]:
-    """The micro-batches that one replica runs. Raises SampleOverCap."""
-    return packed([len(tokens) for tokens in sequences], limits, place).own(sequences)
+    """The micro-batches of one replica. Raises SampleOverCap."""
+    return plan_micro_batches([len(tokens) for tokens in sequences], limits, place).own(sequences)
 
 
 def padded_length(length: int, limits: Limits) -> int:

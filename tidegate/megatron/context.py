@@ -1,7 +1,12 @@
-"""Cuts sequences over the ranks of a context-parallel group, and puts what they found together again.
+"""Cuts sequences over the ranks of a context-parallel group, and joins their results.
 
-Zig-zag, as Megatron's attention and rotary embedding have it: of 2 * cp equal slices, rank r holds slices r and
-2 * cp - 1 - r, in this order. Invariants: each position is on exactly one rank; with one rank nothing is done.
+The cut is zig-zag, as in Megatron's attention and rotary embedding: of 2 * cp equal slices, rank r holds slices r and 2
+* cp - 1 - r, in this order.
+
+Invariants:
+- Each position is on exactly one rank.
+- With one rank nothing is changed.
+
 Legend of shapes: B sequences, S positions, Q those of this rank.
 """
 
@@ -13,7 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 def positions(length: int, *, cp: int, cp_rank: int, device: torch.device | None = None) -> torch.Tensor:
-    """The global positions that a rank holds, in its order; ValueError where 2 * cp does not divide the length."""
+    """The global positions of a rank, in its order. Raises ValueError where 2 * cp does not divide the length."""
     if length % (2 * cp):
         raise ValueError(
             f"{length} positions do not divide by 2 * cp = 2 * {cp}: pad sequences to a multiple of {2 * cp}"
@@ -24,7 +29,7 @@ def positions(length: int, *, cp: int, cp_rank: int, device: torch.device | None
 
 
 def all_positions(length: int, *, cp: int, device: torch.device | None = None) -> torch.Tensor:
-    """Of all ranks, one after the other: what stands where after a gathering in rank order."""
+    """The positions of all ranks, one rank after another: their order after a gathering in rank order."""
     return torch.cat([positions(length, cp=cp, cp_rank=rank, device=device) for rank in range(cp)])
 
 
@@ -37,9 +42,10 @@ def own_part(whole_BS: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def whole(part_BQ: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[B, S] on every rank, inverse of `own_part`.
+    """[B, S] on every rank; inverse of `own_part`.
 
-    All ranks are to compute the same of it: backwards each takes its own part's gradient as it stands.
+    All ranks must compute the same loss from it: in the backward pass each rank takes its own part's gradient
+    unchanged.
     """
     cp = group.size()
     if cp == 1:

@@ -1,8 +1,12 @@
-"""Lets megatron-core 0.19.2 run where there is no CUDA: the few names it takes from torch.cuda, answered by the CPU.
+"""Lets megatron-core 0.19.2 run without CUDA: the CPU answers the few names that Megatron takes from torch.cuda.
 
-`install()` is called once per process, by the program, before anything else imports megatron. It does nothing, and
-returns False, where CUDA is present. Invariants: nothing is patched on import; a second call changes nothing; what does
-not name CUDA behaves as before. Each patch names the upstream line (in megatron/core) that it is for.
+The program calls `install()` once per process, before anything else imports megatron. Where CUDA is present it does
+nothing and returns False. Each patch names the upstream line (in megatron/core) that needs it.
+
+Invariants:
+- Nothing is patched on import.
+- A second call changes nothing.
+- Calls that do not name CUDA behave as before.
 """
 
 from __future__ import annotations
@@ -14,35 +18,37 @@ from typing import Any
 import torch
 
 _FACTORIES = ("zeros", "ones", "tensor")
-"""pipeline_parallel/schedules.py:749, 1121, 2292; optimizer/clip_grads.py:96-112, 180; transformer/utils.py:39; pinned
-memory, which only CUDA has: models/common/embeddings/rope_utils.py:62."""
+"""pipeline_parallel/schedules.py:749, 1121, 2292; optimizer/clip_grads.py:96-112, 180; transformer/utils.py:39.
+
+Also pinned memory, which only CUDA has: models/common/embeddings/rope_utils.py:62.
+"""
 
 _TYPE_NAMES = {"torch.FloatTensor": "torch.cuda.FloatTensor", "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor"}
-"""optimizer/distrib_optimizer.py:401, 466, 758; optimizer/clip_grads.py:174: the type names they compare with."""
+"""optimizer/distrib_optimizer.py:401, 466, 758; optimizer/clip_grads.py:174 compare with these type names."""
 
 
 class _IdleStream:
-    """distributed/param_and_grad_buffer.py:632: the stream to wait on; on a CPU all work is already done."""
+    """distributed/param_and_grad_buffer.py:632 waits on a stream. On a CPU all work is already done."""
 
     def wait_stream(self, stream: object) -> None:
-        """There is nothing to wait for."""
+        """Nothing to wait for."""
 
     def wait_event(self, event: object) -> None:
-        """There is nothing to wait for."""
+        """Nothing to wait for."""
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Nothing to wait for."""
 
 
 def install(cuda_is_available: Callable[[], bool] = torch.cuda.is_available) -> bool:
-    """Whether the stand-in is in force afterwards; False, with nothing touched, where CUDA is present."""
+    """Install the stand-in and return True. Where CUDA is present, change nothing and return False."""
     if cuda_is_available():
         return False
     if torch.cuda.current_device.__module__ == __name__:
         return True
     for owner, name, stand_in in _replacements():
         setattr(owner, name, stand_in)
-    # The module is imported only now: it takes names from torch.cuda as it is imported.
+    # Import the module only now: it takes names from torch.cuda at its import.
     from megatron.core.tensor_parallel import random as megatron_random
 
     # tensor_parallel/random.py:135 sets the state through CUDA's default generators, which a CPU build does not have.
@@ -51,7 +57,7 @@ def install(cuda_is_available: Callable[[], bool] = torch.cuda.is_available) -> 
 
 
 def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """(owner, name, stand-in) of each name of torch's that megatron-core takes for granted."""
+    """(owner, name, stand-in) of each name of torch's that megatron-core expects."""
     return [
         *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
         # optimizer/*.py compare `param.type()` with the names of CUDA's tensor types.

@@ -1,7 +1,8 @@
-"""What the families share: logical parameters, what a layout must divide, the size of the padded vocabulary. Pure.
+"""What the families share: logical parameters, the divisors of a layout, the size of the padded vocabulary. Pure.
 
-Invariants: `check_layout` accepts exactly the layouts that the actor's trainer can build; the padded vocabulary
-is a function of the job's layouts together, so that it never changes within a job.
+Invariants:
+- `check_layout` accepts exactly the layouts that the actor's trainer can build.
+- The padded vocabulary is a function of all layouts of the job together, so it never changes within a job.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from tidegate.types import Layout
 
 
 def padded_vocab_size(config: ModelConfig, tp_sizes: Iterable[int]) -> int:
-    """The vocabulary rounded up so that every tp of the job divides it: the same for all layouts of a job."""
+    """The vocabulary rounded up so that every tp of the job divides it. It is the same for all layouts of a job."""
     multiple = math.lcm(*tp_sizes)
     return math.ceil(config.vocab_size / multiple) * multiple
 
 
 def possible_tp_sizes(config: ModelConfig, *, num_ranks: int) -> list[int]:
-    """What a job on so many ranks may change its tp to, ascending; the vocabulary is padded for all of them."""
+    """The tp sizes that a job on `num_ranks` ranks may use, ascending. The vocabulary is padded for all of them."""
     divisors = _divisors(math.gcd(config.num_heads, config.num_kv_heads, config.ffn_hidden_size))
     return [size for size in divisors if size <= num_ranks]
 
 
 def model_parameters(config: ModelConfig, *, padded_vocab: int, itemsize: int = 4) -> tuple[Parameter, ...]:
-    """The logical parameters, of `itemsize` bytes an element, in order from input to output."""
+    """The logical parameters, of `itemsize` bytes per element, in order from input to output."""
     return gpt_parameters(
         GptShape(
             num_layers=config.num_layers,
@@ -50,7 +51,7 @@ def model_parameters(config: ModelConfig, *, padded_vocab: int, itemsize: int = 
 
 
 def check_layout(config: ModelConfig, layout: Layout, *, padded_vocab: int) -> None:
-    """ValueError, with the equation and the legal choices, where the family does not fit the layout."""
+    """Raises ValueError, with the equation and the legal choices, where the family does not fit the layout."""
     for axis, issue in (("cp", "context parallelism needs Transformer Engine"), ("ep", "the family has no experts")):
         size = getattr(layout, axis)
         if size != 1:

@@ -1,9 +1,15 @@
 """Builds a rank's part of a mesh's GPT as Megatron GPTModel chunks, with explicit process groups.
 
-Order: `cpu_stand_in.install()` where there is no CUDA, the groups, then `build_chunks` on all ranks of the mesh: tied
-embeddings are reduced between the ends of the pipeline as they are built. Invariants: nothing is read from
-parallel_state but the memory buffer that Megatron's attention uses, which belongs to no group; there is one chunk a
-virtual stage; weights have no meaning until they are filled.
+Order:
+1. `cpu_stand_in.install()`, where there is no CUDA.
+2. The groups.
+3. `build_chunks` on all ranks of the mesh: tied embeddings are reduced between the ends of the pipeline during the
+   build.
+
+Invariants:
+- Nothing is read from parallel_state but the memory buffer of Megatron's attention, which belongs to no group.
+- There is one chunk per virtual stage.
+- Weights are undefined until they are filled.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ def build_chunks(
             pg_collection=groups,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
-        # Megatron's own scaling knows the factor alone (common/embeddings/rotary_pos_embedding.py:84).
+        # Megatron's own scaling supports only the factor (common/embeddings/rotary_pos_embedding.py:84).
         model.rotary_pos_emb.inv_freq = inverse_frequencies(config).to(device)
         chunks.append(model.to(device))
     return chunks
@@ -128,8 +134,8 @@ def transformer_config(
         cross_entropy_loss_fusion=False,
         persist_layer_norm=False,
         batch_p2p_sync=False,
-        # In one batch of both directions two stages of several chunks would take activations for gradients: between the
-        # same two ranks messages are told apart by their order alone (pipeline_parallel/p2p_communication.py:16).
+        # Avoid mixing up activations and gradients: between two ranks only the order tells messages apart, and with
+        # several chunks one batch has messages of both directions (pipeline_parallel/p2p_communication.py:16).
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         **_recompute_settings(recompute),
@@ -144,7 +150,7 @@ def _recompute_settings(recompute: Recompute) -> dict[str, object]:
         case Recompute.SELECTIVE:
             return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         case Recompute.FULL:
-            # One layer at a time: what is computed again then takes the memory of one.
+            # One layer at a time: the recomputed activations then take the memory of one layer.
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -159,7 +165,7 @@ def _expert_settings(config: ModelConfig, tp: int, ep: int) -> dict[str, object]
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         "moe_router_pre_softmax": not config.norm_topk_prob,
-        # The one dispatcher that runs without CUDA; it gathers whole shards, so ranks of an ep group have equal shapes.
+        # The only dispatcher without CUDA. It gathers whole shards, so ranks of an ep group need equal shapes.
         "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": ep,

@@ -1,9 +1,12 @@
-"""The GPT of Megatron's as the elastic actor sees it: which meshes it fits, its parts' names, its initial weights.
+"""Megatron's GPT for the elastic actor: which meshes it fits, its parts' names, its initial weights.
 
-Order: `mesh`, the groups, `build`, then `initialise` or whatever else fills the weights. Invariants: the initial
-weights are the same logical tensors in every mesh, for each comes from where `weights` has it, or is drawn in fp32 from
-a generator of its own, seeded by (seed, name), then cut, then rounded to the model's dtype; padding rows of the
-vocabulary are 0; a chunk whose shapes are not those that the planner derives is refused with both.
+Order: `mesh`, the groups, `build`, then `initialise` or another way to fill the weights.
+
+Invariants:
+- The initial weights are the same logical tensors in every mesh. Each tensor comes from `weights`; or it is drawn in
+  fp32 from its own generator, seeded by (seed, name), then cut, then rounded to the model's dtype.
+- Padding rows of the vocabulary are 0.
+- A chunk with other shapes than the planner's is refused, with both shapes.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ from tidegate.model_config import ModelConfig
 from tidegate.types import Layout, Precision, Recompute
 
 INIT_STD = 0.02
-"""Standard deviation of the initial weights, as in GPT-2 and Llama; projections back into the residual stream have it
-divided by sqrt(2 * num_layers), or its variance would grow with depth."""
+"""Standard deviation of the initial weights, as in GPT-2 and Llama.
+
+Projections back into the residual stream have it divided by sqrt(2 * num_layers): otherwise the stream's variance would
+grow with depth.
+"""
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
@@ -43,10 +49,10 @@ Chunks = tuple[tuple[int, ...], ...]
 
 
 class InitialWeights(Protocol):
-    """Where a model begins that is not drawn at random."""
+    """The source of initial weights that are not random."""
 
     def fill(self, local: torch.Tensor, parameter: Parameter, shard: Shard) -> None:
-        """Fill a rank's tensor with its shard of the parameter; padding becomes 0."""
+        """Fill a rank's tensor with its shard of the parameter. Padding becomes 0."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,12 @@ class GptProvider:
     padded_vocab: int
     dtype: torch.dtype = torch.float32
     uneven_stages: Mapping[tuple[int, int], Chunks] = field(default_factory=dict)
-    """By (pp, vpp), where stages are not to be equal."""
+    """The uneven stages by (pp, vpp). Other sizes have equal stages."""
     weights: InitialWeights | None = None
-    """None: drawn at random."""
+    """None: weights are drawn at random."""
     recompute: Recompute = Recompute.NONE
     core_attention: type = GatheringAttention
-    """Megatron's module for it: another where sequences run without padding."""
+    """Megatron's module for attention. Sequences without padding need another one."""
 
     def parameters(self) -> tuple[Parameter, ...]:
         return self._parameters
@@ -72,12 +78,12 @@ class GptProvider:
         if mesh.num_layers != self.config.num_layers:
             raise LayoutRefused(
                 f"layout {layout}: the stages {chunks} hold {mesh.num_layers} layers, the model has "
-                f"{self.config.num_layers}; name each layer once"
+                f"{self.config.num_layers}; assign each layer to one stage"
             )
         if self.config.num_experts is None and layout.ep > 1:
             raise LayoutRefused(f"layout {layout}: ep={layout.ep} and the model has no experts; legal ep: 1")
         for parameter in self._parameters:
-            # All layers are alike: the first says what fits.
+            # All layers are alike, so the first one decides.
             if parameter.place == 0 or isinstance(parameter.place, Edge):
                 _check_fit(parameter, layout)
         return mesh
@@ -127,7 +133,7 @@ class GptProvider:
                 self.weights.fill(tensor, parameter, shard)
 
     def initial_tensor(self, name: str, seed: int) -> torch.Tensor:
-        """The logical tensor `name` as it is drawn, in fp32 on the CPU: norms are 1, biases 0, the rest normal."""
+        """The initial logical tensor `name`, in fp32 on the CPU: norms are 1, biases 0, other weights normal."""
         return initial_tensor(name, self._by_name[name].shape, num_layers=self.config.num_layers, seed=seed)
 
     @cached_property
@@ -142,11 +148,11 @@ class GptProvider:
         parameter = self._by_name[name]
         want = _local_shape(parameter, shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=tp_rank))
         if want != tuple(tensor.shape):
-            raise ValueError(f"{name}: Megatron's shard is {tuple(tensor.shape)}, the planner's {want}; tp={tp}")
+            raise ValueError(f"{name}: Megatron's shard is {tuple(tensor.shape)}, the planner's is {want}; tp={tp}")
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], *, num_layers: int, seed: int) -> torch.Tensor:
-    """In fp32 on the CPU: zeros for a bias, ones for a norm, else normal."""
+    """In fp32 on the CPU: zeros for a bias, ones for a norm, otherwise normal."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
@@ -158,7 +164,7 @@ def initial_tensor(name: str, shape: tuple[int, ...], *, num_layers: int, seed: 
 
 
 def fill(local: torch.Tensor, logical: torch.Tensor, shard: Shard) -> None:
-    """Copy a shard's pieces of the logical tensor into the local one; padding becomes 0."""
+    """Copy a shard's pieces of the logical tensor into the local one. Padding becomes 0."""
     with torch.no_grad():
         local.zero_()
         target, source = local.view(shard.rows, shard.width), logical.view(shard.rows, -1)

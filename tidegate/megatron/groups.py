@@ -1,11 +1,14 @@
 """Megatron's process groups of a mesh, made from a World's cache instead of `parallel_state`.
 
-Each role is a set of axes; its groups are the ranks that agree in all the other axes, in mesh order. Dense parameters
-see (tp, cp, dp, stage), expert parameters (tp, ep, rest, stage). The embedding groups are the first and last, and the
-first, of each pipeline. Generalised tensor parallelism has size 1, so that its variants are the plain groups; there is
-one distributed optimizer instance, the whole mesh.
-Invariants: a member gets exactly the groups that it is in, None for an embedding group that it is not in; for a mesh
-over ranks 0, 1, ... these are the groups that `parallel_state` makes.
+- Each role is a set of axes. Its groups are the ranks that agree in all other axes, in mesh order.
+- Dense parameters see (tp, cp, dp, stage), expert parameters (tp, ep, rest, stage).
+- The embedding groups are the first and last rank of each pipeline, and the first rank alone.
+- Generalised tensor parallelism has size 1, so its variants are the plain groups.
+- There is one distributed optimizer instance: the whole mesh.
+
+Invariants:
+- A member gets exactly the groups that it is in; None for an embedding group that it is not in.
+- For a mesh over ranks 0, 1, ... these are the groups that `parallel_state` makes.
 """
 
 from __future__ import annotations
@@ -45,11 +48,11 @@ _SAME_GROUP = {
     "intra_expt_dp": "expt_dp",
     "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
 }
-"""Roles that differ from another only under generalised tensor parallelism or several optimizer instances."""
+"""Roles that differ from another only under generalised tensor parallelism or with several optimizer instances."""
 
 
 def groups_of(mesh: Mesh) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Of each member its groups by role."""
+    """The groups of each member, by role."""
     groups: dict[int, dict[str, tuple[int, ...]]] = {member: {} for member in mesh.ranks}
     for role, members in _roles(mesh):
         for member in members:
@@ -58,13 +61,14 @@ def groups_of(mesh: Mesh) -> dict[int, dict[str, tuple[int, ...]]]:
 
 
 def megatron_groups(world: World, mesh: Mesh) -> ProcessGroupCollection | None:
-    """This member's collection; None for a member that is not in the mesh. PeerLost when a peer does not take part.
+    """This member's collection; None for a member outside the mesh. Raises PeerLost when a peer does not take part.
 
-    Groups that are not prepared yet are prepared here, for which every member of the world must call."""
+    It prepares groups that are not prepared yet, so every member of the world must call it.
+    """
     groups = groups_of(mesh)
-    wanted = {group for roles in groups.values() for group in roles.values()}
-    if not world.is_prepared(wanted):
-        world.prepare(wanted)
+    all_groups = {group for roles in groups.values() for group in roles.values()}
+    if not world.is_prepared(all_groups):
+        world.prepare(all_groups)
     if world.me not in groups:
         return None
     made = {role: world.group(group) for role, group in groups[world.me].items()}
@@ -74,7 +78,7 @@ def megatron_groups(world: World, mesh: Mesh) -> ProcessGroupCollection | None:
 
 
 def prepare_megatron(groups: ProcessGroupCollection, *, seed: int) -> None:
-    """What Megatron reads from its globals even where it is given groups: its scratch memory and its RNG tracker."""
+    """Set up the globals that Megatron reads even where it gets groups: its scratch memory and its RNG tracker."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tensor_parallel.model_parallel_cuda_manual_seed(

@@ -1,8 +1,12 @@
 """Log-probabilities of tokens from Megatron's logits, over a vocabulary that is split between tensor-parallel ranks.
 
-The convention: the log-probability at position t is that of token t given the tokens before it (logits shifted by
-one), from the full distribution of logits / temperature; position 0 has none and holds 0. Invariants: padding rows of
-the vocabulary have no probability; the same layout, padding and weights give the same bits, with gradients or without.
+The convention: the log-probability at position t is that of token t, given the tokens before it (logits shifted by
+one), under the full distribution of logits / temperature. Position 0 has none and holds 0.
+
+Invariants:
+- Padding rows of the vocabulary have no probability.
+- The same layout, padding and weights give the same bits, with gradients or without.
+
 Legend of shapes: B sequences, S positions, Q those of this cp rank, T predicted positions, V this rank's part of the
 padded vocabulary.
 """
@@ -31,14 +35,14 @@ def token_log_probs(
     temperature: float,
     groups: ProcessGroupCollection,
 ) -> torch.Tensor:
-    """[B, S] in fp32, the same on every tp and cp rank; differentiable with respect to this rank's logits.
+    """[B, S] in fp32, the same on every tp and cp rank, differentiable with respect to this rank's logits.
 
-    All cp ranks are to compute the same loss of it: each takes the gradients of its own positions.
+    All cp ranks must compute the same loss from it: each takes the gradients of its own positions.
     """
     if groups.cp.size() == 1:
         logits_BTV, targets_BT = logits_BQV[:, :-1], tokens_BS[:, 1:]
         return torch.nn.functional.pad(_log_probs(logits_BTV, targets_BT, vocab_size, temperature, groups.tp), (1, 0))
-    # What follows the last position is nobody's: the rank that holds it finds some number, dropped when put together.
+    # The last position has no next token. Its rank computes a meaningless number, which the joining drops.
     targets_BQ = own_part(tokens_BS.roll(-1, dims=1), groups.cp)
     log_probs_BQ = _log_probs(logits_BQV, targets_BQ, vocab_size, temperature, groups.tp)
     return torch.nn.functional.pad(whole(log_probs_BQ, groups.cp)[:, :-1], (1, 0))
@@ -77,7 +81,7 @@ def _log_probs(
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """log softmax(logits / temperature) at the targets; two small collectives of [B, T] where tp > 1."""
+    """log softmax(logits / temperature) at the targets. Where tp > 1 it takes two small collectives of [B, T]."""
 
     @staticmethod
     def forward(

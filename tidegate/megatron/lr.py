@@ -1,11 +1,15 @@
-"""Learning-rate progress handed to Megatron: to its own scheduler, or as the rate of every parameter group.
+"""Passes learning-rate progress to Megatron: to its own scheduler, or as the rate of every parameter group.
 
-Megatron's scheduler counts by increments, and its load adds what was saved to what it has. Here it counts nothing:
-`num_steps` is assigned from the ledger before each update, an int wherever progress is whole and a Fraction elsewhere,
-which its formulas take as they are. It also prefers a group's own `max_lr` and `min_lr`, which Megatron's optimizer
-fills from its config, to those of the schedule: here they are assigned too. Invariants: what was assigned before has no
-effect, so that a resume, a repeat or another batching cannot make the rate drift; either way a group's rate is the
-schedule's times its `lr_mult`; progress is saved with the ledger, not with the scheduler.
+- Megatron's scheduler counts by increments, and its load adds the saved count to the present one. Here it counts
+  nothing: `num_steps` is assigned from the ledger before each update. It is an int wherever progress is whole,
+  otherwise a Fraction; the scheduler's formulas accept both.
+- Megatron's scheduler prefers a group's own `max_lr` and `min_lr`, which Megatron's optimizer fills from its config, to
+  those of the schedule. So they are assigned too.
+
+Invariants:
+- Earlier assignments have no effect, so a resume, a repeat or another batching cannot make the rate drift.
+- In both ways a group's rate is the schedule's rate times the group's `lr_mult`.
+- Progress is saved with the ledger, not with the scheduler.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from tidegate.lr.schedule import Decay, LrSchedule
 
 
 def param_scheduler(optimizer: Any, schedule: LrSchedule, *, weight_decay: float) -> OptimizerParamScheduler:
-    """Megatron's scheduler of this schedule; to be driven by `drive` only.
+    """Megatron's scheduler for this schedule. Only `drive` may drive it.
 
-    `weight_decay` is constant; a group's is this times its `wd_mult`, for Megatron overwrites what the group says.
-    ScheduleRefused, with nothing changed, where groups ask for ranges of their own.
+    `weight_decay` is constant. A group's weight decay is this times its `wd_mult`, because Megatron overwrites the
+    group's own value. Raises ScheduleRefused, with nothing changed, where groups have ranges of their own.
     """
     _assign_range(optimizer.param_groups, schedule.peak, schedule.minimum)
-    # A constant rate may warm up for longer than its budget; Megatron asks for a decay after the warm-up even so.
+    # A constant rate may warm up for longer than its budget, but Megatron always requires a decay after the warm-up.
     decay_steps = schedule.budget
     if schedule.decay is Decay.CONSTANT:
         decay_steps = max(decay_steps, schedule.warm_up + 1)
@@ -50,14 +54,14 @@ def param_scheduler(optimizer: Any, schedule: LrSchedule, *, weight_decay: float
 
 
 def drive(scheduler: OptimizerParamScheduler, ledger: LrLedger) -> None:
-    """Set every group's rate for the next update: that of the progress before it, times the group's `lr_mult`."""
+    """Set every group's rate for the next update: the rate for the progress before it, times the group's `lr_mult`."""
     groups = scheduler.optimizer.param_groups
-    # A checkpoint loaded since brought the ranges of its own groups.
+    # A checkpoint that was loaded meanwhile has overwritten the groups' ranges.
     _assign_range(groups, scheduler.max_lr, scheduler.min_lr)
     scheduler.num_steps = ledger.num_steps
     scheduler.step(0)
     for group in groups:
-        # Megatron's groups have the multiplier, its step leaves it out. In place, for a rate may be a tensor.
+        # Megatron's groups have the multiplier, but its step omits it. Multiply in place: a rate may be a tensor.
         group["lr"] *= group.get("lr_mult", 1.0)
 
 
@@ -68,7 +72,7 @@ def assign_learning_rate(param_groups: Iterable[dict[str, Any]], rate: float) ->
 
 
 def held_rates(param_groups: Iterable[dict[str, Any]]) -> tuple[float, ...]:
-    """The rates that the groups have, each once, the lowest first."""
+    """The different rates of the groups, the lowest first."""
     return tuple(sorted({float(group["lr"]) for group in param_groups}))
 
 
@@ -77,7 +81,7 @@ def _assign_range(param_groups: Iterable[dict[str, Any]], peak: float, minimum: 
     ranges = {(group.get("max_lr"), group.get("min_lr")) for group in groups}
     if len(ranges) > 1:
         raise ScheduleRefused(
-            f"the parameter groups have {len(ranges)} ranges of (max_lr, min_lr), {sorted(ranges, key=str)}, and one "
+            f"the parameter groups have {len(ranges)} ranges of (max_lr, min_lr), {sorted(ranges, key=str)}, but one "
             "schedule has one: leave both out of the config overrides, and give such groups an `lr_mult`"
         )
     for group in groups:

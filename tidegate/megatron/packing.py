@@ -1,11 +1,19 @@
-"""Packs the samples of a minibatch into micro-batches under a cap of tokens, equally many for each share. Pure.
+"""Packs the samples of a minibatch into micro-batches under a token cap, equally many for each share. Pure.
 
-A share is what one replica runs, or one logical shard. Order: a sample over the cap is refused or let alone; a share
-runs as many micro-batches as the cap needs, the longest samples first, and more while what they save in padding is
-worth them; as many are cut so that the costliest costs least, and dealt to the shares so that their costs are even.
-Invariants: each sample is in one micro-batch; all shares run equally many, some of them empty only where samples are
-too few; rows times padded length is at most the cap, but for a sample that is longer and alone; what is packed follows
-from lengths, cap and number of shares.
+A share is the work of one replica, or one logical shard.
+
+Order:
+1. A sample over the cap is refused, or goes alone.
+2. A share runs as many micro-batches as the cap needs, the longest samples first; and more, while the padding that they
+   save is worth their cost.
+3. The samples are cut into that many micro-batches so that the costliest costs least.
+4. The micro-batches are assigned to the shares so that the shares' costs are even.
+
+Invariants:
+- Each sample is in one micro-batch.
+- All shares run equally many micro-batches. Some are empty only where samples are too few.
+- Rows times padded length is at most the cap, except for a longer sample, which is alone.
+- The result is a function of lengths, cap and number of shares.
 """
 
 from __future__ import annotations
@@ -16,49 +24,55 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
-from tidegate.megatron.differencing import differenced
+from tidegate.megatron.largest_differencing import even_parts
 from tidegate.model_config import ModelConfig
 
 PAD_MULTIPLE = 8
-"""Padded lengths are multiples of this, so that few shapes occur, and every context-parallel size of up to 4 divides
-them into its two parts a rank."""
+"""Padded lengths are multiples of this, so that few shapes occur.
+
+Every context-parallel size of up to 4 divides them into its two parts per rank.
+"""
 PASS_POSITIONS = 256
-"""What a pass costs besides its rows, in positions without their attention. A forward and backward pass of the demo's
-model takes 5 ms and 0.018 ms a position of rows of 64, on one core. Where it is larger there are fewer passes and more
-padding; on a GPU it was not measured."""
+"""The cost of a pass besides its rows, in positions without their attention.
+
+A forward and backward pass of the demo's model takes 5 ms, and 0.018 ms per position in rows of 64, on one core. A
+larger value makes fewer passes and more padding. On a GPU it was not measured.
+"""
 _PRECISION_BITS = 10
-"""Of the bound on a micro-batch's cost: a thousandth is no loss, and each bit is a pass over all lengths."""
+"""The precision of the bound on a micro-batch's cost. A thousandth is no loss, and each bit is a pass over all
+lengths.
+"""
 
 
 class Oversize(StrEnum):
-    """What becomes of a sample that is longer than the cap."""
+    """The treatment of a sample that is longer than the cap."""
 
     ALONE = "alone"
     REFUSE = "refuse"
 
 
 class Packing(StrEnum):
-    """How the model is given a micro-batch."""
+    """The form in which the model gets a micro-batch."""
 
     PADDED = "padded"
     """As rows, right-padded."""
     THD = "thd"
-    """As its sequences one after the other. The cap is kept by the rows that they would have been."""
+    """As its sequences one after another. The cap still counts the padded rows."""
 
 
 class SampleOverCap(ValueError):
-    """Of a sample that the policy refuses; nothing has begun."""
+    """The policy refuses a sample. Nothing has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCap:
-    """How many positions a micro-batch may have, padding included."""
+    """The most positions of a micro-batch, padding included."""
 
     max_tokens: int
     token_cost: int = 0
     """A row of L positions costs token_cost * L + L^2; see `token_cost`."""
     pass_cost: int | None = None
-    """Of a micro-batch besides its rows; None: there are no more of them than the cap needs."""
+    """The cost of a micro-batch besides its rows. None: there are no more micro-batches than the cap needs."""
     oversize: Oversize = Oversize.ALONE
     pad_multiple: int = PAD_MULTIPLE
     packing: Packing = Packing.PADDED
@@ -83,7 +97,7 @@ class TokenCap:
         oversize: Oversize = Oversize.ALONE,
         packing: Packing = Packing.PADDED,
     ) -> TokenCap:
-        """With what the model's rows and passes cost."""
+        """A cap with the costs of the model's rows and passes."""
         cost = token_cost(model)
         return cls(max_tokens, cost, PASS_POSITIONS * cost, oversize, packing=packing)
 
@@ -96,9 +110,12 @@ class TokenCap:
 
 
 def token_cost(model: ModelConfig) -> int:
-    """To how many positions a token has to attend for its attention to cost as much as all else of it does.
+    """The number of attended positions at which a token's attention costs as much as all its other multiplications.
 
-    Counted in multiplications: each weight once, and twice the heads' width for a position that is attended to.
+        token_cost = W / (2 * num_layers * num_heads * head_dim)
+
+    W is the number of weights that a token is multiplied with, over all layers and the output. An attended position
+    costs twice the heads' width per layer.
     """
     attention = model.hidden_size * (model.qkv_size + model.num_heads * model.head_dim)
     mlp = 3 * model.hidden_size * model.ffn_hidden_size * (model.experts_per_token or 1)
@@ -109,10 +126,10 @@ def token_cost(model: ModelConfig) -> int:
 def pack(
     lengths: Sequence[int], cap: TokenCap, *, num_shares: int, multiple: int = 1, alike: bool = False
 ) -> list[list[tuple[int, ...]]]:
-    """Of each share its micro-batches, as indices into `lengths`, the longest samples first; () is an empty one.
+    """The micro-batches of each share, as indices into `lengths`, the longest samples first. () is an empty one.
 
-    A share's number of micro-batches is a multiple of `multiple`. `alike`: the n-th of all shares, widened to one
-    shape, are together under the cap. SampleOverCap where the policy is to refuse.
+    A share's number of micro-batches is a multiple of `multiple`. `alike`: the n-th micro-batches of all shares,
+    widened to one shape, are together under the cap. Raises SampleOverCap where the policy is to refuse.
     """
     if not lengths:
         return [[] for _ in range(num_shares)]
@@ -120,15 +137,15 @@ def pack(
     rows = [cap.row_length(lengths[index]) for index in order]
     if cap.oversize is Oversize.REFUSE and rows[0] > cap.max_tokens:
         raise _over(rows, cap)
-    # One that is alike on all shares is cut for all of them together.
+    # Micro-batches that are alike on all shares are cut for all shares together.
     width = num_shares if alike else 1
     num_batches, parts = _number_and_parts(rows, cap, num_shares=num_shares, multiple=multiple, width=width)
     if alike:
         dealt = [[_strip(part, share, num_shares) for part in parts] for share in range(num_shares)]
     else:
         costs = [len(part) * cap.row_cost(rows[part.start]) for part in parts]
-        shares = differenced(costs, num_shares, equal_numbers=True)
-        # In an order that is none of cost: several of them may be one replica's.
+        shares = even_parts(costs, num_shares, equal_numbers=True)
+        # Order shares by their samples and not by cost, because one replica may run several shares.
         dealt = [[parts[number] for number in numbers] for numbers in sorted(map(sorted, shares))]
     batches = [[tuple(order[place] for place in part) for part in share] for share in dealt]
     return [share + [()] * (num_batches - len(share)) for share in batches]
@@ -138,14 +155,14 @@ def _over(rows: Sequence[int], cap: TokenCap) -> SampleOverCap:
     num_over = sum(row > cap.max_tokens for row in rows)
     return SampleOverCap(
         f"{num_over} of {len(rows)} samples are longer than a micro-batch may be: the longest takes {rows[0]} "
-        f"positions and the cap is {cap.max_tokens}; raise the cap to {rows[0]}, or let such a sample be alone"
+        f"positions and the cap is {cap.max_tokens}; raise the cap to {rows[0]}, or let such a sample go alone"
     )
 
 
 def _number_and_parts(
     rows: Sequence[int], cap: TokenCap, *, num_shares: int, multiple: int, width: int
 ) -> tuple[int, list[range]]:
-    """How many micro-batches a share runs, and the parts that the sorted rows are cut into for them."""
+    """The number of micro-batches of a share, and the parts into which the sorted rows are cut for them."""
     groups = [(length, len(list(same))) for length, same in groupby(rows)]
     num_dealt = num_shares // width
 
@@ -174,7 +191,9 @@ def _cost(part: range, rows: Sequence[int], cap: TokenCap) -> int:
 
 
 def _least_bound(groups: Sequence[tuple[int, int]], cap: TokenCap, *, width: int, num_most: int, high: int) -> int:
-    """On the cost of a part, up to its precision, with which there are at most `num_most`; with `high` there are."""
+    """The least bound on the cost of a part, up to the precision, with at most `num_most` parts. `high`
+    satisfies it.
+    """
     low = 0
     while high - low > high >> _PRECISION_BITS:
         bound = (low + high) // 2
@@ -186,7 +205,7 @@ def _least_bound(groups: Sequence[tuple[int, int]], cap: TokenCap, *, width: int
 
 
 def _count(groups: Sequence[tuple[int, int]], cap: TokenCap, *, bound: int, width: int) -> int:
-    """How many parts `_cut` makes of rows, given as (length, number of them)."""
+    """The number of parts that `_cut` makes of rows, which are passed as (length, number of them)."""
     num_parts = room = 0
     for length, count in groups:
         if count > room:
@@ -199,9 +218,9 @@ def _count(groups: Sequence[tuple[int, int]], cap: TokenCap, *, bound: int, widt
 
 
 def _cut(rows: Sequence[int], cap: TokenCap, *, bound: int, width: int) -> list[range]:
-    """Runs of the sorted rows, each as long as the cap and the bound on its cost let it be, `width` times over.
+    """Runs of the sorted rows, each as long as the cap and the bound on its cost allow, `width` times over.
 
-    Nothing that is cut in this order under both has fewer: a part of what fits does fit.
+    No other cut in this order under both limits has fewer parts, because every part of a fitting run fits too.
     """
     parts: list[range] = []
     start = 0
@@ -213,10 +232,9 @@ def _cut(rows: Sequence[int], cap: TokenCap, *, bound: int, width: int) -> list[
 
 
 def _split(parts: Sequence[range], rows: Sequence[int], cap: TokenCap, *, num_most: int, width: int) -> list[range]:
-    """Halves of the costliest again and again, until there are `num_most` or none has more than a row for each.
+    """Halve the costliest part again and again, until there are `num_most` parts or each has at most a row per share.
 
-    Rows that are equal are cut away together, and leave fewer parts than there may be. A half costs no more than its
-    rows did before.
+    Equal rows are cut together, which leaves fewer parts than allowed. A half costs no more than its rows did before.
     """
     heap = [(-_cost(part, rows, cap), part.start, part.stop) for part in parts if len(part) > width]
     done = [part for part in parts if len(part) <= width]
@@ -233,11 +251,11 @@ def _split(parts: Sequence[range], rows: Sequence[int], cap: TokenCap, *, num_mo
 
 
 def _num_rows(length: int, cost: int, cap: TokenCap, bound: int) -> int:
-    """Of one micro-batch: one at least."""
+    """The rows of one micro-batch, at least one."""
     return max(1, min(cap.max_tokens // length, bound // cost))
 
 
 def _strip(part: range, share: int, num_shares: int) -> range:
-    """A share's rows of what is cut for all."""
+    """A share's rows of a part that is cut for all shares."""
     num_rows = -(-len(part) // num_shares)
     return part[share * num_rows : (share + 1) * num_rows]

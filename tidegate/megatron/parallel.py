@@ -1,9 +1,15 @@
 """Starts and ends torch.distributed and Megatron's parallel state in a rank process.
 
-Order: rendezvous (a TCP store that rank 0 serves on a socket it is given or binds itself), process group, Megatron's
-groups of the layout. Invariants: no socket listens on another interface than the configured one (loopback unless told
-otherwise), torch's store and gloo included; every wait has the timeout that the caller passes; after `stop` a process
-may start again with another layout.
+Order:
+1. Rendezvous: a TCP store, which rank 0 serves on a socket that it gets or binds itself.
+2. The process group.
+3. Megatron's groups of the layout.
+
+Invariants:
+- No socket listens on another interface than the configured one, torch's store and gloo included. The default is
+  loopback.
+- Every wait has the caller's timeout.
+- After `stop` a process may start again with another layout.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from tidegate.types import Layout
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one world meet, and what is theirs to use."""
+    """Where the ranks of one world meet, and this rank's socket and interface."""
 
     rank: int
     world_size: int
@@ -34,12 +40,12 @@ class Rendezvous:
     host: str = LOOPBACK
     interface: str = "lo"
     listen_fd: int | None = None
-    """Rank 0's listening socket on (host, port), which the store takes over; None makes rank 0 bind its own."""
+    """Rank 0's listening socket on (host, port), which the store takes over. None: rank 0 binds its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """This rank's place on each axis of its layout, and the groups it shares them with."""
+    """This rank's place on each axis of its layout, and its groups."""
 
     groups: ProcessGroupCollection
     layout: Layout
@@ -53,7 +59,9 @@ class ParallelRanks:
 
 
 def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed: int) -> ParallelRanks:
-    """Join the world and build the layout's groups; ValueError unless the world has the layout's number of ranks."""
+    """Join the world and build the layout's groups. Raises ValueError unless the world has the layout's number
+    of ranks.
+    """
     if rendezvous.world_size != layout.num_ranks:
         raise ValueError(
             f"layout {layout} needs tp * pp * dp * cp = {layout.num_ranks} ranks, the world has "
@@ -89,9 +97,9 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
 
 
 def stop() -> None:
-    """Forget Megatron's groups and leave the world; safe where nothing was started."""
+    """Drop Megatron's groups and leave the world. Safe where nothing was started."""
     parallel_state.destroy_model_parallel()
-    # parallel_state.py:2506 forgets all groups but this one, whose sockets would stay open.
+    # parallel_state.py:2506 drops all groups but this one, whose sockets would stay open.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -99,7 +107,7 @@ def stop() -> None:
 
 @contextmanager
 def parallel(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed: int) -> Iterator[ParallelRanks]:
-    """`start` and, whatever happens, `stop`."""
+    """`start`, and `stop` in every case."""
     try:
         yield start(rendezvous, layout, device=device, seed=seed)
     finally:

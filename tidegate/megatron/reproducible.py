@@ -1,12 +1,19 @@
 """Updates whose bits are the same for every number of replicas and pipeline stages.
 
-A minibatch is cut into micro-batches without regard to the layout, and these are dealt to logical shards, a power of
-two that the number of replicas divides; a replica runs its shards one after the other. Order: each shard's gradients
-are added up in micro-batch order, the shards' by a fixed binary tree, first a replica's own and then over replicas, and
-tied embeddings' two gradients last of all, for with several stages two ranks have them. What the losses kept goes
-through the same tree; the norm's squares are added up as integers. Invariants: parameters, moments, loss and norm are
-bitwise functions of the start and the samples for any dp, pp and vpp at one tp and cp; what cannot be held to that is
-refused.
+A minibatch is cut into micro-batches without regard to the layout. They are assigned to logical shards, whose number is
+a power of two that the number of replicas divides. A replica runs its shards one after another.
+
+Order of the sums:
+1. Each shard's gradients, in micro-batch order.
+2. The shards, by a fixed binary tree: first a replica's own shards, then over replicas.
+3. The two gradients of tied embeddings, last, because with several stages two ranks have them.
+
+The losses' sums go through the same tree. The norm's squares are added up as integers.
+
+Invariants:
+- Parameters, moments, loss and norm are bitwise functions of the start and the samples, for any dp, pp and vpp at one
+  tp and cp.
+- A model or setting that would break this is refused.
 """
 
 from __future__ import annotations
@@ -30,11 +37,11 @@ from tidegate.megatron.updates import Updater
 
 
 def check_data_parallel(dp: int, num_logical_shards: int) -> None:
-    """ValueError where the replicas cannot run equally many of the logical shards."""
+    """Raises ValueError where the replicas cannot run equally many of the logical shards."""
     if num_logical_shards < 1 or num_logical_shards & (num_logical_shards - 1):
         raise ValueError(
-            f"num_logical_shards={num_logical_shards} is no power of two, and the tree that adds them up has no fixed "
-            "shape: set it to one that every dp of the job divides, such as 8"
+            f"num_logical_shards={num_logical_shards} is not a power of two, so the tree that adds them up has no "
+            "fixed shape: set it to one that every dp of the job divides, such as 8"
         )
     if num_logical_shards % dp:
         legal = ", ".join(str(1 << power) for power in range(num_logical_shards.bit_length()))
@@ -45,22 +52,24 @@ def check_data_parallel(dp: int, num_logical_shards: int) -> None:
 
 
 def check_model(config: TransformerConfig) -> None:
-    """ValueError where the bits of a micro-batch's gradients depend on more than the micro-batch and the weights."""
+    """Raises ValueError where the bits of a micro-batch's gradients depend on more than the micro-batch and
+    the weights.
+    """
     for name, value, want, reason in (
         ("num_moe_experts", config.num_moe_experts, None, "which tokens meet in an expert's product depends on ep"),
         ("hidden_dropout", config.hidden_dropout, 0.0, "each layout draws other masks"),
         ("attention_dropout", config.attention_dropout, 0.0, "each layout draws other masks"),
-        ("gradient_accumulation_fusion", config.gradient_accumulation_fusion, False, "it adds up past the tree"),
+        ("gradient_accumulation_fusion", config.gradient_accumulation_fusion, False, "it adds up outside the tree"),
         ("torch's threads", torch.get_num_threads(), 1, "the order within a product depends on them"),
     ):
         if value != want:
             raise ValueError(
-                f"{name}={value} cannot be reproducible, for {reason}: set it to {want}, or leave reproducible mode"
+                f"{name}={value} cannot be reproducible, because {reason}: set it to {want}, or leave reproducible mode"
             )
 
 
 class _ShardedGradient:
-    """A gradient that others add micro-batches' to, one after the other; it is moved aside as a shard is complete."""
+    """A gradient to which others add micro-batch after micro-batch. It is moved aside when a shard is complete."""
 
     def __init__(self, num_shards: int, batches_a_shard: int) -> None:
         self._num_shards = num_shards
@@ -70,39 +79,39 @@ class _ShardedGradient:
 
     def before_added(self, gradient: torch.Tensor) -> None:
         shard, place = divmod(self._num_added, self._batches_a_shard)
-        # Fillers that a schedule runs after the last shard add nothing to it.
+        # Ignore fillers that a schedule runs after the last shard: they add nothing to it.
         if place == 0 and 0 < shard < self._num_shards:
             self._tree.add(gradient.clone())
             gradient.zero_()
         self._num_added += 1
 
     def finish(self, gradient: torch.Tensor) -> None:
-        """Make the gradient, that of the last shard, the sum of all."""
+        """Turn the gradient, that of the last shard, into the sum of all."""
         if self._num_added < self._num_shards * self._batches_a_shard:
-            raise AssertionError(f"{self._num_added} gradients of {self._num_shards} x {self._batches_a_shard} came")
+            raise AssertionError(f"got {self._num_added} gradients of {self._num_shards} x {self._batches_a_shard}")
         self._tree.finish(gradient)
 
 
 class OrderedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's DDP whose gradients are added up by the tree over logical shards."""
+    """Megatron's DDP, with gradients that are added up by the tree over logical shards."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._gradients: dict[torch.nn.Parameter, _ShardedGradient] = {}
         for parameter in self.params_with_grad:
-            # It runs before the hook by which DDP adds the micro-batch's gradient to main_grad.
+            # This hook runs before DDP's hook, which adds the micro-batch's gradient to main_grad.
             parameter.register_post_accumulate_grad_hook(self._before_added)
         self._output_use = _OutputUse.of(self.module)
 
     def start(self, *, num_shards: int, batches_a_shard: int) -> None:
-        """The next micro-batches are those of this replica's shards, in order; the gradients are zero."""
+        """The next micro-batches are those of this replica's shards, in order. The gradients must be zero."""
         for parameter in self.params_with_grad:
             self._gradients[parameter] = _ShardedGradient(num_shards, batches_a_shard)
         if self._output_use:
             self._output_use.start(_ShardedGradient(num_shards, batches_a_shard))
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """This rank's range of each bucket becomes the sum over replicas; what is outside of it has no meaning."""
+        """This rank's range of each bucket becomes the sum over replicas. Elements outside of it become meaningless."""
         for parameter, gradient in self._gradients.items():
             gradient.finish(_main_grad(parameter))
         for bucket in (bucket for buffer in self.buffers for bucket in buffer.buckets):
@@ -113,17 +122,17 @@ class OrderedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # Meg
                 self._add_output_gradient(bucket, sizes)
 
     def _add_output_gradient(self, bucket: Any, sizes: Sequence[int]) -> None:
-        """The output's gradient of a tied weight, added to the embedding's after both have been added up."""
+        """Add the output's gradient of a tied weight to the embedding's, after both have been added up."""
         assert self._output_use is not None
         weight = self._output_use.weight
         first, end = bucket.param_to_index[weight]
         ranges = [
             (max(first, stop - size), min(end, stop)) for size, stop in zip(sizes, accumulate(sizes), strict=True)
         ]
-        held = [max(stop - start, 0) for start, stop in ranges]
+        own_sizes = [max(stop - start, 0) for start, stop in ranges]
         rank = self.dp_cp_group.rank()
-        own = torch.split(_main_grad(weight).view(-1), held)[rank]
-        own.add_(self._own_sum(self._output_use.finish().view(-1), held))
+        own = torch.split(_main_grad(weight).view(-1), own_sizes)[rank]
+        own.add_(self._own_sum(self._output_use.finish().view(-1), own_sizes))
 
     def _own_sum(self, flat: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         num_context_ranks = self.dp_cp_group.size() // self.dp_group.size()
@@ -134,10 +143,10 @@ class OrderedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # Meg
 
 
 class _OutputUse:
-    """The output layer's use of a tied weight on a rank that has the embedding too, with a gradient of its own.
+    """The output layer's use of a tied weight, with its own gradient, on a rank that has the embedding too.
 
-    During an update the output layer is given an alias of the weight, in the same memory, that neither DDP nor the
-    optimizer knows. It lives no longer: the weight's memory may go and be replaced between updates.
+    During an update the output layer gets an alias of the weight in the same memory, which neither DDP nor the
+    optimizer knows. The alias lives only that long, because the weight's memory may be replaced between updates.
     """
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
@@ -148,7 +157,7 @@ class _OutputUse:
 
     @classmethod
     def of(cls, chunk: torch.nn.Module) -> _OutputUse | None:
-        """None where the weight is not tied, or where the two uses are two parameters of two ranks already."""
+        """None where the weight is not tied, or where the two uses are already two parameters of two ranks."""
         model = get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights", return_model_obj=True)
         if not (model.share_embeddings_and_output_weights and model.pre_process and model.post_process):
             return None
@@ -170,7 +179,7 @@ class _OutputUse:
         self._gradient, self._total, self._alias = gradient, total, alias
 
     def finish(self) -> torch.Tensor:
-        """The gradient; the alias is gone."""
+        """The gradient. The alias is dropped."""
         assert self._gradient is not None
         assert self._total is not None
         total = self._total
@@ -183,8 +192,10 @@ class _OutputUse:
 
 
 class ReproducibleUpdater(Updater):
-    """Makes updates of chunks that are wrapped in OrderedDataParallel; the micro-batches are those of
-    `replica_batches(..., num_shards=num_logical_shards)`."""
+    """Makes updates of chunks that are wrapped in OrderedDataParallel.
+
+    The micro-batches must come from `replica_batches(..., num_shards=num_logical_shards)`.
+    """
 
     def __init__(
         self,
@@ -215,9 +226,9 @@ class ReproducibleUpdater(Updater):
         return super()._forward_backward(batches, on_logits)
 
     def _add_up(self, kept: Sequence[torch.Tensor]) -> tuple[float, ...]:
-        # Each shard's sums have a row of their own, to which all ranks but one add zeros.
+        # Each shard's sums have their own row. All ranks but one add zeros to it.
         sums = torch.zeros((self._num_logical_shards, self._num_sums), dtype=torch.float64, device=self._device)
-        if self._speaks and kept:
+        if self._is_reporter and kept:
             own = torch.split(sums, self._num_own_shards)[self._groups.dp.rank()]
             for number, part in enumerate(kept):
                 own[number * self._num_own_shards // len(kept)] += part
@@ -243,7 +254,7 @@ def updater(
     num_sums: int,
     num_logical_shards: int | None,
 ) -> Updater:
-    """The reproducible one where there are logical shards; the chunks are wrapped in `wrapper(num_logical_shards)`."""
+    """The reproducible updater where there are logical shards. Wrap the chunks in `wrapper(num_logical_shards)`."""
     if num_logical_shards is None:
         return Updater(chunks, optimizer, groups, num_sums=num_sums)
     return ReproducibleUpdater(chunks, optimizer, groups, num_sums=num_sums, num_logical_shards=num_logical_shards)

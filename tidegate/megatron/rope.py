@@ -1,4 +1,4 @@
-"""The frequencies of the rotary embedding, by which trainer, inference and embedded engine turn positions alike."""
+"""The frequencies of the rotary embedding. Trainer, inference and embedded engine use the same."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tidegate.model_config import Llama3Scaling, ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """[head_dim / 2] in fp32 on the CPU: radians a position, of each pair of a head's elements."""
+    """[head_dim / 2] in fp32 on the CPU: radians per position, for each pair of a head's elements."""
     exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else _scaled(frequencies, config.rope_scaling)
 
 
 def _scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    # Of each frequency, how many fit into the length that was trained on first.
+    # For each frequency, the number of waves in the length of the original training.
     waves = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((waves - low) / (high - low)).clamp(0.0, 1.0)

@@ -1,10 +1,13 @@
 """Runs micro-batches through a rank's model chunks with Megatron's schedule, forward only or with gradients.
 
-Invariants: logits reach the caller on the last pipeline stage only, one micro-batch after the other in the given order;
-the ranks of a pipeline, and of an expert-parallel group, are given the same shapes, which are exchanged between stages
-only where they differ; the ranks of a context-parallel group are given the same batches, and cut them. Interleaved
-stages run micro-batches in groups of pp: fillers of no weight complete the last one, and the caller never sees them.
-What runs without padding (`tidegate/megatron/thd.py`) is padded again before the caller has it.
+- The ranks of a pipeline, and of an expert-parallel group, get the same shapes. Stages exchange shapes only where they
+  differ between micro-batches.
+- The ranks of a context-parallel group get the same batches and cut them.
+- Interleaved stages run micro-batches in groups of pp. Fillers without weight complete the last group; the caller never
+  sees them.
+- Logits of a model that runs without padding (`tidegate/megatron/thd.py`) are padded again for the caller.
+
+Invariant: logits reach the caller on the last pipeline stage only, one micro-batch after another in the input's order.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from tidegate.megatron.context import own_part
 from tidegate.megatron.thd import Unpadded, check_unpadded
 
 OnLogits = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(number of the micro-batch, tokens [B, S], logits [B, S/cp, V/tp] of this rank) -> (loss, what to keep)."""
+"""(number of the micro-batch, tokens [B, S], logits [B, S/cp, V/tp] of this rank) -> (loss, value to keep)."""
 
 
 def run_micro_batches(
@@ -37,7 +40,7 @@ def run_micro_batches(
     device: torch.device,
     forward_only: bool,
 ) -> list[Any]:
-    """What `on_logits` kept of each micro-batch, on the last stage; [] on the others. No batches: nothing runs."""
+    """The kept values of each micro-batch on the last stage; [] on the others. Without batches nothing runs."""
     if not batches:
         return []
     config = get_model_config(chunks[0])
@@ -89,7 +92,7 @@ def _forward_step(
             if number >= num_batches:
                 return logits_BQV.sum() * 0.0, 0, None
             loss, kept = on_logits(number, tokens_BS, logits_BQV)
-            # The token count that Megatron would divide gradients by: ours are divided already.
+            # The second value is the token count by which Megatron would divide gradients: ours are divided already.
             return loss, 0, kept
 
         return output, loss_of

@@ -1,8 +1,10 @@
-"""Tells Megatron which layers a stage holds, as the mesh deals them out: even or not, one chunk or several.
+"""Passes a mesh's layers of each stage to Megatron: even stages or not, one chunk or several.
 
-`num_layers_in_first_pipeline_stage` and its like know uneven ends only; `pipeline_model_parallel_layout` can say any
-mesh. Upstream reads the own stage and the number of chunks from parallel_state there (which is not used here, or stands
-for another mesh), so they are bound when the layout is made. Invariant: numbers and offsets of layers are the mesh's.
+`num_layers_in_first_pipeline_stage` and similar settings describe uneven ends only; `pipeline_model_parallel_layout`
+describes any mesh. Upstream reads the own stage and the number of chunks from parallel_state there, which is unused
+here or belongs to another mesh. So this class binds them when the layout is made.
+
+Invariant: numbers and offsets of layers are the mesh's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""The sequences of a micro-batch one after the other, without padding (THD): what Megatron is given, what comes back.
+"""Runs the sequences of a micro-batch one after another without padding (THD), and puts the logits back into rows.
 
-To everybody but the model a micro-batch stays padded: its tokens are taken out of their rows before the model, and the
-logits put back into rows after it, so that losses and log-probabilities know of none of this. The model's attention has
-to be one that keeps sequences apart by `cu_seqlens`: Transformer Engine's, which needs CUDA (`te_attention`).
-Invariants: each token is at the position that it has in its row; what is put back is 0 where there was padding.
+For all code but the model a micro-batch stays padded. Its tokens are taken out of their rows before the model, and the
+logits are put back into rows after it. So losses and log-probabilities are independent of this form. The model's
+attention must separate sequences by `cu_seqlens`: Transformer Engine's does, and needs CUDA (`te_attention`).
+
+Invariants:
+- Each token has the position that it has in its row.
+- Logits are 0 where there was padding.
+
 Legend of shapes: B sequences, S padded positions, T positions of all sequences, V of the vocabulary.
 """
 
@@ -23,15 +27,15 @@ class Unpadded:
     shape: tuple[int, int]
     """B and S."""
     places_T: torch.Tensor
-    """Of each token in the flattened [B, S]."""
+    """The place of each token in the flattened [B, S]."""
     position_ids_1T: torch.Tensor
     cu_seqlens: torch.Tensor
-    """[B + 1] in int32, where each sequence begins and the last ends; rows without tokens are none."""
+    """[B + 1] in int32: where each sequence begins and the last one ends. Rows without tokens are omitted."""
     longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], shape: tuple[int, int], device: torch.device) -> Unpadded:
-        """`lengths` are of the first rows; further ones hold nothing."""
+        """`lengths` are those of the first rows. Further rows hold nothing."""
         ends = torch.tensor([0, *lengths], device=device).cumsum(0)
         position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
         rows = torch.arange(len(lengths), device=device).repeat_interleave(ends.diff())
@@ -49,7 +53,7 @@ class Unpadded:
 
     @property
     def params(self) -> PackedSeqParams:
-        """As Megatron's attention and rotary embedding take them."""
+        """The parameters for Megatron's attention and rotary embedding."""
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
@@ -60,18 +64,20 @@ class Unpadded:
 
 
 def check_unpadded(config: TransformerConfig) -> None:
-    """ValueError for a layout in which sequences have to be cut or dealt out as rows."""
+    """Raises ValueError for a layout that must cut or distribute sequences as rows."""
     has = {
         "context parallelism": config.context_parallel_size > 1,
         "expert parallelism": config.expert_model_parallel_size > 1,
         "sequence parallelism": config.sequence_parallel,
     }
     if faults := [name for name, there_is in has.items() if there_is]:
-        raise ValueError(f"packing=thd runs without {' and '.join(faults)}, which this layout has: use packing=padded")
+        raise ValueError(
+            f"packing=thd does not support {' and '.join(faults)}, which this layout has: use packing=padded"
+        )
 
 
 def te_attention() -> type:
-    """Transformer Engine's attention, for `GptProvider`. ValueError where it is not installed."""
+    """Transformer Engine's attention, for `GptProvider`. Raises ValueError where it is not installed."""
     if not transformer_engine.HAVE_TE:
         raise ValueError(
             "packing=thd needs the attention of Transformer Engine, which is not installed here and runs on CUDA "

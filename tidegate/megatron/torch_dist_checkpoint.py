@@ -1,8 +1,10 @@
-"""A Megatron `torch_dist` checkpoint, opened and checked against the model that is to begin from it; no tensor is read.
+"""Opens a Megatron `torch_dist` checkpoint and checks it against the model that starts from it. It reads no tensor.
 
-Megatron keeps a kind of a layer's parameters as one tensor with an axis for the layers (and one for the experts) in
-front, or a tensor a layer; Transformer Engine has norms under the names of the layers that they are fused into. Both
-are found. Invariant: an opened checkpoint has every parameter of the model, in its shape, and no other weight.
+- Megatron saves a kind of a layer's parameters as one tensor, with an axis for the layers (and one for the experts) in
+  front; or as one tensor per layer. Both are found.
+- Transformer Engine's norms have the names of the layers that they are fused into. They are found too.
+
+Invariant: an opened checkpoint has every parameter of the model, in its shape, and no other weight.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from tidegate.megatron.torch_dist_index import StoredTensor, TorchDistRefused, o
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _MODEL = ("embedding.", "decoder.", "output_layer.")
-"""How keys of weights begin; others are of the optimizer."""
+"""The beginnings of weights' keys. Other keys belong to the optimizer."""
 _NO_WEIGHT = "_extra_state"
-"""What Transformer Engine's layers keep of fp8."""
+"""The fp8 state of Transformer Engine's layers."""
 _MOST_NAMES_SHOWN = 4
 _PADDED_TO = 128
-"""Rows a tensor-parallel rank to which Megatron pads the vocabulary (`--make-vocab-size-divisible-by`)."""
+"""Megatron pads the vocabulary to this many rows per tensor-parallel rank (`--make-vocab-size-divisible-by`)."""
 _SPARE_ROWS = 512
-"""That a model has beyond its tokenizer's ids before padding: a Qwen2.5 has up to 399 (152064 - 151665)."""
+"""The rows of a model beyond its tokenizer's ids, before padding. A Qwen2.5 has up to 399 (152064 - 151665)."""
 _FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Norms by the names that Transformer Engine's layers have for them."""
+"""Norms, by the names that they have in Transformer Engine's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TorchDistCheckpoint:
-    """`places` are by the names of parameters."""
+    """`places` are by parameter name."""
 
     folder: Path
     places: Mapping[str, Place]
 
 
 def open_torch_dist(folder: Path, parameters: Sequence[Parameter]) -> TorchDistCheckpoint:
-    """TorchDistRefused unless it is whole, has each of the parameters in its shape, and no other weights."""
+    """Raises TorchDistRefused unless it is whole, has each of the parameters in its shape, and no other weights."""
     index = open_index(folder)
     num_layers = 1 + max(parameter.place for parameter in parameters if isinstance(parameter.place, int))
     places = {parameter.name: _place(folder, index, parameter, num_layers=num_layers) for parameter in parameters}
@@ -61,7 +63,7 @@ def open_torch_dist(folder: Path, parameters: Sequence[Parameter]) -> TorchDistC
     extra = sorted(key for key, stored in index.items() if _is_weight(key) and id(stored) not in used)
     if extra:
         raise TorchDistRefused(
-            f"{folder}: {len(extra)} tensors are not of the configured model, and would be lost: "
+            f"{folder}: {len(extra)} tensors do not belong to the configured model, and would be lost: "
             f"{', '.join(extra[:_MOST_NAMES_SHOWN])}"
         )
     return TorchDistCheckpoint(folder, MappingProxyType(places))
@@ -80,8 +82,8 @@ def _place(folder: Path, index: Mapping[str, StoredTensor], parameter: Parameter
             _check_whole(folder, key, place.stored)
             return place
     raise TorchDistRefused(
-        f"{folder} has no {parameter.name}, nor {', '.join(key for key, _ in tried[1:])}: it is of another model than "
-        "the one that is configured"
+        f"{folder} has no {parameter.name}, nor {', '.join(key for key, _ in tried[1:])}: it belongs to another model "
+        "than the configured one"
     )
 
 
@@ -102,19 +104,19 @@ def _check_shape(folder: Path, key: str, place: Place, parameter: Parameter, *, 
 
 
 def _check_spare_rows(folder: Path, key: str, stored: StoredTensor, *, vocab_size: int) -> None:
-    """A table of another tokenizer may be larger too, by more than padding."""
+    """A table of another tokenizer may be larger too, but by more than padding."""
     num_rows, num_parts = stored.shape[0], len({chunk.offsets[:1] for chunk in stored.chunks})
     limit = _PADDED_TO * num_parts + _SPARE_ROWS
     if num_rows - vocab_size >= limit:
         raise TorchDistRefused(
             f"{folder}: {key} has {num_rows} rows, and the model's vocabulary {vocab_size}: {num_rows - vocab_size} "
             f"rows more, where padding of a table saved in {num_parts} parts makes fewer than {limit}. The tokenizer "
-            "is another model's: name the one that belongs to the weights by model.tokenizer"
+            "belongs to another model: set model.tokenizer to the one of the weights"
         )
 
 
 def _check_whole(folder: Path, key: str, stored: StoredTensor) -> None:
-    """As far as numbers tell; whether each element of a shard is there is seen when it is filled."""
+    """Compare the numbers of elements. Whether each element of a shard exists is checked when the shard is filled."""
     shape = stored.shape
     for chunk in stored.chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=False)]
@@ -132,7 +134,7 @@ def _check_whole(folder: Path, key: str, stored: StoredTensor) -> None:
 
 
 def _candidates(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Keys, with the indices of the axes in front."""
+    """Possible keys, with the indices of the axes in front."""
     yield name, ()
     match = _LAYER.fullmatch(name)
     if match is None:

@@ -1,8 +1,9 @@
-"""The index of a Megatron `torch_dist` checkpoint: which tensors it holds, in which chunks, and where each lies.
+"""The index of a Megatron `torch_dist` checkpoint: its tensors, their chunks, and the place of each chunk.
 
-The index (`.metadata`) is a pickle of torch's. It is read by an unpickler that imports nothing: each class that an
-index is made of is stood in for by one that only keeps fields, and a file that names anything else is refused, with its
-name. Invariant: every chunk of an opened index lies within a file that is there.
+The index (`.metadata`) is a pickle of torch's. An unpickler that imports nothing reads it: each class of an index has a
+stand-in that only keeps fields. A file that names any other class is refused, with the class's name.
+
+Invariant: every chunk of an opened index lies within an existing file.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ FORMAT_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
 FORMAT = "torch_dist"
 DAMAGES = (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
-"""What a pickle that is cut or altered raises, or values of other types than an index has."""
+"""The errors of a pickle that is cut or altered, or whose values have unexpected types."""
 
 
 class _Entry:
-    """Stands in for a class of torch's: the fields that were saved, whatever it was made with."""
+    """A stand-in for a class of torch's: it has the saved fields and accepts any arguments."""
 
     def __new__(cls, *_: object) -> _Entry:
         return super().__new__(cls)
 
     def __init__(self, *_: object) -> None:
-        """Of an enum or a path, the value is of no interest."""
+        """The value of an enum or a path is not needed."""
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
@@ -59,7 +60,7 @@ _STAND_INS: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
                     "TensorStorageMetadata",
                     "_MEM_FORMAT_ENCODING",
                 ),
-                # Megatron keeps the plans of the save beside the index.
+                # Megatron saves its plans of the save together with the index.
                 "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
             }.items()
             for name in names
@@ -69,12 +70,12 @@ _STAND_INS: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
 
 
 class TorchDistRefused(ValueError):
-    """A folder that is no `torch_dist` checkpoint, is damaged, or is of another model."""
+    """A folder is not a `torch_dist` checkpoint, is damaged, or belongs to another model."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a tensor: `size_bytes` of a file, as torch.save writes a tensor."""
+    """A box of a tensor: `size_bytes` of a file, in the format of torch.save."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -90,12 +91,12 @@ class StoredTensor:
 
 
 def open_index(folder: Path) -> Mapping[str, StoredTensor]:
-    """Every tensor of the checkpoint by its key; none is read. Raises TorchDistRefused."""
+    """Every tensor of the checkpoint by its key; no tensor is read. Raises TorchDistRefused."""
     try:
-        said = json.loads((folder / FORMAT_FILE).read_text())
-        if said.get("sharded_backend") != FORMAT:
+        head = json.loads((folder / FORMAT_FILE).read_text())
+        if head.get("sharded_backend") != FORMAT:
             raise TorchDistRefused(
-                f"{folder}: sharded_backend={said.get('sharded_backend')!r} is not supported, only {FORMAT!r}: save "
+                f"{folder}: sharded_backend={head.get('sharded_backend')!r} is not supported, only {FORMAT!r}: save "
                 "the checkpoint with --ckpt-format torch_dist"
             )
         with (folder / INDEX_FILE).open("rb") as stream:
@@ -116,13 +117,13 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) in _STAND_INS:
             return _STAND_INS[module, name]
         raise TorchDistRefused(
-            f"{INDEX_FILE} names {module}.{name}, which is no entry of an index and is not loaded: take a checkpoint "
-            "from whom you trust, saved by Megatron"
+            f"{INDEX_FILE} names {module}.{name}, which is not an entry of an index and is not loaded: take a "
+            "checkpoint from a source that you trust, saved by Megatron"
         )
 
 
 def _tensors(folder: Path, index: Any) -> dict[str, StoredTensor]:
-    # Of what is no tensor there is no offset.
+    # Entries that are not tensors have no offset.
     places = {
         (str(entry.fqn), _numbers(getattr(entry, "offset", None) or ())): place
         for entry, place in index.storage_data.items()
@@ -130,7 +131,7 @@ def _tensors(folder: Path, index: Any) -> dict[str, StoredTensor]:
     sizes = {name: _size_of(folder, name) for name in sorted({str(place.relative_path) for place in places.values()})}
     tensors: dict[str, StoredTensor] = {}
     for key, entry in index.state_dict_metadata.items():
-        # What is no tensor has none.
+        # Entries that are not tensors have no chunks.
         if hasattr(entry, "chunks"):
             chunks = tuple(_chunk(folder, str(key), chunk, places, sizes) for chunk in entry.chunks)
             tensors[str(key)] = StoredTensor(_numbers(entry.size), chunks)
@@ -163,5 +164,5 @@ def _numbers(found: Any) -> tuple[int, ...]:
     """Counts and places, none below 0."""
     numbers = tuple(found)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise ValueError(f"{numbers!r} for numbers of 0 or more")
+        raise ValueError(f"{numbers!r} are not numbers of 0 or more")
     return numbers

@@ -1,10 +1,19 @@
-"""One optimizer update over a rank's model chunks, on the groups that it is given.
+"""One optimizer update over a rank's model chunks, on explicit process groups.
 
-Order: gradients zeroed, forward and backward of all micro-batches, gradients reduced, what the losses kept added up,
-the global gradient norm, then clipping, the learning rate and the step. Invariants: weights of the loss hold the global
-denominators, so that gradients are only ever added, over micro-batches and over data- and context-parallel ranks;
-nothing is applied on any rank unless the loss and the norm are finite, which all ranks see alike for both are sums over
-all ranks of the mesh; ranks that stand by take no part.
+Order:
+1. Gradients are zeroed.
+2. All micro-batches run forward and backward.
+3. Gradients are reduced.
+4. The losses' sums are added up.
+5. The global gradient norm is computed.
+6. Clipping, the learning rate and the step.
+
+Invariants:
+- The loss's weights include the global denominators, so gradients are only ever added, over micro-batches and over
+  data- and context-parallel ranks.
+- Nothing is applied on any rank unless the loss and the norm are finite. All ranks see this alike, because both are
+  sums over all ranks of the mesh.
+- Standby ranks take no part.
 """
 
 from __future__ import annotations
@@ -30,18 +39,18 @@ from tidegate.megatron.schedule import OnLogits, run_micro_batches
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an update came to; the same on every rank of the mesh."""
+    """The result of an update, the same on every rank of the mesh."""
 
     sums: tuple[float, ...]
-    """Of what `on_logits` kept, over all micro-batches and replicas; the loss first."""
+    """The sums of the values that `on_logits` kept, over all micro-batches and replicas. The loss is first."""
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
     committed: bool
     """False: the loss or the gradient was not finite, and nothing was applied."""
 
 
 class Updater:
-    """Makes updates. Every rank of the mesh calls it alike, with its own micro-batches."""
+    """Makes updates. Every rank of the mesh makes the same calls, with its own micro-batches."""
 
     def __init__(
         self,
@@ -65,9 +74,10 @@ class Updater:
         *,
         applying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Update:
-        """`on_logits` keeps sums over a micro-batch, the loss first; all cp and tp ranks of the last stage the same.
+        """`on_logits` keeps sums over a micro-batch, the loss first. All cp and tp ranks of the last stage keep the
+        same.
 
-        What changes weights and optimizer state happens within `applying()`.
+        Weights and optimizer state change within `applying()`.
         """
         kept = self._forward_backward(batches, on_logits)
         sums = self._add_up(kept)
@@ -91,7 +101,7 @@ class Updater:
 
     def _add_up(self, kept: Sequence[torch.Tensor]) -> tuple[float, ...]:
         sums = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
-        if self._speaks:
+        if self._is_reporter:
             for part in kept:
                 sums += part
         dist.all_reduce(sums, group=self._groups.intra_dist_opt)
@@ -101,8 +111,8 @@ class Updater:
         return float(self._optimizer.get_grad_norm())
 
     @property
-    def _speaks(self) -> bool:
-        """Whether this rank adds what it kept: one of the last stage's for each replica."""
+    def _is_reporter(self) -> bool:
+        """Whether this rank adds its sums: one rank of the last stage does so for each replica."""
         last_stage: bool = self._groups.pp.rank() == self._groups.pp.size() - 1
         first: bool = self._groups.tp.rank() == 0 and self._groups.cp.rank() == 0
         return last_stage and first
@@ -119,10 +129,10 @@ def data_parallel(
     *,
     wrapper: type[DistributedDataParallel] = DistributedDataParallel,
 ) -> DistributedDataParallel:
-    """The chunk with gradient buffers in fp32, reduced over the groups' data- and context-parallel ranks."""
+    """The chunk with fp32 gradient buffers, reduced over the groups' data- and context-parallel ranks."""
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     ddp = wrapper(config=get_model_config(chunk), ddp_config=config, module=chunk, pg_collection=groups)
-    # Weights hold the global denominators already: gradients are added up and divided by nothing.
+    # The loss's weights include the global denominators already: add gradients without dividing.
     get_model_config(chunk).finalize_model_grads_func = _finalize_without_division
     return ddp
 
@@ -134,9 +144,9 @@ def distributed_optimizer(
     *,
     config_overrides: Mapping[Any, Any] | None = None,
 ) -> Any:
-    """Megatron's chain of DistributedOptimizers, one for dense parameters and one for experts' where there are any.
+    """Megatron's chain of DistributedOptimizers: one for dense parameters, and one for experts' where there are any.
 
-    `config_overrides`: parameter groups as `get_megatron_optimizer` takes them; None: Megatron's usual ones.
+    `config_overrides`: parameter groups as `get_megatron_optimizer` takes them. None: Megatron's usual groups.
     """
     overrides = None if config_overrides is None else dict(config_overrides)
     return get_megatron_optimizer(

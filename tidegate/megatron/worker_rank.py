@@ -1,7 +1,8 @@
-"""How a worker process becomes a rank of its component's Megatron world.
+"""Turns a worker process into a rank of its component's Megatron world.
 
-The slot's device is for the actor's workers too, whose worlds are the elastic library's. Invariant: the store's socket
-is the one the instance bound, so that nothing listens where the instance did not mean it to.
+The actor's workers use the slot's device too; their worlds belong to the elastic library.
+
+Invariant: the store uses the socket that the instance bound, so nothing listens on another address.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def slot_device(job: Job, channel: WorkerChannel) -> torch.device:
 def join_world(
     wired: wire.Rendezvous, layout: types_pb2.Layout, channel: WorkerChannel, *, device: torch.device, seed: int
 ) -> parallel.ParallelRanks:
-    """Join the component's world; ValueError where layout and number of ranks differ."""
+    """Join the component's world. Raises ValueError where the layout and the number of ranks differ."""
     listener = channel.store_listener if wired.rank == 0 else None
     rendezvous = parallel.Rendezvous(
         rank=wired.rank,

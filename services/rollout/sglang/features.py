@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.rollout.engine import EngineFailed
-from tidegate.huggingface.served import check_version
+from tidegate.huggingface.sglang_support import check_version
 
 
 @dataclass(frozen=True, slots=True)

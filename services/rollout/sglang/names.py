@@ -20,7 +20,7 @@ from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
 from tidegate.elastic.plan.parameters import Parameter
 from tidegate.huggingface.families import config_of
 from tidegate.huggingface.names import tensors_of
-from tidegate.huggingface.served import check_served
+from tidegate.huggingface.sglang_support import check_servable
 from tidegate.model_config import ModelConfig
 
 SPARE_POSITIONS = 8
@@ -36,7 +36,7 @@ _FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 
 def served_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     """The model's `config.json`. Raises ValueError for a model that SGLang cannot serve."""
-    check_served(model)
+    check_servable(model)
     return config_of(model, dtype=dtype) | {
         "max_position_embeddings": model.max_seq_len + SPARE_POSITIONS,
         # Without these, the architecture's default token would end responses. Each request has its own stop token.

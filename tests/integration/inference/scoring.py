@@ -11,8 +11,8 @@ from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
 from tests.integration.elastic.world_ranks import CPU
-from tests.integration.megatron import recorded
-from tests.integration.megatron.jobs import state_files, trainer, world
+from tests.integration.megatron import small_job
+from tests.integration.megatron.actor_trainer_ranks import state_files, trainer, world
 from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
 from tidegate.elastic.epoch.rendezvous import listening_socket
@@ -26,8 +26,8 @@ RATE = 0.05
 
 def groups() -> list[list[list[int]]]:
     """Recorded sequences, by group."""
-    sequences = [list(sample.tokens) for sample in recorded.recorded_samples()]
-    size = recorded.GROUP_SIZE
+    sequences = [list(sample.tokens) for sample in small_job.recorded_samples()]
+    size = small_job.GROUP_SIZE
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
@@ -37,11 +37,11 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
     Each group's log-probabilities by the actor at both versions, by the scorer alone and with all groups in one call,
     and by the scorer's reference.
     """
-    settings = recorded.trainer_settings(precision=precision)
+    settings = small_job.trainer_settings(precision=precision)
     with trainer(context, layout, settings) as actor:
         results = _by_actor(actor, "actor-0")
         _publish(actor, Path(folder) / "0")
-        actor.train_minibatch(recorded.recorded_samples(), RATE)
+        actor.train_minibatch(small_job.recorded_samples(), RATE)
         results |= _by_actor(actor, "actor-1")
         _publish(actor, Path(folder) / "1")
         context = _elsewhere(context, actor)
@@ -62,7 +62,7 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
 def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) -> Results:
     """A scorer of any layout loads both versions that another one published, then the policy's again as the next."""
     with world(context, layout) as ranks:
-        scorer = _scorer(ranks, recorded.trainer_settings())
+        scorer = _scorer(ranks, small_job.trainer_settings())
         refusal = ""
         try:
             scorer.policy_log_probs(groups())

@@ -1,4 +1,4 @@
-"""What ranks make of a checkpoint: its logits in one layout after another, and what a trainer saves of it."""
+"""The rank processes of the checkpoint tests: its logits in one layout after another, and a trainer's saves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from services.actor.worker import rank_file
 from tests.integration.elastic.world_ranks import open_store
-from tests.integration.megatron import recorded
-from tests.integration.megatron.jobs import trainer
+from tests.integration.megatron import small_job
+from tests.integration.megatron.actor_trainer_ranks import trainer
 from tests.ranks import RankContext, Results
 from tidegate.elastic import checkpoints
 from tidegate.elastic.epoch.world import Membership, World
 from tidegate.huggingface.checkpoint import open_checkpoint
-from tidegate.huggingface.importing import CheckpointWeights
+from tidegate.huggingface.checkpoint_weights import CheckpointWeights
 from tidegate.megatron.batching import TokenBatch
 from tidegate.megatron.gpt_provider import GptProvider
 from tidegate.megatron.groups import megatron_groups, prepare_megatron
@@ -45,10 +45,10 @@ def logits(context: RankContext, *, cases: dict[str, dict[str, Any]]) -> Results
 def saved(context: RankContext, *, checkpoint: str, layout: dict[str, int], folder: str) -> Results:
     """A trainer that starts from the checkpoint saves its state as `untrained`, and after an update as `trained`."""
     opened = open_checkpoint(Path(checkpoint))
-    settings = replace(recorded.trainer_settings(), model=opened.model, padded_vocab=PADDED_VOCAB)
+    settings = replace(small_job.trainer_settings(), model=opened.model, padded_vocab=PADDED_VOCAB)
     with trainer(context, layout, settings, weights=CheckpointWeights(opened)) as actor:
         checkpoints.save(actor.elastic, Path(folder) / "untrained", rank_file(context.rank))
-        report = actor.train_minibatch(recorded.recorded_samples(), 1e-3)
+        report = actor.train_minibatch(small_job.recorded_samples(), 1e-3)
         checkpoints.save(actor.elastic, Path(folder) / "trained", rank_file(context.rank))
     return {"loss": np.array(report.loss), "committed": np.array(report.committed)}
 

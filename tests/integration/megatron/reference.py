@@ -1,9 +1,10 @@
-"""GRPO on a Llama-like decoder in fp64, written from the formulas: no code of ours, no batches, padding or shards.
+"""GRPO on a Llama-like decoder in fp64, written from the formulas, without our code and without batches, padding or
+shards.
 
 The formulas: RMSNorm (arXiv 1910.07467), rotary embeddings on halves (arXiv 2104.09864), grouped queries (arXiv
-2305.13245), SwiGLU (arXiv 2002.05202), GRPO (arXiv 2402.03300) with asymmetric clipping, truncated importance weights
-and Dr.GRPO's divisor (arXiv 2503.20783). Weights are logical tensors under Megatron's names; the fused projection is
-[queries, key, value] a group.
+2305.13245), SwiGLU (arXiv 2002.05202), GRPO (arXiv 2402.03300) with asymmetric clipping, truncated importance weights,
+and Dr.GRPO's divisor (arXiv 2503.20783). Weights are logical tensors under Megatron's names. The fused projection is
+[queries, key, value] per group.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def response_log_probs(model: ModelConfig, weights: Weights, sample: TrainSample
 
 
 def next_log_probs(model: ModelConfig, weights: Weights, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of each token but the first, under what is before it."""
+    """The log-probability of each token but the first, given the tokens before it."""
     logits = _logits(model, weights, tokens)[:-1] / temperature
     log_probs = logits - torch.log(torch.exp(logits).sum(-1, keepdim=True))
     return log_probs[torch.arange(len(tokens) - 1), tokens[1:]]
@@ -97,14 +98,14 @@ def grpo(
 
 def _mismatch(ratios: list[float], importance_cap: float | None) -> dict[str, float]:
     logs = [math.log(ratio) for ratio in ratios]
-    told = {
+    metrics = {
         "mismatch_mean": sum(map(abs, logs)) / len(logs),
         "mismatch_max": max(map(abs, logs)),
         "mismatch_kl": sum(ratio - log - 1 for ratio, log in zip(ratios, logs, strict=True)) / len(logs),
     }
     if importance_cap is not None:
-        told["mismatch_truncated"] = sum(ratio > importance_cap for ratio in ratios) / len(ratios)
-    return told
+        metrics["mismatch_truncated"] = sum(ratio > importance_cap for ratio in ratios) / len(ratios)
+    return metrics
 
 
 def _logits(model: ModelConfig, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:

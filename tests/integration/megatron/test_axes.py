@@ -1,4 +1,4 @@
-"""The same loss and the same gradients along every axis a mesh can have, dense and with experts, in fp32 and bf16."""
+"""The same loss and gradients along every axis of a mesh, dense and with experts, in fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.integration.megatron.axes import provider_of
+from tests.integration.megatron.axis_ranks import provider_of
 from tests.ranks import RankServer, Results
 from tidegate.elastic.plan.parameters import shard_of
 from tidegate.types import Layout
 
 Case = dict[str, Any]
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2
-"""Relative, in L2 norm, of each tensor. 5e-7 and 2e-2 were seen; the gradient of a norm's weight is the noisiest."""
+"""Relative tolerances of each tensor in the L2 norm. 5e-7 and 2e-2 were seen; a norm's gradient is the noisiest."""
 NUM_RANKS = 8
 DENSE_LAYOUTS: dict[str, dict[str, int]] = {
     "tp2": {"tp": 2},
@@ -75,7 +75,7 @@ EVERYDAY = (
     "experts fp32 tp2 ep2 dp2",
     "experts bf16 tp2 pp2 vpp2 ep2 dp2",
 )
-"""Every axis once, on every run of the tests; the others are long."""
+"""Every axis once, in every run of the tests. The other cases are long."""
 COMPARED = [
     pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.long)
     for name in CASES
@@ -135,7 +135,7 @@ def test_padding_rows_of_the_vocabulary_start_at_zero(everyday: list[Results]) -
 
 def _run(ranks: RankServer, names: list[str]) -> list[Results]:
     cases = {name: CASES[name] for name in names}
-    return ranks.run("tests.integration.megatron.axes:gradients", NUM_RANKS, {"cases": cases}, timeout_s=120.0)
+    return ranks.run("tests.integration.megatron.axis_ranks:gradients", NUM_RANKS, {"cases": cases}, timeout_s=120.0)
 
 
 def _loss(results: list[Results], name: str) -> float:
@@ -147,7 +147,7 @@ def _error(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> float:
 
 
 def _assembled(results: list[Results], name: str, kind: str) -> dict[str, list[npt.NDArray[Any]]]:
-    """By logical name each replica's copy, put together from its tp shards; what nobody holds stays NaN."""
+    """By logical name: each replica's copy, assembled from its tp shards. Elements that no rank holds stay NaN."""
     case = CASES[name]
     provider, layout = provider_of(**case["model"]), Layout(**case["layout"])
     mesh = provider.mesh(layout, tuple(range(layout.num_ranks)))

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout is the state of any other, bit for bit, and training goes on from it."""
+"""A checkpoint of one layout is the state of any other layout, bit for bit, and training continues from it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.megatron import recorded
-from tests.integration.megatron.jobs import state_files
+from tests.integration.megatron import small_job
+from tests.integration.megatron.actor_trainer_ranks import state_files
 from tests.ranks import RankServer, Results
 from tidegate.elastic.model.tensors import TensorKey
 from tidegate.elastic.plan.holders import State
@@ -19,16 +19,16 @@ from tidegate.elastic.plan.optimizers import ADAM, PlainOptimizer, StateKind
 from tidegate.megatron.family import model_parameters
 from tidegate.types import Layout
 
-JOB = "tests.integration.megatron.jobs:checkpointed"
+JOB = "tests.integration.megatron.actor_trainer_ranks:checkpointed"
 SAVED = {"tp": 2, "dp": 2}
 OTHERS = {"pp2": {"pp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}, "one rank": {}}
 TOLERANCE = 1e-5
-SETTINGS = recorded.trainer_settings(tied=True)
+SETTINGS = small_job.trainer_settings(tied=True)
 PARAMETERS = model_parameters(SETTINGS.model, padded_vocab=SETTINGS.padded_vocab)
 
 
 def logical_state(folder: Path) -> dict[TensorKey, torch.Tensor]:
-    """All of a checkpoint, unsharded."""
+    """The whole content of a checkpoint, unsharded."""
     kinds = tuple(tensor for tensor in ADAM if tensor.kind is not StateKind.MAIN_PARAM)
     whole = State(Mesh(Layout(), (0,), even_chunks(SETTINGS.model.num_layers, pp=1)), PlainOptimizer(kinds))
     padded = prod((SETTINGS.padded_vocab, SETTINGS.model.hidden_size))
@@ -56,13 +56,13 @@ def straight(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint after two of them."""
+    """The checkpoint after two of the four updates."""
     folder = tmp_path_factory.mktemp("saved")
     run(ranks, SAVED, 0, 2, folder)
     return folder / "trained"
 
 
-def test_a_checkpoint_goes_on_bit_for_bit_in_its_own_layout(
+def test_training_continues_bit_for_bit_from_a_checkpoint_of_the_same_layout(
     ranks: RankServer, straight: tuple[Results, Path], saved: Path, tmp_path: Path
 ) -> None:
     run(ranks, SAVED, 2, 4, tmp_path, str(saved))
@@ -73,7 +73,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_in_its_own_layout(
 
 
 @pytest.mark.parametrize("layout", OTHERS.values(), ids=OTHERS)
-def test_another_layout_has_the_same_state_bit_for_bit_and_goes_on(
+def test_another_layout_loads_the_same_state_bit_for_bit_and_continues(
     ranks: RankServer, straight: tuple[Results, Path], saved: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     got = run(ranks, layout, 2, 4, tmp_path, str(saved))

@@ -1,4 +1,4 @@
-"""GRPO's loss and gradient against the fp64 reference, whole and split over eight ranks."""
+"""GRPO's loss and gradient against the fp64 reference, on one rank and on eight."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from services.actor.grpo import GrpoSettings
-from tests.integration.megatron import recorded, reference
-from tests.integration.megatron.logical import logical_tensors
+from tests.integration.megatron import reference, small_job
+from tests.integration.megatron.logical_tensors import logical_tensors
 from tests.ranks import RankServer, Results
 
 TOLERANCE = 1e-5
-"""Of the loss relative to the sum of |terms|, of a gradient in L2: fp32 leaves about 1e-6 of either."""
+"""Of the loss relative to the sum of |terms|; of a gradient in L2. fp32 leaves about 1e-6 of either."""
 BF16_TOLERANCE = 5e-2
-"""Of the same: a weight has 8 bits."""
+"""The same measures; a bf16 weight has 8 bits."""
 
 LAYOUTS = {"on one rank": {}, "on eight ranks, tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,20 +42,22 @@ def test_loss_and_gradient_are_those_of_the_formulas(
 ) -> None:
     world_size = 8 if layout else 1
     got = ranks.run(
-        "tests.integration.megatron.jobs:one_update", world_size, {"layout": layout, "grpo": grpo, "tied": tied}
+        "tests.integration.megatron.actor_trainer_ranks:one_update",
+        world_size,
+        {"layout": layout, "grpo": grpo, "tied": tied},
     )
-    want = _reference(got, recorded.grpo_settings(**grpo), tied=tied)
+    want = _reference(got, small_job.grpo_settings(**grpo), tied=tied)
     assert want.clip_fraction > 0.05, "the samples must be off-policy enough to try the clipping"
     assert 0.2 < want.mismatch.get("mismatch_truncated", 0.5) < 0.8, "weights on both sides of the cap"
     _assert_same(got, want)
 
 
 @pytest.mark.parametrize("max_tokens", [24, 96], ids=["under a cap that most are over", "under a cap of several"])
-def test_under_a_token_cap_they_are_the_same(ranks: RankServer, max_tokens: int) -> None:
+def test_loss_and_gradient_under_a_token_cap_are_those_of_the_formulas(ranks: RankServer, max_tokens: int) -> None:
     grpo: dict[str, Any] = {"aggregation": "seq-mean-token-mean"}
     arguments = {"layout": {"pp": 2, "dp": 2}, "grpo": grpo, "max_tokens": max_tokens}
-    got = ranks.run("tests.integration.megatron.jobs:one_update", 4, arguments)
-    _assert_same(got, _reference(got, recorded.grpo_settings(**grpo), tied=False))
+    got = ranks.run("tests.integration.megatron.actor_trainer_ranks:one_update", 4, arguments)
+    _assert_same(got, _reference(got, small_job.grpo_settings(**grpo), tied=False))
 
 
 def _assert_same(got: list[Results], want: reference.Loss) -> None:
@@ -75,11 +77,11 @@ def _assert_same(got: list[Results], want: reference.Loss) -> None:
         assert _distance(gradient, want.gradients[name]) <= TOLERANCE, name
 
 
-def test_in_bf16_they_are_so_within_its_rounding(ranks: RankServer) -> None:
+def test_loss_and_gradient_in_bf16_are_those_of_the_formulas_within_rounding(ranks: RankServer) -> None:
     grpo: dict[str, Any] = {"aggregation": "token-mean"}
     arguments = {"layout": {"tp": 2, "pp": 2, "dp": 2}, "grpo": grpo, "precision": "bf16"}
-    got = ranks.run("tests.integration.megatron.jobs:one_update", 8, arguments)
-    want = _reference(got, recorded.grpo_settings(**grpo), tied=False)
+    got = ranks.run("tests.integration.megatron.actor_trainer_ranks:one_update", 8, arguments)
+    want = _reference(got, small_job.grpo_settings(**grpo), tied=False)
     for rank in got:
         assert bool(rank["committed"])
         assert abs(float(rank["loss"]) - want.loss) <= BF16_TOLERANCE * want.absolute_terms
@@ -90,13 +92,13 @@ def test_in_bf16_they_are_so_within_its_rounding(ranks: RankServer) -> None:
 
 
 def _reference(got: list[Results], settings: GrpoSettings, *, tied: bool) -> reference.Loss:
-    """Of the parameters that the ranks had."""
+    """The reference's loss for the ranks' parameters."""
     assert settings.max_new_tokens is not None
     return reference.grpo(
-        recorded.small_model(tied=tied),
+        small_job.small_model(tied=tied),
         logical_tensors(got, "param"),
-        recorded.recorded_samples(),
-        temperature=recorded.TEMPERATURE,
+        small_job.recorded_samples(),
+        temperature=small_job.TEMPERATURE,
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         kl_coefficient=settings.kl_coefficient,

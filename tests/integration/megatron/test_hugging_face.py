@@ -1,4 +1,6 @@
-"""A checkpoint's logits are transformers' own, in one rank and in layouts that cut it, and its weights come back."""
+"""A checkpoint's logits equal transformers' own, on one rank and in other layouts, and its weights are
+exported unchanged.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import pytest
 import torch
 
 from tests.hugging_face import CONFIGS, save
+from tests.integration.megatron.actor_trainer_ranks import state_files
 from tests.integration.megatron.hugging_face_ranks import PADDED_VOCAB
-from tests.integration.megatron.jobs import state_files
 from tests.ranks import RankServer, Results
 from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
-from tidegate.huggingface.exporting import export
+from tidegate.huggingface.export import export
 from tidegate.megatron.family import model_parameters
 
 TOLERANCE = 1e-4
@@ -27,7 +29,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2},
 }
 EVERYDAY = ("one rank", "tp2 pp2")
-"""On every run of the tests; the others are long."""
+"""In every run of the tests. The other layouts are long."""
 EXPERT_LAYOUTS: dict[str, dict[str, int]] = LAYOUTS | {"ep2 dp2": {"ep": 2, "dp": 2}}
 TOKENS = [[(7 * i + 3 * j) % 61 for i in range(64)] for j in range(2)]
 
@@ -38,7 +40,7 @@ def layouts_of(name: str) -> dict[str, dict[str, int]]:
 
 CASES = [(name, layout) for name in CONFIGS for layout in layouts_of(name)]
 Saved = dict[str, tuple[Path, npt.NDArray[Any]]]
-"""By family, a checkpoint and what transformers computes of it."""
+"""By family: a checkpoint, and transformers' logits of it."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_logits_are_those_of_transformers(results: list[Results], folders: Saved
         pytest.param("Qwen3 MoE", {"tp": 2, "dp": 2}, marks=pytest.mark.long),
     ],
 )
-def test_what_a_trainer_saves_goes_out_bit_for_bit_until_it_trains(
+def test_a_trainer_s_untrained_state_is_exported_bit_for_bit(
     ranks: RankServer, tmp_path: Path, name: str, layout: dict[str, int]
 ) -> None:
     source = tmp_path / "source"
@@ -110,9 +112,9 @@ def test_what_a_trainer_saves_goes_out_bit_for_bit_until_it_trains(
 
 
 def _run(ranks: RankServer, folders: Saved, cases: list[tuple[str, str]]) -> list[Results]:
-    said = {
+    cases_by_name = {
         f"{name}, {layout}": {"folder": str(folders[name][0]), "layout": layouts_of(name)[layout], "tokens": TOKENS}
         for name, layout in cases
     }
     target = "tests.integration.megatron.hugging_face_ranks:logits"
-    return ranks.run(target, NUM_RANKS, {"cases": said}, timeout_s=120.0)
+    return ranks.run(target, NUM_RANKS, {"cases": cases_by_name}, timeout_s=120.0)

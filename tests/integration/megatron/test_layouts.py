@@ -1,4 +1,4 @@
-"""The same training in every layout, and exactly the same in the same layout."""
+"""Training is the same in every layout, and bitwise the same in the same layout."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.megatron import recorded, reference
-from tests.integration.megatron.logical import logical_tensors
+from tests.integration.megatron import reference, small_job
+from tests.integration.megatron.logical_tensors import logical_tensors
 from tests.ranks import RankServer, Results
 
-JOBS = "tests.integration.megatron.jobs"
+JOBS = "tests.integration.megatron.actor_trainer_ranks"
 NUM_UPDATES = 20
 ONE_UPDATE_TOLERANCE, CURVE_TOLERANCE = 1e-5, 1e-4
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -19,7 +19,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
 }
-"""Compared with a single rank, the fifth layout."""
+"""These are compared with a single rank, the fifth layout."""
 
 
 @pytest.fixture(scope="module")
@@ -68,19 +68,19 @@ def test_actor_and_inference_compute_the_same_bits_and_the_reference_the_same_nu
     whole = ranks.run(f"{JOBS}:one_update", 1, {"layout": {}, "grpo": {}})
     weights = {name: tensor.double() for name, tensor in logical_tensors(whole, "param").items()}
     by_actor = {name: values for rank in got for name, values in rank.items() if name.startswith("actor/")}
-    samples = recorded.recorded_samples()
-    assert len(by_actor) == len(samples), "each sequence is scored on some rank"
+    samples = small_job.recorded_samples()
+    assert len(by_actor) == len(samples), "each sequence must be scored on some rank"
     for rank in got:
         for name in rank:
             if name.startswith("actor/"):
                 assert rank[name].tobytes() == rank[name.replace("actor/", "inference/")].tobytes()
     for index, sample in enumerate(samples):
         values = torch.from_numpy(by_actor[f"actor/{index}"][len(sample.prompt_tokens) :]).double()
-        want = reference.response_log_probs(recorded.small_model(), weights, sample, recorded.TEMPERATURE)
+        want = reference.response_log_probs(small_job.small_model(), weights, sample, small_job.TEMPERATURE)
         assert float((values - want).abs().max()) <= 1e-5
 
 
-def test_the_ratio_is_exactly_one_where_the_policy_is_the_one_that_was_scored(ranks: RankServer) -> None:
+def test_the_ratio_is_exactly_one_where_the_policy_scored_the_samples_itself(ranks: RankServer) -> None:
     (got,) = ranks.run(f"{JOBS}:scored", 1, {"layout": {}})
     num_tokens = float(got["metric/num_tokens"])
     assert num_tokens > 100

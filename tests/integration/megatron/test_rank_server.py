@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import RankServer
 
-JOBS = "tests.integration.megatron.jobs"
+JOBS = "tests.integration.megatron.actor_trainer_ranks"
 
 
 def test_ranks_past_their_timeout_are_killed_and_the_next_call_is_served(ranks: RankServer) -> None:
@@ -16,5 +16,5 @@ def test_ranks_past_their_timeout_are_killed_and_the_next_call_is_served(ranks: 
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_it(ranks: RankServer) -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1: (?s:.*)ArithmeticError: rank 1 was told to fail"):
+    with pytest.raises(RuntimeError, match=r"rank 1: (?s:.*)ArithmeticError: rank 1 fails as requested"):
         ranks.run(f"{JOBS}:fail_on", 2, {"rank": 1, "others_hang": True})

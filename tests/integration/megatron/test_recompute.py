@@ -1,4 +1,4 @@
-"""Activations that are computed again: the same gradients to the bit, from less that is kept."""
+"""Recomputed activations give the same gradients to the bit, and keep less memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def found(request: pytest.FixtureRequest, ranks: RankServer) -> list[Results]:
         }
         for recompute in Recompute
     }
-    return ranks.run("tests.integration.megatron.axes:gradients", 4, {"cases": cases})
+    return ranks.run("tests.integration.megatron.axis_ranks:gradients", 4, {"cases": cases})
 
 
 @pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
-def test_gradients_are_those_without_it_to_the_bit(found: list[Results], recompute: Recompute) -> None:
+def test_gradients_with_recomputation_equal_those_without_to_the_bit(
+    found: list[Results], recompute: Recompute
+) -> None:
     for rank in found:
         want, got = _of(rank, "none"), _of(rank, recompute)
         assert got.keys() == want.keys()
@@ -41,7 +43,7 @@ def test_gradients_are_those_without_it_to_the_bit(found: list[Results], recompu
         assert [key for key in want if key != "saved_bytes" and got[key].tobytes() != want[key].tobytes()] == []
 
 
-def test_the_more_is_computed_again_the_less_is_kept(found: list[Results]) -> None:
+def test_more_recomputation_keeps_fewer_bytes(found: list[Results]) -> None:
     none, selective, full = (int(_of(found[-1], recompute)["saved_bytes"]) for recompute in Recompute)
     assert 0 < full < selective < none
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.ranks import RankServer, Results
 
-JOBS = "tests.integration.megatron.jobs"
-RUNS = "tests.integration.megatron.reproducible_runs"
+JOBS = "tests.integration.megatron.actor_trainer_ranks"
+RUNS = "tests.integration.megatron.reproducible_ranks"
 NUM_SHARDS = 4
 REPORTED = ("sums", "grad_norm")
 
@@ -21,7 +21,9 @@ Run = Callable[..., Results]
 
 @pytest.fixture(scope="module")
 def run(ranks: RankServer) -> Run:
-    """Every number of a run by name: the logical state, and what all ranks report alike. A run is made once."""
+    """All numbers of a run by name: the logical state, and the numbers that all ranks report alike. Each run
+    is made once.
+    """
     made: dict[str, Results] = {}
 
     def run_once(layout: dict[str, int], **arguments: Any) -> Results:
@@ -29,7 +31,7 @@ def run(ranks: RankServer) -> Run:
         if repr(call) not in made:
             num_ranks = math.prod(size for axis, size in layout.items() if axis != "vpp")
             found = ranks.run(f"{RUNS}:updates", num_ranks, call)
-            # Where weights are cut, ranks hold other elements under the same name: their numbers alone are compared.
+            # Where weights are cut, ranks hold different elements under one name, so compare only reported numbers.
             cut = layout.get("tp", 1) > 1
             made[repr(call)] = whole([{name: rank[name] for name in REPORTED} for rank in found] if cut else found)
         return made[repr(call)]
@@ -38,7 +40,9 @@ def run(ranks: RankServer) -> Run:
 
 
 def whole(ranks: list[Results]) -> Results:
-    """What the ranks hold, put together; AssertionError where two that hold the same element differ, and on a hole."""
+    """Join the ranks' parts. Raises AssertionError on a hole, or where two ranks hold different values of an
+    element.
+    """
     together: Results = {}
     for name in sorted({name for rank in ranks for name in rank}):
         parts = [rank[name] for rank in ranks if name in rank]
@@ -58,7 +62,7 @@ def different(got: Results, want: Results) -> list[str]:
 
 
 def assert_close(got: Results, want: Results) -> None:
-    """Losses, whose terms are about 1, and norms, within a ten-thousandth."""
+    """Losses, whose terms are about 1, and norms must agree within a ten-thousandth."""
     for name in REPORTED:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
@@ -77,7 +81,7 @@ SAME_BITS = {
 @pytest.mark.parametrize(("layout", "arguments"), SAME_BITS.values(), ids=SAME_BITS)
 def test_a_run_has_the_bits_of_one_rank_s(run: Run, layout: dict[str, int], arguments: dict[str, Any]) -> None:
     want, got = run({}, **arguments), run(layout, **arguments)
-    assert np.all(want["grad_norm"] > 0.05), "gradients are to be clipped by the norm"
+    assert np.all(want["grad_norm"] > 0.05), "the norm must clip the gradients"
     assert different(got, want) == []
 
 
@@ -89,35 +93,35 @@ def test_the_actor_s_trainer_has_the_bits_of_one_rank_s(ranks: RankServer) -> No
             assert got[name].tobytes() == want[name].tobytes(), name
 
 
-def test_without_the_mode_the_bits_tell_layouts_apart(run: Run) -> None:
+def test_without_reproducible_mode_the_bits_differ_between_layouts(run: Run) -> None:
     one, two = (run(layout, num_logical_shards=None) for layout in ({}, {"dp": 2}))
     assert "grad_norm" in different(one, two)
     assert_close(two, one)
 
 
-def test_without_the_mode_a_token_cap_is_filled_for_the_layout_that_there_is(run: Run) -> None:
+def test_without_reproducible_mode_a_token_cap_is_filled_for_the_present_layout(run: Run) -> None:
     one, many = (run(layout, num_logical_shards=None, max_tokens=32) for layout in ({}, {"pp": 2, "vpp": 2, "dp": 2}))
     assert_close(many, one)
 
 
-def test_the_mode_computes_what_the_plain_one_does(run: Run) -> None:
+def test_reproducible_mode_computes_the_same_numbers_as_the_plain_one(run: Run) -> None:
     assert_close(run({}), run({}, num_logical_shards=None))
 
 
-def test_more_replicas_have_the_same_bits_at_one_tp_too(run: Run) -> None:
+def test_more_replicas_have_the_same_bits_at_the_same_tp(run: Run) -> None:
     assert different(run({"tp": 2, "dp": 2}, tied=True), run({"tp": 2}, tied=True)) == []
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_activations_that_are_computed_again_change_no_bit(run: Run, recompute: str) -> None:
+def test_recomputed_activations_change_no_bit(run: Run, recompute: str) -> None:
     layout = {"pp": 2, "dp": 2}
     assert different(run(layout, tied=True, recompute=recompute), run(layout, tied=True)) == []
 
 
 REFUSED = {
-    "a number of shards that is no power of two": (
+    "a number of shards that is not a power of two": (
         {"num_logical_shards": 3},
-        "num_logical_shards=3 is no power of two",
+        "num_logical_shards=3 is not a power of two",
     ),
     "replicas that the shards do not divide by": (
         {"layout": {"dp": 2}, "num_logical_shards": 1},
@@ -130,7 +134,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "want"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_held_to_it_is_refused(ranks: RankServer, arguments: dict[str, Any], want: str) -> None:
+def test_settings_that_break_reproducibility_are_refused(
+    ranks: RankServer, arguments: dict[str, Any], want: str
+) -> None:
     call = {"layout": {}, "num_updates": 1, "num_logical_shards": NUM_SHARDS, **arguments}
     with pytest.raises(RuntimeError, match=want):
         ranks.run(f"{RUNS}:updates", call["layout"].get("dp", 1), call)

@@ -1,6 +1,6 @@
-"""Megatron's model run without padding gives what it gives padded: embeddings, rotary positions, labels, gradients.
+"""Megatron's model computes the same without padding as with it: embeddings, rotary positions, labels, gradients.
 
-Its attention here is a sequence at a time; Transformer Engine's runs in tests/gpu.
+The attention here takes one sequence at a time. Transformer Engine's attention runs in tests/gpu.
 """
 
 from __future__ import annotations

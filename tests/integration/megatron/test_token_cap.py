@@ -1,7 +1,7 @@
-"""Whatever the cap, the replicas and the order, micro-batches' gradients add up to those of one batch, in fp64.
+"""For any cap, replicas and order, the gradients of the micro-batches add up to those of one batch, in fp64.
 
-The one batch is the reference's, which knows neither batches nor padding. The micro-batches are the actor's, with its
-weights of tokens and its loss; the model is the reference's, row by row, padding included.
+The one batch is the reference's, which has neither batches nor padding. The micro-batches are the actor's, with its
+token weights and its loss. The model is the reference's, row by row, padding included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.actor.grpo import Aggregation, GrpoSettings, token_weights
 from services.actor.grpo_loss import grpo_loss
 from services.actor.grpo_minibatch import GrpoMinibatch
 from services.actor.microbatch import TrainBatch, TrainSample, packed_samples, train_batches
-from tests.integration.megatron import recorded, reference
+from tests.integration.megatron import reference, small_job
 from tests.integration.megatron.reference import Weights
 from tidegate.megatron.batching import ReplicaPlace
 from tidegate.megatron.packing import TokenCap
@@ -28,7 +28,7 @@ from tidegate.model_config import ModelConfig
 TOLERANCE = 1e-6
 """Weights, advantages and old log-probabilities reach the loss in fp32."""
 MODEL = ModelConfig(1, 8, 12, num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=61, max_seq_len=64)
-SAMPLES = recorded.recorded_samples()
+SAMPLES = small_job.recorded_samples()
 LONGEST = max(len(sample.tokens) for sample in SAMPLES)
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
@@ -53,12 +53,12 @@ def drawn_weights() -> Weights:
 
 
 def of_micro_batches(samples: Sequence[TrainSample], grpo: GrpoSettings, batches: Sequence[TrainBatch]) -> Weights:
-    """Added up, as the ranks add them."""
+    """The gradients of the micro-batches, added up as the ranks do."""
     weights = {name: tensor.requires_grad_() for name, tensor in drawn_weights().items()}
     total = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     for batch in batches:
         rows = [
-            reference.next_log_probs(MODEL, weights, tokens_S, recorded.TEMPERATURE)
+            reference.next_log_probs(MODEL, weights, tokens_S, small_job.TEMPERATURE)
             for tokens_S in torch.from_numpy(batch.batch.tokens_BS)
         ]
         log_probs_BS = torch.nn.functional.pad(torch.stack(rows), (1, 0))
@@ -74,7 +74,7 @@ def of_one_batch(samples: list[TrainSample], grpo: GrpoSettings) -> Weights:
         MODEL,
         drawn_weights(),
         samples,
-        temperature=recorded.TEMPERATURE,
+        temperature=small_job.TEMPERATURE,
         clip_low=grpo.clip_low,
         clip_high=grpo.clip_high,
         kl_coefficient=grpo.kl_coefficient,
@@ -86,7 +86,7 @@ def of_one_batch(samples: list[TrainSample], grpo: GrpoSettings) -> Weights:
 
 
 def cut(samples: Sequence[TrainSample], grpo: GrpoSettings, cap: TokenCap, place: ReplicaPlace) -> list[TrainBatch]:
-    """Of all replicas."""
+    """The micro-batches of all replicas."""
     weights = token_weights(samples, grpo)
     places = [replace(place, replica=replica) for replica in range(place.num_replicas)]
     return [batch for each in places for batch in train_batches(samples, weights, packed_samples(samples, cap, each))]
@@ -122,7 +122,7 @@ def test_gradients_do_not_depend_on_cap_replicas_grouping_or_order(
     cap: TokenCap, place: ReplicaPlace, masked: set[int], aggregation: str, draw: random.Random
 ) -> None:
     samples = [replace(sample, masked=index in masked) for index, sample in enumerate(SAMPLES)]
-    grpo = recorded.grpo_settings(aggregation=aggregation)
+    grpo = small_job.grpo_settings(aggregation=aggregation)
     want = of_one_batch(samples, grpo)
     mixed = draw.sample(samples, len(samples))
     got = of_micro_batches(mixed, grpo, cut(mixed, grpo, cap, place))
@@ -134,14 +134,14 @@ def test_gradients_do_not_depend_on_cap_replicas_grouping_or_order(
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_a_minibatch_whose_every_sample_is_masked_has_no_gradient(aggregation: Aggregation) -> None:
     samples = [replace(sample, masked=True) for sample in SAMPLES]
-    grpo = recorded.grpo_settings(aggregation=aggregation.value)
+    grpo = small_job.grpo_settings(aggregation=aggregation.value)
     got = of_micro_batches(samples, grpo, cut(samples, grpo, TokenCap(64), ReplicaPlace(num_replicas=2)))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in got.values())
 
 
-def test_a_minibatch_is_packed_once_for_what_it_runs_and_for_what_is_told_of_it() -> None:
+def test_a_minibatch_is_packed_once_for_its_micro_batches_and_its_metrics() -> None:
     place = ReplicaPlace(replica=1, num_replicas=2)
-    minibatch = GrpoMinibatch(SAMPLES, recorded.trainer_settings(max_tokens=64))
+    minibatch = GrpoMinibatch(SAMPLES, small_job.trainer_settings(max_tokens=64))
     batches = minibatch.micro_batches(place)
     together = minibatch.packed(place)
     assert together is minibatch.packed(place)

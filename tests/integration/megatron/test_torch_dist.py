@@ -1,10 +1,12 @@
-"""What Megatron saved in one layout, a rank of any other takes its part of; what is no such checkpoint is refused."""
+"""A rank of any layout reads its part of Megatron's own checkpoint. Folders that are not such checkpoints are
+refused.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle  # noqa: TID251 - to write what must not be read
+import pickle  # noqa: TID251 - to write a file that must not be read
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +19,16 @@ import pytest
 import torch
 
 from tests.component_bench import job_config
-from tests.integration.megatron import recorded
+from tests.integration.megatron import small_job
 from tests.integration.megatron.torch_dist_ranks import MODELS, PADDED_VOCAB
 from tests.ranks import RankServer
 from tidegate.config.job_config import ConfigError, parse_config
 from tidegate.elastic.plan.parameters import num_shards, shard_of
 from tidegate.job import load_job
 from tidegate.megatron.gpt_provider import GptProvider, fill
-from tidegate.megatron.torch_dist import TorchDistWeights
 from tidegate.megatron.torch_dist_checkpoint import open_torch_dist
 from tidegate.megatron.torch_dist_index import FORMAT_FILE, INDEX_FILE, TorchDistRefused
+from tidegate.megatron.torch_dist_weights import TorchDistWeights
 
 SAVED: dict[str, tuple[str, dict[str, int]]] = {
     "dense, tp2": ("dense", {"tp": 2}),
@@ -34,7 +36,7 @@ SAVED: dict[str, tuple[str, dict[str, int]]] = {
     "experts, tp2 ep2 dp2": ("experts", {"tp": 2, "ep": 2, "dp": 2}),
 }
 EVERYDAY = "dense, tp2"
-"""On every run of the tests; the others are long."""
+"""In every run of the tests. The others are long."""
 
 
 def save_in(ranks: RankServer, folder: Path, name: str) -> Path:
@@ -61,7 +63,7 @@ def test_every_shard_of_another_layout_has_the_bits_that_were_saved(
     provider = GptProvider(MODELS[SAVED[name][0]], padded_vocab)
     weights = TorchDistWeights(open_torch_dist(folder, provider.parameters()))
     for parameter, tp in product(provider.parameters(), (1, 2, 4)):
-        logical = provider.initial_tensor(parameter.name, recorded.trainer_settings().seed)
+        logical = provider.initial_tensor(parameter.name, small_job.trainer_settings().seed)
         for tp_rank in range(num_shards(parameter.cut, tp)):
             shard = shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=tp_rank)
             got, want = (torch.full((shard.num_elements,), torch.nan) for _ in range(2))
@@ -83,17 +85,19 @@ def refusal(folder: Path, **other: Any) -> str:
     return str(refused.value)
 
 
-def test_another_model_than_the_one_that_was_saved_is_refused(folder: Path) -> None:
+def test_a_model_other_than_the_saved_one_is_refused(folder: Path) -> None:
     assert "decoder.layers.self_attention.linear_qkv.weight has shape" in refusal(folder, num_kv_heads=8)
     for num_layers in (1, 3):
         assert "the configured model is another one" in refusal(folder, num_layers=num_layers)
-    lost = "1 tensors are not of the configured model, and would be lost: decoder.layers.self_attention.linear_qkv.bias"
+    lost = (
+        "1 tensors do not belong to the configured model, and would be lost: decoder.layers.self_attention.linear_qkv"
+    )
     assert lost in refusal(folder, qkv_bias=False)
     assert "has no decoder.layers.0.mlp.router.weight" in refusal(folder, num_experts=4, experts_per_token=2)
     assert "embedding.word_embeddings.weight has shape" in refusal(folder, vocab_size=PADDED_VOCAB + 1)
 
 
-def test_what_is_not_whole_is_refused(folder: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(folder: Path) -> None:
     data = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:-1000])
     assert "it is truncated; fetch it again" in refusal(folder)
@@ -107,7 +111,7 @@ def test_what_is_not_whole_is_refused(folder: Path) -> None:
     assert "sharded_backend='zarr' is not supported, only 'torch_dist'" in refusal(folder)
 
 
-def test_a_chunk_that_is_damaged_is_refused_by_the_rank_that_reads_it(folder: Path) -> None:
+def test_the_rank_that_reads_a_damaged_chunk_refuses_it(folder: Path) -> None:
     provider = GptProvider(MODELS["dense"], PADDED_VOCAB)
     checkpoint = open_torch_dist(folder, provider.parameters())
     for file in folder.glob("*.distcp"):
@@ -126,14 +130,14 @@ class Trap:
         return os.mkdir, (self.trap,)
 
 
-def test_an_index_that_names_what_is_no_index_entry_is_refused_unread(folder: Path, tmp_path: Path) -> None:
+def test_an_index_that_names_a_foreign_class_is_refused_without_loading_it(folder: Path, tmp_path: Path) -> None:
     (folder / INDEX_FILE).write_bytes(pickle.dumps(Trap(tmp_path / "trap")))
-    assert ".metadata names posix.mkdir, which is no entry of an index and is not loaded" in refusal(folder)
+    assert ".metadata names posix.mkdir, which is not an entry of an index and is not loaded" in refusal(folder)
     assert not (tmp_path / "trap").exists()
 
 
 def with_index(folder: Path, change: Callable[[Any], None]) -> None:
-    """Changed by torch's own classes."""
+    """Change the index through torch's own classes."""
     index = pickle.loads((folder / INDEX_FILE).read_bytes())
     change(index)
     (folder / INDEX_FILE).write_bytes(pickle.dumps(index))
@@ -152,7 +156,7 @@ def with_sizes(index: Any, sizes: Any) -> None:
 
 
 def with_rows(index: Any, num_rows: int) -> None:
-    """The table's number of them, by the index alone."""
+    """Change the table's number of rows, in the index alone."""
     table = index.state_dict_metadata[TABLE]
     table.size = torch.Size((num_rows, table.size[1]))
 
@@ -178,18 +182,18 @@ TAMPERED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), TAMPERED.values(), ids=TAMPERED)
-def test_an_index_that_does_not_add_up_is_refused(folder: Path, change: Callable[[Any], None], message: str) -> None:
+def test_an_inconsistent_index_is_refused(folder: Path, change: Callable[[Any], None], message: str) -> None:
     with_index(folder, change)
     assert message in refusal(folder)
 
 
-def test_a_table_with_more_rows_than_padding_explains_is_of_another_tokenizer(folder: Path) -> None:
+def test_a_table_with_more_rows_than_padding_explains_belongs_to_another_tokenizer(folder: Path) -> None:
     with_index(folder, lambda index: with_rows(index, 61 + 767))
-    assert "is not whole" in refusal(folder), "so many are padding, and only their elements are missed"
+    assert "is not whole" in refusal(folder), "so many rows are padding, and only their elements are missing"
     with_index(folder, lambda index: with_rows(index, 61 + 768))
     message = refusal(folder)
     assert f"{TABLE} has 829 rows, and the model's vocabulary 61: 768 rows more" in message
-    assert "saved in 2 parts makes fewer than 768. The tokenizer is another model's" in message
+    assert "saved in 2 parts makes fewer than 768. The tokenizer belongs to another model" in message
 
 
 def test_a_job_whose_weights_do_not_fit_is_refused_before_anything_starts(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer refuses, survives and carries over; what its processes open."""
+"""A trainer's refusals, its recovery from bad updates, and the sockets of its processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks import RankServer
 
-JOBS = "tests.integration.megatron.jobs"
+JOBS = "tests.integration.megatron.actor_trainer_ranks"
 EIGHT_RANKS = {"tp": 2, "pp": 2, "dp": 2}
 
 
@@ -33,20 +33,22 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(ranks: RankSer
 def test_supervised_steps_learn_the_demonstrations(ranks: RankServer, layout: dict[str, int]) -> None:
     got = ranks.run(f"{JOBS}:supervised", 4 if layout else 1, {"layout": layout, "num_updates": 25})
     for rank in got:
-        assert rank["loss"][0] == pytest.approx(math.log(61), rel=0.02), "nothing known: uniform over real tokens"
+        assert rank["loss"][0] == pytest.approx(math.log(61), rel=0.02), (
+            "the untrained model is uniform over real tokens"
+        )
         assert rank["loss"][-1] < 0.2 * rank["loss"][0]
 
 
 @pytest.mark.parametrize(
     ("layout", "own_socket"),
     [(EIGHT_RANKS, False), ({}, True)],
-    ids=["eight ranks on a socket they are given", "one rank on a socket of its own"],
+    ids=["eight ranks on a passed socket", "one rank on its own socket"],
 )
 def test_no_rank_listens_beyond_loopback(ranks: RankServer, layout: dict[str, int], own_socket: bool) -> None:
     arguments = {"layout": layout, "own_socket": own_socket}
     got = ranks.run(f"{JOBS}:listening_addresses", 8 if layout else 1, arguments)
     addresses = {address for rank in got for address in rank["addresses"].tolist()}
-    assert "127.0.0.1" in addresses, "the store and gloo must have been seen to listen"
+    assert "127.0.0.1" in addresses, "the store and gloo must listen"
     assert addresses <= {"127.0.0.1", "::1"}
 
 
@@ -56,7 +58,7 @@ def test_no_rank_listens_after_its_world_has_ended(ranks: RankServer) -> None:
         assert rank["after"] == 0
 
 
-def test_a_process_can_go_from_one_layout_to_another(ranks: RankServer) -> None:
+def test_a_process_can_leave_one_layout_and_join_another(ranks: RankServer) -> None:
     for rank in ranks.run(f"{JOBS}:two_worlds", 4, {"first": {"tp": 2, "pp": 2}, "second": {"dp": 4}}):
         assert rank["norms"][1] == pytest.approx(rank["norms"][0], rel=1e-5)
 
@@ -66,7 +68,7 @@ def test_a_world_of_another_size_than_the_layout_is_refused_with_the_equation(ra
         ranks.run(f"{JOBS}:ended_world", 2, {"layout": {"tp": 2, "pp": 2}})
 
 
-def test_the_stand_in_answers_for_cuda_and_leaves_the_rest_alone(ranks: RankServer) -> None:
+def test_the_stand_in_answers_for_cuda_and_changes_nothing_else(ranks: RankServer) -> None:
     (got,) = ranks.run(f"{JOBS}:stand_in_facts", 1)
     want = {
         "installed": True,

@@ -1,4 +1,4 @@
-"""Actor workers through joins, starts, updates and reshards: what they refuse, and that training goes on as in one."""
+"""Actor workers through joins, starts, updates and reshards: their refusals, and training that equals a fixed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import RankServer, Results
 RANKS = "tests.integration.megatron.worker_ranks"
 TOLERANCE = 1e-5
 IN_LAYOUT = ((0, 1), (0, 1), (0, 1, 2, 3), (2, 3), (2, 3), (0,))
-"""By update, the members that `resized` trains with."""
+"""By update: the members with which `resized` trains."""
 
 
 class Run(NamedTuple):
@@ -46,27 +46,27 @@ def test_a_resized_run_has_the_losses_of_a_fixed_one(run: Run, fixed: Results) -
             assert run.members[member]["losses"][update] == pytest.approx(want[update], abs=TOLERANCE), update
 
 
-def test_an_update_that_the_state_is_of_is_not_made_again_and_who_came_since_knows_no_figures(run: Run) -> None:
+def test_an_update_that_the_state_includes_is_not_repeated_and_a_later_member_has_no_loss_of_it(run: Run) -> None:
     for member in run.members:
-        told, losses = member["again"], member["losses"]
-        assert np.array_equal(told, np.where(np.isnan(losses[2:4]), np.nan, losses[1:3]), equal_nan=True)
+        repeated, losses = member["again"], member["losses"]
+        assert np.array_equal(repeated, np.where(np.isnan(losses[2:4]), np.nan, losses[1:3]), equal_nan=True)
 
 
-def test_all_members_tell_the_same_of_a_reshard(run: Run) -> None:
+def test_all_members_report_the_same_about_a_reshard(run: Run) -> None:
     first, *others = run.members
-    assert len(set(first["certificates"].tolist())) == len(first["certificates"]), "an update lies between them"
+    assert len(set(first["certificates"].tolist())) == len(first["certificates"]), "an update lies between two reshards"
     for other in others:
         assert np.array_equal(other["certificates"], first["certificates"])
         assert np.array_equal(other["moved"], first["moved"])
 
 
-def test_what_is_shared_lies_in_memory_and_goes_with_its_members(run: Run) -> None:
+def test_shared_state_lies_in_memory_and_is_removed_with_its_members(run: Run) -> None:
     is_shared = file_system(run.memory, Path("/proc/self/mounts").read_text()) == "tmpfs"
     assert run.members[0]["files"].tolist() == (["epoch2-member0"] if is_shared else [])
     assert list(run.memory.glob("n*/state/*/epoch2*")) == []
 
 
-def test_what_cannot_be_done_is_refused_by_name(run: Run) -> None:
+def test_impossible_calls_are_refused_with_the_reason(run: Run) -> None:
     assert "legal pp with vpp=1: 1, 2" in str(run.members[1]["refusals"][0])
     assert "is not prepared here; open: given up" in str(run.members[0]["refusals"][1])
     strayed = str(run.members[0]["refusals"][-1])
@@ -76,38 +76,38 @@ def test_what_cannot_be_done_is_refused_by_name(run: Run) -> None:
     assert stale == "the state is of epoch 1, this is 2: reshard it first"
 
 
-def test_members_that_lost_a_peer_in_a_reshard_say_so_and_train_on_in_the_next_epoch(
+def test_members_that_lost_a_peer_in_a_reshard_report_it_and_train_in_the_next_epoch(
     ranks: RankServer, fixed: Results, tmp_path: Path
 ) -> None:
     arguments = {"folder": str(tmp_path), "memory": str(tmp_path)}
-    for left in ranks.run(f"{RANKS}:bereft", 3, arguments, expect_death=[2])[:2]:
-        prepared, aborted, trained = left["refusals"].tolist()
+    for survivor in ranks.run(f"{RANKS}:standby_member_dies", 3, arguments, expect_death=[2])[:2]:
+        prepared, aborted, trained = survivor["refusals"].tolist()
         assert "reshard given up" in prepared
         assert "this worker has left the epoch" in prepared
         for refusal in (aborted, trained):
             assert "this worker is in no epoch (reshard given up" in refusal
-        assert left["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
+        assert survivor["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
 
 
-def test_a_member_killed_after_the_commit_is_replaced_in_the_layout_that_the_others_switched_to(
+def test_a_member_killed_after_the_commit_is_replaced_in_the_layout_to_which_the_others_switched(
     ranks: RankServer, fixed: Results, tmp_path: Path
 ) -> None:
-    left = ranks.run(f"{RANKS}:mended_after_commit", 4, {"folder": str(tmp_path)}, expect_death=[1])
-    assert [bool(left[member]["in_epoch"]) for member in (0, 2)] == [False, False]
-    assert left[0]["losses"][0] == pytest.approx(fixed["losses"][0], abs=TOLERANCE)
+    found = ranks.run(f"{RANKS}:replaced_after_commit", 4, {"folder": str(tmp_path)}, expect_death=[1])
+    assert [bool(found[member]["in_epoch"]) for member in (0, 2)] == [False, False]
+    assert found[0]["losses"][0] == pytest.approx(fixed["losses"][0], abs=TOLERANCE)
     for member in (2, 3):
-        assert left[member]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)
+        assert found[member]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)
 
 
-def test_a_member_killed_as_it_comes_in_the_place_of_another_leaves_the_state_to_be_read_again(
+def test_the_state_can_be_read_again_after_a_member_and_its_replacement_are_killed(
     ranks: RankServer, fixed: Results, tmp_path: Path
 ) -> None:
-    left = ranks.run(f"{RANKS}:mended_twice", 4, {"folder": str(tmp_path)}, expect_death=[1, 3])
-    assert left[0]["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
-    assert left[2]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)
+    found = ranks.run(f"{RANKS}:replaced_twice", 4, {"folder": str(tmp_path)}, expect_death=[1, 3])
+    assert found[0]["losses"] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
+    assert found[2]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)
 
 
-def test_a_member_that_finds_nobody_serving_the_store_of_an_epoch_joins_the_next(
+def test_a_member_that_finds_no_server_of_an_epoch_s_store_joins_the_next_epoch(
     ranks: RankServer, fixed: Results, tmp_path: Path
 ) -> None:
     (found,) = ranks.run(f"{RANKS}:without_a_store", 1, {"folder": str(tmp_path)})

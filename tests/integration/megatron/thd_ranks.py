@@ -1,7 +1,7 @@
-"""What the ranks of the tests of THD run: one model padded and without padding, its attention given.
+"""The rank processes of the THD tests: one model padded and without padding, with an attention of our own.
 
-`Segmented` is what Transformer Engine's attention is asked to be, a sequence at a time, so that all else of the way
-through Megatron runs on a CPU.
+`Segmented` replaces Transformer Engine's attention, one sequence at a time, so that all other code of this path through
+Megatron runs on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from tests.integration.megatron import recorded
+from tests.integration.megatron import small_job
 from tests.ranks import RankContext, Results
 from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron.attention import GatheringAttention
@@ -49,7 +49,7 @@ class Segmented(GatheringAttention):
 
 
 def compared(context: RankContext, *, layout: dict[str, int], device: str = "cpu", precision: str = "fp32") -> Results:
-    """Log-probabilities and gradients, as PACKING/NAME; on CUDA with Transformer Engine's attention."""
+    """Log-probabilities and gradients, as PACKING/NAME. On CUDA with Transformer Engine's attention."""
     rendezvous = Rendezvous(
         context.rank, context.world_size, context.port, timeout_s=context.timeout_s, listen_fd=context.listen_fd
     )
@@ -57,7 +57,7 @@ def compared(context: RankContext, *, layout: dict[str, int], device: str = "cpu
     with parallel(rendezvous, Layout(**layout), device=place, seed=0) as ranks:
         results: Results = {}
         for packing in Packing:
-            settings = recorded.trainer_settings(precision=precision)
+            settings = small_job.trainer_settings(precision=precision)
             provider = GptProvider(settings.model, settings.padded_vocab, dtype=DTYPES[settings.precision])
             if packing is Packing.THD:
                 attention = Segmented if device == "cpu" else te_attention()
@@ -71,7 +71,7 @@ def _run(provider: GptProvider, ranks: ParallelRanks, me: int, packing: Packing,
     mesh: Mesh = provider.mesh(ranks.layout, tuple(range(ranks.layout.num_ranks)))
     chunks = provider.build(mesh, me, ranks.groups, device=device)
     provider.initialise(chunks, mesh, me, seed=0)
-    sequences = [sample.tokens for sample in recorded.recorded_samples()]
+    sequences = [sample.tokens for sample in small_job.recorded_samples()]
     batches = replica_batches(sequences, TokenCap.of_model(provider.config, MAX_TOKENS, packing=packing))
 
     def on_logits(number: int, tokens_BS: torch.Tensor, logits_BQV: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -94,7 +94,7 @@ def _run(provider: GptProvider, ranks: ParallelRanks, me: int, packing: Packing,
 
 
 def _weights(batch: TokenBatch, sequences: list[tuple[int, ...]]) -> torch.Tensor:
-    """Another one for each token, none for padding."""
+    """A different weight for each token, and 0 for padding."""
     weight_BS = np.zeros(batch.shape, np.float32)
     for row, index in enumerate(batch.sequences):
         weight_BS[row, : len(sequences[index])] = np.random.default_rng(index).random(len(sequences[index]))

@@ -1,4 +1,4 @@
-"""Ranks of a layout that save a model by Megatron's own dist_checkpointing."""
+"""The ranks of a layout that save a model with Megatron's own dist_checkpointing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.integration.elastic.dist_checkpoint import Trained, save
-from tests.integration.megatron import recorded
-from tests.integration.megatron.jobs import trainer
+from tests.integration.megatron import small_job
+from tests.integration.megatron.actor_trainer_ranks import trainer
 from tests.ranks import RankContext, Results
 from tidegate.model_config import ModelConfig
 
@@ -18,7 +18,7 @@ MODELS = {"dense": DENSE, "experts": EXPERTS}
 
 
 def saved(context: RankContext, *, model: str, layout: dict[str, int], folder: str) -> Results:
-    settings = replace(recorded.trainer_settings(), model=MODELS[model], padded_vocab=PADDED_VOCAB)
+    settings = replace(small_job.trainer_settings(), model=MODELS[model], padded_vocab=PADDED_VOCAB)
     with trainer(context, layout, settings) as actor:
         skeleton = actor.elastic.state.skeleton
         save(Trained(skeleton.chunks, skeleton.optimizer, skeleton.groups), Path(folder))

@@ -1,4 +1,4 @@
-"""What the processes of the actor worker's tests run: real handlers of calls, driven by a script that all share."""
+"""The rank processes of the actor worker's tests: real call handlers, driven by a script that all processes share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from services.actor.worker import TrainerWorker
 from tests.component_bench import job_config
-from tests.integration.megatron import recorded
+from tests.integration.megatron import small_job
 from tests.ranks import RankContext, Results
 from tidegate.codec import encode_layout
 from tidegate.config.job_config import JobConfig
@@ -30,7 +30,7 @@ GPUS = ("n0/0", "n0/1", "n1/0", "n1/1")
 
 
 class Member:
-    """One worker and what it was asked; `losses` has NaN for updates that it had no part in."""
+    """One worker and its results. `losses` has NaN for updates in which it had no part."""
 
     def __init__(self, context: RankContext, config: JobConfig) -> None:
         self.config = config
@@ -44,7 +44,7 @@ class Member:
         self.worker = TrainerWorker(WorkerChannel(ours, grant=grant, clock=clock, store_listener=listener))
 
     def ask(self, call: wire.WorkerCall) -> Any:
-        """The answer's body."""
+        """Make the call. Returns the answer's body."""
         (answer,) = self.worker.handle(call)
         return answer.body
 
@@ -71,7 +71,7 @@ class Member:
         self.ask(wire.WorkerCall(start_actor=start))
 
     def train(self, ranks: Sequence[int]) -> None:
-        """Asked twice, as after a death that broke off the call of another."""
+        """Make the call twice, as after a death that interrupted another member's call."""
         loss = math.nan
         if self.me in ranks:
             report, again = (self.ask(self.training(len(self.losses))) for _ in range(2))
@@ -91,23 +91,25 @@ class Member:
                 engine_log_probs=sample.engine_log_probs,
                 masked=sample.masked,
             )
-            for sample in recorded.recorded_samples(seed=update)
+            for sample in small_job.recorded_samples(seed=update)
         ]
         train = wire.Train(update_id=f"1.0.{update}", samples=samples, learning_rate=learning_rate(update))
         train.lr_before = lr_mark(update) if lr_before is None else lr_before
         train.lr_after = lr_mark(update + 1)
         return wire.WorkerCall(train=train)
 
-    def loss_told_again(self) -> float:
-        """Of the last update, which the state is of already."""
+    def repeated_loss(self) -> float:
+        """The loss of the last update when it is requested again. The state already includes that update."""
         report = self.ask(self.training(len(self.losses) - 1))
         assert report.committed
         assert report.lr_mark == lr_mark(len(self.losses))
-        assert report.learning_rates == [learning_rate(len(self.losses) - 1)], "the optimizer's, for who came since too"
+        assert report.learning_rates == [learning_rate(len(self.losses) - 1)], (
+            "the rates are the optimizer's, also on a later member"
+        )
         return float(report.loss)
 
     def meet(self, at: str, members: Sequence[int]) -> None:
-        """Returns once all of these have come so far."""
+        """Return once all of these have reached this point."""
         store = connect_store(self._context.port, timeout_s=20.0, host="127.0.0.1")
         store.set(f"{at}/{self.me}", "")
         store.wait([f"{at}/{member}" for member in members])
@@ -116,11 +118,13 @@ class Member:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def prepare(self, name: str, ranks: Sequence[int], **layout: int) -> wire.WorkerCall:
-        asked = wire.PrepareReshard(id=name, layout=encode_layout(Layout(**layout)), ranks=ranks)
-        return wire.WorkerCall(prepare_reshard=asked)
+        request = wire.PrepareReshard(id=name, layout=encode_layout(Layout(**layout)), ranks=ranks)
+        return wire.WorkerCall(prepare_reshard=request)
 
     def reshard(self, name: str, ranks: Sequence[int], **layout: int) -> Any:
-        """The report of the first phase, then the second; both are asked twice, as who had no answer does."""
+        """The report of the first phase, then the second phase. Both calls are made twice, as by a caller without an
+        answer.
+        """
         report, again = (self.ask(self.prepare(name, ranks, **layout)) for _ in range(2))
         assert report == again
         for _ in range(2):
@@ -129,12 +133,12 @@ class Member:
 
 
 def learning_rate(update: int) -> float:
-    """Another for each."""
+    """A different rate for each update."""
     return 1e-3 * 0.9**update
 
 
 def lr_mark(num_updates: int) -> str:
-    """Of learning-rate progress, as a ledger writes it."""
+    """A mark of learning-rate progress, as a ledger writes it."""
     return f"{num_updates} steps after {num_updates} updates" if num_updates else ""
 
 
@@ -157,7 +161,9 @@ def fixed(context: RankContext, *, folder: str, memory: str, num_updates: int) -
 
 
 def resized(context: RankContext, *, folder: str, memory: str) -> Results:
-    """Starts on 2 of 4 members, grows, moves, aborts, shrinks in an epoch without a member; with updates."""
+    """Starts on 2 of 4 members, grows, moves, aborts, and shrinks in an epoch without one member. Updates lie
+    between.
+    """
     member = Member(context, _config(folder, memory))
     everyone = [0, 1, 2, 3]
     refusals, certificates, moved, again = [], [], [], []
@@ -171,7 +177,7 @@ def resized(context: RankContext, *, folder: str, memory: str) -> Results:
         report = member.reshard(name, ranks, **layout)
         certificates.append(report.certificate)
         moved.append((report.moved_bytes, report.minimum_bytes))
-        again.append(member.loss_told_again() if member.me in ranks else math.nan)
+        again.append(member.repeated_loss() if member.me in ranks else math.nan)
         member.train(ranks)
     refusals.append(member.refusal(member.prepare("illegal", everyone, pp=4)))
     member.ask(member.prepare("given up", [0], dp=1))
@@ -201,8 +207,8 @@ def resized(context: RankContext, *, folder: str, memory: str) -> Results:
     }
 
 
-def bereft(context: RankContext, *, folder: str, memory: str) -> Results:
-    """One that stands by is killed in place of a reshard: the others give it up, and train on in the next epoch."""
+def standby_member_dies(context: RankContext, *, folder: str, memory: str) -> Results:
+    """A standby member is killed before a reshard. The others abort it, and continue training in the next epoch."""
     member = Member(context, _config(folder, memory))
     member.join(1, [0, 1, 2])
     member.start([0, 1], dp=2)
@@ -219,8 +225,8 @@ def bereft(context: RankContext, *, folder: str, memory: str) -> Results:
     return {"losses": np.array(member.losses), "refusals": np.array(refusals)}
 
 
-def mended_after_commit(context: RankContext, *, folder: str) -> Results:
-    """Member 1 is killed when a move is prepared on all: the others switch, and 3 comes in its place."""
+def replaced_after_commit(context: RankContext, *, folder: str) -> Results:
+    """Member 1 is killed when a move is prepared on all. The others switch, and member 3 replaces it."""
     member = Member(context, _config(folder, str(context.tmpfs)))
     in_epoch = True
     if member.me == 3:
@@ -241,8 +247,8 @@ def mended_after_commit(context: RankContext, *, folder: str) -> Results:
     return {"losses": np.array(member.losses), "in_epoch": np.array(in_epoch)}
 
 
-def mended_twice(context: RankContext, *, folder: str) -> Results:
-    """Member 1 is killed in place of a reshard, and 3, which comes in its place, when that is prepared on all."""
+def replaced_twice(context: RankContext, *, folder: str) -> Results:
+    """Member 1 is killed before a reshard. Member 3, which replaces it, is killed when that reshard is prepared."""
     member = Member(context, _config(folder, str(context.tmpfs)))
     abort = wire.WorkerCall(abort_reshard=wire.AbortReshard(id="mend"))
     if member.me == 3:
@@ -268,7 +274,7 @@ def mended_twice(context: RankContext, *, folder: str) -> Results:
 
 
 def without_a_store(context: RankContext, *, folder: str) -> Results:
-    """Whoever was to serve the store of the first epoch is dead; the second epoch goes without."""
+    """The server of the first epoch's store is dead. The second epoch needs no server."""
     member = Member(context, _config(folder, str(context.tmpfs)))
     with listening_socket() as nobody:
         port = nobody.getsockname()[1]

@@ -9,7 +9,7 @@ import torch
 
 from services.rollout.engine import SamplingParams
 from tests.integration.elastic.world_ranks import CPU
-from tests.integration.megatron.jobs import world
+from tests.integration.megatron.actor_trainer_ranks import world
 from tests.ranks import RankContext, Results
 from tests.unit.rollout.tiny_models import TINY, engine_of, random_weights, request_of, run
 from tidegate.megatron.batching import BatchLimits, replica_batches

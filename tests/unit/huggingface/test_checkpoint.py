@@ -1,4 +1,4 @@
-"""A checkpoint that lacks something, or has too much, is refused when it is opened, and what to do is said."""
+"""A checkpoint with a missing or extra tensor or file is refused when it is opened, with the remedy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.hugging_face import save
 from tidegate.huggingface.checkpoint import CONFIG, INDEX, SINGLE_FILE, open_checkpoint
+from tidegate.huggingface.checkpoint_weights import mapped
 from tidegate.huggingface.families import CheckpointRefused
-from tidegate.huggingface.importing import mapped
 from tidegate.huggingface.tensor_file import open_tensor_file
 
 Damage = Callable[[Path], None]
@@ -92,11 +92,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a tensor that is missing": (changed(lambda t: t.pop(NORM)), f"1 of 26 tensors .* are in no file: {NORM}"),
     "a tensor too many": (
         changed(lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)})),
-        "1 tensors are not of the model .*: model.layers.0.self_attn.o_proj.bias",
+        "1 tensors do not belong to the model .*: model.layers.0.self_attn.o_proj.bias",
     ),
     "a tensor of another shape": (
         changed(lambda t: t.update({NORM: torch.zeros(32)})),
-        r"tensor model.norm.weight has shape \[32\], by config.json \[64\]",
+        r"tensor model.norm.weight has shape \[32\], and config.json implies \[64\]",
     ),
     "a tensor of another kind": (
         changed(lambda t: t.update({NORM: torch.zeros(64, dtype=torch.int8)})),
@@ -108,13 +108,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a header that is a list": (with_header(b"[1]"), "its header is not that of a safetensors file"),
     "a header whose tensors overlap": (
         with_header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'),
-        r"tensor a of shape \[2\] is said to be at bytes \(4, 12\), and belongs at \(0, 8\)",
+        r"tensor a of shape \[2\] has the byte offsets \(4, 12\), but belongs at \(0, 8\)",
     ),
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_what_is_not_whole_is_refused_when_it_is_opened(folder: Path, damage: Damage, message: str) -> None:
+def test_a_damaged_checkpoint_is_refused_when_it_is_opened(folder: Path, damage: Damage, message: str) -> None:
     open_checkpoint(folder)
     damage(folder)
     with pytest.raises(CheckpointRefused, match=message) as refusal:
@@ -122,13 +122,13 @@ def test_what_is_not_whole_is_refused_when_it_is_opened(folder: Path, damage: Da
     assert str(folder) in str(refusal.value)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointRefused, match="is not a folder: give the one that holds a model's"):
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointRefused, match="is not a folder: name the one that holds a model's"):
         open_checkpoint(tmp_path / "nothing")
 
 
 def sharded(folder: Path) -> dict[str, str]:
-    """The weight map."""
+    """Save a checkpoint of several files. Returns the weight map."""
     save(folder, "Qwen3", max_shard_size="60KB")
     weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
     assert len(set(weight_map.values())) > 2
@@ -141,14 +141,14 @@ def test_a_checkpoint_of_several_files_is_read_by_its_index(tmp_path: Path) -> N
     assert {name: file.path.name for name, file in checkpoint.file_of.items()} == weight_map
 
 
-def test_a_file_of_several_that_is_missing_is_named(tmp_path: Path) -> None:
-    gone = tmp_path / sorted(sharded(tmp_path).values())[-1]
-    gone.unlink()
-    with pytest.raises(CheckpointRefused, match=f"{gone.name}: No such file or directory; fetch"):
+def test_a_missing_file_of_several_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / sorted(sharded(tmp_path).values())[-1]
+    missing.unlink()
+    with pytest.raises(CheckpointRefused, match=f"{missing.name}: No such file or directory; fetch"):
         open_checkpoint(tmp_path)
 
 
-def test_an_index_that_names_another_file_than_the_tensors_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_names_a_wrong_file_for_a_tensor_is_refused(tmp_path: Path) -> None:
     weight_map = sharded(tmp_path)
     first, last = min(weight_map.values()), max(weight_map.values())
     moved = weight_map | {NORM: first if weight_map[NORM] != first else last}
@@ -164,7 +164,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> Non
         open_checkpoint(tmp_path)
 
 
-def test_the_header_says_where_each_tensor_is(saved: Path) -> None:
+def test_the_header_has_the_place_of_each_tensor(saved: Path) -> None:
     file, want = open_tensor_file(saved / SINGLE_FILE), load_file(saved / SINGLE_FILE)
     assert file.tensors.keys() == want.keys()
     for name, tensor in want.items():

@@ -1,4 +1,4 @@
-"""What config.json says becomes the model's shape; what is not computed here is refused by its name."""
+"""config.json becomes the model's shape. Unsupported options are refused by name."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("base", "change", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_supported_is_refused_by_name(base: dict[str, Any], change: dict[str, Any], message: str) -> None:
+def test_an_unsupported_option_is_refused_by_name(base: dict[str, Any], change: dict[str, Any], message: str) -> None:
     model_of(base)
     with pytest.raises(CheckpointRefused, match=message):
         model_of(base | change)
 
 
-def test_a_config_of_before_transformers_5_is_read() -> None:
+def test_a_config_written_before_transformers_5_is_read() -> None:
     scaling = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
     assert model_of(LLAMA | {"rope_scaling": scaling}) == ModelConfig(
         num_layers=16,
@@ -102,14 +102,14 @@ def test_a_config_of_before_transformers_5_is_read() -> None:
     )
 
 
-def test_a_config_that_transformers_writes_now_says_the_same() -> None:
+def test_a_config_that_transformers_writes_now_gives_the_same_model() -> None:
     raw = LLAMA | {"rope_scaling": LLAMA3_SCALING}
     written = AutoConfig.for_model(**raw).to_dict()
     assert "rope_theta" not in written
     assert model_of(written | {"architectures": raw["architectures"]}) == model_of(raw)
 
 
-def test_what_a_family_has_besides_is_read() -> None:
+def test_the_special_options_of_each_family_are_read() -> None:
     assert model_of(QWEN2).qkv_bias
     assert model_of(QWEN3).qk_norm
     assert model_of(QWEN3).head_dim == 128
@@ -119,7 +119,7 @@ def test_what_a_family_has_besides_is_read() -> None:
 
 
 @pytest.mark.parametrize("raw", [LLAMA, QWEN2, QWEN3, EXPERTS], ids=["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_a_model_that_came_from_no_checkpoint_has_a_config_that_says_the_same(raw: dict[str, Any]) -> None:
+def test_a_model_without_a_checkpoint_gets_a_config_that_gives_the_same_model(raw: dict[str, Any]) -> None:
     model = model_of(raw | {"rope_scaling": LLAMA3_SCALING})
     written = config_of(model, dtype="float32")
     assert model_of(written) == model
@@ -128,9 +128,9 @@ def test_a_model_that_came_from_no_checkpoint_has_a_config_that_says_the_same(ra
 
 def test_a_model_of_no_family_has_no_config() -> None:
     odd = ModelConfig(2, 64, 96, 4, 2, 16, 61, 64, qkv_bias=True, qk_norm=True)
-    with pytest.raises(CheckpointRefused, match="is a model with qkv_bias=True, qk_norm=True"):
+    with pytest.raises(CheckpointRefused, match="has a model with qkv_bias=True, qk_norm=True"):
         config_of(odd, dtype="float32")
 
 
-def test_every_family_is_among_those_that_tests_compare_with_transformers() -> None:
+def test_every_family_is_compared_with_transformers_in_tests() -> None:
     assert {str(config["model_type"]) for config in CONFIGS.values()} == {"llama", "qwen2", "qwen3", "qwen3_moe"}

@@ -1,4 +1,4 @@
-"""A job of a checkpoint has its model and its tokenizer, or is refused before anything starts."""
+"""A job with a checkpoint uses its model and its tokenizer, or is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidegate.tasks import find_task
 from tidegate.tasks.tokenizer import build_tokenizer
 
 VOCAB_SIZE = 70
-"""More than the tokenizer's, as checkpoints have it."""
+"""More than the tokenizer has, as in real checkpoints."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def config_of(tmp_path: Path, **model: Any) -> JobConfig:
     return parse_config(raw | {"model": {"max_seq_len": 80, "path": str(tmp_path / "model")} | model})
 
 
-def test_the_model_is_the_checkpoints_for_sequences_as_long_as_the_jobs(folder: Path, tmp_path: Path) -> None:
+def test_the_model_is_the_checkpoint_s_with_the_job_s_sequence_length(folder: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     job = load_job(JobConfig.from_json(config.to_json()))
     assert job.model == replace(open_checkpoint(folder).model, max_seq_len=80)
@@ -45,20 +45,20 @@ def test_the_model_is_the_checkpoints_for_sequences_as_long_as_the_jobs(folder: 
     assert job.checkpoint.folder == folder
 
 
-def test_a_tokenizer_that_is_named_takes_the_place_of_the_checkpoints(folder: Path, tmp_path: Path) -> None:
+def test_a_configured_tokenizer_replaces_the_checkpoint_s(folder: Path, tmp_path: Path) -> None:
     (folder / TOKENIZER).rename(tmp_path / "other.json")
     job = load_job(config_of(tmp_path, tokenizer=str(tmp_path / "other.json")))
     assert job.tokenizer.vocab_size < VOCAB_SIZE
 
 
-def test_a_tokenizer_that_is_named_may_have_more_tokens_than_the_checkpoints(folder: Path, tmp_path: Path) -> None:
+def test_a_configured_tokenizer_may_have_more_tokens_than_the_checkpoint_s(folder: Path, tmp_path: Path) -> None:
     words = [*find_task("countdown", 0).words(), "more"]
     build_tokenizer(words).save(tmp_path / "other.json")
     job = load_job(config_of(tmp_path, tokenizer=str(tmp_path / "other.json")))
     assert job.tokenizer.vocab_size == len(words) + 3 <= VOCAB_SIZE
 
 
-def test_a_tokenizer_with_other_tokens_under_the_checkpoints_ids_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_with_other_tokens_under_the_checkpoint_s_ids_is_refused(folder: Path, tmp_path: Path) -> None:
     words = list(find_task("countdown", 0).words())
     words[2:4] = "other", words[2]
     build_tokenizer(words).save(tmp_path / "other.json")
@@ -69,7 +69,7 @@ def test_a_tokenizer_with_other_tokens_under_the_checkpoints_ids_is_refused(fold
         load_job(config_of(tmp_path, tokenizer=str(tmp_path / "other.json")))
 
 
-def test_a_model_of_a_checkpoint_needs_no_warm_up(folder: Path, tmp_path: Path) -> None:
+def test_a_model_from_a_checkpoint_needs_no_warm_up(folder: Path, tmp_path: Path) -> None:
     assert "warm_up" in " ".join(job_config(tmp_path).warnings())
     assert "warm_up" not in " ".join(config_of(tmp_path).warnings())
 
@@ -90,7 +90,7 @@ def test_a_text_may_end_with_any_of_the_ids_that_the_checkpoint_names(folder: Pa
     assert job.checkpoint.end_ids == (2, 60)
 
 
-def test_a_response_ends_with_any_special_token_that_ends_the_checkpoints_texts(tmp_path: Path) -> None:
+def test_a_response_ends_with_any_special_token_that_ends_the_checkpoint_s_texts(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "model")
     save(folder, "Qwen2.5", vocab_size=264)
     end_of_turn, end_of_text, letter = 257, 256, 70
@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_a_config_error_before_anything_starts(
+def test_a_checkpoint_that_does_not_fit_the_job_is_a_config_error_before_anything_starts(
     folder: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
     load_job(config_of(tmp_path))

@@ -1,4 +1,4 @@
-"""What comes in goes out bit for bit, whatever the ranks in between; what was never a checkpoint is one afterwards."""
+"""An imported checkpoint is exported bit for bit, on any ranks. A model without a checkpoint is exported as one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.hugging_face import CONFIGS, save
 from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
 from tidegate.elastic.plan.parameters import Parameter, Vocabulary, num_shards, shard_of
 from tidegate.huggingface.checkpoint import CONFIG, SINGLE_FILE, HuggingFaceCheckpoint, open_checkpoint
-from tidegate.huggingface.exporting import export
+from tidegate.huggingface.checkpoint_weights import CheckpointWeights
+from tidegate.huggingface.export import export
 from tidegate.huggingface.families import CheckpointRefused
-from tidegate.huggingface.importing import CheckpointWeights
 from tidegate.huggingface.names import tensors_of
 from tidegate.megatron.family import model_parameters
 from tidegate.tasks.tokenizer import build_tokenizer, load_tokenizer
@@ -29,8 +29,8 @@ def parameters_of(checkpoint: HuggingFaceCheckpoint) -> tuple[Parameter, ...]:
     return model_parameters(checkpoint.model, padded_vocab=PADDED_VOCAB)
 
 
-def held(checkpoint: HuggingFaceCheckpoint, parameter: Parameter, *, tp: int) -> list[torch.Tensor]:
-    """In fp32, as each of `tp` ranks reads its part; what it does not fill stays NaN."""
+def rank_parts(checkpoint: HuggingFaceCheckpoint, parameter: Parameter, *, tp: int) -> list[torch.Tensor]:
+    """The parts that each of `tp` ranks reads, in fp32. Elements that are not filled stay NaN."""
     parts = []
     for tp_rank in range(num_shards(parameter.cut, tp)):
         shard = shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=tp_rank)
@@ -43,7 +43,7 @@ def held(checkpoint: HuggingFaceCheckpoint, parameter: Parameter, *, tp: int) ->
 def put_together(checkpoint: HuggingFaceCheckpoint, *, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
     for parameter in parameters_of(checkpoint):
         whole = torch.full(parameter.shape, torch.nan)
-        for tp_rank, local in enumerate(held(checkpoint, parameter, tp=tp)):
+        for tp_rank, local in enumerate(rank_parts(checkpoint, parameter, tp=tp)):
             shard = shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=tp_rank)
             for piece in shard.pieces:
                 part = local.view(shard.rows, shard.width)[:, piece.local : piece.local + piece.size]
@@ -53,9 +53,7 @@ def put_together(checkpoint: HuggingFaceCheckpoint, *, tp: int) -> Iterator[tupl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_untrained_weights_go_out_as_the_files_that_they_came_from(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_untrained_weights_are_exported_as_their_original_files(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, name, dtype=dtype, max_shard_size="60KB")
     checkpoint = open_checkpoint(source)
@@ -72,13 +70,13 @@ def test_padding_rows_of_the_vocabulary_are_zero_in_a_rank(tmp_path: Path) -> No
     tables = [parameter for parameter in parameters_of(checkpoint) if isinstance(parameter.cut, Vocabulary)]
     assert [table.name for table in tables] == [EMBEDDING, OUTPUT]
     for table in tables:
-        rows = torch.cat([part.view(-1, table.shape[1]) for part in held(checkpoint, table, tp=4)])
+        rows = torch.cat([part.view(-1, table.shape[1]) for part in rank_parts(checkpoint, table, tp=4)])
         assert rows.shape[0] == PADDED_VOCAB
         assert not rows[61:].any()
         assert rows[:61].isfinite().all()
 
 
-def test_each_tensor_is_named_once_and_each_row_is_in_one(tmp_path: Path) -> None:
+def test_each_tensor_is_named_once_and_each_row_is_in_one_tensor(tmp_path: Path) -> None:
     for name in CONFIGS:
         save(tmp_path, name)
         checkpoint = open_checkpoint(tmp_path)
@@ -103,7 +101,7 @@ def with_copy(folder: Path, *, altered: bool) -> HuggingFaceCheckpoint:
     return open_checkpoint(folder)
 
 
-def test_a_tied_copy_that_was_kept_goes_out_too(tmp_path: Path) -> None:
+def test_a_tied_copy_in_the_checkpoint_is_exported_too(tmp_path: Path) -> None:
     checkpoint = with_copy(tmp_path / "source", altered=False)
     parameters = parameters_of(checkpoint)
     export(tmp_path / "target", checkpoint.model, parameters, put_together(checkpoint, tp=2), source=checkpoint)
@@ -117,10 +115,10 @@ def test_a_tied_copy_that_differs_is_refused_by_the_rank_that_holds_the_row(tmp_
     want = shard_of(embedding.shape, embedding.cut, tp=2, tp_rank=0)
     CheckpointWeights(checkpoint).fill(torch.empty(want.num_elements), embedding, want)
     with pytest.raises(CheckpointRefused, match=r"lm_head.weight differs from model.embed_tokens.weight"):
-        held(checkpoint, embedding, tp=2)
+        rank_parts(checkpoint, embedding, tp=2)
 
 
-def test_trained_weights_go_out_in_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
+def test_trained_weights_are_exported_in_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "source", "Qwen3", dtype=torch.bfloat16)
     checkpoint = open_checkpoint(tmp_path / "source")
     trained = [(name, tensor + 0.01) for name, tensor in put_together(checkpoint, tp=1)]
@@ -130,7 +128,7 @@ def test_trained_weights_go_out_in_the_dtype_of_the_checkpoint(tmp_path: Path) -
         assert torch.equal(tensor, (before[name].float() + 0.01).bfloat16()), name
 
 
-def test_a_model_that_came_from_no_checkpoint_is_one_that_transformers_reads(tmp_path: Path) -> None:
+def test_transformers_reads_the_export_of_a_model_without_a_checkpoint(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     tokens = torch.tensor([[5, 17, 3, 3, 41]])
     for name in CONFIGS:
@@ -144,14 +142,14 @@ def test_a_model_that_came_from_no_checkpoint_is_one_that_transformers_reads(tmp
         assert open_checkpoint(target).model == checkpoint.model
 
 
-def test_an_export_takes_the_place_of_the_former_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_an_export_replaces_the_former_one_only_when_it_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "target"
     save(tmp_path / "source", "Llama 2")
     checkpoint = open_checkpoint(tmp_path / "source")
     parameters, weights = parameters_of(checkpoint), list(put_together(checkpoint, tp=1))
     export(target, checkpoint.model, parameters, weights, source=checkpoint)
     whole = (target / SINGLE_FILE).read_bytes()
-    with pytest.raises(ValueError, match=r"1 of 21 tensors of the checkpoint were not given, lm_head.weight"):
+    with pytest.raises(ValueError, match=r"1 of 21 tensors of the checkpoint are missing, such as lm_head.weight"):
         export(target, checkpoint.model, parameters, weights[:-1], source=checkpoint)
     assert (target / SINGLE_FILE).read_bytes() == whole
     export(target, checkpoint.model, parameters, [(name, tensor * 2) for name, tensor in weights], source=checkpoint)
@@ -159,7 +157,7 @@ def test_an_export_takes_the_place_of_the_former_only_when_it_is_whole(tmp_path:
     assert not list(tmp_path.glob(".target*former"))
 
 
-def test_a_tokenizer_of_ones_own_takes_the_place_of_all_that_the_checkpoints_had(tmp_path: Path) -> None:
+def test_a_job_s_own_tokenizer_replaces_all_tokenizer_files_of_the_checkpoint(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, "Llama 2")
     names = {"tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"}
@@ -176,7 +174,7 @@ def test_a_tokenizer_of_ones_own_takes_the_place_of_all_that_the_checkpoints_had
         assert (target / CONFIG).read_bytes() == (source / CONFIG).read_bytes()
 
 
-def test_an_export_of_a_model_made_on_the_spot_has_its_special_tokens_and_begins_a_prompt_as_the_job(
+def test_an_export_of_a_new_model_has_its_special_tokens_and_begins_prompts_like_the_job(
     tmp_path: Path,
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
@@ -207,7 +205,7 @@ def test_a_model_of_no_family_is_not_exported(tmp_path: Path) -> None:
         export(tmp_path / "target", odd, model_parameters(odd, padded_vocab=64), [])
 
 
-def test_an_export_of_a_job_with_a_chat_template_has_it_and_begins_a_prompt_with_nothing_else(tmp_path: Path) -> None:
+def test_an_export_of_a_job_with_a_chat_template_has_it_and_adds_nothing_before_prompts(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, "Llama 2")
     checkpoint = open_checkpoint(source)

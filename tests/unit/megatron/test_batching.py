@@ -1,4 +1,4 @@
-"""Cutting, dealing and padding micro-batches."""
+"""Cutting, assigning and padding micro-batches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rows_are_padded_with_zeros_to_a_multiple() -> None:
     assert batch.sequences == (1, 0)
 
 
-def test_a_replica_that_is_short_runs_a_filler_without_sequences() -> None:
+def test_a_replica_with_too_few_micro_batches_runs_a_filler_without_sequences() -> None:
     limits = BatchLimits(max_sequences=1, pad_multiple=4)
     batches = replica_batches([[1, 2], [3, 4], [5, 6]], limits, ReplicaPlace(1, 2))
     assert [batch.sequences for batch in batches] == [(1,), ()]
@@ -56,7 +56,7 @@ def test_a_replica_that_is_short_runs_a_filler_without_sequences() -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
-def test_each_replica_runs_its_logical_shards_one_after_the_other_whatever_their_number(num_replicas: int) -> None:
+def test_each_replica_runs_its_logical_shards_one_after_another_for_any_number_of_replicas(num_replicas: int) -> None:
     limits = BatchLimits(max_sequences=1)
     run = [
         batch.sequences
@@ -66,7 +66,7 @@ def test_each_replica_runs_its_logical_shards_one_after_the_other_whatever_their
     assert run == [(0,), (4,), (1,), (5,), (2,), (), (3,), ()]
 
 
-def test_replicas_that_share_experts_out_run_micro_batches_of_one_shape() -> None:
+def test_replicas_that_divide_experts_run_micro_batches_of_one_shape() -> None:
     limits = BatchLimits(max_tokens=12, pad_multiple=4)
     sequences = [[7] * length for length in (9, 5, 5, 4, 3, 2, 2)]
     plain, alike = (
@@ -83,7 +83,7 @@ def test_replicas_that_share_experts_out_run_micro_batches_of_one_shape() -> Non
             assert after.tokens_BS.sum() == before.tokens_BS.sum()
 
 
-def test_no_sequences_are_no_micro_batches_on_any_replica() -> None:
+def test_without_sequences_no_replica_has_a_micro_batch() -> None:
     assert replica_batches([], BatchLimits(), ReplicaPlace(1, 2)) == []
 
 

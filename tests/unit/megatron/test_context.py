@@ -1,4 +1,6 @@
-"""Context parallelism deals positions out so that every rank has as much causal work, each position once."""
+"""Context parallelism distributes positions so that every rank has the same causal work, and each position is
+on one rank.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def test_a_rank_holds_one_early_and_one_late_slice() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
-def test_all_ranks_together_hold_each_position_once_and_see_as_many_keys(cp: int) -> None:
+def test_ranks_together_hold_each_position_once_and_each_sees_as_many_keys(cp: int) -> None:
     length = 4 * cp
     assert sorted(all_positions(length, cp=cp).tolist()) == list(range(length))
     seen = {int(torch.sum(positions(length, cp=cp, cp_rank=rank) + 1)) for rank in range(cp)}

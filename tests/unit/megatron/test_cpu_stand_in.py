@@ -1,4 +1,4 @@
-"""The stand-in touches nothing where CUDA is present, nor on import. What it answers: tests/integration/megatron."""
+"""The stand-in changes nothing where CUDA is present, nor on import. tests/integration/megatron checks its answers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from tidegate.megatron import cpu_stand_in
 
 
-def test_it_is_inert_where_cuda_is_present() -> None:
+def test_the_stand_in_changes_nothing_where_cuda_is_present() -> None:
     before = _patched_names()
     assert not cpu_stand_in.install(cuda_is_available=lambda: True)
     assert _patched_names() == before
 
 
-def test_importing_it_patches_nothing() -> None:
+def test_the_import_of_the_stand_in_patches_nothing() -> None:
     assert torch.cuda.current_device.__module__ == "torch.cuda"
 
 

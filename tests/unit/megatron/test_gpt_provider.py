@@ -1,4 +1,4 @@
-"""Which meshes the provider's model fits, and what Megatron is told of a mesh's layers."""
+"""Which meshes the provider's model fits, and which layers of a mesh Megatron gets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tied_embeddings_are_one_parameter_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("chunks", [((2, 1, 3),), ((1, 1, 1), (0, 2, 1)), ((2, 2, 2),)])
-def test_megatron_is_told_the_numbers_and_offsets_of_the_mesh(chunks: tuple[tuple[int, ...], ...]) -> None:
+def test_megatron_gets_the_mesh_s_numbers_and_offsets_of_layers(chunks: tuple[tuple[int, ...], ...]) -> None:
     mesh = Mesh(Layout(pp=3, vpp=len(chunks)), (0, 1, 2), chunks)
     homes = list(mesh.homes())
     for stage in range(3):

@@ -1,4 +1,4 @@
-"""What is packed under a token cap: every sample once, equally many for each share, within the cap, evenly."""
+"""Packing under a token cap: every sample once, equally many micro-batches per share, within the cap, evenly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.megatron.batching import BatchLimits, Filling, Limits, ReplicaPlace, TokenBatch, packed, replica_batches
+from tidegate.megatron.batching import (
+    BatchLimits,
+    Filling,
+    Limits,
+    ReplicaPlace,
+    TokenBatch,
+    plan_micro_batches,
+    replica_batches,
+)
 from tidegate.megatron.packing import Oversize, SampleOverCap, TokenCap, pack, token_cost
 from tidegate.model_config import ModelConfig
 
@@ -26,14 +34,14 @@ CAPS = st.builds(
     pass_cost=st.none() | st.integers(0, 20_000),
     pad_multiple=st.sampled_from([1, 4]),
 )
-OF_FREE_PASSES = CAPS.map(lambda cap: replace(cap, pass_cost=None))
-"""With them there are as few micro-batches as the cap lets there be."""
+FREE_PASS_CAPS = CAPS.map(lambda cap: replace(cap, pass_cost=None))
+"""Caps with which there are as few micro-batches as possible."""
 SHARES = st.integers(1, 5)
 MULTIPLES = st.integers(1, 3)
 
 
 def run(lengths: list[int], cap: TokenCap, num_replicas: int, **place: int | bool | None) -> list[list[TokenBatch]]:
-    """What each replica runs, each sample's tokens being its own number."""
+    """The micro-batches of each replica. Each sample's tokens are its own number."""
     sequences = [[index + 1] * length for index, length in enumerate(lengths)]
     places = [ReplicaPlace(replica, num_replicas, **place) for replica in range(num_replicas)]  # type: ignore[arg-type]  # of several types
     return [replica_batches(sequences, cap, place) for place in places]
@@ -64,7 +72,7 @@ def test_each_sample_runs_once_within_the_cap_and_replicas_run_equally_many(
         assert all(len({batch.shape for batch in same}) == 1 for same in zip(*replicas, strict=True))
 
 
-@given(lengths=FEW_LENGTHS, cap=OF_FREE_PASSES, num_shares=SHARES, multiple=MULTIPLES)
+@given(lengths=FEW_LENGTHS, cap=FREE_PASS_CAPS, num_shares=SHARES, multiple=MULTIPLES)
 def test_no_packing_under_the_cap_has_fewer_micro_batches_or_a_cheaper_costliest_one(
     lengths: list[int], cap: TokenCap, num_shares: int, multiple: int
 ) -> None:
@@ -90,7 +98,7 @@ def positions(cap: TokenCap, lengths: list[int], part: list[int]) -> int:
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to put them into parts."""
+    """All ways to divide the items into parts."""
     if not items:
         yield []
         return
@@ -101,8 +109,8 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*parts[:number], [first, *part], *parts[number + 1 :]]
 
 
-@given(lengths=LENGTHS, cap=OF_FREE_PASSES, num_shares=SHARES, multiple=MULTIPLES, pass_cost=st.integers(0, 20_000))
-def test_more_micro_batches_than_the_cap_needs_are_run_where_that_costs_less(
+@given(lengths=LENGTHS, cap=FREE_PASS_CAPS, num_shares=SHARES, multiple=MULTIPLES, pass_cost=st.integers(0, 20_000))
+def test_more_micro_batches_than_the_cap_needs_run_where_that_costs_less(
     lengths: list[int], cap: TokenCap, num_shares: int, multiple: int, pass_cost: int
 ) -> None:
     def total(shares: list[list[tuple[int, ...]]]) -> int:
@@ -125,12 +133,12 @@ def test_a_micro_batch_is_empty_only_where_samples_are_too_few(
     assert batches.count(()) == max(0, len(batches) - len(lengths))
 
 
-def test_equal_samples_are_spread_over_all_that_is_run() -> None:
+def test_equal_samples_are_spread_over_all_micro_batches() -> None:
     shares = pack([8] * 7, TokenCap(16), num_shares=3)
     assert sorted(sorted(map(len, share)) for share in shares) == [[1, 1], [1, 1], [1, 2]]
 
 
-def test_a_pass_is_worth_the_padding_that_it_saves() -> None:
+def test_a_pass_is_added_when_it_saves_more_padding_than_it_costs() -> None:
     lengths, cap = [64, 8, 8, 8], TokenCap(256, token_cost=100)
     saved = 3 * (cap.row_cost(64) - cap.row_cost(8))
     for pass_cost, want in ((saved, [[(0, 1, 2, 3)]]), (saved - 1, [[(0,), (1, 2, 3)]])):
@@ -147,7 +155,7 @@ def test_shares_differ_by_no_more_than_the_costliest_micro_batch(
 
 
 @given(lengths=LENGTHS, cap=CAPS, num_replicas=st.sampled_from([1, 2, 4]))
-def test_what_logical_shards_run_does_not_depend_on_the_number_of_replicas(
+def test_micro_batches_of_logical_shards_do_not_depend_on_the_number_of_replicas(
     lengths: list[int], cap: TokenCap, num_replicas: int
 ) -> None:
     (want,) = run(lengths, cap, 1, num_shards=4)
@@ -191,12 +199,14 @@ FILLINGS: dict[str, tuple[Limits, ReplicaPlace, Filling]] = {
 
 
 @pytest.mark.parametrize(("limits", "place", "want"), FILLINGS.values(), ids=FILLINGS)
-def test_it_is_told_how_full_micro_batches_are(limits: Limits, place: ReplicaPlace, want: Filling) -> None:
-    assert packed([16, 8, 5, 1], limits, place).filling == want
-    assert packed([], limits, place).filling == Filling(0, 0.0)
+def test_the_filling_has_the_number_of_micro_batches_and_the_share_of_padding(
+    limits: Limits, place: ReplicaPlace, want: Filling
+) -> None:
+    assert plan_micro_batches([16, 8, 5, 1], limits, place).filling == want
+    assert plan_micro_batches([], limits, place).filling == Filling(0, 0.0)
 
 
-def test_the_example_of_the_page() -> None:
+def test_the_example_in_the_docs() -> None:
     assert pack([900, 70, 64, 60, 30, 20], TokenCap(1024), num_shares=2) == [[(0,)], [(1, 2, 3, 4, 5)]]
 
 
@@ -204,19 +214,19 @@ def test_a_sample_over_the_cap_is_alone_in_its_micro_batch() -> None:
     assert pack([50, 4, 4], TokenCap(16, pad_multiple=4), num_shares=1) == [[(0,), (1, 2)]]
 
 
-def test_a_sample_over_the_cap_is_refused_where_that_is_the_policy() -> None:
+def test_a_sample_over_the_cap_is_refused_under_the_policy_refuse() -> None:
     cap = TokenCap(16, oversize=Oversize.REFUSE)
     assert pack([16, 16, 9], cap, num_shares=1) == [[(0,), (1,), (2,)]]
     with pytest.raises(SampleOverCap, match=r"^2 of 3 samples are .* takes 56 positions and the cap is 16; raise"):
         pack([50, 17, 9], cap, num_shares=1)
 
 
-def test_shares_without_samples_run_empty_micro_batches_and_no_samples_none() -> None:
+def test_shares_without_samples_run_empty_micro_batches_and_without_any_samples_none_run() -> None:
     assert pack([9, 9], TokenCap(16), num_shares=4, multiple=2) == [[(), ()], [(), ()], [(0,), ()], [(1,), ()]]
     assert pack([], TokenCap(16), num_shares=2, multiple=2) == [[], []]
 
 
-def test_a_token_costs_as_much_as_attending_to_the_positions_that_its_weights_make_up_for() -> None:
+def test_the_token_cost_is_the_number_of_attended_positions_that_cost_as_much_as_the_weights() -> None:
     model = ModelConfig(2, 64, 128, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=40, max_seq_len=80)
     weights_of_a_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
     assert token_cost(model) == (2 * weights_of_a_layer + 64 * 40) // (2 * 2 * 64)
@@ -230,6 +240,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "want"), REFUSED.values(), ids=REFUSED)
-def test_a_cap_that_cannot_be_is_refused(arguments: dict[str, Any], want: str) -> None:
+def test_an_impossible_cap_is_refused(arguments: dict[str, Any], want: str) -> None:
     with pytest.raises(ValueError, match=want):
         TokenCap(**arguments)

@@ -1,4 +1,4 @@
-"""Sums that have the same bits wherever the cuts between ranks are."""
+"""Sums have the same bits wherever the cuts between ranks are."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def wide(count: int, *, seed: int = 0) -> torch.Tensor:
-    """Numbers over twelve powers of ten, so that every order of adding them rounds otherwise."""
+    """Numbers over twelve powers of ten, so that every order of addition rounds differently."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, generator=generator) * 10.0 ** torch.randint(-9, 3, (count,), generator=generator)
 
 
 @pytest.mark.parametrize("num_terms", [1, 2, 4, 8, 16])
-def test_terms_one_after_the_other_make_the_same_tree_as_all_at_once(num_terms: int) -> None:
+def test_terms_added_one_by_one_make_the_same_tree_as_all_at_once(num_terms: int) -> None:
     terms = [wide(100, seed=seed) for seed in range(num_terms)]
     want = tree_sum(terms)
     tree, last = RunningTree(), terms[-1].clone()
@@ -44,7 +44,7 @@ def test_terms_one_after_the_other_make_the_same_tree_as_all_at_once(num_terms: 
     tree.finish(last)
     assert torch.equal(last, want)
     if num_terms > 2:
-        assert not torch.equal(last, torch.stack(terms).sum(dim=0)), "these terms must tell trees apart"
+        assert not torch.equal(last, torch.stack(terms).sum(dim=0)), "these terms must distinguish trees"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -92,5 +92,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize(("elements", "want"), SPECIAL.values(), ids=SPECIAL)
-def test_squares_of_special_elements(group: dist.ProcessGroup, elements: list[float], want: float) -> None:
+def test_squares_of_special_elements_have_the_expected_sums(
+    group: dist.ProcessGroup, elements: list[float], want: float
+) -> None:
     assert sum_of_squares([torch.tensor(elements, dtype=torch.float32)], group, device=CPU) == want

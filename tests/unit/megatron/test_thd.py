@@ -28,7 +28,7 @@ def taken_out(batch: TokenBatch) -> Unpadded:
 
 
 @given(lengths=LENGTHS, num_replicas=st.integers(1, 3), alike=st.booleans())
-def test_each_sequence_follows_the_one_before_with_its_own_positions(
+def test_sequences_follow_each_other_with_their_own_positions(
     lengths: list[int], num_replicas: int, alike: bool
 ) -> None:
     sequences = [[100 * index + place for place in range(length)] for index, length in enumerate(lengths)]
@@ -50,7 +50,7 @@ def test_each_sequence_follows_the_one_before_with_its_own_positions(
 
 
 @given(lengths=LENGTHS)
-def test_what_is_put_back_meets_the_labels_and_the_mask_of_the_padded_batch(lengths: list[int]) -> None:
+def test_logits_put_back_into_rows_fit_the_labels_and_the_mask_of_the_padded_batch(lengths: list[int]) -> None:
     samples = [
         TrainSample((7,), tuple(range(1, length)), 0.5, *[(-1.0,) * (length - 1)] * 3)  # type: ignore[arg-type]  # three of one kind
         for length in lengths
@@ -65,7 +65,7 @@ def test_what_is_put_back_meets_the_labels_and_the_mask_of_the_padded_batch(leng
         tokens_BS = torch.from_numpy(batch.batch.tokens_BS)
         assert torch.equal(tokens_BS, torch.from_numpy(want.batch.tokens_BS))
         rows = taken_out(batch.batch)
-        # A model that answers with the token and its position, one more than it so that 0 is padding.
+        # Instead of a model: each token and its position, plus 1 so that 0 means padding.
         answered_1T2 = torch.stack([rows.taken_out(tokens_BS) + 1, rows.position_ids_1T + 1], dim=-1)
         back_BS2 = rows.put_back(answered_1T2)
         held_BS = back_BS2[..., 1] > 0
@@ -75,7 +75,7 @@ def test_what_is_put_back_meets_the_labels_and_the_mask_of_the_padded_batch(leng
         assert held_BS[torch.from_numpy(batch.mask_BS) > 0].all()
 
 
-def test_gradients_of_what_was_put_back_are_those_of_the_tokens_alone() -> None:
+def test_gradients_of_logits_put_back_into_rows_are_those_of_the_tokens_alone() -> None:
     rows = Unpadded.of((2, 3), (2, 4), CPU)
     logits_1TV = torch.arange(10.0).reshape(1, 5, 2).requires_grad_()
     (gradient,) = torch.autograd.grad((rows.put_back(logits_1TV) * 3).sum(), [logits_1TV])
@@ -83,10 +83,10 @@ def test_gradients_of_what_was_put_back_are_those_of_the_tokens_alone() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "context parallelism": ({"context_parallel_size": 2}, "without context parallelism, which"),
+    "context parallelism": ({"context_parallel_size": 2}, "does not support context parallelism, which"),
     "experts with tensor parallelism": (
         {"expert_model_parallel_size": 2, "sequence_parallel": True},
-        "without expert parallelism and sequence parallelism, which",
+        "does not support expert parallelism and sequence parallelism, which",
     ),
 }
 
@@ -100,6 +100,6 @@ def test_a_layout_that_cuts_rows_is_refused(has: dict[str, Any], want: str) -> N
 
 
 @pytest.mark.skipif(transformer_engine.HAVE_TE, reason="Transformer Engine is installed")
-def test_without_transformer_engine_its_attention_is_refused_with_what_to_do() -> None:
+def test_without_transformer_engine_its_attention_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"needs the attention of Transformer Engine, .*, or use packing=padded"):
         te_attention()

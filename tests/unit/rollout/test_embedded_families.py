@@ -16,7 +16,7 @@ from tests.hugging_face import CONFIGS, save
 from tests.unit.rollout.tiny_models import request_of, run
 from tidegate.elastic.plan.parameters import shard_of
 from tidegate.huggingface.checkpoint import HuggingFaceCheckpoint, open_checkpoint
-from tidegate.huggingface.importing import CheckpointWeights
+from tidegate.huggingface.checkpoint_weights import CheckpointWeights
 from tidegate.megatron.family import model_parameters
 
 PROMPTS = {"one token": [9], "short": [5, 17, 3, 3, 41], "over a block of keys": [(7 * i) % 61 for i in range(90)]}

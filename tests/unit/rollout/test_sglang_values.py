@@ -184,7 +184,7 @@ def test_the_config_is_llamas_and_ends_responses_at_no_token() -> None:
     [
         (replace(TINY, num_experts=4, experts_per_token=2), "this one has 4 experts: set rollout.engine=embedded"),
         (replace(TINY, qkv_bias=True, qk_norm=True), "no architecture of .* qkv_bias=True, qk_norm=True"),
-        (replace(TINY, qkv_bias=True), "48 / 4 for the head_dim of a Qwen2, and this one has head_dim=16"),
+        (replace(TINY, qkv_bias=True), "48 / 4 for a Qwen2, and this one has head_dim=16"),
     ],
     ids=["experts", "no family's shape", "a Qwen2 with wide heads"],
 )
@@ -232,8 +232,8 @@ def test_a_version_with_the_api_is_taken(version: str) -> None:
     ("version", "message"),
     [
         ("0.5.9", r"SGLang 0\.5\.9 is older than 0\.5\.23.*install"),
-        ("unknown", "'unknown', which is none"),
-        ("None", "'None', which is none"),
+        ("unknown", "'unknown' is not a version number"),
+        ("None", "'None' is not a version number"),
     ],
 )
 def test_a_version_without_it_is_refused_with_the_remedy(version: str, message: str) -> None:

@@ -89,7 +89,7 @@ class PeerToPeer:
                 copy_regions((copy,), readable[copy.source_rank], targets)
             else:
                 inward.append(copy)
-        self._check_served((*outward, *inward))
+        self._check_peers((*outward, *inward))
         order = batches((*outward, *inward), ranks=self._peers, memory_bytes=self._memory_bytes, hosts=self._hosts)
         messages = [
             [self._message(copies, part.rank, readable, targets) for bucket in batch for copies in _messages_of(bucket)]
@@ -133,7 +133,7 @@ class PeerToPeer:
             if not message.is_sent:
                 message.unpack(buffer)
 
-    def _check_served(self, copies: Iterable[RegionCopy]) -> None:
+    def _check_peers(self, copies: Iterable[RegionCopy]) -> None:
         ends = {rank for copy in copies for rank in (copy.source_rank, copy.target_rank)}
         if unknown := ends - self._peers.keys():
             raise TransferFailed(

@@ -1,4 +1,4 @@
-"""What the rank processes of the reproducible mode's tests run."""
+"""The rank processes of the reproducible mode's tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tidegate.types import Layout, Recompute
 VOCAB, PADDED_VOCAB = 61, 64
 TEMPERATURE = 0.7
 NUM_SEQUENCES = 11
-"""Eleven in micro-batches of two are six: for most numbers of replicas and shards some run a filler."""
+"""Eleven sequences make six micro-batches of two, so some replicas or shards run a filler for most numbers of them."""
 
 
 def updates(
@@ -47,7 +47,7 @@ def updates(
     recompute: str = "none",
     max_tokens: int | None = None,
 ) -> Results:
-    """Losses and norms of a run, and this rank's state after it, NaN where another holds it."""
+    """Losses and norms of a run, and this rank's state after it. Elements that another rank holds are NaN."""
     torch.set_num_threads(threads)
     world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
     provider = replace(_provider(tied=tied, bf16=bf16, experts=experts), recompute=Recompute(recompute))

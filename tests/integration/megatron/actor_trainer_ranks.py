@@ -1,4 +1,4 @@
-"""What the rank processes of these tests run; each returns a dict of arrays."""
+"""The rank processes of these tests. Each returns a dict of arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import TrainerSettings
 from services.actor.trainer import MegatronTrainer
 from tests.integration.elastic.world_ranks import CPU, join, open_store
-from tests.integration.megatron import recorded
+from tests.integration.megatron import small_job
 from tests.ranks import RankContext, Results
 from tidegate.checksums import file_checksum
 from tidegate.elastic import checkpoints
@@ -60,7 +60,7 @@ def trainer(
     store: TCPStore | None = None,
     epoch: int = 1,
 ) -> Iterator[MegatronTrainer]:
-    """One that is started in this layout on all ranks, from `source` or `weights` where they are given."""
+    """A trainer that is started in this layout on all ranks, from `source` or `weights` if set."""
     members = tuple(range(context.world_size))
     epoch_world = join(context, store or open_store(context), epoch=epoch, members=members)
     actor = MegatronTrainer(settings, epoch_world, weights=weights)
@@ -84,10 +84,10 @@ def one_update(
     max_tokens: int | None = None,
 ) -> Results:
     """Initial parameters, and the loss, gradients and metrics of one update, by logical name with their places."""
-    settings = recorded.trainer_settings(
+    settings = small_job.trainer_settings(
         tied=tied,
-        grpo=recorded.grpo_settings(**grpo),
-        clip_grad=recorded.NO_CLIPPING,
+        grpo=small_job.grpo_settings(**grpo),
+        clip_grad=small_job.NO_CLIPPING,
         precision=precision,
         max_tokens=max_tokens,
     )
@@ -95,14 +95,14 @@ def one_update(
         results: Results = {}
         by_name = {parameter.name: parameter for parameter in actor.elastic.provider.parameters()}
         skeleton, me = actor.elastic.state.skeleton, actor.elastic.world.me
-        held = Holders(State(skeleton.mesh))
+        holders = Holders(State(skeleton.mesh))
         for name, tensor in local_parameters(actor):
-            (holding,) = held.holdings(by_name[name], Slot.WEIGHT, me)
+            (holding,) = holders.holdings(by_name[name], Slot.WEIGHT, me)
             results[f"param/{name}"] = tensor.detach().float().clone().numpy()
             results[f"shape/{name}"] = np.array(by_name[name].shape)
             results[f"rows/{name}"] = np.array(shard_of(by_name[name].shape, by_name[name].cut, tp=1, tp_rank=0).rows)
             results[f"blocks/{name}"] = np.array(holding.blocks).reshape(-1, 6)
-        report = actor.train_minibatch(recorded.recorded_samples(), rate)
+        report = actor.train_minibatch(small_job.recorded_samples(), rate)
         for name, gradient in skeleton.gradients().items():
             whole = np.full(results[f"param/{name}"].shape, np.nan, np.float32)
             whole.reshape(-1)[slice(*skeleton.ranges()[name])] = gradient.clone().numpy()
@@ -122,9 +122,11 @@ def updates(
     num_logical_shards: int | None = None,
 ) -> Results:
     """Losses and norms of a run over recorded minibatches, and the final state."""
-    settings = recorded.trainer_settings(tied=tied, seed=seed)
+    settings = small_job.trainer_settings(tied=tied, seed=seed)
     with trainer(context, layout, dataclasses.replace(settings, num_logical_shards=num_logical_shards)) as actor:
-        reports = [actor.train_minibatch(recorded.recorded_samples(seed=update), 1e-3) for update in range(num_updates)]
+        reports = [
+            actor.train_minibatch(small_job.recorded_samples(seed=update), 1e-3) for update in range(num_updates)
+        ]
         results = {f"state/{name}": tensor.numpy() for name, tensor in copies(actor).items()}
         results["loss"] = np.array([report.loss for report in reports])
         results["absolute_terms"] = np.array([report.metrics["absolute_terms"] for report in reports])
@@ -132,10 +134,10 @@ def updates(
 
 
 def poisoned_update(context: RankContext, *, layout: dict[str, int], advantage: float) -> Results:
-    """A good update, then one with one sample's advantage replaced, then a good one."""
-    samples = recorded.recorded_samples()
+    """A good update, then one in which one sample's advantage is replaced, then a good one."""
+    samples = small_job.recorded_samples()
     poisoned = [dataclasses.replace(samples[0], advantage=advantage), *samples[1:]]
-    with trainer(context, layout, recorded.trainer_settings()) as actor:
+    with trainer(context, layout, small_job.trainer_settings()) as actor:
         actor.train_minibatch(samples, 1e-3)
         before = copies(actor)
         report = actor.train_minibatch(poisoned, 1e-3)
@@ -154,13 +156,15 @@ def poisoned_update(context: RankContext, *, layout: dict[str, int], advantage: 
 def checkpointed(
     context: RankContext, *, layout: dict[str, int], first: int, last: int, folder: str, source: str = ""
 ) -> Results:
-    """Updates `first` to `last`, from `source` where it is given, which is then saved again; and a save at the end."""
-    settings = recorded.trainer_settings(tied=True, seed=1 if source else 0)
+    """Updates `first` to `last`, with a save at the end. With `source` the run starts from it, and saves it
+    again first.
+    """
+    settings = small_job.trainer_settings(tied=True, seed=1 if source else 0)
     with trainer(context, layout, settings, source=state_files(Path(source)) if source else None) as actor:
         file, progress = str(context.rank), [actor.elastic.progress.num_updates]
         if source:
             checkpoints.save(actor.elastic, Path(folder) / "loaded", file)
-        minibatches = [recorded.recorded_samples(seed=update) for update in range(first, last)]
+        minibatches = [small_job.recorded_samples(seed=update) for update in range(first, last)]
         reports = [actor.train_minibatch(minibatch, 1e-3) for minibatch in minibatches]
         checkpoints.save(actor.elastic, Path(folder) / "trained", file)
         progress.append(actor.elastic.progress.num_updates)
@@ -176,7 +180,7 @@ def state_files(folder: Path) -> StateFiles:
 
 
 def copies(actor: MegatronTrainer) -> dict[str, torch.Tensor]:
-    """Of all that this rank holds, as KIND/NAME."""
+    """Copies of everything that this rank holds, as KIND/NAME."""
     tensors = actor.elastic.state.skeleton.tensors()
     return {f"{kind}/{name}": tensor.clone() for (name, kind), tensor in tensors.items()}
 
@@ -187,9 +191,9 @@ def local_parameters(actor: MegatronTrainer) -> Iterator[tuple[str, torch.nn.Par
 
 
 def scored(context: RankContext, *, layout: dict[str, int], tied: bool = False) -> Results:
-    """Log-probabilities as the actor and as a frozen model compute them, and an update on just those."""
-    settings = recorded.trainer_settings(tied=tied)
-    samples = recorded.recorded_samples()
+    """Log-probabilities from the actor and from a frozen model, and an update on exactly those."""
+    settings = small_job.trainer_settings(tied=tied)
+    samples = small_job.recorded_samples()
     sequences = [sample.tokens for sample in samples]
     with trainer(context, layout, settings) as actor:
         by_actor = actor.log_probs(sequences)
@@ -227,27 +231,28 @@ def _scored_by(sample: TrainSample, log_probs_S: npt.NDArray[np.float32]) -> Tra
 
 
 def supervised(context: RankContext, *, layout: dict[str, int], num_updates: int) -> Results:
-    """The losses of learning two sequences by heart."""
+    """The losses of learning a few sequences by heart."""
     demonstrations = [
         Demonstration(tokens=tuple(range(first, first + 10)), loss_mask=(False,) * 2 + (True,) * 8)
         for first in (3, 20, 33, 47)
     ]
-    with trainer(context, layout, recorded.trainer_settings()) as actor:
+    with trainer(context, layout, small_job.trainer_settings()) as actor:
         reports = [actor.supervised_step(demonstrations, 1e-2) for _ in range(num_updates)]
     return {"loss": np.array([report.loss for report in reports])}
 
 
 def listening_addresses(context: RankContext, *, layout: dict[str, int], own_socket: bool) -> Results:
-    """The addresses this rank's sockets listen on: of an actor that has trained, or of a world on a socket of its own.
+    """The addresses on which this rank's sockets listen: of an actor that has trained, or of a world with its own
+    socket.
 
     The interface that the environment names does not exist: the world must use the configured one.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "absent0"
     if not own_socket:
-        with trainer(context, layout, recorded.trainer_settings()) as actor:
-            actor.train_minibatch(recorded.recorded_samples(), 1e-3)
+        with trainer(context, layout, small_job.trainer_settings()) as actor:
+            actor.train_minibatch(small_job.recorded_samples(), 1e-3)
             return {"addresses": np.array(_listening())}
-    assert context.listen_fd is not None, "one rank is asked"
+    assert context.listen_fd is not None, "only one rank runs this"
     os.close(context.listen_fd)
     with listening_socket() as free:
         context = dataclasses.replace(context, listen_fd=None, port=free.getsockname()[1])
@@ -256,20 +261,20 @@ def listening_addresses(context: RankContext, *, layout: dict[str, int], own_soc
 
 
 def ended_world(context: RankContext, *, layout: dict[str, int]) -> Results:
-    """The sockets that still listen after the world has ended."""
+    """The sockets that listen during the world and after its end."""
     with world(context, layout):
         during = len(_listening())
     return {"during": np.array(during), "after": np.array(len(_listening()))}
 
 
 def _listening() -> list[str]:
-    """The addresses of this process's sockets that listen."""
+    """The addresses of this process's listening sockets."""
     connections = psutil.Process().net_connections(kind="inet")
     return [found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN]
 
 
 def stand_in_facts(context: RankContext) -> Results:
-    """What the stand-in answers in a process that has it."""
+    """The stand-in's answers in a process that has it."""
     before = torch.zeros
     return {
         "installed": np.array(cpu_stand_in.install()),
@@ -283,11 +288,11 @@ def stand_in_facts(context: RankContext) -> Results:
 
 
 def two_worlds(context: RankContext, *, first: dict[str, int], second: dict[str, int]) -> Results:
-    """The norms of an update in one layout and, in the same processes, of one in another, started anew."""
+    """The norms of an update in one layout and, in the same processes, of a first update in another."""
     store, norms = open_store(context), []
     for epoch, layout in enumerate((first, second)):
-        with trainer(context, layout, recorded.trainer_settings(), store=store, epoch=epoch) as actor:
-            norms.append(actor.train_minibatch(recorded.recorded_samples(), 1e-3).grad_norm)
+        with trainer(context, layout, small_job.trainer_settings(), store=store, epoch=epoch) as actor:
+            norms.append(actor.train_minibatch(small_job.recorded_samples(), 1e-3).grad_norm)
     return {"norms": np.array(norms)}
 
 
@@ -298,7 +303,7 @@ def hang(context: RankContext) -> Results:
 
 def fail_on(context: RankContext, *, rank: int, others_hang: bool = False) -> Results:
     if context.rank == rank:
-        raise ArithmeticError(f"rank {rank} was told to fail")
+        raise ArithmeticError(f"rank {rank} fails as requested")
     if others_hang:
         signal.pause()
     return {}

@@ -1,4 +1,4 @@
-"""One forward and backward of a tiny model in one mesh after another, in one world of as many ranks as the widest."""
+"""One forward and backward pass of a tiny model in one mesh after another, in one world as large as the widest mesh."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ EXPERTS = ModelConfig(
 )
 UNEVEN = {(3, 1): ((2, 1, 1),), (4, 1): ((1, 0, 2, 1),), (2, 2): ((1, 2), (0, 1))}
 SHAPES = ((2, 16), (2, 16), (1, 8), (1, 8), (2, 16), (2, 16))
-"""Of the micro-batches: two replicas get equal shapes, and three each, so that interleaved stages need a filler."""
+"""The shapes of the micro-batches. Two replicas get equal shapes, three each, so that interleaved stages need
+a filler.
+"""
 
 
 def provider_of(*, experts: bool, bf16: bool, uneven: bool, recompute: str = "none") -> GptProvider:
@@ -67,8 +69,10 @@ def provider_of(*, experts: bool, bf16: bool, uneven: bool, recompute: str = "no
 
 
 def gradients(context: RankContext, *, cases: dict[str, dict[str, Any]]) -> Results:
-    """By case: this rank's initial parameters and reduced gradients, the loss where this rank tells it, and on the last
-    stage the bytes that the first forward pass kept for the backward one."""
+    """By case: this rank's initial parameters and reduced gradients, and the loss where this rank computes it.
+
+    On the last stage also the bytes that the first forward pass kept for the backward pass.
+    """
     store = open_store(context, timeout_s=context.timeout_s)
     everyone = Membership(0, tuple(range(context.world_size)))
     world = World.join(everyone, me=context.rank, store=store, device=CPU, timeout_s=context.timeout_s)

@@ -1,8 +1,9 @@
-"""A rank's part of a checkpoint's weights, read slice by slice into the tensors that it holds.
+"""Reads a rank's part of a checkpoint's weights, slice by slice, into the rank's tensors.
 
-Files are mapped, not loaded: a rank touches the bytes of its own slices, a parameter at a time. Values are cast to the
-held tensor's dtype; what is wider than the checkpoint's keeps them exactly. Invariant: what is not the parameter's
-(padding rows of the vocabulary) is 0.
+Files are mapped, not loaded: a rank touches only the bytes of its own slices, one parameter at a time. Values are cast
+to the target's dtype. A target dtype that is wider than the checkpoint's keeps them exactly.
+
+Invariant: elements outside the parameter (padding rows of the vocabulary) are 0.
 """
 
 from __future__ import annotations
@@ -26,66 +27,69 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """The start of a model whose weights come from a checkpoint."""
+    """Initial weights from a checkpoint."""
 
     checkpoint: HuggingFaceCheckpoint
 
     def fill(self, local: torch.Tensor, parameter: Parameter, shard: Shard) -> None:
-        """Fill a rank's tensor with its shard. CheckpointRefused when a tied copy is not what it is a copy of."""
+        """Fill a rank's tensor with its shard. Raises CheckpointRefused when a tied copy differs from its original."""
         with torch.no_grad():
             local.zero_()
-            held = local.view(shard.rows, shard.width)
+            matrix = local.view(shard.rows, shard.width)
             for tensor in tensors_of(parameter, self.checkpoint.model):
                 source = mapped(self.checkpoint.file_of[tensor.name], tensor.name)
                 for part in _parts(tensor, parameter, shard):
-                    part.copy(source, held)
+                    part.copy(source, matrix)
                 if tensor.name == EMBEDDING_TENSOR:
                     self._check_copy(source, list(_parts(tensor, parameter, shard)))
 
     def _check_copy(self, embedding: torch.Tensor, parts: list[_Part]) -> None:
         copy = _tied_copy(self.checkpoint)
         if copy is not None and not all(torch.equal(part.of(copy), part.of(embedding)) for part in parts):
-            raise _of_two_minds(self.checkpoint)
+            raise _tied_copy_differs(self.checkpoint)
 
 
 def check_copy(checkpoint: HuggingFaceCheckpoint) -> None:
-    """CheckpointRefused when a tied copy is not what it is a copy of. It reads both tensors: once a job, not a rank."""
+    """Raises CheckpointRefused when a tied copy differs from its original.
+
+    It reads both tensors, so call it once per job, not per rank.
+    """
     copy = _tied_copy(checkpoint)
     if copy is not None and not torch.equal(copy, mapped(checkpoint.file_of[EMBEDDING_TENSOR], EMBEDDING_TENSOR)):
-        raise _of_two_minds(checkpoint)
+        raise _tied_copy_differs(checkpoint)
 
 
 def _tied_copy(checkpoint: HuggingFaceCheckpoint) -> torch.Tensor | None:
-    """The output layer that a tied checkpoint keeps beside the embedding; None of most."""
+    """The output layer that a tied checkpoint keeps besides the embedding. Most checkpoints have none: None."""
     if not checkpoint.model.tied_embeddings or OUTPUT_TENSOR not in checkpoint.file_of:
         return None
     return mapped(checkpoint.file_of[OUTPUT_TENSOR], OUTPUT_TENSOR)
 
 
-def _of_two_minds(checkpoint: HuggingFaceCheckpoint) -> CheckpointRefused:
+def _tied_copy_differs(checkpoint: HuggingFaceCheckpoint) -> CheckpointRefused:
     return CheckpointRefused(
-        f"{checkpoint.folder}: {OUTPUT_TENSOR} differs from {EMBEDDING_TENSOR}, which {CONFIG} ties it to "
+        f"{checkpoint.folder}: {OUTPUT_TENSOR} differs from {EMBEDDING_TENSOR}, but {CONFIG} ties them "
         "(tie_word_embeddings): set that to false if the model has both"
     )
 
 
 def mapped(file: TensorFile, name: str) -> torch.Tensor:
-    """A tensor of a file, of which only what is looked at is read."""
+    """A tensor of a file. Only the bytes that are accessed are read."""
     stored = file.tensors[name]
-    # Copy on write, since torch wants writable memory; nothing writes.
+    # Copy on write, because torch needs writable memory; nothing writes to it.
     memory = np.memmap(file.path, dtype=np.uint8, mode="c", offset=stored.offset, shape=(stored.size_bytes,))
     return torch.frombuffer(memory, dtype=DTYPES[stored.dtype]).view(stored.shape)
 
 
 class _Part(NamedTuple):
-    """Rows and columns of a tensor, and where a rank holds them: in its matrix of `shard.rows` rows."""
+    """Rows and columns of a tensor, and their place in the rank's matrix of `shard.rows` rows."""
 
     rows: slice
     columns: slice | None
-    """None: the whole width, and held as one run of elements."""
+    """None: the whole width, stored as one run of elements."""
     held_row: int
     held: slice
-    """Columns of the held matrix."""
+    """Columns of the rank's matrix."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[self.rows] if self.columns is None else tensor[self.rows, self.columns]
@@ -99,7 +103,7 @@ class _Part(NamedTuple):
 
 
 def _parts(tensor: TensorOf, parameter: Parameter, shard: Shard) -> Iterator[_Part]:
-    """What of a tensor is in a shard, run by run."""
+    """The parts of a tensor that are in a shard, run by run."""
     for piece in shard.pieces:
         row = 0
         for run in tensor.rows:
@@ -113,7 +117,7 @@ def _parts(tensor: TensorOf, parameter: Parameter, shard: Shard) -> Iterator[_Pa
 
 
 def _of_rows(piece: Piece, width: int, first: int, last: int, row: int) -> Iterator[_Part]:
-    """The parameter's rows from `first` up to `last`, which a tensor has from `row` on, as far as a piece has them."""
+    """The parameter's rows from `first` to `last`, which a tensor has from `row` on, as far as a piece has them."""
     begin = max(first, piece.logical // width)
     end = min(last, (piece.logical + piece.size) // width)
     if begin < end:

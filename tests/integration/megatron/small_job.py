@@ -1,4 +1,4 @@
-"""A small model and recorded samples, from fixed seeds: the same in every test and every rank."""
+"""A small model, its settings and recorded samples from fixed seeds: the same in every test and on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_NEW_TOKENS = 24
 
 
 def small_model(*, tied: bool = False) -> ModelConfig:
-    """61 tokens do not divide by 2 or 4, so that the vocabulary is padded."""
+    """61 tokens do not divide by 2 or 4, so the vocabulary is padded."""
     return ModelConfig(
         num_layers=2,
         hidden_size=32,
@@ -46,7 +46,7 @@ def trainer_settings(
     precision: str = "fp32",
     max_tokens: int | None = None,
 ) -> TrainerSettings:
-    """`max_tokens`: of a micro-batch; without it, there are three sequences in one."""
+    """`max_tokens` is the token cap of a micro-batch. Without it a micro-batch has three sequences."""
     model = small_model(tied=tied)
     three = BatchLimits(max_sequences=3, pad_multiple=4)
     return TrainerSettings(
@@ -76,7 +76,9 @@ def grpo_settings(
 
 
 def recorded_samples(*, num_groups: int = 3, seed: int = 7) -> list[TrainSample]:
-    """Groups of unequal lengths, off-policy enough to be clipped; the last group has equal rewards, one is masked."""
+    """Groups of unequal lengths, off-policy enough to be clipped. The last group has equal rewards; one sample
+    is masked.
+    """
     generator = np.random.default_rng(seed)
     samples: list[TrainSample] = []
     for group in range(num_groups):

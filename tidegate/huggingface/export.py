@@ -1,10 +1,15 @@
-"""A model's weights written as a Hugging Face checkpoint, one tensor after another.
+"""Writes a model's weights as a Hugging Face checkpoint, one tensor after another.
 
-With a checkpoint that the weights came from, files, heads, dtypes and what lies beside them are its own: weights that
-nothing has trained make the same bytes. Without, there is one file in fp32, and a config.json of the architecture that
-computes the model. Order: a partial folder, the heads, each tensor as it comes, the other files, fsync, rename.
-Invariants: a folder with its final name is complete; every tensor of every file is written once; the vocabulary's
-padding rows are left out.
+- With a source checkpoint, the files, heads, dtypes and other files are the source's: untrained weights make the same
+  bytes.
+- Without one, there is a single file in fp32, and a config.json of an architecture that computes the model.
+
+Order: a partial folder, the heads, each tensor as it arrives, the other files, fsync, rename.
+
+Invariants:
+- A folder with its final name is complete.
+- Every tensor of every file is written once.
+- The vocabulary's padding rows are omitted.
 """
 
 from __future__ import annotations
@@ -31,8 +36,8 @@ from tidegate.huggingface.checkpoint import (
     TOKENIZER,
     HuggingFaceCheckpoint,
 )
+from tidegate.huggingface.checkpoint_weights import DTYPES, mapped
 from tidegate.huggingface.families import config_of
-from tidegate.huggingface.importing import DTYPES, mapped
 from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf, tensors_of
 from tidegate.huggingface.tensor_file import StoredTensor, header_of
 from tidegate.model_config import ModelConfig
@@ -51,7 +56,7 @@ TOKENIZERS = (
     "chat_template.json",
 )
 BESIDE = (CONFIG, INDEX, GENERATION, "LICENSE")
-"""What goes along from the checkpoint that the weights came from, besides a tokenizer's files."""
+"""The files that are copied from the source checkpoint besides a tokenizer's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,10 @@ def export(
     source: HuggingFaceCheckpoint | None = None,
     tokenizer: TaskTokenizer | None = None,
 ) -> None:
-    """Write `folder`, in place of what has its name; `weights` are the parameters by name, whole, in any order.
+    """Write `folder`, replacing any folder of this name. `weights` are the whole parameters by name, in any order.
 
-    `tokenizer` takes the place of the source's. Raises CheckpointRefused for a model of no family, ValueError when not
-    every parameter came.
+    `tokenizer` replaces the source's. Raises CheckpointRefused for a model of no family, and ValueError when a
+    parameter is missing.
     """
     partial = empty_partial(folder)
     if source:
@@ -80,8 +85,8 @@ def export(
         _copy(source.folder, partial, BESIDE if tokenizer else (*BESIDE, *TOKENIZERS))
     else:
         files = {SINGLE_FILE: _new_file(model, parameters)}
-        said = config_of(model, dtype="float32") | (_special_ids(tokenizer) if tokenizer else {})
-        (partial / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        raw = config_of(model, dtype="float32") | (_special_ids(tokenizer) if tokenizer else {})
+        (partial / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.export(partial)
     with ExitStack() as stack:
@@ -93,14 +98,14 @@ def export(
 
 
 class _Writer:
-    """Puts tensors where the heads say, each once."""
+    """Writes tensors to the places in the heads, each once."""
 
     def __init__(self, files: Mapping[str, _NewFile], streams: Mapping[str, BinaryIO]) -> None:
         self._streams = streams
         self._places = {
             name: (streams[file], stored) for file, new in files.items() for name, stored in new.tensors.items()
         }
-        self.left = set(self._places)
+        self.missing = set(self._places)
         for file, new in files.items():
             streams[file].write(new.head)
 
@@ -110,14 +115,14 @@ class _Writer:
         elements = tensor.detach().to(device="cpu", dtype=DTYPES[stored.dtype]).contiguous()
         stream.seek(stored.offset)
         stream.write(elements.reshape(-1).view(torch.uint8).numpy().data)
-        self.left.remove(name)
+        self.missing.remove(name)
 
     def finish(self) -> None:
-        """ValueError when a tensor was not written."""
-        if self.left:
+        """Raises ValueError when a tensor was not written."""
+        if self.missing:
             raise ValueError(
-                f"{len(self.left)} of {len(self._places)} tensors of the checkpoint were not given, {min(self.left)} "
-                "among them: give the weights of every parameter"
+                f"{len(self.missing)} of {len(self._places)} tensors of the checkpoint are missing, such as "
+                f"{min(self.missing)}: pass the weights of every parameter"
             )
         for stream in self._streams.values():
             stream.flush()
@@ -132,13 +137,13 @@ def _write_all(
     source: HuggingFaceCheckpoint | None,
 ) -> None:
     if source is not None:
-        for name in sorted(name for name in writer.left if name.endswith(RECOMPUTED)):
+        for name in sorted(name for name in writer.missing if name.endswith(RECOMPUTED)):
             writer.write(name, mapped(source.file_of[name], name))
     for parameter, weight in weights:
         for tensor in tensors_of(parameters[parameter], model):
             rows = _rows(tensor, weight)
             writer.write(tensor.name, rows)
-            if tensor.name == EMBEDDING_TENSOR and model.tied_embeddings and OUTPUT_TENSOR in writer.left:
+            if tensor.name == EMBEDDING_TENSOR and model.tied_embeddings and OUTPUT_TENSOR in writer.missing:
                 writer.write(OUTPUT_TENSOR, rows)
 
 
@@ -163,7 +168,7 @@ def _special_ids(tokenizer: TaskTokenizer) -> dict[str, int | None]:
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Those that there are."""
+    """Copy the files that exist."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

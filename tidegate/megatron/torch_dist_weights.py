@@ -1,7 +1,10 @@
-"""The start of a model whose weights come from a Megatron `torch_dist` checkpoint, whatever layout saved it.
+"""Initial weights from a Megatron `torch_dist` checkpoint, whatever layout saved it.
 
-A rank reads the chunks that its own shards touch, one after another. Invariants: every element of a shard is filled, or
-the checkpoint is refused; padding rows of the vocabulary are 0, however many were saved.
+A rank reads the chunks that overlap its own shards, one after another.
+
+Invariants:
+- Every element of a shard is filled, or the checkpoint is refused.
+- Padding rows of the vocabulary are 0, however many were saved.
 """
 
 from __future__ import annotations
@@ -20,42 +23,44 @@ from tidegate.megatron.torch_dist_index import DAMAGES, StoredChunk, TorchDistRe
 
 @dataclass(frozen=True, slots=True)
 class TorchDistWeights:
-    """The start of a model whose weights come from an opened checkpoint."""
+    """Initial weights from an opened checkpoint."""
 
     checkpoint: TorchDistCheckpoint
 
     def fill(self, local: torch.Tensor, parameter: Parameter, shard: Shard) -> None:
-        """As InitialWeights. TorchDistRefused when chunks leave something out, or are not what the index says."""
+        """See InitialWeights. Raises TorchDistRefused when elements are missing, or when a chunk differs from
+        the index.
+        """
         place = self.checkpoint.places[parameter.name]
         num_filled = 0
         with torch.no_grad():
             local.zero_()
-            held = local.view(shard.rows, shard.width)
+            matrix = local.view(shard.rows, shard.width)
             for chunk in place.stored.chunks:
                 overlaps = list(_overlaps(chunk, place, parameter, shard))
                 saved = _read(chunk) if overlaps else None
                 for target, source in overlaps:
                     assert saved is not None
-                    held[target].copy_(saved[source].reshape(held[target].shape))
-                    num_filled += held[target].numel()
-        wanted = shard.rows * sum(piece.size for piece in shard.pieces)
-        if num_filled != wanted:
+                    matrix[target].copy_(saved[source].reshape(matrix[target].shape))
+                    num_filled += matrix[target].numel()
+        num_needed = shard.rows * sum(piece.size for piece in shard.pieces)
+        if num_filled != num_needed:
             raise TorchDistRefused(
-                f"{self.checkpoint.folder}: {parameter.name}: the chunks hold {num_filled} of {wanted} elements that "
-                "a rank needs: the checkpoint is not whole; fetch it again"
+                f"{self.checkpoint.folder}: {parameter.name}: the chunks hold {num_filled} of {num_needed} elements "
+                "that a rank needs: the checkpoint is not whole; fetch it again"
             )
 
 
 def _overlaps(
     chunk: StoredChunk, place: Place, parameter: Parameter, shard: Shard
 ) -> Iterator[tuple[tuple[slice, slice], tuple[int | slice, ...]]]:
-    """What of a shard's matrix a chunk has, and where in the chunk it is."""
+    """The parts of a shard's matrix that a chunk holds, and their places in the chunk."""
     axes = len(place.lead)
     lead = tuple(at - offset for at, offset in zip(place.lead, chunk.offsets, strict=False))
     if any(not 0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False)):
         return
     offsets, sizes = chunk.offsets[axes:], chunk.sizes[axes:]
-    # A parameter of one dim is a matrix of one column.
+    # A parameter with one dim is a matrix with one column.
     (top, left), (height, width) = (*offsets, 0)[:2], (*sizes, 1)[:2]
     inner = prod(parameter.shape[1:])
     for piece in shard.pieces:
@@ -63,7 +68,7 @@ def _overlaps(
             begin = max(piece.logical // inner, top)
             end = min((piece.logical + piece.size) // inner, top + height)
             if begin < end and (left, width) != (0, inner):
-                raise TorchDistRefused(f"{parameter.name} was saved in columns of {width}, and is cut by rows here")
+                raise TorchDistRefused(f"{parameter.name} was saved in columns of {width}, but is cut by rows here")
             at = piece.local + begin * inner - piece.logical
             target = (slice(0, 1), slice(at, at + (end - begin) * inner))
             source: tuple[int | slice, ...] = (*lead, slice(begin - top, end - top))
@@ -86,6 +91,6 @@ def _read(chunk: StoredChunk) -> torch.Tensor:
         raise TorchDistRefused(f"{chunk.file}: the chunk at byte {chunk.start} is damaged: fetch it again") from error
     if tuple(tensor.shape) != chunk.sizes:
         raise TorchDistRefused(
-            f"{chunk.file}: a chunk has shape {list(tensor.shape)}, by the index {list(chunk.sizes)}: fetch it again"
+            f"{chunk.file}: a chunk has shape {list(tensor.shape)}, the index says {list(chunk.sizes)}: fetch it again"
         )
     return tensor

@@ -1,8 +1,12 @@
-"""Values dealt into parts with even sums, by largest differencing (Karmarkar and Karp 1982). Pure.
+"""Divides values into parts with even sums, by largest differencing (Karmarkar and Karp 1982). Pure.
 
-The rows of one value a part are put together two at a time, those whose sums differ most first, the dearest of the one
-with the cheapest of the other, until one row is left. With equal numbers, a row begins with as many values as there are
-parts (Michiels, Korst, Aarts and van Leeuwen 2003). Invariant: the same values give the same parts.
+1. Each row starts with one value per part.
+2. The two rows whose sums differ most are joined: the dearest part of the one with the cheapest of the other.
+3. Step 2 repeats until one row is left.
+
+With equal numbers, a row starts with as many values as there are parts (Michiels, Korst, Aarts and van Leeuwen 2003).
+
+Invariant: the same values give the same parts.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ import heapq
 from collections.abc import Sequence
 
 
-def differenced(values: Sequence[int], num_parts: int, *, equal_numbers: bool = False) -> list[list[int]]:
-    """Indices of the values in each part. `equal_numbers`: no part has more than another but for the values that are
-    missing in the end."""
+def even_parts(values: Sequence[int], num_parts: int, *, equal_numbers: bool = False) -> list[list[int]]:
+    """Indices of the values in each part.
+
+    `equal_numbers`: parts have equal numbers of values, except that the last values may not suffice for all parts.
+    """
     ranked = sorted(range(len(values)), key=lambda index: -values[index])
     step = num_parts if equal_numbers else 1
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []

@@ -1,4 +1,4 @@
-"""Puts the logical tensors together again from what the ranks hold."""
+"""Assembles the logical tensors from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from tests.ranks import Results
 
 
 def logical_tensors(results: list[Results], kind: str) -> dict[str, torch.Tensor]:
-    """`kind` is the prefix of the arrays; what one rank has as NaN another must have, and what two have is the same.
+    """`kind` is the prefix of the arrays. Elements that are NaN on one rank must exist on another; common elements must
+    agree.
 
-    AssertionError on a hole or a disagreement.
+    Raises AssertionError on a hole or a disagreement.
     """
     whole: Results = {}
     for rank in results:
@@ -25,8 +26,8 @@ def logical_tensors(results: list[Results], kind: str) -> dict[str, torch.Tensor
                 place = matrix[row : row + rows, col : col + cols]
                 strides = (stride * local.itemsize, local.itemsize)
                 part = np.lib.stride_tricks.as_strided(local.reshape(-1)[offset:], (rows, cols), strides)
-                held = ~np.isnan(place) & ~np.isnan(part)
-                assert np.array_equal(place[held], part[held]), f"{name}: two ranks hold different values"
+                common = ~np.isnan(place) & ~np.isnan(part)
+                assert np.array_equal(place[common], part[common]), f"{name}: two ranks hold different values"
                 np.copyto(place, part, where=~np.isnan(part))
     holes = [name for name, tensor in whole.items() if np.isnan(tensor).any()]
     assert not holes, f"no rank holds all of {holes}"
