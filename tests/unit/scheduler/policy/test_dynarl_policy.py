@@ -56,8 +56,8 @@ def split(assignment: Assignment) -> tuple[int, int, int]:
 def with_kv(situation: Situation, num_full: int) -> Situation:
     """The first engines hold half of their KV capacity."""
     full = tuple(replace(each, num_kv_tokens=500) for each in situation.engines[:num_full])
-    told = replace(situation.generation, engines=(*full, *situation.engines[num_full:]))
-    return replace(situation, generation=told)
+    picture = replace(situation.generation, engines=(*full, *situation.engines[num_full:]))
+    return replace(situation, generation=picture)
 
 
 def test_an_iteration_starts_with_every_gpu_in_the_rollout() -> None:
@@ -218,14 +218,14 @@ def test_gpus_that_make_no_copy_of_the_trainer_go_to_inference_or_stay_in_engine
 
 def test_an_unfinished_sequence_is_expected_to_end_like_those_that_were_longer() -> None:
     # At 10: 1 of 4 ends, survival 3/4. At 20 one is cut off, unfinished. At 30: 1 of 2 ends, then 50: 3/8 each.
-    told = Generation((), 2, lengths=(10, 20, 30, 50), places=(ENDED, QUEUED, ENDED, CUT), queue=(1,))
-    expected = expected_length(told)(np.array([0.0, 20.0, 30.0, 100.0]))
+    picture = Generation((), 2, lengths=(10, 20, 30, 50), places=(ENDED, QUEUED, ENDED, CUT), queue=(1,))
+    expected = expected_length(picture)(np.array([0.0, 20.0, 30.0, 100.0]))
     assert expected == pytest.approx([10 / 4 + (30 + 50) * 3 / 8, 40.0, 50.0, 110.0])
 
 
 def test_with_nothing_finished_every_sequence_is_expected_to_end_a_tenth_later() -> None:
-    told = Generation((), 2, lengths=(10, 20), places=(QUEUED, QUEUED), queue=(0, 1))
-    assert expected_length(told)(told.length_of.astype(float)) == pytest.approx([11.0, 22.0])
+    picture = Generation((), 2, lengths=(10, 20), places=(QUEUED, QUEUED), queue=(0, 1))
+    assert expected_length(picture)(picture.length_of.astype(float)) == pytest.approx([11.0, 22.0])
 
 
 def test_the_fixed_seconds_of_an_update_count_for_each_minibatch_that_is_not_begun() -> None:
@@ -251,12 +251,12 @@ def test_with_hints_a_sequence_is_expected_to_end_where_its_prompts_posterior_sa
     # no spread within a group and exact hints: a prompt's length is its hint, or where it has none what the law has
     # left above 50: its mean in the logarithm, by the normal hazard at log(50 / 90)
     law = LengthLaw(log_mean=log(90), sigma_prompt=1.0, sigma_group=0.001, sigma_hint=0.001)
-    told = replace(situation, generation=hinted, lengths=law)
+    with_hints = replace(situation, generation=hinted, lengths=law)
     # prompts 0-3 ended at 100, 4-7 are unfinished at 50
     want = 400 + 500 + 90 * exp(0.4651) + 80 + 120
-    assert outlook(told, uses_hints=True).to_train_tokens == pytest.approx(want, rel=0.02)
-    assert outlook(told, uses_hints=True).longest_left_tokens == pytest.approx(450, rel=0.01)
-    assert outlook(told, uses_hints=False).to_train_tokens == 800.0
+    assert outlook(with_hints, uses_hints=True).to_train_tokens == pytest.approx(want, rel=0.02)
+    assert outlook(with_hints, uses_hints=True).longest_left_tokens == pytest.approx(450, rel=0.01)
+    assert outlook(with_hints, uses_hints=False).to_train_tokens == 800.0
 
 
 def test_the_slowest_stage_counts_and_one_without_gpus_never_ends() -> None:

@@ -30,9 +30,9 @@ def opening(
     """Nothing is generated yet, and nothing remembered."""
     home = as_configured(spec)
     count = spec.num_prompts * spec.group_size
-    told = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
-    told = replace(told, hints=tuple(shortest_tokens + 3 * prompt for prompt in range(spec.num_prompts)))
-    return seen(spec, home, told=told, measured=measured, remembered=Remembered())
+    picture = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
+    picture = replace(picture, hints=tuple(shortest_tokens + 3 * prompt for prompt in range(spec.num_prompts)))
+    return seen(spec, home, told=picture, measured=measured, remembered=Remembered())
 
 
 def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now_ms: int = 50_000) -> Situation:
@@ -49,8 +49,8 @@ def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now
         num_taken=8 * (done + 1),
         is_at_boundary=False,
     )
-    told = replace(situation.trainer.training, closes_at_ms=closes_at_ms)
-    return replace(situation, trainer=replace(situation.trainer, training=told))
+    closing = replace(situation.trainer.training, closes_at_ms=closes_at_ms)
+    return replace(situation, trainer=replace(situation.trainer, training=closing))
 
 
 def memory_of(choice: Choice) -> TideMemory:
@@ -255,7 +255,7 @@ def before_the_last(*, num_waiting: int, trainer_tokens_per_s: float, now_ms: in
 
 
 @pytest.mark.parametrize(
-    ("told", "num_waiting", "trainer_tokens_per_s", "want"),
+    ("case", "num_waiting", "trainer_tokens_per_s", "want"),
     [
         ("the engines need the trainer's GPUs for long, and it is fast", 253, 3000.0, True),
         ("the rollout is nearly over", 5, 3000.0, False),
@@ -263,10 +263,10 @@ def before_the_last(*, num_waiting: int, trainer_tokens_per_s: float, now_ms: in
     ],
 )
 def test_the_last_minibatch_waits_for_the_rollout_where_that_ends_the_iteration_sooner(
-    told: str, num_waiting: int, trainer_tokens_per_s: float, want: bool
+    case: str, num_waiting: int, trainer_tokens_per_s: float, want: bool
 ) -> None:
     choice = POLICY.choose(before_the_last(num_waiting=num_waiting, trainer_tokens_per_s=trainer_tokens_per_s))
-    assert (choice.assignment.trainer is None) is want, told
+    assert (choice.assignment.trainer is None) is want, case
     assert ("the last minibatch waits" in choice.reason) is want
     assert memory_of(choice).is_begun is not want
 
