@@ -17,16 +17,17 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.layouts import as_engines, engine_size
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import Fate, Placed, Snapshot
+from simulator.changes import Change, change_of
 from simulator.gpus import Holder
 from simulator.happenings import Happening, What
 from simulator.iteration import Simulated
-from simulator.leads import ActorMoves, Change, InferenceMoves, Lead, Moves, RolloutMoves, are_free
+from simulator.leads import ActorMoves, InferenceMoves, Lead, Moves, RolloutMoves, are_free
 from simulator.store import REFUSED, Store
 from simulator.views import inferring
-from simulator.voice import Voice
+from simulator.voice import Voice, fate
 from simulator.world import World
 from tidegate.ownership.records import Outcome, PartKind
-from tidegate.types import GpuId, Grant, JobId, Layout, NodeId, Role, Token, TransitionId, instance_id, node_of
+from tidegate.types import GpuId, Grant, JobId, NodeId, Role, Token, TransitionId, instance_id, node_of
 
 JOB = JobId("simulated")
 
@@ -134,18 +135,10 @@ class Cluster:
     def _obey(self, command: cmd.LeadCommand, lead: Lead) -> None:
         """What ends an iteration, and an evaluation, take no time here."""
         match command:
-            case cmd.ScaleUp():
-                self._begin(lead, command.header, command.grants, (), command.members, command.layout)
-            case cmd.ScaleDown(header=header) if header.transition_id:
-                self._begin(lead, header, (), command.grants, command.members, command.layout)
-            case cmd.ScaleDown():
+            case cmd.ScaleDown(header=header) if not header.transition_id:
                 self._clear(lead, command.grants)
-            case cmd.Migrate():
-                self._begin(lead, command.header, command.coming, command.leaving, command.members, command.layout)
-            case cmd.Suspend():
-                self._begin(lead, command.header, (), command.grants, (), None)
-            case cmd.Resume():
-                self._begin(lead, command.header, command.grants, (), command.grants, command.layout)
+            case cmd.ScaleUp() | cmd.ScaleDown() | cmd.Migrate() | cmd.Suspend() | cmd.Resume():
+                self._begin(lead, change_of(command))
             case cmd.LoadWeights():
                 self.voice.load(lead, command.weights)
             case cmd.OpenIteration():
@@ -157,19 +150,10 @@ class Cluster:
                 if self.world is not None:
                     self._order_queue(self.world)
 
-    def _begin(
-        self,
-        lead: Lead,
-        header: cmd.Header,
-        coming: tuple[Grant, ...],
-        leaving: tuple[Grant, ...],
-        members: tuple[Grant, ...],
-        layout: Layout | None,
-    ) -> None:
-        is_lead_to_commit = self.store.part(header.transition_id, lead.role).kind is PartKind.RESIZE
-        self._highest.update({grant.gpu: grant.token for grant in coming})
-        change = Change(header.transition_id, coming, leaving, members, layout, is_lead_to_commit)
-        if dead := tuple(grant for grant in coming if self._is_dead(grant.gpu)):
+    def _begin(self, lead: Lead, change: Change) -> None:
+        change.is_lead_to_commit = self.store.part(change.transition, lead.role).kind is PartKind.RESIZE
+        self._highest.update({grant.gpu: grant.token for grant in change.coming})
+        if dead := tuple(grant for grant in change.coming if self._is_dead(grant.gpu)):
             # It died while nobody had it, so that nobody knew.
             lead.change = change
             self._came_to_nothing(lead, dead)
@@ -276,8 +260,7 @@ class Cluster:
             lead.change = None
         lead.members = tuple(grant for grant in lead.members if grant not in grants)
         if grants:
-            told = ", ".join(grant.gpu for grant in grants)
-            self._say(lead, ev.Failed(ev.FailedWhat.WORKER, grants, -9, f"{told} died", fatal=False))
+            self.voice.fail_workers(lead.instance, grants, f"{', '.join(grant.gpu for grant in grants)} died")
 
     def _failed_to_resize(self, why: str) -> None:
         lead = self._leads[Role.ACTOR]
@@ -304,4 +287,4 @@ class Cluster:
 
 
 def _fate(samples: Sequence[int]) -> Fate:
-    return Fate(num_samples=len(samples), ids_digest=sum((each + 1) * DIGEST_STEP for each in samples) % 2**64)
+    return fate([(each + 1) * DIGEST_STEP for each in samples])

@@ -11,24 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from simulator.changes import Change
 from simulator.gpus import Holder
 from simulator.happenings import What
 from simulator.world import World
 from tidegate.types import GpuId, Grant, InstanceId, Layout, Role
-
-
-@dataclass(slots=True)
-class Change:
-    """Of a component: what comes, what leaves, and what it has afterwards, in rank order. `is_lead_to_commit`: the
-    layout's switch, else the scheduler commits what the lead says."""
-
-    transition: str
-    coming: tuple[Grant, ...]
-    leaving: tuple[Grant, ...]
-    members: tuple[Grant, ...]
-    layout: Layout | None
-    is_lead_to_commit: bool
-    is_switched: bool = False
 
 
 class Moves(Protocol):

@@ -7,13 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.components import role_of_instance
-from services.scheduler.state.values import JobSpec, Snapshot
+from services.scheduler.state.values import Fate, JobSpec, Snapshot
 from tidegate.types import CommandId, Grant, InstanceId, JobId, Layout, node_of
 
 LAUNCHER, SCHEDULER = "launcher", "scheduler"
@@ -86,6 +86,10 @@ class Voice:
         """The scheduler sees that the lease of the instance has expired."""
         self.say(SCHEDULER, ev.InstanceLost(name, self.boots[name]))
 
+    def fail_workers(self, name: InstanceId, grants: tuple[Grant, ...], why: str) -> None:
+        """Workers of the instance, or of the component that it leads, were killed."""
+        self.say(name, ev.Failed(ev.FailedWhat.WORKER, grants, -9, why, fatal=False))
+
     # The launcher and the scheduler
 
     def submit(self, spec: JobSpec, *, resume: bool = False) -> None:
@@ -127,6 +131,11 @@ class Voice:
     def load(self, lead: Leader, weights: Snapshot, *, incarnation: int | None = None) -> None:
         body = ev.WeightsLoaded(weights.version, weights.checksum)
         self.say(lead.instance, body, incarnation=incarnation, grants=lead.members)
+
+
+def fate(hashes: Sequence[int], *, reason: str = "") -> Fate:
+    """The account of samples, by the hashes of their ids."""
+    return Fate(reason=reason, num_samples=len(hashes), ids_digest=sum(hashes) % 2**64)
 
 
 def endpoint_of(name: InstanceId) -> str:

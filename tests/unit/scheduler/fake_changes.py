@@ -8,10 +8,11 @@ from typing import Any
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
+from simulator.changes import Change
 from simulator.store import REFUSED
 from tests.unit.scheduler.fake_members import FakeMembers
-from tests.unit.scheduler.fake_parts import FakeGate, FakeLead, FakeResize
-from tidegate.types import Role, TransitionId, instance_id, node_of
+from tests.unit.scheduler.fake_parts import FakeGate, FakeLead
+from tidegate.types import Role, instance_id, node_of
 
 
 @dataclass
@@ -37,24 +38,13 @@ class FakeChanges(FakeMembers):
             return True
         return False
 
-    def _take_resize(self, command: cmd.ScaleUp | cmd.ScaleDown | cmd.Migrate, lead: FakeLead) -> None:
-        leaving = command.leaving if isinstance(command, cmd.Migrate) else ()
-        coming = command.coming if isinstance(command, cmd.Migrate) else ()
-        if isinstance(command, cmd.ScaleUp):
-            coming = command.grants
-        elif isinstance(command, cmd.ScaleDown):
-            leaving = command.grants
-        assert command.layout is not None, "a component changes to a layout"
-        transition = TransitionId(command.header.transition_id)
-        lead.resize = FakeResize(transition, coming, leaving, command.members, command.layout)
-
-    def _go_on_resizing(self, lead: FakeLead, resize: FakeResize) -> None:
+    def _go_on_resizing(self, lead: FakeLead, resize: Change) -> None:
         """The commit in the store, which decides, or the switch after it."""
         said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": resize.transition}
-        if not resize.is_committed:
+        if not resize.is_switched:
             found = self._fault_in_preparing(lead, resize)
             if found is None:
-                resize.is_committed = True
+                resize.is_switched = True
                 return
             fault, is_of_death = found
             lead.resize = None
@@ -63,21 +53,20 @@ class FakeChanges(FakeMembers):
             if left and (is_of_death or left == lead.members):
                 self.voice.say(lead.instance, ev.ResizeFailed(fault), grants=left, **said)
             else:
-                failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, fault, fatal=False)
-                self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
+                self.voice.fail_component(lead.instance, fault, incarnation=lead.incarnation)
             return
         lead.resize = None
         if not any(self._is_at_work(grant) for grant in resize.members):
-            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "all members died as they switched", fatal=False)
-            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.fail_component(lead.instance, "all members died as they switched", incarnation=lead.incarnation)
             return
+        assert resize.layout is not None, "a component changes to a layout"
         lead.members = resize.members
         self.voice.commit_layout(lead, resize.layout, **said)
         if resize.leaving:
             self._let_go(resize.leaving)
             self.voice.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
 
-    def _fault_in_preparing(self, lead: FakeLead, resize: FakeResize) -> tuple[str, bool] | None:
+    def _fault_in_preparing(self, lead: FakeLead, resize: Change) -> tuple[str, bool] | None:
         """And whether somebody has died."""
         if self._fails_to_prepare():
             return "it could not be prepared", False
@@ -97,7 +86,7 @@ class FakeChanges(FakeMembers):
             return str(refused), False
         return None
 
-    def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: FakeResize) -> None:
+    def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: Change) -> None:
         """The rollout's engines finish elsewhere what they had, an inference makes a smaller world."""
         said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": resize.transition}
         lead.resize = None
@@ -108,6 +97,7 @@ class FakeChanges(FakeMembers):
         lead.members = resize.members
         self._let_go(resize.leaving)
         self.voice.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+        assert resize.layout is not None, "a component changes to a layout"
         self.voice.commit_layout(lead, resize.layout, **said)
 
     def _fails_to_prepare(self) -> bool:
@@ -121,8 +111,7 @@ class FakeChanges(FakeMembers):
         left = tuple(grant for grant in lead.members if self._is_at_work(grant))
         is_whole = self.keeps_state or left == lead.members
         if not is_whole or not left:
-            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "what a dead rank held is gone", fatal=False)
-            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.fail_component(lead.instance, "what a dead rank held is gone", incarnation=lead.incarnation)
         elif self._fails_to_prepare() or set(left) != set(command.grants):
             self.voice.say(lead.instance, ev.ResizeFailed("a member is dead, or it could not be prepared"), **said)
         else:
@@ -135,8 +124,7 @@ class FakeChanges(FakeMembers):
         assert lead.kept_on is not None, "an actor is resumed that was not suspended"
         if not lead.kept_on:
             # A death that is not told yet took the state along.
-            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "the state that was kept is gone", fatal=False)
-            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.fail_component(lead.instance, "the state that was kept is gone", incarnation=lead.incarnation)
             return
         if not self._pass_gates(command, lead):
             return

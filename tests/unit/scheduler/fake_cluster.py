@@ -14,9 +14,11 @@ from typing import Any
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.values import Fate, IterationPlan, Snapshot
+from simulator.changes import change_of
 from simulator.store import REFUSED
+from simulator.voice import fate
 from tests.unit.scheduler.fake_changes import FakeChanges
-from tests.unit.scheduler.fake_parts import JOB, FakeLead, fate, num_prompts, samples
+from tests.unit.scheduler.fake_parts import JOB, FakeLead, num_prompts, samples
 from tests.unit.scheduler.fake_pictures import EIGHTHS, picture
 from tidegate.ownership.records import MoveState
 from tidegate.types import GpuId, Grant, Role, Token
@@ -110,11 +112,11 @@ class FakeCluster(FakeChanges):
         lead.meet(header.incarnation)
         match command:
             case cmd.ScaleUp() if header.role is Role.ACTOR and command.members != command.grants:
-                self._take_resize(command, lead)
+                lead.resize = change_of(command)
             case cmd.ScaleDown() if header.transition_id and command.members:
-                self._take_resize(command, lead)
+                lead.resize = change_of(command)
             case cmd.Migrate():
-                self._take_resize(command, lead)
+                lead.resize = change_of(command)
             case cmd.Suspend():
                 lead.suspension = command
             case cmd.Resume():

@@ -28,6 +28,19 @@ class FakeVoice(Voice):
         super().__init__(JOB)
         self._log, self._effects = log, effects
 
+    def fail_component(
+        self,
+        name: InstanceId,
+        why: str,
+        *,
+        incarnation: int,
+        iteration: int = 0,
+        grants: tuple[Grant, ...] = (),
+        fatal: bool = False,
+    ) -> None:
+        body = ev.Failed(ev.FailedWhat.COMPONENT, grants, 0, why, fatal=fatal)
+        self.say(name, body, incarnation=incarnation, iteration=iteration)
+
     def _next_sequence(self, source: str) -> int:
         if role_of_instance(source) is not None:
             return super()._next_sequence(source)
@@ -92,7 +105,7 @@ class FakeMembers:
         gate.is_held = False
         name = instance_id(record.owner.role, node_of(slot))
         grants = (Grant(slot, gate.highest),)
-        self.voice.say(name, ev.Failed(ev.FailedWhat.WORKER, grants, -9, f"worker of {slot} was killed", fatal=False))
+        self.voice.fail_workers(name, grants, f"worker of {slot} was killed")
 
     def kill_instance(self, name: InstanceId, *, tells: bool) -> None:
         """Its workers die with it. `tells`: its lease is seen to expire before it starts again."""
@@ -161,14 +174,14 @@ class FakeMembers:
         lead = self.leads[role]
         if lead is not None and lead.evaluated is not None:
             lead.broken_off, lead.evaluated = lead.evaluated, None
-            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
-            self.voice.say(lead.instance, failed, incarnation=lead.incarnation)
+            self.voice.fail_component(lead.instance, "it timed out", incarnation=lead.incarnation)
             return
         plan = lead.plan if lead is not None and not lead.has_reported else None
         if lead is not None and plan is not None:
             lead.plan, lead.broken_off = None, plan
-            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "it timed out", fatal=False)
-            self.voice.say(lead.instance, failed, incarnation=lead.incarnation, iteration=plan.iteration)
+            self.voice.fail_component(
+                lead.instance, "it timed out", incarnation=lead.incarnation, iteration=plan.iteration
+            )
 
     def fail_late(self, name: InstanceId, *, fatal: bool) -> None:
         """What it led once failed, and its word of it comes only now."""
@@ -176,8 +189,7 @@ class FakeMembers:
         was_before = 1 if lead is not None and lead.instance == name else 0
         incarnation = (lead.incarnation if lead is not None else 0) - was_before
         if self.instances[name].is_alive and incarnation >= 0:
-            failed = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a late word", fatal=fatal)
-            self.voice.say(name, failed, incarnation=incarnation)
+            self.voice.fail_component(name, "a late word", fatal=fatal, incarnation=incarnation)
 
     def restart_dead(self) -> bool:
         """What a process supervisor does; False when everything lives."""
@@ -205,8 +217,9 @@ class FakeMembers:
         for grant in command.grants:
             gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
             if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
-                failed = ev.Failed(ev.FailedWhat.COMPONENT, command.grants, 0, f"{name} is gone", fatal=False)
-                self.voice.say(lead.instance, failed, incarnation=header.incarnation)
+                self.voice.fail_component(
+                    lead.instance, f"{name} is gone", grants=command.grants, incarnation=header.incarnation
+                )
                 return False
             gate.highest, gate.is_held = grant.token, True
         return True

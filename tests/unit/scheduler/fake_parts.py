@@ -3,12 +3,12 @@ accounts of its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from services.scheduler.state import commands as cmd
-from services.scheduler.state.values import Fate, IterationPlan, JobSpec, Placed
-from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId, gpu_id
+from services.scheduler.state.values import IterationPlan, JobSpec, Placed
+from simulator.changes import Change
+from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, NodeId, Role, Token, gpu_id
 
 JOB = JobId("tide")
 NODES = (NodeId("n0"), NodeId("n1"))
@@ -78,10 +78,6 @@ def hash_of(*numbers: int) -> int:
     return value
 
 
-def fate(ids: Sequence[int], *, reason: str = "") -> Fate:
-    return Fate(reason=reason, num_samples=len(ids), ids_digest=sum(ids) % 2**64)
-
-
 @dataclass
 class FakeInstance:
     is_alive: bool = True
@@ -92,18 +88,6 @@ class FakeInstance:
 class FakeGate:
     highest: Token = field(default_factory=lambda: Token(0, 0))
     is_held: bool = False
-
-
-@dataclass
-class FakeResize:
-    """A component's change while it works: taken, of an actor then committed in the store, then switched to."""
-
-    transition: TransitionId
-    coming: tuple[Grant, ...]
-    leaving: tuple[Grant, ...]
-    members: tuple[Grant, ...]
-    layout: Layout
-    is_committed: bool = False
 
 
 @dataclass
@@ -123,7 +107,7 @@ class FakeLead:
     """Under way."""
     incarnation: int = 0
     has_reported: bool = False
-    resize: FakeResize | None = None
+    resize: Change | None = None
     suspension: cmd.Suspend | None = None
     """To come between two updates."""
     kept_on: frozenset[NodeId] | None = None
