@@ -82,7 +82,7 @@ class EngineSuite:
             assert generation.response.tokens == want
             assert len(generation.response.log_probs) == len(want)
 
-    def test_what_is_inside_has_a_length_that_ends_with_it(self, subject: Subject) -> None:
+    def test_a_request_inside_an_engine_has_a_length_until_it_leaves(self, subject: Subject) -> None:
         assert subject.engine.lengths() == {}
         subject.engine.submit(request_of("a", sampling=subject.long))
         subject.engine.submit(request_of("b", sampling=subject.long))
@@ -94,7 +94,7 @@ class EngineSuite:
         assert set(subject.engine.lengths()) == {"b"}
         subject.engine.abort()
 
-    def test_another_seed_draws_another_response(self, subject: Subject) -> None:
+    def test_a_request_with_another_seed_draws_another_response(self, subject: Subject) -> None:
         other = replace(SHORT, seed=8)
         finished = run(subject.engine, request_of("a", sampling=SHORT), request_of("other", sampling=other))
         assert finished["other"].response.tokens != finished["a"].response.tokens

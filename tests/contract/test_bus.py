@@ -293,7 +293,7 @@ async def test_a_group_that_the_stream_holds_can_be_looked_at_acknowledged_or_no
         await samples.stored_group(JobId("nobody"), Stage.GENERATED, **place, prompt=1)
 
 
-async def test_published_names_exactly_the_prompts_of_one_iteration_acknowledged_or_not(bench: Bench) -> None:
+async def test_the_published_prompts_of_an_iteration_are_exactly_its_groups_acknowledged_or_not(bench: Bench) -> None:
     samples = bench.bus.samples
     await publish_groups(bench, 3, 1)
     await samples.publish(Stage.GENERATED, a_group(bench.job, 4, iteration=1))
@@ -373,7 +373,7 @@ async def test_a_group_that_is_dropped_for_its_equal_rewards_needs_no_log_probab
     assert delivery.group == group
 
 
-async def test_an_unsettled_group_comes_again_and_counts_its_deliveries(bench: Bench) -> None:
+async def test_an_unsettled_group_is_delivered_again_and_counts_its_deliveries(bench: Bench) -> None:
     await publish_groups(bench, 1)
     consumer = await bench.bus.samples.consumer(
         bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
@@ -411,7 +411,7 @@ async def test_a_group_handed_back_with_a_delay_comes_after_it_and_others_before
     assert order == [2, 1]
 
 
-async def test_settling_twice_or_after_a_purge_is_harmless(bench: Bench) -> None:
+async def test_settling_a_group_twice_or_after_a_purge_is_harmless(bench: Bench) -> None:
     await publish_groups(bench, 1, 2)
     consumer = await bench.bus.samples.consumer(
         bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
@@ -425,7 +425,7 @@ async def test_settling_twice_or_after_a_purge_is_harmless(bench: Bench) -> None
     assert await consumer.fetch(2, timeout_s=SOON_S) == []
 
 
-async def test_what_cannot_be_decoded_becomes_a_dead_letter_and_holds_nobody_up(bench: Bench) -> None:
+async def test_an_undecodable_group_becomes_a_dead_letter_and_holds_nobody_up(bench: Bench) -> None:
     poison = {
         "no message": (f"tg.samples.{bench.job}.generated.1.0.8", b"\xff\xff", "SampleGroup: 2 bytes"),
         "on another's subject": (

@@ -133,7 +133,7 @@ async def test_the_death_of_a_worker_that_took_a_gpu_frees_it(port: Port, node: 
     assert not node.gate.is_held(grant().gpu)
 
 
-async def test_a_start_that_is_refused_leaves_who_stood_by_as_it_was(port: Port, node: Node) -> None:
+async def test_a_start_that_is_refused_leaves_a_standby_worker_as_it_was(port: Port, node: Node) -> None:
     await port.start_workers(JOB, "t1", [STANDING_BY])
     held = node.gate.acquire(grant("n0/1", counter=5))
     with pytest.raises(GateClosed, match="n0/1"):
@@ -172,7 +172,9 @@ async def test_a_refused_call_leaves_the_worker_as_it_was(port: Port) -> None:
     assert len(await replies(port, grant(), about(""))) == 1
 
 
-async def test_a_call_that_breaks_the_worker_says_why_and_its_death_is_told_once(port: Port, node: Node) -> None:
+async def test_a_call_that_breaks_the_worker_says_why_and_the_workers_death_is_reported_once(
+    port: Port, node: Node
+) -> None:
     await port.start_workers(JOB, "t1", [grant()])
     with pytest.raises(WorkerGone, match="RuntimeError: this update broke the worker"):
         await replies(port, grant(), wire.WorkerCall(train=wire.Train(update_id="broken")))
@@ -244,7 +246,7 @@ async def test_the_timeline_has_the_slot_contiguous_from_start_to_stop(port: Por
     assert [state for state, before in zip(states, [None, *states], strict=False) if state != before] == want
 
 
-async def test_another_job_is_refused(port: Port) -> None:
+async def test_a_request_for_another_job_is_refused(port: Port) -> None:
     with pytest.raises(ValueError, match="serves job 'demo', not 'other'"):
         await port.start_workers(type(JOB)("other"), "t1", [grant()])
 

@@ -229,7 +229,7 @@ class TestAdoption:
         await store.attach()
         assert await store.gpus() == want
 
-    async def test_of_two_adopters_the_second_is_told(self, world: World) -> None:
+    async def test_of_two_adopters_of_a_store_the_second_is_refused(self, world: World) -> None:
         one, two = world.client(), world.client()
         found = await one.identity()
         assert found == Identity(found.run_id, None, 0)
@@ -242,14 +242,14 @@ class TestAdoption:
         with pytest.raises(VersionConflict):
             await store.adopt(expected=await store.identity(), term=9, rebuilt=EMPTY)
 
-    async def test_a_term_does_not_fall(self, world: World) -> None:
+    async def test_the_term_of_a_store_does_not_fall(self, world: World) -> None:
         await opened(world, term=7)
         await world.restart()
         client = world.client()
         with pytest.raises(VersionConflict):
             await client.adopt(expected=await client.identity(), term=7, rebuilt=EMPTY)
 
-    async def test_what_was_rebuilt_is_there_once_the_store_is_open(self, world: World, store: CellStore) -> None:
+    async def test_rebuilt_ownership_is_in_the_store_once_it_is_open(self, world: World, store: CellStore) -> None:
         transition = await store.plan(start_of_actor(GPUS[0]))
         await world.restart()
         lost = GpuRecord(GPUS[0], GpuState.LOST, ACTOR, Token(1, 4))
@@ -343,7 +343,9 @@ class TestOwnership:
             ),
         ],
     )
-    async def test_a_plan_is_refused(self, store: CellStore, transition: Transition, want: type[Exception]) -> None:
+    async def test_an_illegal_plan_is_refused_and_changes_nothing(
+        self, store: CellStore, transition: Transition, want: type[Exception]
+    ) -> None:
         before = await store.gpus()
         with pytest.raises(want):
             await store.plan(transition)
@@ -411,7 +413,9 @@ class TestOwnership:
         with pytest.raises(VersionConflict, match="before it could end committed"):
             await store.close(ready, Outcome.COMMITTED)
 
-    async def test_of_a_commit_and_an_abort_at_once_exactly_one_happens(self, world: World, store: CellStore) -> None:
+    async def test_of_a_commit_and_an_abort_of_one_transition_at_once_exactly_one_happens(
+        self, world: World, store: CellStore
+    ) -> None:
         ready = await acquire(store, await store.plan(start_of_actor(GPUS[0])))
         other = await attached(world)
         commit, abort = await asyncio.gather(
@@ -556,12 +560,12 @@ class TestJobStates:
             await store.save(JOB, b"other", expected_write=0, version=1)
         assert await store.save(JOB, b"two", expected_write=1, version=1) == JobState(b"two", 2, 1)
 
-    async def test_the_version_does_not_fall(self, store: CellStore) -> None:
+    async def test_the_version_of_a_saved_state_does_not_fall(self, store: CellStore) -> None:
         await store.save(JOB, b"one", expected_write=0, version=2)
         with pytest.raises(ValueError, match="cannot go back to 1"):
             await store.save(JOB, b"two", expected_write=1, version=1)
 
-    async def test_of_many_writers_at_once_exactly_one_is_stored(self, world: World, store: CellStore) -> None:
+    async def test_of_many_states_saved_at_once_exactly_one_is_stored(self, world: World, store: CellStore) -> None:
         clients = [await attached(world) for _ in range(5)]
         results = await asyncio.gather(
             *(client.save(JOB, b"%d" % index, expected_write=0, version=0) for index, client in enumerate(clients)),
@@ -573,7 +577,7 @@ class TestJobStates:
 
 
 class TestCommandsAndBoots:
-    async def test_the_first_result_of_a_command_is_everyones(self, world: World, store: CellStore) -> None:
+    async def test_every_caller_gets_the_first_result_of_a_command(self, world: World, store: CellStore) -> None:
         command = CommandId("start/scale-up/actor/1")
         assert await store.recall(JOB, command) is None
         clients = [await attached(world) for _ in range(4)]
@@ -583,7 +587,7 @@ class TestCommandsAndBoots:
         assert set(results) == {await store.recall(JOB, command)}
         assert await store.recall(JobId("other"), command) is None
 
-    async def test_an_empty_result_is_a_result(self, store: CellStore) -> None:
+    async def test_an_empty_command_result_is_stored_as_a_result(self, store: CellStore) -> None:
         await store.remember(JOB, CommandId("c"), b"")
         assert await store.remember(JOB, CommandId("c"), b"later") == b""
 
@@ -598,31 +602,31 @@ class TestCommandsAndBoots:
 class TestLostAnswers:
     """A write that took effect and whose answer was lost is repeated by the store's client, and counts once."""
 
-    async def test_a_plan_counts_once(self, world: World, store: CellStore) -> None:
+    async def test_a_plan_whose_answer_is_lost_counts_once(self, world: World, store: CellStore) -> None:
         world.lose_next_answer()
         planned = await store.plan(start_of_actor(GPUS[0]))
         assert await store.transitions(JOB) == (planned,)
 
-    async def test_a_grant_counts_once(self, world: World, store: CellStore) -> None:
+    async def test_a_grant_whose_answer_is_lost_counts_once(self, world: World, store: CellStore) -> None:
         planned = await store.plan(start_of_actor(GPUS[0]))
         world.lose_next_answer()
         assert (await acquire(store, planned)).move(GPUS[0]).granted_token == Token(1, 1)
 
-    async def test_a_close_counts_once(self, world: World, store: CellStore) -> None:
+    async def test_a_close_whose_answer_is_lost_counts_once(self, world: World, store: CellStore) -> None:
         planned = await store.plan(start_of_actor(GPUS[0]))
         world.lose_next_answer()
         assert (await store.close(planned, Outcome.ABORTED)).outcome is Outcome.ABORTED
 
-    async def test_a_save_counts_once(self, world: World, store: CellStore) -> None:
+    async def test_a_saved_state_whose_answer_is_lost_counts_once(self, world: World, store: CellStore) -> None:
         world.lose_next_answer()
         assert await store.save(JOB, b"one", expected_write=0, version=1) == JobState(b"one", 1, 1)
         assert await store.load(JOB) == JobState(b"one", 1, 1)
 
-    async def test_a_result_counts_once(self, world: World, store: CellStore) -> None:
+    async def test_a_command_result_whose_answer_is_lost_counts_once(self, world: World, store: CellStore) -> None:
         world.lose_next_answer()
         assert await store.remember(JOB, CommandId("c"), b"done") == b"done"
 
-    async def test_a_campaign_leaves_one_lead(self, world: World, store: CellStore) -> None:
+    async def test_a_campaign_whose_answer_is_lost_leaves_one_lead(self, world: World, store: CellStore) -> None:
         world.lose_next_answer()
         lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
         assert await in_force(store) == lead

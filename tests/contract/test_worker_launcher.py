@@ -106,7 +106,7 @@ async def test_two_workers_draw_different_random_numbers(launcher: WorkerLaunche
         assert await asked(first, "random") != await asked(second, "random")
 
 
-async def test_the_exit_status_is_told(launcher: WorkerLauncher, tmp_path: Path) -> None:
+async def test_the_exit_status_of_a_worker_is_reported(launcher: WorkerLauncher, tmp_path: Path) -> None:
     async with started(launcher, spec("leave", tmp_path / "log", LEAVE_WITH="7")) as (worker, _):
         assert await worker.wait() == 7
 

@@ -82,7 +82,7 @@ async def test_a_job_on_data_trains_each_sample_once_and_names_those_on_which_a_
 
 
 @pytest.mark.long
-async def test_the_loss_of_who_judges_changes_neither_samples_nor_weights(tmp_path: Path) -> None:
+async def test_the_loss_of_a_reward_judge_changes_neither_samples_nor_weights(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "killed").mkdir()
     async with running(job_on_data(tmp_path / "plain"), tmp_path / "plain") as job:

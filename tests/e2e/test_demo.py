@@ -51,7 +51,7 @@ def _slots(timeline: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-async def test_the_reward_rises_and_no_sample_is_lost_or_doubled(seed: int, tmp_path: Path) -> None:
+async def test_the_demos_reward_rises_and_no_sample_is_lost_or_doubled(seed: int, tmp_path: Path) -> None:
     said = await _demo(tmp_path, seed=seed)
     assert said.keys() >= KEYS
     assert said["reward_last"] - said["reward_first"] >= MIN_RISE
@@ -61,14 +61,14 @@ async def test_the_reward_rises_and_no_sample_is_lost_or_doubled(seed: int, tmp_
     assert len(_slots(Path(said["timeline"]))) == 8
 
 
-async def test_a_seed_repeats_itself(tmp_path: Path) -> None:
+async def test_two_runs_of_the_demo_with_one_seed_are_equal(tmp_path: Path) -> None:
     first, second = [await _demo(tmp_path / name, seed=0) for name in ("first", "second")]
     for said in (first, second):
         del said["wall_s"], said["timeline"]
     assert first == second
 
 
-async def test_the_demos_job_on_two_nodes_comes_to_what_it_does_on_one(tmp_path: Path) -> None:
+async def test_the_demos_job_ends_alike_on_two_nodes_and_on_one(tmp_path: Path) -> None:
     raw = yaml.safe_load((REPOSITORY / "tidegate" / "demo.yaml").read_text())
     raw["algorithm"]["iterations"] = 2
     raw["actor"]["warm_up"]["steps"] = 30

@@ -99,7 +99,9 @@ KILLS: dict[str, tuple[Victim, Condition]] = {
 
 
 @pytest.mark.parametrize("case", KILLS)
-async def test_the_same_groups_are_trained_without(case: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+async def test_a_kill_changes_no_group_that_dynamic_sampling_trains(
+    case: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     victim, when = KILLS[case]
     async with running(replacing_job(tmp_path), tmp_path) as job:
         await job.until(when)
@@ -107,7 +109,9 @@ async def test_the_same_groups_are_trained_without(case: str, undisturbed: Undis
         await _as_undisturbed(job, undisturbed)
 
 
-async def test_a_resumed_job_takes_the_same_prompts(undisturbed: Undisturbed, tmp_path: Path) -> None:
+async def test_a_resumed_job_with_dynamic_sampling_takes_the_same_prompts(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     async with running(replacing_job(tmp_path), tmp_path) as job:
         await job.until(generating(1))
         job.process.kill()

@@ -96,7 +96,7 @@ KILLED: dict[str, tuple[Victim, int]] = {
 
 
 @pytest.mark.parametrize("case", KILLED)
-async def test_whatever_dies_in_an_evaluation_each_is_told_once_with_the_same_figures(
+async def test_each_evaluation_is_reported_once_with_the_same_figures_whatever_dies_in_it(
     case: str, want: list[dict[str, Any]], want_checksum: str, tmp_path: Path
 ) -> None:
     victim, version = KILLED[case]

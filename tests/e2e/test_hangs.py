@@ -54,7 +54,7 @@ HANGS: dict[str, tuple[Role, Condition]] = {
 
 
 @pytest.mark.parametrize("case", HANGS)
-async def test_the_job_goes_on_after_a_hang_past_the_lease_of(case: str, want_checksum: str, tmp_path: Path) -> None:
+async def test_a_job_goes_on_after_a_lead_hangs_past_its_lease(case: str, want_checksum: str, tmp_path: Path) -> None:
     role, when = HANGS[case]
     async with running(small_job("plain"), tmp_path) as job:
         await job.until(when)
@@ -67,7 +67,7 @@ async def test_the_job_goes_on_after_a_hang_past_the_lease_of(case: str, want_ch
         await _assert_as_if_nothing_happened(job, want_checksum)
 
 
-async def test_the_job_goes_on_after_a_hang_of_the_scheduler(want_checksum: str, tmp_path: Path) -> None:
+async def test_a_job_goes_on_after_its_scheduler_hangs(want_checksum: str, tmp_path: Path) -> None:
     async with running(small_job("plain"), tmp_path) as job:
         await job.until(generating(1))
         process = job.service("services.scheduler")

@@ -34,7 +34,7 @@ def save_with_tokenizer(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Llama 3.2", "Qwen3", "Qwen3 MoE"])
-async def test_a_checkpoint_comes_back_trained(name: str, tmp_path: Path) -> None:
+async def test_a_hugging_face_checkpoint_comes_back_trained(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_with_tokenizer(source, name)
     async with running(job_of("trains", source), tmp_path) as job:
@@ -54,7 +54,7 @@ async def test_a_checkpoint_comes_back_trained(name: str, tmp_path: Path) -> Non
     assert read(torch.tensor([[1, 5, 9]])).logits.isfinite().all()
 
 
-async def test_a_job_that_was_stopped_in_its_export_has_it_after_the_resume(tmp_path: Path) -> None:
+async def test_a_job_that_was_stopped_in_its_export_exports_after_the_resume(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_with_tokenizer(source, "Qwen2.5")
     raw = job_of("stopped", source, algorithm__iterations=1)
@@ -72,7 +72,7 @@ async def test_a_job_that_was_stopped_in_its_export_has_it_after_the_resume(tmp_
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-async def test_what_is_not_trained_comes_back_bit_for_bit_and_the_next_job_starts_from_it(
+async def test_untrained_weights_are_exported_bit_for_bit_and_the_next_job_starts_from_them(
     precision: str, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"

@@ -70,7 +70,9 @@ async def test_the_same_seed_gives_the_same_samples_and_the_same_weights(
     assert _repeatable(again) == _repeatable(undisturbed["result"])
 
 
-async def test_the_loss_of_every_lead_in_one_job_changes_nothing(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+async def test_the_loss_of_every_lead_in_one_job_changes_neither_samples_nor_weights(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
     async with running(small_job("plain"), tmp_path) as job:
         await _kill_lead(job, Role.ROLLOUT, generating(0))
         await _kill_lead(job, Role.INFERENCE, generating(1))

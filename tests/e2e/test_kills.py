@@ -101,7 +101,7 @@ def _assert_as_if_nothing_happened(job: RunningJob, result: dict[str, Any], want
 
 
 @pytest.mark.parametrize("case", SURVIVED)
-async def test_the_job_goes_on_by_itself_without(case: str, want_checksum: str, tmp_path: Path) -> None:
+async def test_a_job_goes_on_by_itself_after_a_kill(case: str, want_checksum: str, tmp_path: Path) -> None:
     victim, when = SURVIVED[case]
     async with running(small_job("plain"), tmp_path) as job:
         await job.until(when)
@@ -112,7 +112,7 @@ async def test_the_job_goes_on_by_itself_without(case: str, want_checksum: str, 
 
 
 @pytest.mark.parametrize("server", ["nats-server", "valkey-server"])
-async def test_without_a_server_the_job_stops_with_a_message_and_resumes(
+async def test_a_job_whose_server_dies_stops_with_a_message_and_resumes(
     server: str, want_checksum: str, tmp_path: Path
 ) -> None:
     async with running(small_job("plain"), tmp_path) as job:
@@ -149,7 +149,7 @@ async def test_a_stopped_run_leaves_nothing_behind_and_resumes(case: str, want_c
     await _resumed(tmp_path, want_checksum)
 
 
-async def test_a_job_resumes_twice(want_checksum: str, tmp_path: Path) -> None:
+async def test_a_killed_job_resumes_twice(want_checksum: str, tmp_path: Path) -> None:
     for iteration in (0, 1):
         async with running(small_job("plain"), tmp_path, *(["--resume"] if iteration else [])) as job:
             await job.until(generating(iteration))

@@ -65,7 +65,7 @@ RESTARTS: dict[str, tuple[str, signal.Signals, Condition]] = {
 
 
 @pytest.mark.parametrize("case", RESTARTS)
-async def test_a_job_goes_on_after_a_restart_of(
+async def test_a_job_goes_on_after_a_restart_of_a_server(
     case: str, servers: EmbeddedServers, want_checksum: str, tmp_path: Path
 ) -> None:
     name, number, when = RESTARTS[case]

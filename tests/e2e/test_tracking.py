@@ -33,7 +33,7 @@ def reported(iteration: int) -> Condition:
     )
 
 
-async def test_a_tracker_that_stands_still_holds_up_nothing_and_then_tells_all(tmp_path: Path) -> None:
+async def test_a_tracker_that_stands_still_holds_up_no_job_and_then_writes_all_rows(tmp_path: Path) -> None:
     async with running(tracked_job(), tmp_path) as job:
         await job.until(joined())
         tracker = job.service("tidegate.tracking")
@@ -56,7 +56,7 @@ async def test_a_tracker_that_stands_still_holds_up_nothing_and_then_tells_all(t
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["stands still for ever", "is killed", "cannot write"])
-async def test_a_job_ends_as_it_would_without_a_tracker_that(how: str, tmp_path: Path) -> None:
+async def test_a_tracker_that_fails_changes_nothing_of_a_jobs_end(how: str, tmp_path: Path) -> None:
     if how == "cannot write":
         (tmp_path / "tracked").mkdir()
         (tmp_path / "tracked" / "tensorboard").write_text("a file in the place of the folder")

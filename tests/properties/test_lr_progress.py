@@ -32,7 +32,7 @@ def new(schedule: LrSchedule = COSINE, **rules: Any) -> LrLedger:
 
 
 @given(batches=st.lists(LENGTHS, min_size=1, max_size=3), plan=PLANS, epochs=st.integers(1, 3), nominal=NOMINAL)
-def test_the_sum_is_exact_whatever_the_lengths_cap_grouping_replicas_and_epochs(
+def test_the_sum_of_lr_progress_is_exact_whatever_the_lengths_cap_grouping_replicas_and_epochs(
     batches: list[list[int]], plan: Plan, epochs: int, nominal: Fraction
 ) -> None:
     by_size, owned = new(), new()
@@ -44,7 +44,7 @@ def test_the_sum_is_exact_whatever_the_lengths_cap_grouping_replicas_and_epochs(
 
 
 @given(lengths=LENGTHS, plans=st.tuples(PLANS, PLANS), epochs=st.integers(1, 2), nominal=NOMINAL)
-def test_two_plans_of_the_same_data_have_the_same_rate_wherever_both_cut_it(
+def test_two_plans_of_the_same_data_have_the_same_rate_at_every_common_cut(
     lengths: list[int], plans: tuple[Plan, Plan], epochs: int, nominal: Fraction
 ) -> None:
     (one, rates), (other, other_rates) = (
@@ -152,7 +152,7 @@ def test_static_batching_gives_the_rates_of_megatrons_own_scheduler_bit_for_bit(
     assert (ledger.progress, ledger.overshoot) == (Fraction(52), Fraction(4))
 
 
-def test_too_fast_8429_updates_of_2400_nominal_steps() -> None:
+def test_lr_counted_in_updates_is_too_fast_with_8429_updates_of_2400_nominal_steps() -> None:
     """The counters that ROLL's issue 442 was opened with."""
     schedule = LrSchedule(1e-6, budget=2400, decay=Decay.COSINE, minimum=1e-8)
     num_batches, num_updates = 75, 8429
@@ -173,7 +173,7 @@ def test_too_fast_8429_updates_of_2400_nominal_steps() -> None:
     assert projected_overshoot(schedule, 8429) == 6029
 
 
-def test_too_slow_caps_of_32k_64k_and_128k_tokens_consume_the_same_32_steps() -> None:
+def test_caps_of_32k_64k_and_128k_tokens_consume_the_same_32_steps() -> None:
     lengths = [8192] * 32
     runs = [train(new(), 0, lengths, Plan(cap, 1, 1), nominal=Fraction(32)) for cap in (2**15, 2**16, 2**17)]
     assert [ledger.num_updates for ledger, _ in runs] == [8, 4, 2]
@@ -244,7 +244,7 @@ def test_no_float_is_in_the_ledger(lengths: list[int], plan: Plan, nominal: Frac
 
 
 @given(cuts=st.lists(st.integers(1, 10**12 - 1), unique=True, max_size=8), nominal=st.integers(1, 10**12))
-def test_counts_to_a_million_millions_stay_exact(cuts: list[int], nominal: int) -> None:
+def test_lr_progress_stays_exact_with_counts_to_a_million_millions(cuts: list[int], nominal: int) -> None:
     schedule = LrSchedule(1e-3, budget=10**12, decay=Decay.COSINE)
     ledger = new(schedule).opened(0, 10**12, nominal=nominal)
     edges = [0, *sorted(cuts), 10**12]

@@ -229,6 +229,6 @@ def test_the_same_history_and_proposals_give_the_same_commands_byte_for_byte(dat
 @SIZES
 @MANY
 @given(st.data())
-def test_of_many_histories_none_leaves_a_gpu_elsewhere(engine_size: int, data: st.DataObject) -> None:
+def test_over_many_histories_every_gpu_comes_to_whom_it_is_proposed_for(engine_size: int, data: st.DataObject) -> None:
     check_undisturbed(data.draw(undisturbed(engine_size)), engine_size)
     check_disturbed(data.draw(histories(engine_size)), engine_size)

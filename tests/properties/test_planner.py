@@ -138,7 +138,7 @@ def test_applied_to_arrays_a_plan_gives_exactly_the_targets_shards(resize: Resiz
 
 @settings(max_examples=50)
 @given(resizes(optimizers=("plain", "distributed")))
-def test_there_and_back_is_the_identity(resize: Resize) -> None:
+def test_a_plan_and_the_plan_back_are_the_identity(resize: Resize) -> None:
     source = cutter.world(resize.source, resize.parameters, cutter.whole_tensors(resize.parameters))
     there = cutter.empty_like(cutter.world(resize.target, resize.parameters, cutter.whole_tensors(resize.parameters)))
     again = cutter.empty_like(source)
@@ -165,7 +165,7 @@ def test_the_bytes_of_each_rank_are_those_of_its_part(resize: Resize) -> None:
 
 @settings(max_examples=50)
 @given(resizes())
-def test_a_rank_receives_what_it_wants_and_did_not_hold_and_nothing_else(resize: Resize) -> None:
+def test_a_rank_receives_exactly_the_regions_that_it_lacks(resize: Resize) -> None:
     whole = cutter.whole_tensors(resize.parameters)
     source = cutter.world(resize.source, resize.parameters, whole)
     target = cutter.world(resize.target, resize.parameters, whole)

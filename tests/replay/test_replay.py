@@ -53,7 +53,7 @@ def test_a_simulated_history_has_its_fault_in_it(name: str) -> None:
     assert any(isinstance(body, ev.Failed) for body in bodies)
 
 
-def test_what_is_read_of_a_file_is_what_was_written(tmp_path: Path) -> None:
+def test_a_recorded_history_reads_back_as_it_was_written(tmp_path: Path) -> None:
     steps = recorded("deaths")
     path = tmp_path / "history.jsonl"
     path.write_text("\n".join(told(steps)))

@@ -2,7 +2,7 @@
 
 Invariants:
 - Every write expects all cells that it was decided on. A decision on a stale cell is taken again or refused.
-  [test_store: many_writers_at_once]
+  [test_store: many_states_saved_at_once]
 - A `decide` function writes nothing when its effect is already there, so any call may be repeated.
   [test_store: step_repeated_changes_nothing]
 - A call without an answer is repeated a few times, each time with a new decision on the store's contents. Then it fails

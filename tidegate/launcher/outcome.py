@@ -3,7 +3,7 @@
 Invariants:
 - `summary` has the same keys for every run. [test_outcome: run_without_iterations]
 - Two runs of one seed have the same values, except `wall_s` and `timeline`.
-  [test_demo: a_seed_repeats_itself]
+  [test_demo: with_one_seed_are_equal]
 """
 
 from __future__ import annotations

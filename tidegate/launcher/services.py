@@ -14,7 +14,7 @@ End:
 
 Every process finds this installation's modules, wherever the launcher was started.
 
-Invariant: a job never needs its tracker. [test_tracking: ends_as_it_would_without_a_tracker]
+Invariant: a job never needs its tracker. [test_tracking: changes_nothing_of_a_jobs_end]
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Every implementation keeps these promises (tests/contract/test_bus.py checks eac
 - A group is stored once for (stage, incarnation, iteration, prompt), however often it is published.
   [test_bus: group_is_stored_once]
 - Delivery is at least once. A message that is neither acknowledged nor reported in progress within `ack_wait_s` comes
-  again. [test_bus: unsettled_group_comes_again]
+  again. [test_bus: unsettled_group_is_delivered_again]
 - Consumers are durable by name: they continue where they were after a crash, a reconnect or a restart of the server.
   [test_bus: go_on_after_the_server_was_killed]
 - An acknowledgement removes no message. Samples stay until `purge`, dead letters until they are replayed or dropped,
-  events for good. [test_bus: published_names_exactly_the_prompts]
+  events for good. [test_bus: prompts_of_an_iteration_are_exactly]
 - A message that cannot be decoded, or was delivered too often, becomes a dead letter with its reason. The consumer's
-  `on_dead_letter` gets it. It is delivered again only after a replay. [test_bus: cannot_be_decoded_becomes_a_dead]
+  `on_dead_letter` gets it. It is delivered again only after a replay. [test_bus: undecodable_group_becomes_a_dead]
 - The fencing term only grows, by compare-and-set. [test_bus: term_grows_by_compare_and_set]
 """
 

@@ -9,7 +9,7 @@ Invariants:
 - To start a running worker or to stop an absent one changes nothing.
   [test_instance_port: repeated_start_and_a_repeated_stop]
 - An unrequested death is reported to `on_death` once, after the worker's calls have failed.
-  [test_instance_port: death_is_told_once]
+  [test_instance_port: death_is_reported_once]
 - A timeline that cannot be written ends no worker. [test_instance_port: timeline_that_cannot_be_written]
 """
 

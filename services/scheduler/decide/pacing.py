@@ -3,7 +3,7 @@
 `ClusterState.version` tells the two apart: progress, backlog and pictures of an iteration leave it alone.
 
 Invariants:
-- A command's deadline, or the time that a policy named, is never put off. [test_pacing: puts_nothing_else_off]
+- A command's deadline, or the time that a policy named, is never put off. [test_pacing: delays_no_other_decision]
 - A policy is asked for progress at most once in `decide_every_ms`, however often components report.
   [test_pacing: progress_alone_waits]
 """

@@ -76,12 +76,12 @@ def test_a_reshard_costs_its_busiest_ranks_bytes_or_what_is_published() -> None:
     assert busiest_bytes([]) == 0
 
 
-def test_every_field_has_a_source() -> None:
+def test_every_cost_field_names_its_source() -> None:
     found = {each.key: each.source for each in assumptions_of(Costs())}
     assert list(found) == [".".join(path) for path, _ in fields_of(Costs)]
     assert all(found.values())
 
 
-def test_a_layout_that_is_none_is_refused() -> None:
+def test_an_efficiency_of_a_name_that_is_no_layout_is_refused() -> None:
     with pytest.raises(ValidationError, match="layout_efficiency"):
         TrainerCosts(layout_efficiency={"tp4xdp4": 2.0})

@@ -16,13 +16,13 @@ def tokens(lengths: Lengths) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.array([[sum(turns) for turns in row] for row in lengths.turns])
 
 
-def test_a_seed_gives_its_lengths_again_and_another_seed_others() -> None:
+def test_a_seed_repeats_its_lengths_and_another_seed_gives_others() -> None:
     section = LengthSection()
     assert drawn(section, seed=3) == drawn(section, seed=3)
     assert drawn(section, seed=3) != drawn(section, seed=4)
 
 
-def test_prompts_and_members_spread_as_told() -> None:
+def test_prompts_and_members_spread_as_configured() -> None:
     logs = np.log(tokens(drawn(LengthSection(max_tokens=10**9), num_prompts=4000)))
     assert logs.std(axis=1, ddof=1).mean() == pytest.approx(0.25, abs=0.02)
     assert logs.mean(axis=1).std() == pytest.approx(0.51, abs=0.03)
@@ -80,7 +80,7 @@ def test_a_trace_has_a_line_a_prompt_and_plus_signs_between_turns() -> None:
         ("12 60+50", "t.txt:2: '60+50' has 110 tokens, lengths.max_tokens is 100"),
     ],
 )
-def test_a_bad_line_is_told_with_its_file_and_number(line: str, want: str) -> None:
+def test_a_bad_line_of_a_trace_is_refused_with_its_file_and_number(line: str, want: str) -> None:
     with pytest.raises(BadTrace) as caught:
         parse_trace(f"1 2\n{line}\n", told="t.txt", group_size=2, max_tokens=100)
     assert str(caught.value).startswith(want)

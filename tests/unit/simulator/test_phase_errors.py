@@ -28,7 +28,7 @@ def test_a_run_that_the_simulator_made_is_made_again_phase_by_phase(tmp_path: Pa
     assert found["training"] == pytest.approx(0, abs=1)
 
 
-def test_a_half_is_compared_with_costs_of_the_other_half(tmp_path: Path) -> None:
+def test_each_half_of_a_run_is_compared_with_costs_fitted_to_the_other_half(tmp_path: Path) -> None:
     """The second of three trains twice as long: by its costs the others would, a fit to all three would be theirs."""
     first, second, third, *_ = recorded_run(tmp_path).iterations
     run = replace(recorded_run(tmp_path), iterations=(first, slower(second, 2), third))
@@ -42,6 +42,6 @@ def test_a_run_of_one_iteration_is_compared_with_itself_and_phases_without_time_
     assert "training" not in errors(replace(run, iterations=(idle,)))
 
 
-def test_an_error_is_told_with_its_sign() -> None:
+def test_a_phase_error_has_a_sign() -> None:
     assert PhaseError("rollout", 2.0, 2.2).told() == "rollout: 2.2 s, measured 2 s (+10 %)"
     assert PhaseError("rollout", 2.0, 1.9999).row()["error_percent"] == 0.0

@@ -52,7 +52,7 @@ def test_a_7b_and_a_32b_model_have_the_parameters_that_they_are_named_for() -> N
     assert (in_fp32.weight_bytes, in_fp32.optimizer_bytes) == (4 * 7_615_616_512, 8 * 7_615_616_512)
 
 
-def test_who_stays_keeps_its_shards_and_who_joins_gets_all_of_its_own() -> None:
+def test_a_rank_that_stays_keeps_its_shards_and_a_rank_that_joins_gets_all_of_its_own() -> None:
     """In bf16, 2 bytes of weights and 12 of the optimizer's a parameter, within the padding of the vocabulary."""
     num = QWEN25_7B.num_parameters
     assert bytes_of(QWEN25_7B, 1, 2, 1) == pytest.approx(12 * num / 2, rel=1e-4)
@@ -64,7 +64,7 @@ def test_who_stays_keeps_its_shards_and_who_joins_gets_all_of_its_own() -> None:
     )
 
 
-def test_what_moves_depends_on_places_and_shared_hosts_and_not_on_the_gpus_names() -> None:
+def test_the_bytes_that_a_reshard_moves_depend_on_places_and_shared_hosts_not_on_gpu_names() -> None:
     before, after = Layout(tp=2, dp=2), Layout(tp=2, dp=4)
     here = change_of(GPUS[:4], before, GPUS[:8], after)
     there = change_of(GPUS[64:68], before, GPUS[64:72], after)

@@ -94,12 +94,12 @@ def test_a_last_minibatch_that_waits_begins_when_the_rollout_is_over() -> None:
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "tide that waits"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_through_the_scheduler_and_directly_the_same_happens(name: str, seed: int) -> None:
+def test_a_policy_gives_the_same_happenings_through_the_scheduler_and_directly(name: str, seed: int) -> None:
     check_both_ways(small(), POLICIES[name], seed)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
-def test_a_wait_is_the_same_through_the_scheduler_and_directly(seed: int) -> None:
+def test_a_wait_of_the_last_minibatch_is_the_same_through_the_scheduler_and_directly(seed: int) -> None:
     """Of seeds at which no component's work ends while it still gets GPUs: the scheduler lets one transition of a
     component end before it opens another."""
     check_both_ways(LONG, POLICIES["tide that waits"], seed)
@@ -116,7 +116,7 @@ def check_both_ways(scenario: Scenario, policy: Policy, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynarl", "tide"])
-def test_reshards_that_are_planned_for_a_model_take_the_same_both_ways(name: str) -> None:
+def test_reshards_planned_for_a_model_take_the_same_time_through_the_scheduler_and_directly(name: str) -> None:
     own = {
         "algorithm": {"prompts_per_iteration": 32, "group_size": 4, "n_minibatches": 4},
         "costs": {**SMALL["costs"], "trainer": {"rate_gpus": 8, "rate_tokens_per_s": 2_000, "fixed_s": 1}},
@@ -254,7 +254,7 @@ def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_trainer_that_is_to_change_begins_no_minibatch_before(name: str) -> None:
+def test_a_trainer_that_is_to_change_begins_no_minibatch_before_it_has_changed(name: str) -> None:
     scenario = small(algorithm={"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 4})
     run = simulate(scenario, POLICIES[name], seed=0)
     changes = [
@@ -309,7 +309,7 @@ class Lending:
         return Choice(home if is_over else lent, trains, "lends", group_order=order, ask_at_ms=self.until_ms)
 
 
-def test_what_is_chosen_is_carried_out_when_it_can_be() -> None:
+def test_a_choice_is_carried_out_once_its_gpus_are_free() -> None:
     few = {"engine": {"max_running": 4, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}}
     run = simulate(small(costs=few), Lending(10_000), seed=3)
     states = [(round(each.start_s, 2), each.state) for each in run.timeline[GpuId("n0/0")]]
@@ -329,7 +329,7 @@ def test_a_component_without_a_home_is_refused_by_its_key() -> None:
         simulate(small(cluster={"nodes": {"n0": 8}, "placement": placement}), PhasesPolicy())
 
 
-def test_phases_train_on_no_more_replicas_than_a_minibatch_has_samples() -> None:
+def test_the_phases_policy_trains_on_no_more_replicas_than_a_minibatch_has_samples() -> None:
     of_few = small(algorithm={"prompts_per_iteration": 6, "group_size": 1, "n_minibatches": 2})
     run = simulate(of_few, PhasesPolicy(), seed=3)
     want = tuple(GpuId(f"n0/{index}") for index in range(3))
@@ -337,7 +337,7 @@ def test_phases_train_on_no_more_replicas_than_a_minibatch_has_samples() -> None
     check_whole(run, of_few)
 
 
-def test_phases_use_every_gpu_for_one_stage_after_the_other() -> None:
+def test_the_phases_policy_uses_every_gpu_for_one_stage_after_the_other() -> None:
     run = simulate(small(), PhasesPolicy(), seed=3)
     at = [each.assignment for each in run.decisions]
     everything = tuple(GpuId(f"n0/{index}") for index in range(8))

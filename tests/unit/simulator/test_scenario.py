@@ -111,7 +111,7 @@ def test_a_model_that_the_actors_layout_cannot_cut_is_refused(tmp_path: Path) ->
         load_scenario(path)
 
 
-def test_what_a_named_model_moves_is_among_the_assumptions_and_only_then(tmp_path: Path) -> None:
+def test_a_named_models_reshard_bytes_are_an_assumption_only_where_a_model_is_named(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     assert not [each for each in used_assumptions(load_scenario(path)) if each.key.startswith("model.")]
     named = {each.key: each for each in used_assumptions(load_scenario(path, ["model.hidden_size=1024"]))}
@@ -172,11 +172,11 @@ def test_a_lengths_file_of_another_number_of_prompts_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "a: [\n"])
-def test_a_file_that_is_no_scenario_says_so(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_scenario_is_refused_as_such(tmp_path: Path, text: str) -> None:
     with pytest.raises(ScenarioError, match=r"scenario\.yaml"):
         load_scenario(written(tmp_path, text))
 
 
-def test_a_scenario_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_a_missing_scenario_file_is_refused_as_missing(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match="No such file"):
         load_scenario(tmp_path / "none.yaml")

@@ -196,7 +196,7 @@ RETURNS: dict[str, tuple[list[Fault], float | None]] = {
 
 
 @pytest.mark.parametrize("name", RETURNS)
-def test_with_its_node_comes_back(name: str) -> None:
+def test_a_gpu_with_several_faults_is_free_again_when_the_last_fault_is_over(name: str) -> None:
     """The node is lost from 0.5 s to 1.5 s; each GPU is free again when the last of its faults is over."""
     faults, want = RETURNS[name]
     over = world(workload(EIGHT_GROUPS), faults=[*faults, NodeFault(0.5, NodeId("n0"), back_after_s=1.0)])

@@ -68,7 +68,7 @@ NEVER_DONE = {
 
 
 @pytest.mark.parametrize("case", NEVER_DONE)
-def test_what_is_never_done_fails_the_job_with_what_was_asked_and_how_often(case: str) -> None:
+def test_a_command_that_is_never_done_fails_the_job_with_its_name_and_attempts(case: str) -> None:
     answers, want_issues = NEVER_DONE[case]
     state = silent(deadline_ms=60_000).state
     for number in range(1, want_issues + 1):
@@ -118,7 +118,7 @@ def test_the_next_deadline_is_the_earliest_of_all_and_none_when_nothing_is_waite
     assert next_due_ms(ClusterState(job=JOB)) is None
 
 
-def test_what_is_wanted_no_more_is_waited_for_no_more() -> None:
+def test_an_expectation_ends_once_its_command_is_not_needed_any_more() -> None:
     drive = booted(FakeCluster(spec()))
     drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
     while drive.cluster.outbox:

@@ -103,7 +103,7 @@ TWO_NODES = spread(
 )
 
 
-def test_what_is_left_of_broken_copies_makes_others_inside_a_node() -> None:
+def test_the_remaining_gpus_of_broken_copies_make_new_copies_inside_a_node() -> None:
     """Engines 2-3 and 4-5 of n0 and 4-5 of n1 lose a GPU each: two of the three that are left are n0's."""
     gone = (*at(0, 2, 3), *at(0, 5, 6), *at(1, 4, 5))
     rollout = home(lost(TWO_NODES, gone)).spec.placement[Role.ROLLOUT]
@@ -113,7 +113,7 @@ def test_what_is_left_of_broken_copies_makes_others_inside_a_node() -> None:
     assert rollout.gpus == (*at(0, 4, 6), *at(1, 6, 8), at(0, 2, 3)[0], at(0, 6, 7)[0])
 
 
-def test_who_gets_a_copy_of_what_others_spare_gets_it_inside_a_node() -> None:
+def test_a_component_that_gets_a_copy_from_gpus_of_others_gets_it_inside_a_node() -> None:
     """Inference loses its node. One GPU of the actor's broken copy is nobody's, on n0; the rollout's last engine, of
     which one GPU is lost, leaves another on n1: a whole pair is better."""
     gone = (*at(2, 0, 2), *at(0, 1, 2), *at(1, 7, 8))
@@ -158,7 +158,7 @@ def test_an_actor_that_has_no_copy_left_gets_a_free_slot_of_its_own() -> None:
     assert home(lost(spec, (*gpus(0, 1), *gpus(3, 5)))) == Home(spec), "and none where none is left"
 
 
-def test_what_stands_by_is_the_actors_alone() -> None:
+def test_standby_gpus_go_to_the_actor_alone() -> None:
     spec = replace(job(actor=1, rollout=1, inference=1, prompts=8, minibatches=2), standby=gpus(3, 5))
     assert home(lost(spec, gpus(2, 3))) == Home(spec)
 
@@ -177,7 +177,7 @@ def test_an_actor_that_lost_nothing_stays_where_a_person_moved_it() -> None:
     assert at_home.placement[Role.ACTOR] == Placed(gpus(0, 2), Layout(dp=2))
 
 
-def test_what_is_left_of_an_assigned_trainer_is_a_layout_that_the_policy_accepts() -> None:
+def test_the_remaining_gpus_of_an_assigned_trainer_make_a_layout_that_the_policy_accepts() -> None:
     spec = job(actor=2, rollout=4, inference=2, rollout_tp=2, prompts=8, minibatches=2)
     grown = Assignment((gpus(2, 4),), Placed((*gpus(0, 2), *gpus(4, 6)), Layout(dp=4)), gpus(6, 8))
     gone = frozenset(gpus(5, 6))
@@ -199,7 +199,7 @@ def test_a_gpu_is_gone_once_it_is_absent_for_long_and_the_job_goes_on() -> None:
     assert needed(replace(state, absent={}))
 
 
-def test_where_a_component_could_get_no_copy_nothing_is_done_without() -> None:
+def test_a_job_waits_for_lost_gpus_where_a_component_could_get_no_copy() -> None:
     assert needed(lost(SPEC, (*gpus(4, 6), *gpus(8, 10)))), "the rollout keeps an engine, and the actor spares nothing"
 
 
@@ -213,7 +213,7 @@ def test_a_component_that_is_down_does_not_wait_for_gpus_that_the_actor_has() ->
     assert home(replace(grown, components={**grown.components, **suspended})).gone == set(gpus(8, 10))
 
 
-def test_what_was_assigned_is_kept_but_for_lost_gpus_and_their_copies() -> None:
+def test_an_assignment_is_kept_except_for_lost_gpus_and_their_copies() -> None:
     assigned = Assignment(as_engines(gpus(4, 8), 2), Placed(gpus(0, 4), Layout(tp=2, dp=2)), gpus(8, 10))
     gone = frozenset((*gpus(0, 1), *gpus(5, 6), *gpus(8, 9)))
     left = without(assigned, home(lost(SPEC, tuple(gone))).spec, gone, ANY)
@@ -228,7 +228,7 @@ def test_whole_copies_of_inference_are_kept_when_another_is_broken() -> None:
     assert without(assigned, pairs, frozenset(gpus(8, 9)), ANY).inference == gpus(10, 12)
 
 
-def test_where_a_component_would_be_left_with_nothing_everything_is_at_home() -> None:
+def test_where_an_assignment_would_leave_a_component_without_gpus_all_components_are_at_home() -> None:
     assigned = Assignment((gpus(4, 6),), None, gpus(8, 9))
     gone = frozenset(gpus(8, 9))
     spec = home(lost(SPEC, gpus(8, 9))).spec

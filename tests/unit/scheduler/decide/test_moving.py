@@ -180,7 +180,7 @@ def test_gpus_go_where_they_are_proposed_within_an_open_iteration(case: str) -> 
     finishes(drive, proposed)
 
 
-def test_a_rollout_that_works_is_given_the_weights_for_whom_it_gets() -> None:
+def test_a_working_rollout_gets_the_weights_for_the_engines_that_come() -> None:
     drive, proposed = running()
     propose(drive, proposed, actor=None, rollout=engines(*ROLLOUT, *ACTOR))
 
@@ -462,7 +462,7 @@ def test_a_job_that_ends_while_gpus_move_gives_all_back() -> None:
         assert not any(record.owner for record in drive.cluster.store.gpus.values())
 
 
-def test_a_person_who_asks_for_where_the_actor_is_already_makes_it_its_home() -> None:
+def test_a_manual_move_to_the_actors_present_gpus_makes_them_its_home() -> None:
     drive, proposed = running(spec(standby=(gpu("n0", 3),)))
     placed = Placed((ACTOR[0], gpu("n0", 3)), Layout(dp=2))
     propose(drive, proposed, actor=placed)
@@ -475,7 +475,7 @@ def test_a_person_who_asks_for_where_the_actor_is_already_makes_it_its_home() ->
     assert drive.state.home(Role.ACTOR) == placed
 
 
-def test_a_release_that_is_told_before_the_layout_waits_for_it() -> None:
+def test_a_release_that_arrives_before_its_layout_waits_for_the_layout() -> None:
     drive, proposed = running()
     ready(drive, proposed, rollout=engines(ROLLOUT[0]))
     drive.cluster.work()
@@ -489,7 +489,7 @@ def test_a_release_that_is_told_before_the_layout_waits_for_it() -> None:
     assert drive.cluster.store.gpus[ROLLOUT[2]].state is GpuState.FREE
 
 
-def test_what_was_released_in_a_change_that_is_closed_without_its_layout_is_taken_back() -> None:
+def test_gpus_released_in_a_change_that_is_closed_without_its_layout_are_taken_back() -> None:
     drive, proposed = running()
     ready(drive, proposed, rollout=engines(ROLLOUT[0]))
     transition = drive.state.changing(Role.ROLLOUT)
@@ -507,7 +507,7 @@ def test_what_was_released_in_a_change_that_is_closed_without_its_layout_is_take
     finishes(drive, proposed)
 
 
-def test_a_rollout_of_which_nobody_stays_is_asked_anew() -> None:
+def test_a_rollout_that_keeps_no_engine_is_started_anew() -> None:
     drive, proposed = running()
     drive.cluster.hung.add(Role.ROLLOUT)
     ready(drive, proposed, rollout=engines(ROLLOUT[0]))
@@ -519,7 +519,7 @@ def test_a_rollout_of_which_nobody_stays_is_asked_anew() -> None:
     finishes(drive, proposed)
 
 
-def test_the_reason_says_where_gpus_go() -> None:
+def test_the_reason_of_a_move_says_where_gpus_go() -> None:
     drive, proposed = running()
     proposed.placement = {Role.ACTOR: None}
     decision = decided(drive.state, proposed(drive.state), drive.now_ms)

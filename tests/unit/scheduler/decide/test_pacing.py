@@ -23,13 +23,13 @@ def test_progress_alone_waits_for_its_time_since_the_last_decision() -> None:
     assert pace.is_due(state, state, 6000)
 
 
-def test_the_time_that_a_policy_named_is_kept() -> None:
+def test_a_decision_is_due_at_the_time_that_the_policy_named() -> None:
     state = ClusterState(job=JOB, ask_at_ms=1234)
     assert next_due_ms(state) == 1234
     assert Pace(EVERY_MS, decided_ms=1000).next_decision_ms(state, 1000) == 1234
 
 
-def test_a_time_named_far_off_puts_nothing_else_off() -> None:
+def test_a_late_time_from_the_policy_delays_no_other_decision() -> None:
     later = ClusterState(job=JOB, ask_at_ms=60_000)
     assert Pace(EVERY_MS, decided_ms=1000).next_decision_ms(later, 1000) == 6000
     expecting = booted(FakeCluster(spec())).run_until(lambda state: bool(state.expectations))

@@ -81,7 +81,7 @@ def test_a_choice_becomes_each_components_gpus_and_layout() -> None:
     }
 
 
-def test_who_has_no_gpus_is_said_to_have_none() -> None:
+def test_a_component_without_gpus_is_proposed_without_a_placement() -> None:
     assert placement_of(spec(), LENT) == ALL_ROLLOUT
 
 
@@ -121,7 +121,7 @@ class Growing:
 
 
 @pytest.mark.parametrize(("num_gpus", "want"), [(2, True), (4, False)])
-def test_a_trainer_that_is_to_change_begins_no_minibatch_before(num_gpus: int, want: bool) -> None:
+def test_a_trainer_that_is_to_change_begins_no_minibatch_before_it_has_changed(num_gpus: int, want: bool) -> None:
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
     got = chosen(Growing(num_gpus), seen(job_spec, as_configured(job_spec)))
     assert (got.proposal.trains, got.remembered.trains) == (want, want)
@@ -168,7 +168,7 @@ def test_work_that_a_policy_forgot_gets_its_own_gpus_back(name: str) -> None:
     assert got.remembered.assignment == as_configured(job_spec), "its policy goes on from there"
 
 
-def test_what_has_no_work_needs_no_gpus_and_what_is_on_its_way_is_waited_for() -> None:
+def test_a_component_without_work_needs_no_gpus_and_gpus_on_their_way_are_waited_for() -> None:
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
     nobody = Forgetful(Assignment((), None, ()))
     done = seen(job_spec, as_configured(job_spec), num_done=2, num_taken=8)
@@ -178,7 +178,7 @@ def test_what_has_no_work_needs_no_gpus_and_what_is_on_its_way_is_waited_for() -
     assert chosen(nobody, moving).proposal.reason == "forgetful"
 
 
-def test_a_running_jobs_policy_is_asked_of_what_was_told() -> None:
+def test_the_policy_of_a_running_job_is_asked_with_the_last_pictures() -> None:
     state = running()
     got = proposal_of(state, Asking(ask_at_ms=2_000_000), 1_000_000)
     assert got.proposal.placement == ALL_ROLLOUT
@@ -186,7 +186,7 @@ def test_a_running_jobs_policy_is_asked_of_what_was_told() -> None:
 
 
 @pytest.mark.parametrize("ask_at_ms", [None, 999_999, 1_000_000])
-def test_a_time_that_has_come_is_not_asked_at(ask_at_ms: int | None) -> None:
+def test_a_policy_is_not_asked_again_at_a_time_that_has_passed(ask_at_ms: int | None) -> None:
     """It would be asked at once, again and again."""
     assert proposal_of(running(), Asking(ask_at_ms), 1_000_000).ask_at_ms is None
 
@@ -207,7 +207,7 @@ NOT_ASKED: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_ASKED)
-def test_it_is_not_asked_and_everything_is_where_it_is_placed(name: str) -> None:
+def test_where_the_policy_is_not_asked_every_component_is_at_home(name: str) -> None:
     change, want = NOT_ASKED[name]
     state = replace(change(running()), remembered=Remembered(iteration=7, assignment=LENT, trains=False))
     got = proposal_of(state, Asking(ask_at_ms=2_000_000), 1_000_000)
@@ -216,7 +216,7 @@ def test_it_is_not_asked_and_everything_is_where_it_is_placed(name: str) -> None
     assert got.proposal.reason == f"{want}: GPUs as they are (actor 2, rollout 3, inference 2)"
 
 
-def test_while_it_is_not_asked_everything_stays_where_it_put_it_in_this_iteration() -> None:
+def test_while_the_policy_is_not_asked_every_component_stays_where_the_policy_put_it_in_this_iteration() -> None:
     state = running()
     assert state.iteration is not None
     remembered = Remembered(state.incarnation, state.iteration.plan.iteration, LENT, trains=False)
@@ -227,7 +227,7 @@ def test_while_it_is_not_asked_everything_stays_where_it_put_it_in_this_iteratio
     assert proposal_of(restarted, Asking(), 1_000_000).proposal.placement == HOME
 
 
-def test_who_was_given_no_gpus_and_has_a_new_lead_gets_some_and_everything_else_goes_home_for_it() -> None:
+def test_a_component_without_gpus_whose_lead_is_new_gets_some_and_the_others_go_home() -> None:
     state = running()
     assert state.iteration is not None
     remembered = Remembered(state.incarnation, state.iteration.plan.iteration, LENT, trains=False)
@@ -238,7 +238,7 @@ def test_who_was_given_no_gpus_and_has_a_new_lead_gets_some_and_everything_else_
     assert (got.proposal.placement, got.proposal.trains) == (HOME, True)
 
 
-def test_a_persons_word_comes_first_and_everything_else_goes_home_for_it() -> None:
+def test_a_manual_move_overrides_the_policy_and_other_components_go_home() -> None:
     state = running()
     assert state.iteration is not None
     asked = Placed((gpu("n1", 0),), Layout())
@@ -266,6 +266,6 @@ def test_what_a_policy_remembers_is_written_with_what_is_issued_and_is_no_struct
     assert "asking" in made.decided.reason
 
 
-def test_who_no_longer_wants_to_be_asked_is_not() -> None:
+def test_a_policy_that_names_no_time_is_not_asked_at_its_earlier_one() -> None:
     state = replace(running(), ask_at_ms=1_000_000)
     assert turn(state, 1_000_000, Asking()).after.ask_at_ms is None

@@ -79,7 +79,7 @@ def test_the_actor_changes_within_an_open_iteration(placed: Placed, kind: type[c
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_what_comes_has_a_new_token_and_what_stays_keeps_its_own() -> None:
+def test_a_gpu_that_comes_has_a_new_token_and_one_that_stays_keeps_its_own() -> None:
     drive = running()
     before = {grant.gpu: grant.token for grant in drive.state.components[Role.ACTOR].grants}
 
@@ -252,7 +252,7 @@ def test_a_death_as_a_dead_rank_is_brought_back_has_it_brought_back_again(slot: 
 
 
 @pytest.mark.parametrize("is_told_first", [False, True])
-def test_a_node_that_is_lost_with_whom_the_committed_resize_brought_costs_the_incarnation(is_told_first: bool) -> None:
+def test_the_loss_of_a_node_whose_gpus_a_committed_resize_brought_costs_the_incarnation(is_told_first: bool) -> None:
     drive = running()
     committed(drive, Placed((FIRST, SPARE, OTHER_SPARE), Layout(dp=3)))
     if is_told_first:
@@ -374,7 +374,7 @@ def test_the_lead_of_a_closed_resize_cannot_commit_it() -> None:
     ],
     ids=["another's GPU", "a GPU twice", "ranks and GPUs differ", "more replicas than samples"],
 )
-def test_what_the_actor_can_never_be_is_refused_by_name(placed: Placed, want: str) -> None:
+def test_a_resize_to_an_impossible_layout_is_refused_by_name(placed: Placed, want: str) -> None:
     drive = running(standby=(SPARE, OTHER_SPARE, THIRD_SPARE))
     assert want in (fault(drive.cluster.job_spec, placed) or "")
 

@@ -98,7 +98,7 @@ def moving(
     return replace(state, transitions={transition.id: transition})
 
 
-def test_where_all_agree_it_is_what_was_told() -> None:
+def test_a_situation_shows_the_pictures_as_they_are_where_the_records_agree() -> None:
     situation = see(STATE)
 
     assert situation.generation is TOLD, "what was computed of it once is there for the next decision"
@@ -121,7 +121,7 @@ def test_where_all_agree_it_is_what_was_told() -> None:
     ],
     ids=["no spec", "no iteration", "no rollout", "no inference", "no actor"],
 )
-def test_without_all_three_there_is_nothing_to_look_at(state: ClusterState) -> None:
+def test_without_pictures_of_all_three_components_there_is_no_situation(state: ClusterState) -> None:
     assert situation_of(state, now_ms=0) is None
 
 
@@ -212,7 +212,7 @@ RESIZED: dict[str, tuple[ClusterState, Placed | None, tuple[GpuId, ...]]] = {
 
 
 @pytest.mark.parametrize("case", RESIZED)
-def test_while_the_trainer_moves(case: str) -> None:
+def test_a_trainer_that_moves_is_seen_without_the_gpus_under_way(case: str) -> None:
     state, want_placed, want_moving = RESIZED[case]
 
     situation = see(state)
@@ -230,7 +230,7 @@ def test_a_trainer_that_lacks_a_rank_works_on_nothing() -> None:
     assert situation.moving == gpus(0, 3)
 
 
-def test_a_gpu_that_nobody_owns_is_free() -> None:
+def test_a_gpu_that_nobody_owns_is_free_in_the_situation() -> None:
     free = {gpu: GpuRecord(gpu, GpuState.FREE, None, TOKEN) for gpu in gpus(10, 14)}
     situation = see(with_records(STATE, free))
 
@@ -238,7 +238,7 @@ def test_a_gpu_that_nobody_owns_is_free() -> None:
     assert situation.inference.gpus == ()
 
 
-def test_what_the_job_measured_goes_before_what_was_assumed() -> None:
+def test_measured_costs_go_before_assumed_costs_in_a_situation() -> None:
     assumed = see(STATE)
     assert assumed.trainer.training.measured == ()
     assert assumed.inference_tokens_per_s_per_gpu == SPEC.rates.inference_tokens_per_s_per_gpu

@@ -66,7 +66,7 @@ def test_an_actor_that_is_held_trains_nothing_until_it_is_let_go() -> None:
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_what_a_lead_took_is_not_told_again_and_a_change_is_told_under_another_id() -> None:
+def test_an_order_that_a_lead_took_is_not_sent_again_and_a_new_order_has_another_id() -> None:
     drive, steered = iterating()
     for order in ((3, 2, 1, 0), (3, 2, 1, 0), (0, 1, 2, 3), ()):
         steered.group_order = order
@@ -81,7 +81,7 @@ def test_what_a_lead_took_is_not_told_again_and_a_change_is_told_under_another_i
     assert lead.group_order == (0, 1, 2, 3)
 
 
-def test_a_word_under_way_is_asked_again_as_it_was_before_another_is_said() -> None:
+def test_a_steering_command_under_way_is_repeated_unchanged_before_another_is_sent() -> None:
     drive, steered = iterating()
     steered.trains, steered.group_order = False, (3, 2, 1, 0)
     drive.num_losses = 1
@@ -103,7 +103,7 @@ def test_a_word_under_way_is_asked_again_as_it_was_before_another_is_said() -> N
     assert drive.state.iteration.steering.group_order == (1, 0, 2, 3)
 
 
-def test_each_iteration_begins_unheld_and_a_new_lead_of_the_rollout_is_told_the_order_again() -> None:
+def test_each_iteration_begins_unheld_and_a_new_rollout_lead_gets_the_order_again() -> None:
     drive, steered = iterating()
     steered.group_order = (3, 2, 1, 0)
     drive.decide()
@@ -119,7 +119,7 @@ def test_each_iteration_begins_unheld_and_a_new_lead_of_the_rollout_is_told_the_
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_an_answer_that_comes_twice_turns_nothing_back() -> None:
+def test_a_repeated_answer_to_a_steering_command_changes_nothing() -> None:
     drive, steered = iterating()
     steered.trains = False
     drive.decide()

@@ -81,7 +81,7 @@ def test_a_decision_is_due_when_an_absence_is_long_and_then_no_more() -> None:
     assert next_due_ms(noted(first, 1_000 + LONG_MS)) is None
 
 
-def test_what_was_asked_makes_no_difference_to_an_absence() -> None:
+def test_neither_an_open_question_nor_its_answer_changes_an_absence() -> None:
     """Neither while an answer is waited for, nor when what was asked is given up or answered."""
     key = f"{JOB}/{LOST_GPU}/{TOKEN}/gate"
     what = f"the gate of {LOST_GPU}"
@@ -106,7 +106,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_absence_is_over_when(name: str) -> None:
+def test_an_absence_ends_when_the_gpu_is_released_or_handed_out_or_the_job_ends(name: str) -> None:
     late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
     changed = CHANGES[name](late)
     assert LOST_GPU not in still(changed, late).absent
@@ -118,7 +118,7 @@ def with_n1(state: ClusterState, *, living: bool) -> ClusterState:
     return still(replace(state, instances=changed), state)
 
 
-def test_when_an_instance_joins_on_its_node_the_wait_for_a_lost_gpu_begins_anew_once() -> None:
+def test_the_wait_for_a_lost_gpu_begins_anew_once_when_an_instance_joins_on_its_node() -> None:
     late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
     joined = with_n1(late, living=True)
     assert joined.absent == {LOST_GPU: Absence(TOKEN, None, is_anew=True)}
@@ -135,7 +135,7 @@ def test_when_an_instance_joins_on_its_node_the_wait_for_a_lost_gpu_begins_anew_
     assert with_n1(with_n1(state, living=False), living=True).absent == state.absent
 
 
-def test_an_absence_that_began_earlier_than_it_was_known_to_is_told() -> None:
+def test_an_absence_that_begins_earlier_than_in_the_state_before_breaks_an_invariant() -> None:
     state = noted(placed(), 1_000)
     assert not check(state, state)
     earlier = replace(state, absent={**state.absent, LOST_GPU: Absence(TOKEN, 7)})
@@ -160,7 +160,7 @@ def lost_node(name: str, *, supervised: bool = False) -> Drive:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_node_that_is_lost_for_good_is_gone_on_without(name: str) -> None:
+def test_a_job_goes_on_without_a_node_that_is_lost_for_good(name: str) -> None:
     drive = lost_node(name)
     died_ms = drive.now_ms
     opened = drive.run_until(lambda state: state.incarnation == 2 and is_iterating(state))
@@ -174,7 +174,7 @@ def test_a_node_that_is_lost_for_good_is_gone_on_without(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_actor_whose_only_node_is_lost_for_good_goes_on_where_it_stood_by(name: str) -> None:
+def test_an_actor_whose_only_node_is_lost_for_good_goes_on_at_its_standby_slots(name: str) -> None:
     placement = {
         Role.ACTOR: Placed((gpu("n1", 0),), Layout()),
         Role.ROLLOUT: Placed((gpu("n0", 1),), Layout()),
@@ -205,7 +205,7 @@ def test_under_a_policy_that_moves_nothing_a_node_that_is_lost_for_good_ends_the
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_node_that_comes_back_is_as_any_other_again(name: str) -> None:
+def test_gpus_of_a_node_that_comes_back_are_given_to_components_again(name: str) -> None:
     drive = lost_node(name)
     drive.run_until(lambda state: state.incarnation == 2 and is_iterating(state))
     assert {each.is_long for each in drive.state.absent.values()} == {True}

@@ -79,7 +79,7 @@ def test_the_inference_does_not_load_the_last_version() -> None:
     assert (Role.INFERENCE, 2) in loads
 
 
-def test_the_rollout_keeps_its_version_until_the_evaluation_is_in() -> None:
+def test_the_rollout_keeps_a_version_until_the_versions_evaluation_is_reported() -> None:
     drive = under_way(job(every=1), 1)
     assert drive.state.iteration is not None
     assert drive.state.iteration.reports.keys() >= {Role.ROLLOUT, Role.ACTOR}
@@ -89,7 +89,7 @@ def test_the_rollout_keeps_its_version_until_the_evaluation_is_in() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_a_new_lead_is_asked_again_and_the_version_is_told_once(version: int) -> None:
+def test_a_new_rollout_lead_evaluates_again_and_the_version_is_reported_once(version: int) -> None:
     drive = under_way(job(every=1), version)
     drive.cluster.move_lead(Role.ROLLOUT)
 
@@ -100,7 +100,7 @@ def test_a_new_lead_is_asked_again_and_the_version_is_told_once(version: int) ->
     assert epochs == [1, 2]
 
 
-def test_a_new_lead_evaluates_only_what_it_has_opened() -> None:
+def test_a_new_rollout_lead_evaluates_only_after_it_has_opened_the_iteration() -> None:
     """Else it would open the iteration in the middle of the evaluation, which ends that."""
     drive = under_way(job(every=1), 1)
     drive.cluster.move_lead(Role.ROLLOUT)
@@ -139,7 +139,7 @@ def test_an_evaluation_gets_engines_once_the_actor_has_reported_whatever_picture
 
 
 @pytest.mark.parametrize("policy", [DynaRLPolicy(DynaRLRules(low_for_s=1.0)), TidePolicy()])
-def test_a_new_lead_without_engines_keeps_no_actor_from_its_work(policy: Policy) -> None:
+def test_a_new_rollout_lead_without_engines_keeps_no_actor_from_its_work(policy: Policy) -> None:
     """What was generated is on the stream."""
     drive = job(every=1, num_iterations=1)
     drive.policy = policy
@@ -166,7 +166,7 @@ def told_again(drive: Drive, *, version: int) -> ClusterState:
     return evolve(drive.state, again)
 
 
-def test_a_second_word_of_a_version_and_one_of_another_change_nothing() -> None:
+def test_a_repeated_evaluation_report_and_one_of_an_older_version_change_nothing() -> None:
     drive = job(every=2)
     drive.run_until(lambda state: len(state.evaluations) == 1)
     for version in (0, 1):
@@ -175,7 +175,7 @@ def test_a_second_word_of_a_version_and_one_of_another_change_nothing() -> None:
         assert after.version == drive.state.version
 
 
-def test_what_was_evaluated_after_the_checkpoint_is_evaluated_again_in_the_next_incarnation() -> None:
+def test_versions_after_the_checkpoint_are_evaluated_again_in_the_next_incarnation() -> None:
     drive = job(every=1)
     drive.cluster.checkpoint_every = 2
     under_way(drive, 3)

@@ -151,7 +151,7 @@ def running() -> ClusterState:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_must_not_count_changes_nothing_but_its_count(running: ClusterState, case: str) -> None:
+def test_an_event_that_is_refused_changes_only_the_count_of_refusals(running: ClusterState, case: str) -> None:
     event, want = REFUSED[case]
 
     after = evolve(running, event)
@@ -213,7 +213,7 @@ def test_ownership_read_unchanged_leaves_the_version_and_an_older_record_changes
     assert evolve(running, stale) == running
 
 
-def test_an_event_of_a_newer_start_shows_the_death_of_the_one_before() -> None:
+def test_an_event_of_a_newer_start_of_an_instance_shows_the_death_of_the_start_before() -> None:
     drive = booted(FakeCluster(spec()))
     drive.run_until(is_iterating)
     name = InstanceId("rollout@n1")
@@ -224,7 +224,7 @@ def test_an_event_of_a_newer_start_shows_the_death_of_the_one_before() -> None:
     assert after.version == drive.state.version + 1
 
 
-def test_a_whole_components_failure_leaves_alone_what_is_only_being_started() -> None:
+def test_a_failure_of_a_component_with_an_old_token_leaves_its_open_start_alone() -> None:
     drive = booted(FakeCluster(spec()))
     name = instance_id(Role.INFERENCE, NODES[0])
     drive.run_until(lambda state: state.transition_of(Role.INFERENCE) is not None)
@@ -236,7 +236,7 @@ def test_a_whole_components_failure_leaves_alone_what_is_only_being_started() ->
     assert after.components == drive.state.components
 
 
-def test_a_report_counts_though_its_gpus_have_gone_to_another_since() -> None:
+def test_a_report_counts_although_its_gpus_have_gone_to_another_component() -> None:
     drive = iterating()
     name = instance_id(Role.ROLLOUT, NODES[1])
 

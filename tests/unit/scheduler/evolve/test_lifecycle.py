@@ -330,7 +330,7 @@ def test_a_resume_with_a_state_begins_from_the_newer_of_its_checkpoint_and_the_o
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_a_checkpoint_that_a_launcher_tells_of_leaves_the_present_incarnation_as_it_is() -> None:
+def test_a_checkpoint_that_a_launcher_reports_leaves_the_present_incarnation_as_it_is() -> None:
     drive = booted(FakeCluster(spec()))
     drive.run_until(is_iterating)
     told = ev.Event(
@@ -343,7 +343,7 @@ def test_a_checkpoint_that_a_launcher_tells_of_leaves_the_present_incarnation_as
     assert replace(after, checkpoint=None, version=0) == replace(drive.state, version=0)
 
 
-def test_a_resume_takes_an_incarnation_that_is_as_high_as_the_found_checkpoints_word() -> None:
+def test_a_resume_takes_an_incarnation_at_least_as_high_as_that_of_the_found_checkpoint() -> None:
     state = ClusterState(job=JOB)
     saved = ev.CheckpointSaved(2, 2, "found", 16)
     state = evolve(state, ev.Event(job=JOB, source="launcher", boot=1, sequence=1, body=saved, incarnation=4))

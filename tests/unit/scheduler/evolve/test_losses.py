@@ -99,7 +99,7 @@ def test_an_actor_rank_that_dies_in_an_iteration_is_replaced_in_the_same_incarna
 
 
 @pytest.mark.parametrize("is_told_first", [True, False], ids=["told before", "told after"])
-def test_an_iteration_that_is_closed_at_an_actor_that_lacks_a_rank_is_saved_and_published_once_it_is_back(
+def test_an_iteration_closed_by_an_actor_that_lacks_a_rank_is_saved_and_published_once_the_rank_is_back(
     is_told_first: bool,
 ) -> None:
     drive = iterating()
@@ -150,7 +150,7 @@ def kill_and_replace(drive: Drive) -> None:
     drive.run_until(lambda state: not state.components[Role.ACTOR].lacks_ranks)
 
 
-def test_an_iteration_outlives_so_many_deaths_and_no_more() -> None:
+def test_an_iteration_outlives_max_deaths_of_actor_ranks_and_no_more() -> None:
     drive = iterating()
     for _ in range(MAX_DEATHS):
         kill_and_replace(drive)
@@ -162,7 +162,7 @@ def test_an_iteration_outlives_so_many_deaths_and_no_more() -> None:
     assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
 
 
-def test_each_iteration_outlives_as_many_deaths() -> None:
+def test_every_iteration_outlives_max_deaths_of_actor_ranks() -> None:
     drive = iterating()
     for iteration in range(2):
         drive.run_until(lambda state, iteration=iteration: is_iterating(state) and state.next_iteration == iteration)  # type: ignore[misc]

@@ -60,7 +60,7 @@ def generating(drive: Drive, *, eighths: int) -> Generation:
     return fake_pictures.generation(drive.state.iteration.plan, GPUS, num_prompts=4, eighths=eighths)
 
 
-def test_each_component_is_seen_as_it_last_told_and_the_version_stays(drive: Drive) -> None:
+def test_each_component_is_seen_as_in_its_last_picture_and_the_version_stays(drive: Drive) -> None:
     assert drive.state.spec is not None
     pictures: dict[Role, ev.Body] = {
         Role.ROLLOUT: generating(drive, eighths=3),
@@ -139,7 +139,7 @@ def test_a_start_of_the_lead_that_was_not_elected_is_not_believed(drive: Drive) 
     assert state.seen.inferring != Inferring((0,))
 
 
-def test_what_the_lead_before_told_is_forgotten_and_its_late_word_does_not_come_back(drive: Drive) -> None:
+def test_a_replaced_leads_picture_is_forgotten_and_its_late_picture_does_not_count(drive: Drive) -> None:
     before = told(drive, Role.ROLLOUT, generating(drive, eighths=2), later=1)
     name = lead(drive.state, Role.ROLLOUT)
     again = ev.LeadElected(name, f"at-{name}", drive.cluster.epochs[Role.ROLLOUT] + 1)
@@ -152,7 +152,7 @@ def test_what_the_lead_before_told_is_forgotten_and_its_late_word_does_not_come_
     assert evolve(evolve(state, since), before).seen.generation == since.body
 
 
-def test_pictures_go_with_their_iteration_and_what_they_taught_stays(drive: Drive) -> None:
+def test_pictures_are_forgotten_with_their_iteration_and_what_was_learned_stays(drive: Drive) -> None:
     drive.run_until(lambda state: state.next_iteration == 1)
 
     assert drive.state.seen.generation is None
@@ -162,7 +162,7 @@ def test_pictures_go_with_their_iteration_and_what_they_taught_stays(drive: Driv
     assert [each.layout.dp for each in learned.rates] == [2]
 
 
-def test_pictures_go_with_their_incarnation(drive: Drive) -> None:
+def test_pictures_are_forgotten_with_their_incarnation(drive: Drive) -> None:
     name = lead(drive.state, Role.ACTOR)
     node = node_of(gpu(name.partition("@")[2], 0))
     drive.cluster.kill_instance(instance_id(Role.ACTOR, node), tells=True)

@@ -63,7 +63,7 @@ def test_a_job_whose_store_came_back_empty_takes_its_gpus_back_from_living_worke
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
 
 
-def test_deaths_that_the_lost_state_outlived_cost_nothing_when_they_are_told_again() -> None:
+def test_deaths_before_the_state_was_lost_cost_nothing_when_their_events_are_read_again() -> None:
     drive = after_two_iterations()
     drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
     drive.run_until(lambda state: state.next_iteration == 3 and state.iteration is not None)
@@ -75,7 +75,7 @@ def test_deaths_that_the_lost_state_outlived_cost_nothing_when_they_are_told_aga
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_restarts_that_the_lost_state_had_decided_are_seen_by_what_came_after_them() -> None:
+def test_restarts_before_the_state_was_lost_are_known_from_later_events() -> None:
     drive = after_two_iterations()
     drive.cluster.keeps_state = False
     drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
@@ -89,7 +89,7 @@ def test_restarts_that_the_lost_state_had_decided_are_seen_by_what_came_after_th
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_a_job_that_was_ending_goes_on_ending() -> None:
+def test_a_job_that_was_ending_still_ends_after_its_state_is_lost() -> None:
     drive = after_two_iterations()
     drive.cluster.voice.say("control", ev.JobCancelRequested("enough"))
     drive.step()
@@ -100,7 +100,7 @@ def test_a_job_that_was_ending_goes_on_ending() -> None:
     assert not any(gate.is_held for gate in drive.cluster.gates.values())
 
 
-def test_a_paused_job_stays_paused_with_what_a_person_has_to_do() -> None:
+def test_a_paused_job_stays_paused_after_its_state_is_lost_and_says_what_to_do() -> None:
     drive = after_two_iterations()
     drive.cluster.voice.say("actor", ev.DeadLettered("samples.tide", "not a group", 7))
     drive.run_until(lambda state: state.phase is Phase.PAUSED)
@@ -110,7 +110,7 @@ def test_a_paused_job_stays_paused_with_what_a_person_has_to_do() -> None:
     assert (drive.state.phase, drive.state.message) == (Phase.PAUSED, want)
 
 
-def test_before_a_submission_there_is_nothing_to_go_on_from() -> None:
+def test_a_stream_without_a_submission_restores_no_job() -> None:
     drive = booted(FakeCluster(spec()))
     drive.cluster.outbox.pop()
     while drive.cluster.outbox:

@@ -152,7 +152,7 @@ def with_actor(document: dict[str, Any], state: dict[str, object]) -> dict[str, 
 
 
 @pytest.mark.parametrize("case", NOT_A_STATE)
-def test_what_is_no_state_is_refused_with_the_place(seen: list[ClusterState], case: str) -> None:
+def test_bytes_that_hold_no_state_are_refused_with_the_place(seen: list[ClusterState], case: str) -> None:
     spoil, want = NOT_A_STATE[case]
     document = json.loads(encode_state(seen[-1]))
 

@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], EventBody], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_a_picture_is_refused_at_the_edge(case: str) -> None:
+def test_a_message_that_cannot_be_a_picture_is_refused_at_the_edge(case: str) -> None:
     make, want = REFUSED[case]
     with pytest.raises(WireError) as refused:
         travelled(make())

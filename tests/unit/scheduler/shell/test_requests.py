@@ -100,7 +100,7 @@ def test_an_iteration_is_opened_by_its_whole_plan_and_closed_by_its_number() -> 
     assert (closed.iteration, closed.last) == (3, True)
 
 
-def test_an_evaluation_is_of_a_version() -> None:
+def test_an_evaluate_command_carries_its_version() -> None:
     request = encode_command(cmd.Evaluate(HEADER, 3, 4), config_json="{}")
     assert isinstance(request, commands_pb2.EvaluateRequest)
     assert request.plan == types_pb2.EvaluationPlan(iteration=3, version=4)
@@ -115,7 +115,7 @@ def test_a_suspend_carries_who_goes_and_a_resume_who_comes_in_rank_order_and_the
     assert (decode_grants(resume.grants), decode_layout(resume.layout)) == ((SECOND, FIRST), Layout(tp=2))
 
 
-def test_how_an_iteration_is_to_go_on_is_told_with_its_number() -> None:
+def test_hold_and_order_commands_carry_the_number_of_their_iteration() -> None:
     hold = encode_command(cmd.HoldTraining(HEADER, 3, holds=True), config_json="{}")
     assert isinstance(hold, commands_pb2.HoldTrainingRequest)
     assert (hold.iteration, hold.holds) == (3, True)

@@ -109,7 +109,7 @@ async def test_two_replicas_side_by_side_send_every_command_once(tmp_path: Path)
             await assert_whole_job(of)
 
 
-async def test_what_a_replica_left_in_the_middle_another_finishes(tmp_path: Path) -> None:
+async def test_a_replica_finishes_what_another_left_in_the_middle(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
         await of.boot()
         await of.submit()
@@ -306,7 +306,7 @@ async def test_a_job_whose_state_the_store_lost_goes_on_from_the_stream_in_a_new
         assert [each.incarnation for each in state.summaries if each.is_superseded][:1] == [1]
 
 
-async def test_it_stops_when_told_to_and_waits_for_nobody(tmp_path: Path) -> None:
+async def test_a_replica_stops_when_asked_to_and_waits_for_nobody(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
         await of.boot()
         service = await of.replica()

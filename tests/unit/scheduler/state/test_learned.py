@@ -128,7 +128,7 @@ def test_lengths_of_a_whole_iteration_give_the_law_that_they_were_drawn_from() -
     assert learned.lengths.max_tokens == ASSUMED_LENGTHS.max_tokens
 
 
-def test_a_later_iteration_counts_beside_the_earlier_ones() -> None:
+def test_lengths_of_a_later_iteration_count_beside_those_of_earlier_ones() -> None:
     law = replace(ASSUMED_LENGTHS, log_mean=5.0)
     learned = with_lengths(Learned(), drawn(law, num_prompts=400, group_size=4, seed=2), ASSUMED_LENGTHS)
 

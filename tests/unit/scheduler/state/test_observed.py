@@ -57,7 +57,7 @@ def test_two_pictures_of_the_same_are_equal_whatever_was_asked_of_them() -> None
     assert asked == told()
 
 
-def test_nothing_generated_yet_is_a_picture_too() -> None:
+def test_a_picture_without_generated_sequences_is_valid() -> None:
     empty = told(engines=(), lengths=(), places=(), queue=(), hints=())
     assert (empty.num_groups, empty.num_unfinished, empty.num_submitted) == (0, 0, 0)
 

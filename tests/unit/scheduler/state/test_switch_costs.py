@@ -55,7 +55,7 @@ def test_a_trainer_that_had_no_gpus_is_loaded_and_without_bytes_every_reshard_is
     assert flat[1:, 1:].tolist() == [[0.0, 3.0, 3.0], [3.0, 0.0, 3.0], [3.0, 3.0, 0.0]]
 
 
-def test_copies_on_a_host_that_is_half_full_serve_those_that_join_them_alone() -> None:
+def test_copies_on_a_half_full_host_serve_only_the_copies_that_join_them_there() -> None:
     """Three copies of four GPUs on hosts of eight become seven: the third serves the fourth, and a third of three."""
     weights, state = 8 / 4, 24 / 4
     moved = RESHARD.busiest_bytes(np.array(3.0), np.array(7.0), copy_size=4)

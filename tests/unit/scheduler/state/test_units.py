@@ -30,6 +30,6 @@ def test_units_are_inside_a_node_first(num_gpus: int, near: frozenset[NodeId], w
     assert in_units(ODD, 2, num_gpus, near) == want
 
 
-def test_what_is_left_keeps_its_order() -> None:
+def test_units_left_after_a_choice_keep_their_order() -> None:
     assert by_node(ODD) == [N0, N1]
     assert but_for(ODD, N0) == list(N1)
