@@ -5,7 +5,8 @@ A union of dataclasses is a sum type: each of its classes has a `CASE`, which JS
 
 Invariants:
 - `from_plain(kind, to_plain(value), ...) == value`. [test_codec: every_state_of_a_job]
-- Anything that is not of the kind is refused with a ValueError that names the place. [test_codec: bytes_that_hold_no_state]
+- Anything that is not of the kind is refused with a ValueError that names the place.
+  [test_codec: bytes_that_hold_no_state]
 """
 
 from __future__ import annotations
