@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.report import Report, arguments, publish, spread
 from services.scheduler.policy.static import StaticPolicy
-from simulator.calibration import calibrated, scenario_text
+from simulator.calibration import fitted_values, scenario_text
 from simulator.run import simulate
 from simulator.scenario import load_scenario
 from tidegate.recorded import RecordedRun, joined, recorded
@@ -51,7 +51,7 @@ def main() -> int:
             for seed in range(num_compared + len(fitted_to))
         ]
         (path := Path(root) / "scenario.yaml").write_text(
-            scenario_text(calibrated(joined([runs[at] for at in fitted_to])))
+            scenario_text(fitted_values(joined([runs[at] for at in fitted_to])))
         )
         scenario = load_scenario(path)
     iteration_s = [median(iteration.seconds for iteration in run.iterations) for run in runs]

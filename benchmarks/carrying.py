@@ -63,7 +63,7 @@ class Carrying:
         engines = {gpus for gpus in wanted.engines if not self._has_lost(gpus)}
         self._release({name for name, engine in world.rollout.engines.items() if engine.gpus not in engines})
         inference = tuple(gpu for gpu in wanted.inference if not self._has_lost((gpu,)))
-        self._resize_inference(tuple(gpu for gpu in world.inference.wanted if gpu in inference))
+        self._resize_inference(tuple(gpu for gpu in world.inference.target_gpus if gpu in inference))
         self._resize_trainer(self._there(wanted.trainer))
         self._resize_inference(tuple(gpu for gpu in inference if world.may_get(gpu, Holder.INFERENCE)))
         self._acquire(engines)
@@ -83,7 +83,7 @@ class Carrying:
             self._world.release_engines(sorted(names))
 
     def _resize_inference(self, gpus: tuple[GpuId, ...]) -> None:
-        if set(gpus) != set(self._world.inference.wanted):
+        if set(gpus) != set(self._world.inference.target_gpus):
             self._world.resize_inference(gpus)
 
     def _resize_trainer(self, placed: Placed | None) -> None:

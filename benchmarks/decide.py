@@ -22,7 +22,7 @@ from benchmarks.report import Report, arguments, publish
 from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Policy
 from services.scheduler.state.cluster_state import ClusterState
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.scenario import load_scenario
 from simulator.scheduled import Scheduled
 
@@ -89,7 +89,7 @@ def main() -> int:
     cases: list[dict[str, Any]] = []
     for name, policy in policies(scenario).items():
         watch = Watch()
-        Scheduled(Simulated(scenario, SEED), policy, watch=watch).run(name)
+        Scheduled(SimulatedIteration(scenario, SEED), policy, watch=watch).run(name)
         count = QUICK_MOMENTS if options.quick else MOMENTS
         cases.append({"case": name, "num_running": watch.num_running, **timed(policy, watch.spread(count))})
         cases.append({"case": f"{name}, moves", **timed(policy, watch.moves)})

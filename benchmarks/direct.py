@@ -12,18 +12,18 @@ from services.scheduler.policy.situation import Choice
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator import run
 from simulator.happenings import What
-from simulator.iteration import PROGRESS, Pace, Simulated
+from simulator.iteration import PROGRESS, Pace, SimulatedIteration
 from simulator.outcome import Run
 from simulator.scenario import Scenario
-from simulator.watched_policy import Watched
+from simulator.watched_policy import WatchedPolicy
 from simulator.world import World
 
 
 class Direct:
     """One run while it goes on: the world shown to the policy, its choices made moves."""
 
-    def __init__(self, simulated: Simulated, policy: Policy) -> None:
-        self._simulated, self._policy = simulated, Watched(policy)
+    def __init__(self, simulated: SimulatedIteration, policy: Policy) -> None:
+        self._simulated, self._policy = simulated, WatchedPolicy(policy)
         self._remembered = Remembered()
         self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
         self._world, self._carrying = self._opened()
@@ -31,7 +31,7 @@ class Direct:
     def run(self, name: str) -> Run:
         for happening in self._world.happenings():
             self._carrying.notice(happening)
-            if not self._world.is_told or happening.what is What.ITERATION_FINISHED:
+            if not self._world.all_reported or happening.what is What.ITERATION_FINISHED:
                 continue
             if self._pace.is_due(happening, self._world):
                 choice = self._choose(self._world)
@@ -42,7 +42,7 @@ class Direct:
         return self._simulated.run_of(self._world, policy=name, decisions=self._policy.decisions)
 
     def _choose(self, world: World) -> Choice:
-        situation = self._simulated.seeing.situation(world, self._remembered)
+        situation = self._simulated.situations.situation(world, self._remembered)
         choice = self._policy.choose(situation)
         self._remembered = choice.remembered(situation)
         return choice
@@ -60,7 +60,7 @@ class Direct:
 
     def _took(self, choice: Choice) -> None:
         self._policy.note(self._world.now_s)
-        self._pace.asked(self._world, choice.ask_at_ms)
+        self._pace.record(self._world, choice.ask_at_ms)
 
 
 def simulate(
@@ -69,6 +69,6 @@ def simulate(
     """As `simulator.run.simulate`; `directly`: without the scheduler between the policy and the world."""
     if not directly:
         return run.simulate(scenario, policy, name=name, seed=seed)
-    simulated = Simulated(scenario, scenario.seed if seed is None else seed)
+    simulated = SimulatedIteration(scenario, scenario.seed if seed is None else seed)
     policy.check(simulated.spec)
     return Direct(simulated, policy).run(name or type(policy).__name__)

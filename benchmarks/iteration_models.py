@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.wrong_rates import Misled, Wrong
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
-from simulator.costs import Costs
+from simulator.cost_model import Costs
 from simulator.model import ModelSection
 from simulator.policies import NAMES, policies_of
 from simulator.reshard_costs import change_of, moved_bytes

@@ -1,6 +1,6 @@
-"""What is assumed: fields of a scenario's sections, each with its value and the source of its default.
+"""The assumptions of a scenario: fields of its sections, each with its value and the source of its default.
 
-`P:` marks a source that is published, `F:` a value fitted to a published figure, `A:` an assumption.
+`P:` marks a published source, `F:` a value that is fitted to a published figure, `A:` an assumption.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tidegate.config.base import Section, fields_of
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a field's default comes from; what has none is no assumption."""
+    """The source of a field's default. A field without one is no assumption."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """A field as people read it; `source` is of the default."""
+    """A field for people to read. `source` is the source of the default."""
 
     key: str
     value: Any
@@ -30,7 +30,7 @@ class Assumption:
 
 
 def assumptions_of(section: Section) -> Iterator[Assumption]:
-    """In the order of the fields; of a section that is left out nothing is assumed."""
+    """The assumptions of a section in the order of its fields. A section that is left out has none."""
     for path, info in fields_of(type(section)):
         for mark in info.metadata:
             if isinstance(mark, Source) and (holder := _holder(section, path)) is not None:
@@ -39,7 +39,7 @@ def assumptions_of(section: Section) -> Iterator[Assumption]:
 
 
 def _holder(section: Section, path: tuple[str, ...]) -> Section | None:
-    """The section of the path's last key; None where it, or one above it, is left out."""
+    """The section with the path's last key. None: this section or one above it is left out."""
     holder: Section | None = section
     for key in path[:-1]:
         holder = getattr(holder, key, None)

@@ -1,27 +1,33 @@
-"""A time under which no schedule of an iteration can end, whoever decides: lengths known, moves free, GPUs fractional.
+"""A lower bound of an iteration's time: no schedule of any policy ends earlier.
 
-The largest of three lower bounds, and the weight sync:
-1. The longest path: a group's longest member at the fastest step, its log-probabilities and its training on all GPUs,
-   the optimizer's fixed part.
-2. The pipeline's order: a group cannot be trained before it is there, so from its earliest instant on all groups that
-   are not earlier are still to be trained.
-3. GPU-seconds: generation in the fullest batches, inference, and training at one constant size: its rate is concave in
-   the GPUs, so by Jensen no other way to train as many tokens in as many seconds takes fewer GPU-seconds.
-Invariant: each is below every schedule: what a relaxation cannot charge (prefill, switches, the optimizer's GPUs in its
-fixed part) is left out.
+The bound assumes that lengths are known, moves are free and GPUs can be divided:
+
+    bound = max(longest_path, order, gpu_seconds)
+
+    longest_path  for one group: its longest member at the fastest step, then its log-probabilities and its training on
+                  all GPUs, then the fixed part of the optimizer
+    order         a group cannot be trained before its earliest instant; all later groups are trained after that instant
+    gpu_seconds   the GPU-seconds of generation in the fullest batches, of inference and of training at one constant
+                  size. The training rate is concave in the number of GPUs, so by Jensen's inequality a changing size
+                  takes more GPU-seconds for the same tokens in the same time
+
+Each term includes the weight sync.
+
+Invariant: each term is below the time of every schedule, since it leaves out the costs that it cannot charge: prefill,
+switches and the optimizer's GPUs in its fixed part. [test_bound: no_schedule_ends_before_the_bound]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.costs import Costs
+from simulator.cost_model import Costs
 from simulator.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Seconds from the iteration's beginning; each with the sync."""
+    """The terms in seconds from the iteration's beginning. Each includes the sync."""
 
     longest_path_s: float
     order_s: float
@@ -35,25 +41,25 @@ class Bound:
 @dataclass(frozen=True, slots=True)
 class _Group:
     ready_s: float
-    """The earliest instant at which its members can all have ended."""
+    """The earliest instant at which all its members can have ended."""
     num_tokens: int
     train_s: float
-    """On all GPUs."""
+    """The training time on all GPUs."""
 
 
 def clairvoyant_bound(workload: Workload, costs: Costs, num_gpus: int) -> Bound:
-    """ValueError where no engine fits."""
+    """ValueError: no engine fits on the GPUs."""
     if num_gpus < costs.engine.gpus_per_engine:
-        raise ValueError(f"{num_gpus} GPUs hold no engine of {costs.engine.gpus_per_engine}: give it more")
+        raise ValueError(f"{num_gpus} GPUs hold no engine of {costs.engine.gpus_per_engine}: give the rollout more")
     groups = sorted(_groups(workload, costs, num_gpus), key=lambda group: group.ready_s)
     fixed_s, sync_s = costs.trainer.fixed_s, costs.sync.sync_s
     infer_s = [group.num_tokens / (costs.inference.rate_tokens_per_s * num_gpus) for group in groups]
-    there_s = [group.ready_s + seconds for group, seconds in zip(groups, infer_s, strict=True)]
-    longest = max(there + group.train_s for there, group in zip(there_s, groups, strict=True))
+    trainable_s = [group.ready_s + seconds for group, seconds in zip(groups, infer_s, strict=True)]
+    longest = max(at_s + group.train_s for at_s, group in zip(trainable_s, groups, strict=True))
     return Bound(
         longest_path_s=longest + fixed_s + sync_s,
-        order_s=_order_s(there_s, [group.train_s for group in groups]) + fixed_s + sync_s,
-        gpu_seconds_s=_gpu_seconds_s(workload, costs, num_gpus, first_s=min(there_s)) + sync_s,
+        order_s=_order_s(trainable_s, [group.train_s for group in groups]) + fixed_s + sync_s,
+        gpu_seconds_s=_gpu_seconds_s(workload, costs, num_gpus, first_s=min(trainable_s)) + sync_s,
     )
 
 
@@ -72,7 +78,7 @@ def _num_tokens(workload: Workload, turns: tuple[int, ...]) -> int:
 
 
 def _alone_s(workload: Workload, costs: Costs, turns: tuple[int, ...]) -> float:
-    """A response with an engine to itself, its environment's time included."""
+    """The time of a response alone on an engine, with the time of its environment."""
     decode_s = costs.engine.decode_s(running=1, kv_tokens=workload.prompt_tokens, steps=sum(turns))
     return decode_s + (len(turns) - 1) * workload.environment_s
 
@@ -81,17 +87,17 @@ def _best_efficiency(costs: Costs) -> float:
     return max([1.0, *costs.trainer.layout_efficiency.values()])
 
 
-def _order_s(there_s: list[float], train_s: list[float]) -> float:
-    """When one machine can have trained all, none of them before it is there."""
-    order = sorted(range(len(there_s)), key=there_s.__getitem__)
+def _order_s(trainable_s: list[float], train_s: list[float]) -> float:
+    """The earliest end of training all groups one after the other, each not before its instant in `trainable_s`."""
+    order = sorted(range(len(trainable_s)), key=trainable_s.__getitem__)
     end_s = 0.0
     for at in order:
-        end_s = max(end_s, there_s[at]) + train_s[at]
+        end_s = max(end_s, trainable_s[at]) + train_s[at]
     return end_s
 
 
 def _gpu_seconds_s(workload: Workload, costs: Costs, num_gpus: int, *, first_s: float) -> float:
-    """The smallest T that holds the GPU-seconds of all stages; what it asks only falls with T, so it is bisected."""
+    """The smallest T with room for the GPU-seconds of all stages. The need falls with T, so bisection finds it."""
     tokens = sum(_num_tokens(workload, turns) for row in workload.lengths.turns for turns in row)
     others = _rollout_gpu_s(workload, costs) + tokens / costs.inference.rate_tokens_per_s
     before_s = first_s + workload.n_minibatches * costs.trainer.fixed_s
@@ -108,7 +114,7 @@ def _gpu_seconds_s(workload: Workload, costs: Costs, num_gpus: int, *, first_s: 
     low, high = before_s, before_s + 1.0
     while not fits(high):
         high *= 2
-    # The lower end, so that a rounding never lifts the bound above a schedule.
+    # Return the lower end: rounding must not lift the bound above a schedule.
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -116,7 +122,10 @@ def _gpu_seconds_s(workload: Workload, costs: Costs, num_gpus: int, *, first_s: 
 
 
 def _rollout_gpu_s(workload: Workload, costs: Costs) -> float:
-    """Each token's share of a step of a full engine, whose cache holds its sequence at least."""
+    """GPU-seconds of generation: each token takes its share of a step of a full engine.
+
+    The engine's cache holds at least the token's own sequence.
+    """
     engine = costs.engine
     lengths = [sum(turns) for row in workload.lengths.turns for turns in row]
     generated = sum(lengths)

@@ -1,13 +1,21 @@
-"""A recorded run -> a scenario of its job whose costs are fitted to it, each with what it was fitted to.
+"""A recorded run -> a scenario of its job with fitted costs, each with the data that it is fitted to.
 
-Order: the job's own figures, its model among them; the decode step (an engine's steps of each iteration are counted by
-simulating it with steps of one second), the inference's rate, the trainer's line, then the sync: all that an iteration
-took beyond what the others explain, messages and checkpoints among it. Lines are Theil and Sen's (medians of slopes),
-medians bear the odd stall of a busy machine.
-A run in which nothing moved has no reshard in it, so no time of a reshard is in the sync or another fitted value: its
-bytes follow from the model, and the seconds beside them keep their defaults.
-Invariants: what one run in one placement cannot tell keeps its default and source; every fitted value is one that the
-scenario takes; the same run gives the same scenario.
+Order:
+1. The job's own figures and its model.
+2. The decode step. A simulation with steps of one second counts the steps of an engine in each iteration.
+3. The rate of inference.
+4. The line of the trainer: fixed seconds plus seconds per token.
+5. The sync: the time of an iteration that the other values do not explain, with messages and checkpoints.
+
+A line is fitted by the method of Theil and Sen: the median of the slopes between points. Medians tolerate the rare
+stall of a busy machine. A run without moves has no reshard, so no fitted value contains reshard time. The bytes of
+reshards follow from the model, and the seconds beside them keep their defaults.
+
+Invariants:
+- A value that one run in one placement cannot show keeps its default and source.
+  [test_calibration: other_values_keep_their_defaults]
+- A scenario accepts every fitted value. [test_calibration: the_fitted_scenario_takes]
+- The same run gives the same scenario. [test_calibration: the_same_run_gives_the_same_scenario]
 """
 
 from __future__ import annotations
@@ -31,20 +39,20 @@ from tidegate.recorded import RecordedIteration, RecordedRun
 from tidegate.types import Role
 
 _DIGITS = 4
-"""Of a fitted value: runs differ by far more."""
+"""The significant digits of a fitted value. Runs differ by far more."""
 _NO_TIME = 1e9
-"""Tokens a second where tokens cost nothing that could be seen; steps a second likewise."""
+"""The rate, in tokens or steps a second, where the run shows no time for them."""
 
 
 _HEAD = (
-    "# Fitted to what this job did. M: measured. What is not here keeps the simulator's default: one placement tells",
-    "# nothing of moves (costs.switch) and of other numbers of GPUs (costs.trainer.exponent). What a reshard moves is",
-    "# planned for the model; with no model named, each takes costs.switch.reshard_s.",
+    "# Fitted to a run of this job. M: measured. Other values keep the simulator's defaults: one placement shows",
+    "# nothing of moves (costs.switch) and of other numbers of GPUs (costs.trainer.exponent). The bytes of a reshard",
+    "# are planned for the model. Without a model each reshard takes costs.switch.reshard_s.",
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedValue:
     """`value` of the field `key`, such as `costs.sync.fixed_s`."""
 
     key: str
@@ -52,16 +60,16 @@ class Fitted:
     source: str
 
 
-def calibrated(run: RecordedRun, model: ModelSection | None = None) -> tuple[Fitted, ...]:
-    """In the order of a scenario's fields. `model`: the job's, None where it is not known."""
+def fitted_values(run: RecordedRun, model: ModelSection | None = None) -> tuple[FittedValue, ...]:
+    """The values in the order of a scenario's fields. `model`: the job's model; None: it is unknown."""
     settled = [*_of_job(run), *_of_model(model), *_law(run), *_room(run)]
     fitted = [*_engine(run, scenario_of(settled)), *_inference(run), *_trainer(run)]
     sync = _sync(run, scenario_of([*settled, *fitted]))
     return (*settled, *fitted, sync)
 
 
-def scenario_text(fitted: Sequence[Fitted], notes: Sequence[str] = ()) -> str:
-    """As a scenario file, every value with its source in a comment; `notes` stand above."""
+def scenario_text(fitted: Sequence[FittedValue], notes: Sequence[str] = ()) -> str:
+    """A scenario file that has every value with its source in a comment. `notes` are comments at the top."""
     lines = [*_HEAD, *(f"# {note}" for note in notes)]
     open_path: tuple[str, ...] = ()
     for each in fitted:
@@ -85,8 +93,8 @@ def _plain(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) and not value.isidentifier() else str(value)
 
 
-def scenario_of(fitted: Sequence[Fitted]) -> Scenario:
-    """Of the values alone."""
+def scenario_of(fitted: Sequence[FittedValue]) -> Scenario:
+    """The scenario with these values."""
     raw: dict[str, Any] = {}
     for each in fitted:
         *sections, key = each.key.split(".")
@@ -97,97 +105,98 @@ def scenario_of(fitted: Sequence[Fitted]) -> Scenario:
     return Scenario.model_validate(raw)
 
 
-def _of_job(run: RecordedRun) -> Iterator[Fitted]:
+def _of_job(run: RecordedRun) -> Iterator[FittedValue]:
     config, own = run.config, run.config.algorithm
     layout = config.actor.layout
     placement = config.cluster.component_placement
-    yield Fitted("name", config.job, "")
-    yield Fitted("seed", config.seed, "")
-    yield Fitted("cluster.nodes", dict(config.cluster.nodes), "")
+    yield FittedValue("name", config.job, "")
+    yield FittedValue("seed", config.seed, "")
+    yield FittedValue("cluster.nodes", dict(config.cluster.nodes), "")
     for role in Role:
-        yield Fitted(f"cluster.placement.{role.value}", getattr(placement, role.value), "")
+        yield FittedValue(f"cluster.placement.{role.value}", getattr(placement, role.value), "")
     for axis in ("tp", "pp", "dp"):
-        yield Fitted(f"actor_layout.{axis}", getattr(layout, axis), "")
+        yield FittedValue(f"actor_layout.{axis}", getattr(layout, axis), "")
     if config.actor.num_logical_shards is not None:
-        yield Fitted("actor_num_logical_shards", config.actor.num_logical_shards, "")
+        yield FittedValue("actor_num_logical_shards", config.actor.num_logical_shards, "")
     for key in ("prompts_per_iteration", "group_size", "n_minibatches"):
-        yield Fitted(f"algorithm.{key}", getattr(own, key), "")
-    yield Fitted("algorithm.minibatch_order", own.minibatch_order.value, "")
-    yield Fitted("algorithm.streams", False, "a minibatch starts when all of its groups are there")
-    kept = "mean of the samples that the run kept" if run.prompt_tokens else "not known: the run kept no samples"
-    yield Fitted("algorithm.prompt_tokens", run.prompt_tokens, kept)
+        yield FittedValue(f"algorithm.{key}", getattr(own, key), "")
+    yield FittedValue("algorithm.minibatch_order", own.minibatch_order.value, "")
+    yield FittedValue("algorithm.streams", False, "a minibatch starts when all its groups have arrived")
+    kept = "mean of the samples that the run kept" if run.prompt_tokens else "unknown: the run kept no samples"
+    yield FittedValue("algorithm.prompt_tokens", run.prompt_tokens, kept)
 
 
-def _of_model(model: ModelSection | None) -> Iterator[Fitted]:
+def _of_model(model: ModelSection | None) -> Iterator[FittedValue]:
     for key, value in (model.model_dump(mode="json") if model else {}).items():
-        yield Fitted(f"model.{key}", value, "")
+        yield FittedValue(f"model.{key}", value, "")
 
 
-def _law(run: RecordedRun) -> Iterator[Fitted]:
-    """Of all iterations together: lengths change while a policy learns."""
+def _law(run: RecordedRun) -> Iterator[FittedValue]:
+    """The law of lengths over all iterations together, since lengths change while the model learns."""
+    # Axes: I iterations, G groups, M members of a group.
     logs_IGM = np.log(np.maximum(1, np.array([iteration.lengths for iteration in run.iterations])))
-    told = f"M: {logs_IGM.size} responses of {len(run.iterations)} iterations"
+    source = f"M: {logs_IGM.size} responses of {len(run.iterations)} iterations"
     within = float(logs_IGM.var(axis=2, ddof=1).mean()) if logs_IGM.shape[2] > 1 else 0.0
     between = max(0.0, float(logs_IGM.mean(axis=2).var()) - within / logs_IGM.shape[2])
-    yield Fitted("lengths.median_tokens", _rounded(math.exp(float(logs_IGM.mean()))), told)
-    yield Fitted("lengths.sigma_prompt", _rounded(math.sqrt(between)), told)
-    yield Fitted("lengths.sigma_group", _rounded(math.sqrt(within)), told)
-    yield Fitted("lengths.min_tokens", 1, "")
-    yield Fitted("lengths.max_tokens", run.config.algorithm.max_new_tokens, "")
+    yield FittedValue("lengths.median_tokens", _rounded(math.exp(float(logs_IGM.mean()))), source)
+    yield FittedValue("lengths.sigma_prompt", _rounded(math.sqrt(between)), source)
+    yield FittedValue("lengths.sigma_group", _rounded(math.sqrt(within)), source)
+    yield FittedValue("lengths.min_tokens", 1, "")
+    yield FittedValue("lengths.max_tokens", run.config.algorithm.max_new_tokens, "")
 
 
-def _room(run: RecordedRun) -> Iterator[Fitted]:
-    yield Fitted("costs.engine.gpus_per_engine", 1, "")
-    yield Fitted("costs.engine.max_running", run.config.rollout.max_running_requests, "")
-    yield Fitted("costs.engine.kv_capacity_tokens", run.kv_capacity_tokens, "as the engines told")
+def _room(run: RecordedRun) -> Iterator[FittedValue]:
+    yield FittedValue("costs.engine.gpus_per_engine", 1, "")
+    yield FittedValue("costs.engine.max_running", run.config.rollout.max_running_requests, "")
+    yield FittedValue("costs.engine.kv_capacity_tokens", run.kv_capacity_tokens, "as the engines reported")
 
 
-def _engine(run: RecordedRun, scenario: Scenario) -> Iterator[Fitted]:
-    """A step by the sequences that run, of each iteration on average."""
+def _engine(run: RecordedRun, scenario: Scenario) -> Iterator[FittedValue]:
+    """Fit the time of a decode step to the number of running sequences, with one average point per iteration."""
     num_engines = len(run.config.placement(Role.ROLLOUT))
     points = []
     for iteration in run.iterations:
         num_steps = _num_steps(iteration, scenario)
         points.append((iteration.num_tokens / (num_engines * num_steps), iteration.generating_s / num_steps))
     base_s, per_sequence_s = _line(points)
-    told = f"M: {len(points)} iterations, median {1e3 * median(step_s for _, step_s in points):.2f} ms a step"
-    yield Fitted("costs.engine.step_floor_s", 0.0, "what holds every step is in step_base_s")
-    yield Fitted("costs.engine.step_base_s", _rounded(max(base_s, 1 / _NO_TIME)), told)
-    yield Fitted("costs.engine.step_per_sequence_s", _rounded(per_sequence_s), told)
-    yield Fitted("costs.engine.step_per_kv_token_s", 0.0, "not told apart from the sequences")
+    source = f"M: {len(points)} iterations, median {1e3 * median(step_s for _, step_s in points):.2f} ms a step"
+    yield FittedValue("costs.engine.step_floor_s", 0.0, "step_base_s contains the fixed part of every step")
+    yield FittedValue("costs.engine.step_base_s", _rounded(max(base_s, 1 / _NO_TIME)), source)
+    yield FittedValue("costs.engine.step_per_sequence_s", _rounded(per_sequence_s), source)
+    yield FittedValue("costs.engine.step_per_kv_token_s", 0.0, "the run does not separate it from the sequences")
 
 
-def _inference(run: RecordedRun) -> Iterator[Fitted]:
+def _inference(run: RecordedRun) -> Iterator[FittedValue]:
     rates = [all_tokens(iteration, run) / iteration.inferring_s for iteration in run.iterations]
-    told = f"M: median of {len(rates)} iterations, of a GPU at work"
-    yield Fitted("costs.inference.rate_tokens_per_s", _rounded(median(rates)), told)
+    source = f"M: median of {len(rates)} iterations, for one busy GPU"
+    yield FittedValue("costs.inference.rate_tokens_per_s", _rounded(median(rates)), source)
 
 
-def _trainer(run: RecordedRun) -> Iterator[Fitted]:
+def _trainer(run: RecordedRun) -> Iterator[FittedValue]:
     points = [(float(each.num_tokens), each.seconds) for iteration in run.iterations for each in iteration.minibatches]
     fixed_s, per_token_s = _line(points)
-    told = f"M: {len(points)} minibatches, median {median(seconds for _, seconds in points):.3f} s"
-    yield Fitted("costs.trainer.fixed_s", _rounded(fixed_s), told)
+    source = f"M: {len(points)} minibatches, median {median(seconds for _, seconds in points):.3f} s"
+    yield FittedValue("costs.trainer.fixed_s", _rounded(fixed_s), source)
     rate = _rounded(1 / max(per_token_s, 1 / _NO_TIME))
-    seen = told if per_token_s else f"{told}; tokens made no difference"
-    yield Fitted("costs.trainer.rate_tokens_per_s", rate, seen)
-    yield Fitted("costs.trainer.rate_gpus", len(run.config.placement(Role.ACTOR)), "the layout of this run")
+    rate_source = source if per_token_s else f"{source}; tokens made no difference"
+    yield FittedValue("costs.trainer.rate_tokens_per_s", rate, rate_source)
+    yield FittedValue("costs.trainer.rate_gpus", len(run.config.placement(Role.ACTOR)), "the layout of this run")
 
 
-def _sync(run: RecordedRun, scenario: Scenario) -> Fitted:
-    """What is left of each iteration once it was simulated with its own lengths."""
+def _sync(run: RecordedRun, scenario: Scenario) -> FittedValue:
+    """The part of an iteration's time that a simulation with its own lengths does not explain, as a median."""
     alone = _with_costs(scenario, "sync", {"fixed_s": 0.0})
     left = [iteration.seconds - _simulated_s(iteration, alone, What.ITERATION_FINISHED) for iteration in run.iterations]
     explained = 1 - median(left) / median(iteration.seconds for iteration in run.iterations)
-    told = (
-        f"M: median of what {len(left)} iterations took beyond the above, which explains {max(0.0, explained):.0%}: "
+    source = (
+        f"M: median of the rest of {len(left)} iterations; the values above explain {max(0.0, explained):.0%}: "
         "publish, load, checkpoint, and messages between components"
     )
-    return Fitted("costs.sync.fixed_s", _rounded(max(0.0, median(left))), told)
+    return FittedValue("costs.sync.fixed_s", _rounded(max(0.0, median(left))), source)
 
 
 def _num_steps(iteration: RecordedIteration, scenario: Scenario) -> float:
-    """Of the engine that generates longest: its seconds, where each step takes one and prefill none."""
+    """The steps of the engine that generates longest: its seconds if a step takes one second and prefill none."""
     unit = {"step_floor_s": 0.0, "step_base_s": 1.0, "step_per_sequence_s": 0.0, "step_per_kv_token_s": 0.0}
     counting = _with_costs(scenario, "engine", {"prefill_tokens_per_s": _NO_TIME, **unit})
     return max(1.0, _simulated_s(iteration, counting, What.ROLLOUT_FINISHED))
@@ -204,7 +213,7 @@ def _simulated_s(iteration: RecordedIteration, scenario: Scenario, until: What) 
 
 
 def world_of(iteration: RecordedIteration, scenario: Scenario) -> World:
-    """The iteration with its own lengths, every component where the config has it."""
+    """The iteration with its own lengths. Every component has the GPUs of the config."""
     turns = tuple(tuple((max(1, length),) for length in group) for group in iteration.lengths)
     own = scenario.algorithm
     workload = Workload(
@@ -218,12 +227,12 @@ def world_of(iteration: RecordedIteration, scenario: Scenario) -> World:
 
 
 def all_tokens(iteration: RecordedIteration, run: RecordedRun) -> int:
-    """Of prompts and responses, which inference computes and the trainer trains on."""
+    """The tokens of prompts and responses: the work of inference and trainer."""
     return iteration.num_tokens + run.prompt_tokens * sum(map(len, iteration.lengths))
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Value at 0 and slope, neither below 0: the line of the median slope through the median point."""
+    """The value at 0 and the slope of the line with the median slope through the median point. Neither is below 0."""
     slopes = [(y - other_y) / (x - other_x) for (x, y), (other_x, other_y) in combinations(points, 2) if x != other_x]
     slope = max(0.0, median(slopes)) if slopes else 0.0
     at_0 = median(y - slope * x for x, y in points)

@@ -1,7 +1,10 @@
-"""Virtual time: what is due next.
+"""Virtual time: a queue of actions by their due times.
 
-Invariants: time never runs backwards; what is due at the same instant comes in the order in which it was scheduled, so
-that the same calls give the same history; what was cancelled never comes.
+Invariants:
+- Time never runs backwards. [test_clock: time_never_runs_backwards]
+- Actions that are due at the same instant run in the order of their scheduling, so that the same calls give the same
+  history. [test_clock: the_order_of_their_scheduling]
+- A cancelled action never runs. [test_clock: a_cancelled_action]
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ Action = Callable[[], None]
 
 @dataclass(order=True, slots=True)
 class Due:
-    """Something scheduled; its place among what is due at the same instant is the count of schedulings before it."""
+    """A scheduled action. `count` orders the actions of one instant: the number of schedulings before this one."""
 
     at_s: float
     count: int
@@ -24,7 +27,7 @@ class Due:
 
 
 class Clock:
-    """Starts at 0."""
+    """The clock of one simulation. It starts at 0."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -32,14 +35,14 @@ class Clock:
         self._count = 0
 
     def schedule(self, at_s: float, action: Action) -> Due:
-        """`action` at `at_s`, or now where that is past."""
+        """Run `action` at `at_s`, or now if that is past."""
         due = Due(max(at_s, self.now_s), self._count, action)
         self._count += 1
         heapq.heappush(self._heap, due)
         return due
 
     def step(self) -> bool:
-        """Does what is due next; False when nothing is."""
+        """Run the next due action. False: nothing is due."""
         while self._heap:
             due = heapq.heappop(self._heap)
             if not due.is_cancelled:

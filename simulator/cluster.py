@@ -20,10 +20,10 @@ from services.scheduler.state.values import Fate, Placed, Snapshot
 from simulator.changes import Change, change_of
 from simulator.gpus import Holder
 from simulator.happenings import Happening, What
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.leads import ActorMoves, InferenceMoves, Lead, Moves, RolloutMoves, are_free
+from simulator.situations import inferring
 from simulator.store import REFUSED, Store
-from simulator.views import inferring
 from simulator.voice import Voice, fate
 from simulator.world import World
 from tidegate.ownership.records import Outcome, PartKind
@@ -38,7 +38,7 @@ DIGEST_STEP = 0x9E3779B97F4A7C15
 class Cluster:
     """Of one iteration."""
 
-    def __init__(self, simulated: Simulated) -> None:
+    def __init__(self, simulated: SimulatedIteration) -> None:
         self.spec = simulated.spec
         self.world: World | None = None
         self.store = Store(self.spec.gpus)
@@ -76,10 +76,10 @@ class Cluster:
         """Of the iteration as it is at this instant."""
         world = self.world or self._simulated.world(self._placed())
         world.rollout.advance()
-        seeing = self._simulated.seeing
-        self._say(self._leads[Role.ROLLOUT], seeing.generation(world))
+        situations = self._simulated.situations
+        self._say(self._leads[Role.ROLLOUT], situations.generation(world))
         self._say(self._leads[Role.INFERENCE], inferring(world))
-        self._say(self._leads[Role.ACTOR], seeing.training(world))
+        self._say(self._leads[Role.ACTOR], situations.training(world))
 
     def notice(self, happening: Happening) -> None:
         """What the components say of it."""

@@ -1,7 +1,7 @@
-"""Where each sequence is and how long, as columns: thousands of them are read at every decision.
+"""The place and the length of each sequence, as columns, since every decision reads thousands of them.
 
-Invariant: a sequence that runs has the number of its engine for a place and the step at which it would have had no
-token for a start; any other has one of `observed`'s constants for a place and its tokens so far.
+The columns of a running sequence are its engine's number (`places`) and the engine's step at which it would have had no
+token (`starts`). Every other sequence has one of the constants of `observed` in `places` and its tokens in `tokens`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.scheduler.state.observed import AWAY, ENDED, QUEUED, Ints
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """By sequence; written by the rollout and its engines, each what it changes."""
+    """The columns by sequence. The rollout and its engines write their own changes."""
 
     places: Ints
     starts: Ints
@@ -24,7 +24,7 @@ class Columns:
 
     @staticmethod
     def of(num_sequences: int) -> Columns:
-        """All queued, nothing generated."""
+        """All sequences are queued and have no token."""
         return Columns(
             places=np.full(num_sequences, QUEUED, dtype=np.int64),
             starts=np.zeros(num_sequences, dtype=np.int64),
@@ -35,7 +35,7 @@ class Columns:
         self.places[index], self.starts[index] = engine, start
 
     def stop(self, index: int, *, tokens: int) -> None:
-        """Off its engine, on its way to somewhere else."""
+        """The sequence leaves its engine for another place."""
         self.places[index], self.tokens[index] = AWAY, tokens
 
     def queue(self, indices: Iterable[int]) -> None:
@@ -44,9 +44,11 @@ class Columns:
     def end(self, index: int) -> None:
         self.places[index] = ENDED
 
-    def seen(self, steps: Mapping[int, int]) -> tuple[Ints, Ints]:
-        """(lengths, places) now, a running one's place counted in the order of `steps`: by engine, the steps that it
-        has made."""
+    def snapshot(self, steps: Mapping[int, int]) -> tuple[Ints, Ints]:
+        """(lengths, places) now. `steps` has the number of steps of each engine, by the engine's number.
+
+        The place of a running sequence is the position of its engine in `steps`.
+        """
         most = max(steps, default=-1) + 1
         step_of, order_of = np.zeros(most + 1, dtype=np.int64), np.zeros(most + 1, dtype=np.int64)
         names = np.fromiter(steps, dtype=np.int64, count=len(steps))

@@ -1,9 +1,21 @@
-"""One engine with continuous batching, advanced lazily: right when last looked at, and carried on by closed forms.
+"""One engine with continuous batching. Its state is computed on demand, by closed forms.
 
-All that runs gains one token a step, so a sequence admitted at step s with g tokens ends at step s + its end - g, and
-the next thing to happen is the smallest of these, or the step at which the KV cache is full.
-Invariants: steps are whole; who joins does so after the step in flight, and prefill lets the others stand; the cached
-tokens are the sum over what runs, context and generated; what is taken off keeps every token of the steps that ended.
+Every running sequence gains one token a step:
+
+    end_step = admitted_step + goal - generated
+
+    end_step       the engine's step at which the sequence ends its turn
+    admitted_step  the engine's step at the admission
+    goal           the tokens at the end of the turn
+    generated      the tokens at the admission
+
+The next event of the engine is the smallest `end_step`, or the step at which the KV cache is full. Steps are whole. A
+sequence joins after the step in flight, and its prefill pauses the others.
+
+Invariants:
+- The cached tokens are the sum of context and generated tokens of all running sequences.
+  [test_simulator: every_sequence_ends_once]
+- A sequence that leaves keeps every token of the completed steps. [test_world: continue_elsewhere_with_their_tokens]
 """
 
 from __future__ import annotations
@@ -12,27 +24,27 @@ import heapq
 from dataclasses import dataclass, field
 
 from simulator.columns import Columns
-from simulator.costs import EngineCosts
+from simulator.cost_model import EngineCosts
 from tidegate.types import GpuId
 
 
 @dataclass(slots=True)
 class Sequence:
-    """A response on its way. `turn_ends` count generated tokens, all turns before included."""
+    """An unfinished response. `turn_ends` has the generated tokens at the end of each turn, earlier turns included."""
 
     index: int
     group: int
     turn_ends: tuple[int, ...]
     context_tokens: int
-    """The prompt, and what the environment has added."""
+    """The tokens of the prompt and of the environment's observations."""
     generated: int = 0
     turn: int = 0
     prefilled: int = 0
-    """Tokens that an engine had computed when it last gave the sequence up in good order, at the end of a turn."""
+    """The tokens that an engine had computed when the sequence last left it at the end of a turn."""
 
     @property
     def goal(self) -> int:
-        """Generated tokens at the end of this turn."""
+        """The generated tokens at the end of this turn."""
         return self.turn_ends[self.turn]
 
     @property
@@ -42,24 +54,24 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What an engine does next, if nobody interferes."""
+    """The next event of an engine, if nothing interferes."""
 
     at_s: float
     steps: int
     overflows: bool
-    """The KV cache is full then: the sequence with the fewest tokens goes back to the queue."""
+    """The KV cache is full at this event: the sequence with the fewest tokens goes back to the queue."""
 
 
 @dataclass(slots=True)
 class _Member:
     sequence: Sequence
     start: int
-    """The engine's step at which it would have had no token."""
+    """The engine's step at which the sequence would have had no token."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """`at_s` is the end of its last step; later than now while a step or a prefill goes on that all must wait for."""
+    """`at_s` is the end of the last step. It is later than now during a step or a prefill that all must wait for."""
 
     name: int
     gpus: tuple[GpuId, ...]
@@ -77,21 +89,21 @@ class Engine:
         return len(self._members)
 
     def has_room(self, sequence: Sequence) -> bool:
-        """An empty engine takes any: otherwise one longer than the cache's share would wait for ever."""
+        """An empty engine has room for any sequence: otherwise one above the cache's share would wait forever."""
         if not self._members:
             return True
         room = self.costs.kv_admission_share * self.costs.kv_capacity_tokens
         return self.running < self.costs.max_running and self.kv_tokens + sequence.num_tokens <= room
 
     def advance(self, now_s: float) -> None:
-        """Every step that has ended by `now_s`."""
+        """Complete every step that ends by `now_s`."""
         if not self._members:
             self.at_s = max(self.at_s, now_s)
         elif now_s > self.at_s or (self.next and now_s >= self.next.at_s):
             self._step(*self._ended(now_s))
 
     def admit(self, sequence: Sequence, now_s: float) -> None:
-        """The caller plans again afterwards, by `plan`."""
+        """The caller calls `plan` afterwards."""
         self.advance(now_s)
         if self._members and self.at_s < now_s:
             in_flight = self.costs.decode_s(running=self.running, kv_tokens=self.kv_tokens, steps=1)
@@ -105,8 +117,8 @@ class Engine:
         self.kv_tokens += sequence.num_tokens
 
     def plan(self) -> Next | None:
-        """What comes next; None when nothing runs."""
-        self._forget_gone()
+        """The next event. None: nothing runs."""
+        self._drop_stale_ends()
         if not self._members:
             self.next = None
             return None
@@ -119,16 +131,16 @@ class Engine:
         return self.next
 
     def take_ended(self) -> list[Sequence]:
-        """Those that have reached their turn's end, in the order of their numbers at the same step."""
+        """Take the sequences that have reached the end of their turn, by step and then by number."""
         ended = []
-        self._forget_gone()
+        self._drop_stale_ends()
         while self._ends and self._ends[0][0] <= self.steps:
             ended.append(self.take(self._ends[0][1]))
-            self._forget_gone()
+            self._drop_stale_ends()
         return ended
 
     def take(self, index: int) -> Sequence:
-        """Off the engine, with what it has generated; the caller has advanced it, and plans again."""
+        """Take a sequence off the engine with its tokens. The caller calls `advance` before and `plan` afterwards."""
         member = self._members.pop(index)
         sequence = member.sequence
         sequence.generated = self.steps - member.start
@@ -142,11 +154,11 @@ class Engine:
         return min(self._members, key=lambda index: (self.steps - self._members[index].start, index))
 
     def progress(self) -> tuple[tuple[int, int], ...]:
-        """(number, generated tokens) of what runs, as far as the engine was advanced."""
+        """(number, generated tokens) of each running sequence at the last `advance`."""
         return tuple((index, self.steps - member.start) for index, member in sorted(self._members.items()))
 
     def _ended(self, now_s: float) -> tuple[int, float]:
-        """Steps since `at_s`, and when the last of them ended. What was planned is reached exactly, and not before."""
+        """The steps completed since `at_s`, and the end of the last one. A planned event comes at its exact time."""
         if self.next and now_s >= self.next.at_s:
             return self.next.steps, self.next.at_s
         state = {"running": self.running, "kv_tokens": self.kv_tokens}
@@ -170,11 +182,11 @@ class Engine:
             tokens *= self.costs.fresh_prefill_share
         return tokens / self.costs.prefill_tokens_per_s
 
-    def _forget_gone(self) -> None:
-        """Ends of sequences that were taken, or taken and admitted again."""
-        while self._ends and self._is_gone(*self._ends[0]):
+    def _drop_stale_ends(self) -> None:
+        """Drop the ends of sequences that were taken off, or taken off and admitted again."""
+        while self._ends and self._is_stale(*self._ends[0]):
             heapq.heappop(self._ends)
 
-    def _is_gone(self, end: int, index: int) -> bool:
+    def _is_stale(self, end: int, index: int) -> bool:
         member = self._members.get(index)
         return member is None or member.start + member.sequence.goal != end

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated iteration, and when."""
+"""The faults of a simulated iteration and their times."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from tidegate.types import GpuId, NodeId
 
 @dataclass(frozen=True, slots=True)
 class GpuFault:
-    """The GPU is lost, and with it what it was part of: an engine, the trainer's uncommitted minibatch. `back_after_s`:
-    when it can be had again, unless another fault has it lost for longer; None: not in this iteration."""
+    """A GPU is lost, with its engine or the trainer's uncommitted minibatch.
+
+    The GPU is available again after `back_after_s`, unless another fault lasts longer. None: not in this iteration.
+    """
 
     at_s: float
     gpu: GpuId
@@ -20,8 +22,10 @@ class GpuFault:
 
 @dataclass(frozen=True, slots=True)
 class NodeFault:
-    """All GPUs of the node are lost, and every service there with them. `back_after_s`: as of a GPU; no other fault of
-    the node begins before it is back."""
+    """All GPUs and services of a node are lost.
+
+    `back_after_s` is as in `GpuFault`. No other fault of the node begins before it is back.
+    """
 
     at_s: float
     node: NodeId
@@ -30,8 +34,11 @@ class NodeFault:
 
 @dataclass(frozen=True, slots=True)
 class EngineFault:
-    """The engine's process dies; its GPUs become free. Engines have numbers from 0, in the order in which they start:
-    which of them run then is the policy's doing, and FAULT_MISSED tells of one that does not."""
+    """An engine's process dies, and its GPUs become free.
+
+    Engines have numbers from 0 in the order of their starts. The policy decides which of them run at that time. If this
+    engine does not run, FAULT_MISSED reports it.
+    """
 
     at_s: float
     engine: int
@@ -39,7 +46,7 @@ class EngineFault:
 
 @dataclass(frozen=True, slots=True)
 class LateFault:
-    """The first happening of this kind from `at_s` on is told `late_s` after it happened."""
+    """The first happening of this kind from `at_s` on is reported `late_s` later."""
 
     at_s: float
     what: What

@@ -1,6 +1,7 @@
-"""What a simulated iteration tells: happenings as frozen values, and what every stage shares to tell them.
+"""The happenings that a simulated iteration reports, as frozen values, and the parts that all stages share.
 
-Invariant: a happening is told once, in the order of the clock, unless a fault makes it late; then `told_s` says when.
+Invariant: a happening is reported once, in the order of the clock. A fault may delay it; `reported_s` then has the time
+of the report. [test_world: a_late_happening_is_reported_once]
 """
 
 from __future__ import annotations
@@ -15,45 +16,46 @@ from tidegate.types import GpuId
 
 
 class What(StrEnum):
-    """Each says what `number`, `count` and `gpus` of its happening are."""
+    """The kind of a happening. Each docstring gives the meaning of its `number`, `count` and `gpus`."""
 
     SEQUENCE_FINISHED = "sequence_finished"
-    """The sequence, its tokens."""
+    """number: the sequence; count: its tokens."""
     GROUP_FINISHED = "group_finished"
-    """The group, its tokens."""
+    """number: the group; count: its tokens."""
     ROLLOUT_FINISHED = "rollout_finished"
     ENGINE_ACQUIRED = "engine_acquired"
-    """The engine, its GPUs."""
+    """number: the engine; gpus: its GPUs."""
     ENGINE_LEFT = "engine_left"
-    """The engine, how many unfinished sequences it handed back, its GPUs, which are not free yet."""
+    """number: the engine; count: its unfinished sequences, which go back to the queue; gpus: its GPUs, not free yet."""
     GPUS_FREED = "gpus_freed"
-    """The GPUs."""
+    """gpus: the GPUs that are free now."""
     INFERENCE_RESIZED = "inference_resized"
-    """All the GPUs it has now."""
+    """gpus: all GPUs of the inference now."""
     GROUP_INFERRED = "group_inferred"
-    """The group, its tokens."""
+    """number: the group; count: its tokens."""
     INFERENCE_FINISHED = "inference_finished"
     MINIBATCH_STARTED = "minibatch_started"
-    """The minibatch."""
+    """number: the minibatch."""
     MINIBATCH_CLOSED = "minibatch_closed"
-    """The minibatch: its last group has been taken, so its end is known; the groups in it."""
+    """The trainer has taken the last group, so the end of the minibatch is known. number: the minibatch; count: its
+    groups."""
     MINIBATCH_FINISHED = "minibatch_finished"
-    """The minibatch, its tokens: an optimizer step, after which the trainer may be resized."""
+    """An optimizer step, after which the trainer may be resized. number: the minibatch; count: its tokens."""
     TRAINER_RESIZED = "trainer_resized"
-    """All the GPUs it has now."""
+    """gpus: all GPUs of the trainer now."""
     TRAINER_DIED = "trainer_died"
-    """The minibatch that begins again, the groups that are trained again."""
+    """number: the minibatch that begins again; count: the groups that are trained again."""
     MOVE_DROPPED = "move_dropped"
-    """The lost GPU without which a move that waited cannot be made."""
+    """A waiting move is no longer possible. gpus: the lost GPU that it needs."""
     GPU_LOST = "gpu_lost"
     NODE_LOST = "node_lost"
-    """All its GPUs; each is told of as lost, too."""
+    """gpus: all GPUs of the node. GPU_LOST reports each of them too."""
     NODE_BACK = "node_back"
-    """All its GPUs."""
+    """gpus: all GPUs of the node."""
     FAULT_MISSED = "fault_missed"
-    """The engine that was to die and does not run, how many do."""
+    """The engine of a fault does not run. number: the engine; count: the running engines."""
     WOKE = "woke"
-    """The number that was asked for."""
+    """number: the number in the request for a wake-up."""
     ITERATION_FINISHED = "iteration_finished"
 
 
@@ -64,24 +66,24 @@ class Happening:
     number: int = 0
     count: int = 0
     gpus: tuple[GpuId, ...] = ()
-    told_s: float | None = None
-    """When it was told, where that was later."""
+    reported_s: float | None = None
+    """The time of the report if it is late."""
 
     def line(self) -> str:
-        """One line of a history; equal histories are equal byte for byte."""
-        late = "" if self.told_s is None else f" told {self.told_s!r}"
+        """One line of a history. Equal histories have equal bytes."""
+        late = "" if self.reported_s is None else f" told {self.reported_s!r}"
         return f"{self.at_s!r} {self.what} {self.number} {self.count} {','.join(self.gpus)}{late}"
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Of all stages of one world."""
+    """The parts that all stages of one world share."""
 
     clock: Clock
     gpus: Gpus
     publish: Callable[[Happening], None]
     freed: Callable[[], None]
-    """Called when GPUs have become free, for those that wait for them."""
+    """Called after GPUs have become free, so that waiting stages can take them."""
 
-    def tell(self, what: What, number: int = 0, count: int = 0, gpus: tuple[GpuId, ...] = ()) -> None:
+    def report(self, what: What, number: int = 0, count: int = 0, gpus: tuple[GpuId, ...] = ()) -> None:
         self.publish(Happening(self.clock.now_s, what, number, count, gpus))

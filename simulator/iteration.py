@@ -1,8 +1,11 @@
-"""What every way of simulating an iteration shares: its job, its world, and when whoever decides is asked.
+"""The common part of all simulations of an iteration: its job, its world, and the times of decisions.
 
-Whoever decides is asked at every structural happening, once all that happened at its instant was told; at any other
-happening `decide_every_s` after it was asked last; and when it wanted to be.
-Invariant: the same scenario, policy and seed give the same instants.
+A decision is due
+- at every structural happening, after all happenings of its instant are reported;
+- at any other happening, if `decide_every_s` have passed since the last decision;
+- at the time that the last decision asked for.
+
+Invariant: the same scenario, policy and seed give the same history. [test_run: the_same_seed_gives_the_same_run]
 """
 
 from __future__ import annotations
@@ -11,61 +14,61 @@ from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import JobSpec
 from simulator.bound import clairvoyant_bound
 from simulator.happenings import Happening, What
-from simulator.job import job_of
-from simulator.outcome import Decided, Run, spans
+from simulator.job_spec import job_of
+from simulator.outcome import PolicyDecision, Run, spans
 from simulator.scenario import Scenario
-from simulator.views import Seeing, to_ms
+from simulator.situations import Situations, to_ms
 from simulator.workload import Workload
 from simulator.world import Placement, World
 
 PROGRESS = frozenset({What.SEQUENCE_FINISHED, What.GROUP_FINISHED, What.GROUP_INFERRED})
-"""What is told so often that nobody is asked for it at once."""
+"""Happenings that are too frequent for a decision at each."""
 
 
 class Pace:
-    """When to ask, on progress at most every `decide_every_s`."""
+    """The times of decisions. On progress alone a decision is due at most every `decide_every_s`."""
 
     def __init__(self, decide_every_s: float) -> None:
         self._decide_every_s = decide_every_s
-        self._asked_s = 0.0
+        self._last_s = 0.0
         self._wake_ms: int | None = None
         self._num_wakes = 0
 
     def is_due(self, happening: Happening, world: World) -> bool:
-        """`happening` is the last of its instant."""
+        """Whether a decision is due. `happening` is the last one of its instant."""
         if happening.what in PROGRESS:
-            return world.now_s >= self._asked_s + self._decide_every_s
+            return world.now_s >= self._last_s + self._decide_every_s
         return happening.what is not What.WOKE or happening.number == self._num_wakes
 
-    def asked(self, world: World, again_ms: int | None) -> None:
-        """Now; `again_ms`: when it wants to be asked next, should nothing happen before."""
-        self._asked_s = world.now_s
+    def record(self, world: World, again_ms: int | None) -> None:
+        """Record a decision now. `again_ms`: the time of the next one if nothing happens before."""
+        self._last_s = world.now_s
         if again_ms is not None and again_ms != self._wake_ms:
-            # A time that is past would be asked about again and again at one instant.
+            # Avoid an endless loop: a time in the past would make a decision due again at the same instant.
             self._wake_ms = max(again_ms, to_ms(world.now_s) + 1)
             self._num_wakes += 1
             world.wake_at(self._wake_ms / 1000, self._num_wakes)
 
 
-class Simulated:
+class SimulatedIteration:
     """A scenario's iteration under one seed."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
         self.workload: Workload = scenario.workload(seed)
         self.spec: JobSpec = job_of(scenario, self.workload.lengths)
-        self.seeing = Seeing(scenario, self.spec, self.workload)
+        self.situations = Situations(scenario, self.spec, self.workload)
 
     def world(self, at: Assignment) -> World:
-        """That begins there."""
+        """The world that begins with this assignment."""
         rollout = tuple(gpu for gpus in at.engines for gpu in gpus)
         trainer, layout = (at.trainer.gpus, at.trainer.layout) if at.trainer else ((), None)
         placement = Placement(self.scenario.cluster.gpus(), rollout, at.inference, trainer, layout)
         own = self.scenario
         return World(self.workload, own.costs, placement, own.scheduled_faults(), own.model)
 
-    def run_of(self, world: World, *, policy: str, decisions: list[Decided]) -> Run:
-        """Of an iteration that is over."""
+    def run_of(self, world: World, *, policy: str, decisions: list[PolicyDecision]) -> Run:
+        """The result of an iteration that has ended."""
         size = self.workload.group_size
         num_trained = len(world.trainer.trained) * size
         return Run(

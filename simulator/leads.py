@@ -110,7 +110,7 @@ class InferenceMoves:
         return set(world.inference.gpus) == {grant.gpu for grant in change.members}
 
     def clear(self, world: World, gpu: GpuId) -> None:
-        world.resize_inference(other for other in world.inference.wanted if other != gpu)
+        world.resize_inference(other for other in world.inference.target_gpus if other != gpu)
 
 
 @dataclass

@@ -1,10 +1,21 @@
-"""How long the responses of an iteration are, and what earlier iterations told of them.
+"""The lengths of an iteration's responses, and the length hints from earlier iterations.
 
-A response's length is a prompt's own, spread within its group: lognormal, the same with a Pareto tail on some prompts,
-or from a trace. A response of several turns is one length cut into them. A hint is what an earlier iteration told of a
-prompt: its true level under lognormal noise.
-Invariants: drawn from an explicit numpy Generator, in one order, so that a seed gives the same lengths wherever that
-numpy does; every length is between 1 and the most tokens; every turn has at least one token.
+    length = level * exp(sigma_group * z_member)
+    level  = median_tokens * exp(sigma_prompt * z_prompt)
+    hint   = level * exp(hint_sigma * z_hint)
+
+    length    tokens of a response, cut off at `min_tokens` and `max_tokens`
+    level     the level of a prompt; with `long_tailed` a Pareto factor multiplies it for some prompts
+    hint      the length that an earlier iteration would have shown for a prompt
+    z_*       independent standard normal numbers
+
+With `trace` the lengths come from a file. A response of several turns is one length, cut into turns.
+
+Invariants:
+- A seed gives the same lengths: all numbers come from one numpy Generator in one order.
+  [test_lengths: a_seed_gives_the_same_lengths]
+- Every length is between 1 and `max_tokens`. [test_lengths: lengths_stay_within_their_limits]
+- Every turn has at least one token. [test_lengths: the_turns_add_up_to_the_response]
 """
 
 from __future__ import annotations
@@ -24,10 +35,11 @@ from tidegate.config.base import ConfigPath, Count, NonNegativeFloat, Positive, 
 
 Floats = NDArray[np.float64]
 Turns = tuple[int, ...]
-"""Tokens that each turn generates."""
+"""The generated tokens of each turn."""
 
 MAX_DIGITS = 18
-"""Of a trace's numbers: no response has so many tokens, and `int` refuses thousands of digits without file and line."""
+"""The most digits of a number in a trace. No response is that long, and `int` itself refuses a number of thousands of
+digits without naming file and line."""
 
 
 class LengthLaw(StrEnum):
@@ -37,38 +49,40 @@ class LengthLaw(StrEnum):
 
 
 class LengthSection(Section):
-    """Of a scenario; the defaults are the assumed lengths of the published 64-GPU timeline, about 68 M tokens."""
+    """The lengths of a scenario. The defaults are assumed for the published 64-GPU timeline: about 68 M tokens."""
 
     law: LengthLaw = LengthLaw.LOGNORMAL
     median_tokens: Annotated[
         PositiveFloat, Source("F: 64 to 69 M tokens an iteration; the published throughput gives 72 to 75 M")
     ] = 7050.0
-    sigma_prompt: Annotated[NonNegativeFloat, Source("A: of the logarithm, between prompts")] = 0.50
-    sigma_group: Annotated[NonNegativeFloat, Source("A: of the logarithm, within a group")] = 0.25
+    sigma_prompt: Annotated[NonNegativeFloat, Source("A: in the logarithm, between prompts")] = 0.50
+    sigma_group: Annotated[NonNegativeFloat, Source("A: in the logarithm, within a group")] = 0.25
     tail_share: Annotated[
-        float, Field(ge=0, le=1), Source("A: of long_tailed, the prompts that a Pareto factor makes longer")
+        float, Field(ge=0, le=1), Source("A: for long_tailed, the prompts that a Pareto factor makes longer")
     ] = 0.05
-    tail_index: Annotated[PositiveFloat, Source("A: of that factor; the smaller, the longer")] = 1.5
+    tail_index: Annotated[
+        PositiveFloat, Source("A: the index of that factor; a smaller one gives longer responses")
+    ] = 1.5
     min_tokens: Annotated[Positive, Source("A: no response is shorter")] = 64
     max_tokens: Annotated[
         Positive, Source("P: seq_length 28,672 less max_prompt_length 1,024 of the published 7B configuration")
     ] = 27_648
     file: ConfigPath = ""
-    """Of `trace`: one line a prompt, one word a response, `+` between its turns: `812+90 1033 77`."""
+    """The file of a `trace`: one line a prompt, one word a response, `+` between its turns: `812+90 1033 77`."""
     mean_turns: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Each response has 1 + Poisson(mean_turns - 1) turns; a trace says its own."""
+    """Each response has 1 + Poisson(mean_turns - 1) turns. A trace has turns of its own."""
     observation_tokens: Count = 0
-    """That the environment adds after each turn but the last."""
+    """The tokens that the environment adds after each turn but the last."""
     environment_s: NonNegativeFloat = 0.0
-    """Between two turns."""
+    """The time of the environment between two turns."""
     hint_sigma: Annotated[
-        NonNegativeFloat, Source("A: of the logarithm of the noise in what an earlier epoch told of a prompt")
+        NonNegativeFloat, Source("A: in the logarithm, the error of a length hint from an earlier epoch")
     ] = 0.30
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """By group: each member's turns, and the hint of one member's tokens."""
+    """By group: the turns of each member, and the hint for the tokens of one member."""
 
     turns: tuple[tuple[Turns, ...], ...]
     hints: tuple[float, ...]
@@ -79,11 +93,11 @@ class Lengths:
 
 
 class BadTrace(ValueError):
-    """A line of a lengths file is not what it must be; the message names file and line."""
+    """A line of a lengths file is malformed. The message names file and line."""
 
 
 def draw_lengths(section: LengthSection, *, num_prompts: int, group_size: int, rng: np.random.Generator) -> Lengths:
-    """Of the laws that are drawn."""
+    """Draw the lengths of an iteration, for every law but `trace`."""
     z_prompt = rng.standard_normal(num_prompts)
     z_member = rng.standard_normal((num_prompts, group_size))
     level = section.median_tokens * np.exp(section.sigma_prompt * z_prompt)
@@ -102,36 +116,36 @@ def draw_lengths(section: LengthSection, *, num_prompts: int, group_size: int, r
 
 
 def lengths_of_trace(turns: tuple[tuple[Turns, ...], ...], section: LengthSection, rng: np.random.Generator) -> Lengths:
-    """A trace's lengths; the hints are noise about the mean of each prompt's."""
+    """The lengths of a trace. A hint is the mean length of its prompt's responses with noise."""
     level = np.array([np.mean([sum(response) for response in group]) for group in turns])
     return Lengths(turns, _hints(level, section.hint_sigma, rng.standard_normal(len(turns))))
 
 
-def parse_trace(text: str, *, told: str, group_size: int, max_tokens: int) -> tuple[tuple[Turns, ...], ...]:
-    """BadTrace at the first bad line of the file `told`; empty lines and what follows a `#` are left out."""
-    return tuple(_groups(text, told, group_size, max_tokens))
+def parse_trace(text: str, *, name: str, group_size: int, max_tokens: int) -> tuple[tuple[Turns, ...], ...]:
+    """The turns in a file called `name`, without empty lines and comments after `#`. BadTrace: the first bad line."""
+    return tuple(_groups(text, name, group_size, max_tokens))
 
 
-def _groups(text: str, told: str, group_size: int, max_tokens: int) -> Iterator[tuple[Turns, ...]]:
+def _groups(text: str, name: str, group_size: int, max_tokens: int) -> Iterator[tuple[Turns, ...]]:
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split("#")[0].split()
         if not words:
             continue
-        where = f"{told}:{number}"
+        where = f"{name}:{number}"
         if len(words) != group_size:
             raise BadTrace(f"{where}: {len(words)} responses, a group has group_size={group_size}: write one word each")
         yield tuple(_response(word, where, max_tokens) for word in words)
 
 
 def _response(word: str, where: str, max_tokens: int) -> Turns:
-    parts, told = word.split("+"), reprlib.repr(word)
+    parts, shown = word.split("+"), reprlib.repr(word)
     if not all(_is_count(part) for part in parts):
-        raise BadTrace(f"{where}: {told} is no response: write its tokens, at least 1, with + between turns: 812+90")
+        raise BadTrace(f"{where}: {shown} is no response: write its tokens, at least 1, with + between turns: 812+90")
     if any(len(part) > MAX_DIGITS for part in parts):
-        raise BadTrace(f"{where}: {told} has a number of over {MAX_DIGITS} digits; lengths.max_tokens is {max_tokens}")
+        raise BadTrace(f"{where}: {shown} has a number of over {MAX_DIGITS} digits; lengths.max_tokens is {max_tokens}")
     turns = tuple(map(int, parts))
     if sum(turns) > max_tokens:
-        raise BadTrace(f"{where}: {told} has {sum(turns)} tokens, lengths.max_tokens is {max_tokens}: raise that one")
+        raise BadTrace(f"{where}: {shown} has {sum(turns)} tokens, lengths.max_tokens is {max_tokens}: raise that one")
     return turns
 
 

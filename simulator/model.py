@@ -1,6 +1,6 @@
-"""The model that a simulated trainer holds, so that its reshards are planned: a dense GPT of Megatron's, with Adam.
+"""The model of a simulated trainer: a dense GPT of Megatron's with Adam. The plans of reshards need it.
 
-The defaults are Qwen2.5-7B, the model of the published 64-GPU timeline; a job's own is made of its `ModelConfig`.
+The defaults are Qwen2.5-7B, the model of the published 64-GPU timeline. A job's own model comes from its `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from tidegate.model_config import ModelConfig
 from tidegate.types import Layout, Precision
 
 _Layers = Annotated[int, Field(ge=1, le=1000)]
-"""Each is planned; the deepest models have some hundred."""
+"""Every layer is planned. The deepest models have some hundred."""
 _Size = Annotated[int, Field(ge=1, le=10_000_000)]
 _PUBLISHED = Source("P: config.json of Qwen2.5-7B")
 
 
 class ModelSection(Section):
-    """As `GptShape` has it."""
+    """The fields of `GptShape`."""
 
     num_layers: Annotated[_Layers, _PUBLISHED] = 28
     hidden_size: Annotated[_Size, _PUBLISHED] = 3584
     ffn_hidden_size: Annotated[_Size, _PUBLISHED] = 18944
     num_heads: Annotated[_Size, _PUBLISHED] = 28
     num_kv_heads: Annotated[_Size, _PUBLISHED] = 4
-    head_dim: Annotated[_Size, Source("P: likewise, hidden_size / num_attention_heads")] = 128
+    head_dim: Annotated[_Size, Source("P: config.json of Qwen2.5-7B: hidden_size / num_attention_heads")] = 128
     vocab_size: Annotated[_Size, _PUBLISHED] = 152_064
     padded_vocab_size: Annotated[_Size, Source("P: the vocabulary divides by 128 times any tp up to 4")] = 152_064
     tied_embeddings: Annotated[bool, _PUBLISHED] = False
     qkv_bias: Annotated[bool, Source("P: Qwen2's attention")] = True
     qk_norm: Annotated[bool, Source("P: Qwen2's attention has none")] = False
     precision: Annotated[
-        Precision, Source("A: Megatron's usual; 2 bytes of weights a parameter, 12 of the optimizer's")
+        Precision, Source("A: usual in Megatron; 2 bytes of weights a parameter, 12 of the optimizer")
     ] = Precision.BF16
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSection:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"model.num_heads={self.num_heads} does not divide by model.num_kv_heads={self.num_kv_heads}: each of "
-                "these serves as many heads"
+                f"model.num_heads={self.num_heads} does not divide by model.num_kv_heads={self.num_kv_heads}: each KV "
+                "head serves the same number of heads; change one of the two"
             )
         return self
 
     @classmethod
     def of(cls, model: ModelConfig, *, padded_vocab: int, precision: Precision) -> ModelSection:
-        """ValueError for a model of experts."""
+        """ValueError: the model has experts."""
         if model.num_experts is not None:
             raise ValueError(f"reshards of a model of {model.num_experts} experts are not planned here")
         own = {name: getattr(model, name) for name in cls.model_fields.keys() - {"padded_vocab_size", "precision"}}
@@ -66,7 +66,7 @@ class ModelSection(Section):
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        """What Adam keeps of each parameter; see `tidegate.elastic.model.adam`."""
+        """The tensors that Adam keeps for each parameter; see `tidegate.elastic.model.adam`."""
         if self.precision is Precision.BF16:
             return ADAM
         return tuple(state for state in ADAM if state.kind is not StateKind.MAIN_PARAM)
@@ -84,7 +84,7 @@ class ModelSection(Section):
         return self.num_parameters * sum(state.itemsize for state in self.states)
 
     def refusal(self, layout: Layout) -> str:
-        """Why it cannot be cut so; empty where it can."""
+        """The reason why the layout cannot hold the model. Empty: it can."""
         try:
             even_chunks(self.num_layers, pp=layout.pp, vpp=layout.vpp)
             for parameter in gpt_parameters(self.shape()):

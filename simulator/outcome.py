@@ -1,6 +1,7 @@
-"""What came of a simulated iteration, as values that whoever shows or compares runs reads.
+"""The result of a simulated iteration, as values for reports and comparisons.
 
-Invariant: a GPU's spans follow one another from 0 to the iteration's end, none of no length, no two neighbours alike.
+Invariant: a GPU's spans follow one another from 0 to the iteration's end. No span is empty, and two neighbours differ.
+[test_run: a_policy_trains_every_sample_once]
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class GpuSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
-    """A choice that changed the assignment. `predicted_end_s` is the iteration's end as the policy foresaw it, None
-    where it foresees none."""
+class PolicyDecision:
+    """A choice that changed the assignment.
+
+    `predicted_end_s` is the policy's forecast of the iteration's end. None: the policy makes no forecast.
+    """
 
     at_s: float
     reason: str
@@ -35,14 +38,16 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`num_samples` are those that optimizer steps trained, `num_lost` those that were to be and were not; `num_moves`
-    counts changes of the assignment."""
+    """The result of one run.
+
+    `num_moves` counts changes of the assignment. `num_samples` counts the trained samples, and `num_lost` the others.
+    """
 
     policy: str
     seed: int
     iteration_s: float
     timeline: Mapping[GpuId, tuple[GpuSpan, ...]]
-    decisions: tuple[Decided, ...]
+    decisions: tuple[PolicyDecision, ...]
     history: tuple[Happening, ...]
     bound: Bound
     num_moves: int
@@ -51,7 +56,7 @@ class Run:
 
 
 def spans(marks: list[tuple[float, Doing]], end_s: float) -> tuple[GpuSpan, ...]:
-    """What took no time is left out, and what goes on is one span."""
+    """The spans of a GPU. An activity without duration is left out, and equal neighbours are one span."""
     found: list[GpuSpan] = []
     for (start_s, doing), until_s in zip(marks, [at_s for at_s, _ in marks[1:]] + [end_s], strict=True):
         if until_s <= start_s:

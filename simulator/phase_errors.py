@@ -1,8 +1,8 @@
-"""How far iterations that the simulator makes with fitted costs are from those that were measured, phase by phase.
+"""The error of simulated iterations with fitted costs against the measured iterations, phase by phase.
 
-Each half of the iterations is simulated, with its own lengths, by costs that were fitted to the other half, so that no
-fit is compared with what it was made of; a run of one iteration has no other half, and is compared with itself.
-What phases take overlaps: they do not add up to the iteration. The switch of GPUs is in no run that `calibrate` reads.
+Each half of the iterations is simulated with its own lengths and with costs that are fitted to the other half. So no
+fit is compared with its own data. A run of one iteration has no other half and is compared with itself. Phases overlap,
+so their times do not add up to that of the iteration. No run that `calibrate` reads contains a switch of GPUs.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from simulator.calibration import all_tokens, calibrated, scenario_of, world_of
+from simulator.calibration import all_tokens, fitted_values, scenario_of, world_of
 from simulator.happenings import What
 from simulator.scenario import Scenario
 from tidegate.recorded import RecordedIteration, RecordedRun
 
 COLUMNS = ("phase", "measured_s", "simulated_s", "error_percent")
-TOLD = "Medians; each half of the iterations by costs fitted to the other. Nothing moved: of switches nothing is known."
+EXPLANATION = (
+    "Medians; the costs for each half of the iterations are fitted to the other half. The run has no moves, so it "
+    "shows nothing of switches."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseError:
-    """Medians over the iterations. `measured_s` of inference: of its GPUs, added up."""
+    """Medians over the iterations. For the inference, `measured_s` is the sum over its GPUs."""
 
     phase: str
     measured_s: float
@@ -36,17 +39,17 @@ class PhaseError:
         seconds = {"measured_s": round(self.measured_s, 4), "simulated_s": round(self.simulated_s, 4)}
         return {"phase": self.phase, **seconds, "error_percent": round(self.error_percent, 1) + 0.0}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         percent = round(self.error_percent) + 0
         return f"{self.phase}: {self.simulated_s:.3g} s, measured {self.measured_s:.3g} s ({percent:+d} %)"
 
 
 def of_run(run: RecordedRun) -> tuple[PhaseError, ...]:
-    """Those that took no time in the run are left out."""
+    """The errors of all phases that took time in the run."""
     pairs = [
         (_measured(iteration), _simulated(iteration, scenario, run))
         for fitted_to, compared in _halves(run.iterations)
-        for scenario in [scenario_of(calibrated(replace(run, iterations=fitted_to)))]
+        for scenario in [scenario_of(fitted_values(replace(run, iterations=fitted_to)))]
         for iteration in compared
     ]
     found = [
@@ -60,7 +63,7 @@ _Iterations = tuple[RecordedIteration, ...]
 
 
 def _halves(iterations: _Iterations) -> Sequence[tuple[_Iterations, _Iterations]]:
-    """(to fit to, to compare)."""
+    """Pairs of (iterations to fit to, iterations to compare)."""
     if len(iterations) < 2:
         return [(iterations, iterations)]
     even, odd = iterations[::2], iterations[1::2]

@@ -1,6 +1,6 @@
-"""The policies that a scenario is simulated under: the scheduler's, by name, with the scenario's rules.
+"""The scheduler's policies for a simulation, by name and with the scenario's rules.
 
-Invariant: a name that is none, and a job that a policy cannot run, are refused before anything runs.
+An unknown name, and a job that a policy cannot run, are refused before a simulation starts.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from typing import get_args
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.state.values import JobSpec
-from simulator.job import job_of
+from simulator.job_spec import job_of
 from simulator.scenario import Scenario, ScenarioError
 from tidegate.config.sections.scheduler import SchedulerSection
 
 NAMES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
 _LEAST_LIKENESS = 0.5
-"""As of keys: below it two names only share a few letters."""
+"""The smallest ratio of difflib for a hint. Below it two names share only a few letters."""
 
 
-def asked_policies(given: argparse.Namespace) -> list[str]:
-    """What `--compare` or `--policy` names; empty for neither."""
+def requested_policies(given: argparse.Namespace) -> list[str]:
+    """The names in `--compare` or `--policy`. Empty: neither is set."""
     if given.compare is not None:
         return [name.strip() for name in given.compare]
     return [] if given.policy is None else [given.policy]
 
 
 def policies_of(names: Sequence[str], scenario: Scenario) -> dict[str, Policy]:
-    """In the order named. ScenarioError for a name that is none, or named twice, or a job that it cannot run."""
-    return named(names, scenario.scheduler, job_of(scenario, scenario.read_lengths()))
+    """The policies in the order of `names`.
+
+    ScenarioError: a name is unknown or occurs twice, or a policy cannot run the job.
+    """
+    return policies_by_name(names, scenario.scheduler, job_of(scenario, scenario.read_lengths()))
 
 
-def named(names: Sequence[str], section: SchedulerSection, spec: JobSpec) -> dict[str, Policy]:
-    """With the section's rules. ScenarioError as `policies_of`."""
+def policies_by_name(names: Sequence[str], section: SchedulerSection, spec: JobSpec) -> dict[str, Policy]:
+    """The policies with the section's rules. ScenarioError as `policies_of`."""
     for name in names:
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, n=1, cutoff=_LEAST_LIKENESS)

@@ -1,11 +1,13 @@
-"""A job's config -> its iteration as the simulator foresees it, under each policy and from several placements.
+"""A job's config -> forecasts of its iteration by simulation, for each policy and several placements.
 
-What a config does not say is assumed, each a named key of it: `assumptions.costs` and `assumptions.lengths`, or those
-of a scenario that was calibrated on a run. Reshards are planned for the job's model, as in any simulation, unless the
-config gives the seconds of each itself (`reshard_s`, and no `weight_bytes`). A config has no tokens of prompts: they
-are taken for `PROMPT_SHARE` of what `max_new_tokens` leaves of the model's longest sequence.
-Order: the placement of the config first, then other splits of the same GPUs, none twice; only those with which the job
-itself could start. Invariant: nothing is started, and nothing but the files that were named is read.
+Times and lengths come from the config's `assumptions.costs` and `assumptions.lengths`, or from a scenario that was
+calibrated on a run. Reshards are planned for the job's model, unless the config sets `reshard_s` and no `weight_bytes`.
+A config has no length of prompts. The forecast assumes
+
+    prompt_tokens = PROMPT_SHARE * (max_seq_len - max_new_tokens)
+
+The placement of the config comes first, then other splits of the same GPUs. No split occurs twice, and the job could
+start with each. A forecast starts nothing and reads only the named files.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from pydantic import ValidationError
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
-from simulator.costs import Costs
-from simulator.iteration import Simulated
+from simulator.cost_model import Costs
+from simulator.iteration import SimulatedIteration
 from simulator.lengths import LengthSection
 from simulator.model import ModelSection
 from simulator.policies import NAMES
@@ -34,7 +36,7 @@ from tidegate.config.sections.costs import MEDIAN_SHARE
 from tidegate.types import Role
 
 PROMPT_SHARE = 200 / 1024
-"""Of the published job: 200 tokens assumed where 1,024 are allowed."""
+"""The share in the published job: 200 assumed tokens of 1,024 legal ones."""
 AS_CONFIGURED = "as configured"
 COST_KEYS = {
     ("engine", "step_floor_s"): "decode_floor_s",
@@ -57,14 +59,14 @@ COST_KEYS = {
     ("switch", "trainer_warm_s"): "load_s",
     ("switch", "inference_warm_s"): "inference_start_s",
 }
-"""Section and field of the simulator's costs: the key of a config's `assumptions.costs` that gives it."""
+"""The key of a config's `assumptions.costs` for each section and field of the simulator's costs."""
 LENGTH_KEYS = {
     "median_tokens": "median_tokens",
     "sigma_prompt": "sigma_prompt",
     "sigma_group": "sigma_group",
     "hint_sigma": "sigma_hint",
 }
-"""Likewise, of `assumptions.lengths`."""
+"""The key of a config's `assumptions.lengths` for each field of the simulator's lengths."""
 _CONFIGS_KEY = {
     **{f"costs.{section}.{name}": f"assumptions.costs.{own}" for (section, name), own in COST_KEYS.items()},
     **{f"lengths.{name}": f"assumptions.lengths.{own}" for name, own in LENGTH_KEYS.items()},
@@ -73,28 +75,30 @@ _CONFIGS_KEY = {
     "actor_layout.tp": "actor.layout.tp",
     "actor_num_logical_shards": "actor.num_logical_shards",
 }
-"""By the key of a scenario that is made of it."""
+"""The config's key for each key of a scenario that is made from it."""
 _SCENARIOS_KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, _CONFIGS_KEY))})(?!\w)")
 _ACTOR_SHARES = {"an eighth trains": 1 / 8, "a quarter trains": 1 / 4, "half trains": 1 / 2, "most trains": 3 / 4}
-"""Of all GPUs, by the name of the placement; inference gets `_INFERENCE_SHARE`, the rollout what is left."""
+"""The actor's share of all GPUs, by the name of the placement. The inference gets `_INFERENCE_SHARE`, the rollout the
+rest."""
 _INFERENCE_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A placement, as the config writes GPUs, with the config that has it."""
+    """A placement to start from, with the config that has it."""
 
     name: str
     config: JobConfig
 
     def gpus(self, role: Role) -> str:
+        """The role's GPUs in the notation of the config."""
         text: str = getattr(self.config.cluster.component_placement, role.value)
         return text
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`run` is None where the policy cannot run the job from there; then `refused` says why."""
+    """The forecast of one policy. `run` is None if the policy cannot run the job; `refused` then has the reason."""
 
     start: Start
     policy: str
@@ -103,41 +107,46 @@ class Prediction:
 
     @property
     def iteration_s(self) -> float:
-        """Infinite for none."""
+        """The time of the iteration. It is infinite without a run."""
         return self.run.iteration_s if self.run else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What an iteration is foreseen with. `model`: what reshards move; None: each takes `costs.switch.reshard_s`.
-    `model_told`: where the model is from, or why there is none."""
+class PredictionBasis:
+    """The basis of a forecast: costs, lengths and model.
+
+    `model` is the model that reshards move. None: each reshard takes `costs.switch.reshard_s`.
+    `model_source` is the source of the model, or the reason why there is none.
+    """
 
     costs: Costs
     lengths: LengthSection
     model: ModelSection | None
-    model_told: str
+    model_source: str
     is_calibrated: bool
 
 
-def assumed(config: JobConfig, model: ModelSection | None, *, unknown: str = "") -> Known:
-    """By the config's assumptions; `unknown` says why there is no model. ScenarioError for what takes no time that a
-    simulation could pass."""
-    told = config.assumptions.costs
-    if "reshard_s" in told.model_fields_set and not told.weight_bytes:
-        model, unknown = None, "assumptions.costs.reshard_s is given"
-    model_told = f"the config's, in {model.precision}" if model else f"each reshard takes reshard_s: {unknown}"
-    return Known(_costs(config), _lengths(config), model, model_told, is_calibrated=False)
+def basis_of_config(config: JobConfig, model: ModelSection | None, *, unknown: str = "") -> PredictionBasis:
+    """The basis from the config's assumptions. `unknown` is the reason why there is no model.
+
+    ScenarioError: a time or rate is out of the simulator's range.
+    """
+    costs = config.assumptions.costs
+    if "reshard_s" in costs.model_fields_set and not costs.weight_bytes:
+        model, unknown = None, "assumptions.costs.reshard_s is set"
+    model_source = f"the config's, in {model.precision}" if model else f"each reshard takes reshard_s: {unknown}"
+    return PredictionBasis(_costs(config), _lengths(config), model, model_source, is_calibrated=False)
 
 
-def learned(scenario: Scenario) -> Known:
-    """What a run taught, in place of the config's assumptions."""
+def basis_of_calibration(scenario: Scenario) -> PredictionBasis:
+    """The basis from a calibrated scenario. It replaces the config's assumptions."""
     model, none = scenario.model, "each reshard takes reshard_s: the calibrated scenario names no model"
-    model_told = f"the calibrated scenario, in {model.precision}" if model else none
-    return Known(scenario.costs, scenario.lengths, model, model_told, is_calibrated=True)
+    model_source = f"the calibrated scenario, in {model.precision}" if model else none
+    return PredictionBasis(scenario.costs, scenario.lengths, model, model_source, is_calibrated=True)
 
 
-def predictions(config: JobConfig, known: Known) -> tuple[Prediction, ...]:
-    """By placement, then by policy; the first is `static` as configured."""
+def predictions(config: JobConfig, known: PredictionBasis) -> tuple[Prediction, ...]:
+    """The forecasts by placement, then by policy. The first one is `static` as configured."""
     return tuple(
         _predicted(start, name, scenario_of(start.config, known)) for start in starts(config) for name in NAMES
     )
@@ -153,13 +162,13 @@ def starts(config: JobConfig) -> Iterator[Start]:
             yield Start(name, other)
 
 
-def in_words_of_config(faults: str) -> str:
-    """What is wrong with a scenario that was made of a config, by the config's keys."""
+def with_config_keys(faults: str) -> str:
+    """Replace the scenario's keys in its faults by the keys of the config that the scenario is made from."""
     return _SCENARIOS_KEY.sub(lambda found: _CONFIGS_KEY[found[0]], faults)
 
 
-def scenario_of(config: JobConfig, known: Known) -> Scenario:
-    """Of one iteration of the job. ScenarioError."""
+def scenario_of(config: JobConfig, known: PredictionBasis) -> Scenario:
+    """The scenario of one iteration of the job. ScenarioError: the simulator refuses it."""
     placement, own = config.cluster.component_placement, config.algorithm
     return parse_scenario(
         {
@@ -186,10 +195,10 @@ def scenario_of(config: JobConfig, known: Known) -> Scenario:
 def _predicted(start: Start, name: str, scenario: Scenario) -> Prediction:
     policy = _named(name, start.config)
     try:
-        policy.check(Simulated(scenario, scenario.seed).spec)
+        policy.check(SimulatedIteration(scenario, scenario.seed).spec)
         return Prediction(start, name, simulate(scenario, policy, name=name))
     except (ValueError, Unfinished) as error:
-        # Of a placement or a policy that others stand beside: told in its row.
+        # Report the reason in the row of this placement and policy, and go on with the others.
         return Prediction(start, name, None, str(error))
 
 
@@ -198,7 +207,7 @@ def _named(name: str, config: JobConfig) -> Policy:
 
 
 def _costs(config: JobConfig) -> Costs:
-    """As the scheduler's policies assume them; what only a simulation needs has the simulator's default."""
+    """The costs that the scheduler's policies assume. Costs that only a simulation needs have its defaults."""
     raw: dict[str, dict[str, Any]] = {
         "engine": {"gpus_per_engine": 1, "max_running": config.rollout.max_running_requests}
     }
@@ -207,14 +216,14 @@ def _costs(config: JobConfig) -> Costs:
     try:
         return Costs.model_validate(raw)
     except ValidationError as error:
-        told = [f"costs.{fault_line(Costs, fault)}" for fault in error.errors()]
-        raise ScenarioError("\n".join(told)) from error
+        lines = [f"costs.{fault_line(Costs, fault)}" for fault in error.errors()]
+        raise ScenarioError("\n".join(lines)) from error
 
 
 def _lengths(config: JobConfig) -> LengthSection:
-    told, longest = config.assumptions.lengths, config.algorithm.max_new_tokens
-    raw: dict[str, Any] = {name: getattr(told, own) for name, own in LENGTH_KEYS.items()}
-    median_tokens = told.median_tokens or MEDIAN_SHARE * longest
+    section, longest = config.assumptions.lengths, config.algorithm.max_new_tokens
+    raw: dict[str, Any] = {name: getattr(section, own) for name, own in LENGTH_KEYS.items()}
+    median_tokens = section.median_tokens or MEDIAN_SHARE * longest
     return LengthSection.model_validate(raw | {"median_tokens": median_tokens, "min_tokens": 1, "max_tokens": longest})
 
 
@@ -223,7 +232,7 @@ def _split(config: JobConfig) -> tuple[int, ...]:
 
 
 def _resplit(config: JobConfig, actor_share: float) -> JobConfig | None:
-    """With the same GPUs dealt out anew, whole data-parallel copies each; None where no job could start so."""
+    """The same GPUs in another split, in whole data-parallel copies. None: the job cannot start with this split."""
     gpus = sorted(index for role in Role for index in _indices(config, role))
     actor, inference = config.actor.layout, config.inference.layout
     num_actor = _whole(len(gpus) * actor_share, actor.tp * actor.pp)
@@ -241,7 +250,7 @@ def _resplit(config: JobConfig, actor_share: float) -> JobConfig | None:
     try:
         return parse_config(values)
     except ConfigError:
-        # A dp that this job cannot have: another placement is tried.
+        # The job cannot have this dp, so this placement is skipped.
         return None
 
 
@@ -250,5 +259,5 @@ def _indices(config: JobConfig, role: Role) -> list[int]:
     return [of[gpu] for gpu in config.placement(role)]
 
 
-def _whole(wanted: float, size: int) -> int:
-    return max(1, round(wanted / size)) * size
+def _whole(num_gpus: float, size: int) -> int:
+    return max(1, round(num_gpus / size)) * size

@@ -23,9 +23,9 @@ from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
 from services.scheduler.state.remembered import Remembered
-from simulator.outcome import Decided
+from simulator.outcome import PolicyDecision
 from simulator.store import REFUSED, TERM, Store
-from simulator.watched_policy import Watched
+from simulator.watched_policy import WatchedPolicy
 from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.ownership.records import PartKind
 from tidegate.types import JobId, Role
@@ -53,7 +53,7 @@ class Replayed:
     commands: tuple[cmd.LeadCommand, ...]
     num_answered: int
     strange: tuple[str, ...]
-    decisions: tuple[Decided, ...]
+    decisions: tuple[PolicyDecision, ...]
 
 
 def section_of(recorded: Sequence[Recorded]) -> SchedulerSection:
@@ -80,7 +80,7 @@ def _term(recorded: Sequence[Recorded], at: int) -> int:
 
 class _Replay:
     def __init__(self, recorded: Sequence[Recorded], own: Policy, other: Policy) -> None:
-        self._recorded, self._own, self._other = recorded, own, Watched(other)
+        self._recorded, self._own, self._other = recorded, own, WatchedPolicy(other)
         self._state = ClusterState(job=JobId(recorded[0].event.job))
         self._store = Store(())
         self._remembered = Remembered()

@@ -1,11 +1,11 @@
-"""What a reshard of the simulated trainer moves: the bytes of the plan that the elastic trainer would carry out.
+"""The bytes that a reshard of the simulated trainer moves, from the plan that the elastic trainer would carry out.
 
-A GPU is one member of the job's epoch for as long as it lasts, standing by or not
-(`services.actor.two_phase_resize`), so that who is in both layouts keeps its shards, wherever it stands in them;
-holders on the same host serve first.
-Plans are kept by what they depend on: the model, both layouts, which place of the old layout each rank of the new one
-had, and which ranks share a host. A search that runs the same resizes on other GPUs plans them once.
-Invariant: the bytes are those of `Planner.whole`, of the rank that sends or receives most.
+A GPU is a member of the job's epoch throughout, even on standby (`services.actor.two_phase_resize`). A GPU in both
+layouts keeps its shards, whatever its ranks. Holders on the same host serve first.
+
+The bytes are those of `Planner.whole` for the busiest rank. Plans are cached by all that they depend on: the model,
+both layouts, the old rank of each new rank, and the ranks on each host. A search that repeats a resize on other GPUs
+plans it once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from simulator.costs import busiest_bytes
+from simulator.cost_model import busiest_bytes
 from simulator.model import ModelSection
 from tidegate.elastic.plan.gpt import GptShape, gpt_parameters
 from tidegate.elastic.plan.holders import State
@@ -28,13 +28,16 @@ from tidegate.types import GpuId, Layout, node_of
 Name = TypeVar("Name", bound=Hashable)
 
 KEPT = 4096
-"""Plans of which the bytes are remembered; one takes some 0.1 s to make for a 7B model on 64 GPUs."""
+"""The number of cached plans. One takes some 0.1 s for a 7B model on 64 GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Ranks by their place in the source, those that join after them, in the target's order; the host of each rank, by
-    the order in which hosts occur."""
+    """A change of the trainer's layout.
+
+    Members are numbered: those of the source by rank, then the joining ones in the target's order. `target_ranks` has
+    the number of each rank of the target. `hosts` has the host of each member, numbered by first occurrence.
+    """
 
     source: Layout
     target: Layout
@@ -43,7 +46,7 @@ class Change:
 
 
 def change_of(before: tuple[GpuId, ...], source: Layout, after: tuple[GpuId, ...], target: Layout) -> Change:
-    """GPUs in rank order."""
+    """The change between two layouts, with their GPUs in rank order."""
     rank_of = _numbered((*before, *after))
     host_of = _numbered(node_of(gpu) for gpu in rank_of)
     hosts = tuple(host_of[node_of(gpu)] for gpu in rank_of)
@@ -51,7 +54,7 @@ def change_of(before: tuple[GpuId, ...], source: Layout, after: tuple[GpuId, ...
 
 
 def moved_bytes(model: ModelSection, change: Change) -> int:
-    """Of the busiest rank. Raises LayoutRefused for a model that cannot be cut so."""
+    """The bytes of the busiest rank. LayoutRefused: a layout cannot hold the model."""
     return _planned(model.shape(), model.states, change)
 
 
@@ -71,7 +74,7 @@ def _planned(shape: GptShape, states: tuple[StateTensor, ...], change: Change) -
 
 
 def _numbered(names: Iterable[Name]) -> dict[Name, int]:
-    """By their first occurrence."""
+    """Number the names by their first occurrence."""
     numbers: dict[Name, int] = {}
     for name in names:
         numbers.setdefault(name, len(numbers))

@@ -1,10 +1,13 @@
-"""The rollout: engines, the queue before them, and sequences that go from one engine to another.
+"""The rollout: engines, their queue, and sequences that move between engines.
 
-Order: what waits is given from the head of the queue to the engine that runs fewest; an engine on which one ended
-takes from the queue itself. What a leaving engine had unfinished comes back to the head of the queue, or to its place
-in the order that was last asked for.
-Invariants: an unfinished sequence is in exactly one place: running, waiting, on its way back, or with its environment;
-its tokens never become fewer.
+- The head of the queue goes to the engine with the fewest running sequences.
+- An engine whose sequence ends takes the next one from the queue itself.
+- The unfinished sequences of a leaving engine return to the head of the queue, or to their places in the last order.
+
+Invariants:
+- An unfinished sequence is in exactly one place: running, waiting, returning, or with its environment.
+  [test_simulator: every_sequence_ends_once]
+- The tokens of a sequence never decrease. [test_simulator: every_sequence_ends_once]
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from functools import partial
 
 from simulator.clock import Due
 from simulator.columns import Columns
-from simulator.costs import Costs
+from simulator.cost_model import Costs
 from simulator.engines import Engine, Sequence
 from simulator.gpus import Doing, Holder, MoveRefused
 from simulator.happenings import Shared, What
@@ -26,7 +29,7 @@ from tidegate.types import GpuId
 
 
 class Rollout:
-    """`group_done` gets the number of each group whose last member ended."""
+    """`group_done` gets the number of each group after its last member has ended."""
 
     def __init__(self, workload: Workload, costs: Costs, shared: Shared, group_done: Callable[[int], None]) -> None:
         self._workload, self._costs, self._shared, self._group_done = workload, costs, shared, group_done
@@ -42,14 +45,14 @@ class Rollout:
         self._place_in_order: dict[int, int] = {}
 
     def start(self, gpus: tuple[GpuId, ...]) -> None:
-        """Before the iteration: engines that are awake already."""
+        """Start engines before the iteration. They are awake already."""
         for own in self._cut(gpus):
             self._shared.gpus.move(own, Holder.FREE, Holder.ROLLOUT, self._now)
             self._shared.gpus.mark(own, Doing.WAITING, self._now)
             self._add(self._new_name(), own)
 
     def acquire(self, gpus: tuple[GpuId, ...], *, cold: bool) -> None:
-        """Whole engines on free GPUs."""
+        """Start whole engines on free GPUs."""
         engines = self._cut(gpus)
         self._shared.gpus.move(gpus, Holder.FREE, Holder.ROLLOUT, self._now)
         after = self._costs.switch.engine_cold_s if cold else self._costs.switch.acquire_s
@@ -59,7 +62,7 @@ class Rollout:
             self._shared.clock.schedule(self._now + after, partial(self._acquired, name))
 
     def release(self, names: Iterable[int]) -> None:
-        """Their unfinished sequences go back to the queue, their GPUs become free a while after."""
+        """Release engines. Unfinished sequences return to the queue, and the GPUs become free after `release_s`."""
         leaving = tuple(names)
         self._require(leaving)
         if not leaving:
@@ -72,35 +75,35 @@ class Rollout:
         self._shared.clock.schedule(self._now + after, partial(self.free, gpus))
 
     def order(self, numbers: Iterable[int]) -> None:
-        """What waits of them, first and in this order, and what comes back too; the rest keeps its own."""
+        """Put these sequences first, in this order, the waiting and the returning ones. Others keep their order."""
         self._place_in_order = {number: at for at, number in enumerate(numbers)}
         self._reorder()
 
     def migrate(self, numbers: Iterable[int]) -> None:
-        """Running sequences go to the head of the queue and from there to the engines that run fewest."""
-        wanted = tuple(dict.fromkeys(numbers))
+        """Move running sequences to the head of the queue, and from there to the engines that run fewest."""
+        migrating = tuple(dict.fromkeys(numbers))
         self.advance()
         where = {number: engine for engine in self.engines.values() for number, _ in engine.progress()}
-        if missing := [number for number in wanted if number not in where]:
+        if missing := [number for number in migrating if number not in where]:
             raise MoveRefused(f"sequences {missing} do not run: only a running sequence can migrate")
-        back = [self._given_up(where[number], number) for number in wanted]
-        for engine in {where[number].name: where[number] for number in wanted}.values():
+        back = [self._interrupted(where[number], number) for number in migrating]
+        for engine in {where[number].name: where[number] for number in migrating}.values():
             self._plan(engine)
         self._bring_back(back, self._costs.switch.resubmit_s)
 
     def kill(self, name: int) -> tuple[GpuId, ...]:
-        """An engine dies; the GPUs it had, still the rollout's. Its tokens were told as they came: none is lost."""
+        """An engine dies. Returns its GPUs, which the rollout still holds. No token is lost: all are reported."""
         self._require([name])
         switch = self._costs.switch
         self._bring_back(self._take_down(name), switch.detect_s + switch.resubmit_s)
         return self._drop(name)
 
     def engine_on(self, gpu: GpuId) -> int | None:
-        """None where one is only starting."""
+        """The number of the engine on a GPU. None: the engine is still starting."""
         return next((engine.name for engine in self.engines.values() if gpu in engine.gpus), None)
 
     def forget_start(self, gpu: GpuId) -> tuple[GpuId, ...]:
-        """The GPUs of the engine that was starting on `gpu`, and starts no longer."""
+        """Cancel the start of the engine on `gpu`, and return its GPUs."""
         name = next(name for name, gpus in self._starting.items() if gpu in gpus)
         return self._starting.pop(name)
 
@@ -119,12 +122,12 @@ class Rollout:
     def _cut(self, gpus: tuple[GpuId, ...]) -> list[tuple[GpuId, ...]]:
         size = self._costs.engine.gpus_per_engine
         if len(gpus) % size:
-            raise MoveRefused(f"{len(gpus)} GPUs are no whole engines of {size}: leave {len(gpus) % size} out")
+            raise MoveRefused(f"{len(gpus)} GPUs make no whole engines of {size}: leave {len(gpus) % size} out")
         return [gpus[at : at + size] for at in range(0, len(gpus), size)]
 
     def _require(self, names: Collection[int]) -> None:
         if missing := [name for name in names if name not in self.engines]:
-            raise MoveRefused(f"engines {missing} do not run: those that do are {sorted(self.engines)}")
+            raise MoveRefused(f"engines {missing} do not run: the running ones are {sorted(self.engines)}")
         if len(set(names)) < len(names):
             raise MoveRefused(f"an engine is named twice in {list(names)}: name each once")
 
@@ -137,31 +140,31 @@ class Rollout:
         if gpus := self._starting.pop(name, None):
             self._add(name, gpus)
             self._shared.gpus.mark(gpus, Doing.WAITING, self._now)
-            self._shared.tell(What.ENGINE_ACQUIRED, name, gpus=gpus)
+            self._shared.report(What.ENGINE_ACQUIRED, name, gpus=gpus)
             self.fill()
 
     def _take_down(self, name: int) -> list[Sequence]:
         engine = self.engines[name]
         engine.advance(self._now)
-        back = [self._given_up(engine, number) for number, _ in engine.progress()]
+        back = [self._interrupted(engine, number) for number, _ in engine.progress()]
         self._plan(engine)
-        self._shared.tell(What.ENGINE_LEFT, name, len(back), engine.gpus)
+        self._shared.report(What.ENGINE_LEFT, name, len(back), engine.gpus)
         return back
 
     def _drop(self, name: int) -> tuple[GpuId, ...]:
         return self.engines.pop(name).gpus
 
-    def _given_up(self, engine: Engine, number: int) -> Sequence:
+    def _interrupted(self, engine: Engine, number: int) -> Sequence:
         sequence = engine.take(number)
         sequence.prefilled = 0
         return sequence
 
     def free(self, gpus: tuple[GpuId, ...]) -> None:
-        """What of them is still on its way: a GPU may have been lost meanwhile."""
+        """Free the GPUs that are still leaving. Others of them were lost meanwhile."""
         left = tuple(gpu for gpu in gpus if self._shared.gpus.holder(gpu) is Holder.LEAVING)
         if left:
             self._shared.gpus.move(left, Holder.LEAVING, Holder.FREE, self._now)
-            self._shared.tell(What.GPUS_FREED, gpus=left)
+            self._shared.report(What.GPUS_FREED, gpus=left)
             self._shared.freed()
 
     def _bring_back(self, sequences: list[Sequence], after_s: float) -> None:
@@ -182,12 +185,12 @@ class Rollout:
         return self._place_in_order.get(sequence.index, len(self._place_in_order))
 
     def _put_back(self, sequence: Sequence) -> None:
-        """At the head: it was the next to run anyway."""
+        """Put a sequence at the head of the queue: it was the next to run anyway."""
         self.columns.queue([sequence.index])
         self.waiting.appendleft(sequence)
 
     def fill(self) -> None:
-        """Give what waits to the engines that run fewest."""
+        """Give the waiting sequences to the engines that run fewest."""
         self._fill(list(self.engines.values()))
 
     def _fill(self, engines: list[Engine]) -> None:
@@ -218,14 +221,14 @@ class Rollout:
         overflows = engine.next.overflows
         engine.advance(self._now)
         if overflows:
-            self._put_back(self._given_up(engine, engine.shortest()))
+            self._put_back(self._interrupted(engine, engine.shortest()))
         for sequence in engine.take_ended():
             self._turn_ended(sequence)
         if not overflows:
             self._fill([engine])
         self._plan(engine)
         if not self.num_unfinished:
-            self._shared.tell(What.ROLLOUT_FINISHED)
+            self._shared.report(What.ROLLOUT_FINISHED)
 
     def _turn_ended(self, sequence: Sequence) -> None:
         sequence.turn += 1
@@ -238,9 +241,9 @@ class Rollout:
         self.columns.end(sequence.index)
         self.num_unfinished -= 1
         self._left[sequence.group] -= 1
-        self._shared.tell(What.SEQUENCE_FINISHED, sequence.index, sequence.generated)
+        self._shared.report(What.SEQUENCE_FINISHED, sequence.index, sequence.generated)
         if not self._left[sequence.group]:
-            self._shared.tell(What.GROUP_FINISHED, sequence.group, self.group_tokens(sequence.group))
+            self._shared.report(What.GROUP_FINISHED, sequence.group, self.group_tokens(sequence.group))
             self._group_done(sequence.group)
 
     def _answered(self, sequence: Sequence) -> None:
@@ -249,6 +252,6 @@ class Rollout:
         self.fill()
 
     def group_tokens(self, group: int) -> int:
-        """Contexts included: what inference and training compute on."""
+        """The tokens of a group, contexts included: the work of inference and trainer."""
         size = self._workload.group_size
         return sum(each.num_tokens for each in self.sequences[group * size : (group + 1) * size])

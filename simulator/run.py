@@ -1,25 +1,29 @@
-"""One simulated iteration under a policy, and what came of it.
+"""One simulated iteration under a policy, and its result.
 
-The iteration begins where the policy first places it: components wake up for it while the weights are taken, and that
-time is in the cost of the sync, the same for all. From then on the scheduler folds what the components tell, asks the
-policy, and commands what its choice needs (`scheduled`).
-Invariant: the same scenario, policy and seed give the same run.
+The iteration begins with the policy's first assignment. Components wake up while they take the weights; the cost of the
+sync includes this time, which is the same for all policies. From then on the scheduler folds the events of the
+components, asks the policy, and issues the commands that the policy's choice needs (`scheduled`).
+
+Invariant: the same scenario, policy and seed give the same run. [test_run: the_same_seed_gives_the_same_run]
 """
 
 from __future__ import annotations
 
 from services.scheduler.policy import Policy
-from simulator.iteration import Simulated
-from simulator.outcome import Decided, GpuSpan, Run
+from simulator.iteration import SimulatedIteration
+from simulator.outcome import GpuSpan, PolicyDecision, Run
 from simulator.scenario import Scenario
 from simulator.scheduled import Scheduled
 
-__all__ = ["Decided", "GpuSpan", "Run", "simulate"]
+__all__ = ["PolicyDecision", "GpuSpan", "Run", "simulate"]
 
 
 def simulate(scenario: Scenario, policy: Policy, *, name: str = "", seed: int | None = None) -> Run:
-    """ScenarioError for a placement without a home for each component, ValueError for a job that the policy cannot run,
-    Unfinished where the policy leaves work without GPUs for ever, or the scheduler gives the job up."""
-    simulated = Simulated(scenario, scenario.seed if seed is None else seed)
+    """Simulate one iteration.
+
+    ScenarioError: a component has no GPUs in the placement. ValueError: the policy cannot run the job. Unfinished: the
+    policy leaves work without GPUs forever, or the scheduler fails the job.
+    """
+    simulated = SimulatedIteration(scenario, scenario.seed if seed is None else seed)
     policy.check(simulated.spec)
     return Scheduled(simulated, policy).run(name or type(policy).__name__)

@@ -1,8 +1,13 @@
-"""A scenario file and overrides -> a checked `Scenario` that knows where each value was given.
+"""A scenario file and overrides -> a checked `Scenario` that knows the origin of each value.
 
-Order: keys, types and ranges, then what must hold between sections, then the lengths file; every fault of the first
-step that finds any is told, one a line, with the file and line or the override that the value comes from. Nothing runs
-before all are right. Invariant: a `Scenario` is valid when made and never changes.
+Order of the checks:
+1. Keys, types and ranges.
+2. Relations between sections.
+3. The lengths file.
+The first step with faults reports all of them, one a line, with the file and line or the override of the value. Nothing
+runs before all checks pass.
+
+Invariant: a `Scenario` is valid when made and never changes. [test_scenario: a_wrong_scenario_is_refused]
 """
 
 from __future__ import annotations
@@ -40,11 +45,11 @@ from tidegate.types import GpuId, Layout, NodeId, Role
 
 
 class ScenarioError(ConfigError):
-    """The scenario cannot be run; one fault a line."""
+    """The scenario cannot be run. The message has one fault a line."""
 
 
 class Scenario(ScenarioSections):
-    """All of one simulated iteration but the policy."""
+    """All values of one simulated iteration, without the policy."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Scenario:
@@ -63,7 +68,7 @@ class Scenario(ScenarioSections):
         return tuple(_scheduled(fault, self.cluster.gpus()) for fault in self.faults)
 
     def read_lengths(self, seed: int | None = None) -> Lengths:
-        """Drawn, or of the file. ScenarioError when the file is not a trace of this job."""
+        """The lengths, drawn or from the file. ScenarioError: the file is not a trace of this job."""
         rng = np.random.default_rng(self.seed if seed is None else seed)
         if self.lengths.law is not LengthLaw.TRACE:
             own = self.algorithm
@@ -92,7 +97,7 @@ _WHOLE = frozenset({("cluster", "nodes"), ("costs", "trainer", "layout_efficienc
 
 
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
-    """ScenarioError lists what is wrong, the lengths file included."""
+    """ScenarioError lists all faults, also those of the lengths file."""
     try:
         layer = _layered(path, overrides)
     except ValueError as error:
@@ -104,7 +109,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def parse_scenario(raw: object, *, layer: Layer = EMPTY_LAYER) -> Scenario:
-    """ScenarioError with every fault; `given` knows where the values come from."""
+    """ScenarioError lists every fault. `layer` has the origins of the values."""
     try:
         return Scenario.model_validate(raw)
     except ValidationError as error:
@@ -114,7 +119,7 @@ def parse_scenario(raw: object, *, layer: Layer = EMPTY_LAYER) -> Scenario:
 
 
 def is_scenario(path: Path) -> bool:
-    """Whether the file has what every scenario has and no job's config; what is wrong with it is not looked for."""
+    """Whether the file has the key of every scenario that no job's config has. Faults are not checked here."""
     try:
         values = _file_layer(path).values
     except ScenarioError:
@@ -142,11 +147,11 @@ def _file_layer(path: Path) -> Layer:
     except AmbiguousYaml as error:
         raise ScenarioError(f"scenario {path}: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"scenario {path} is not YAML: {yaml_problem(error)}; mend it there") from error
+        raise ScenarioError(f"scenario {path} is not YAML: {yaml_problem(error)}; correct it there") from error
     if not isinstance(document.value, dict):
         raise ScenarioError(f"scenario {path} must hold keys and values such as cluster:, found {document.value!r}")
     if "job" in document.value:
-        raise ScenarioError(f"{path} is a job's config and no scenario: `tidegate plan {path}` foresees its iteration")
+        raise ScenarioError(f"{path} is a job's config and no scenario: `tidegate plan {path}` simulates its iteration")
     origins = {at: Origin(f"{path}:{line}", path.parent, 0) for at, line in document.lines.items()}
     return Layer(document.value, origins)
 
@@ -162,10 +167,10 @@ def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
             f"lengths.file {path} is no text: {error.reason}; name a file of one line a prompt"
         ) from error
     except ValueError as error:
-        # Of a name that no file can have: one with a NUL.
+        # No file can have this name: it contains a NUL.
         raise ScenarioError(f"lengths.file {path!r}: {error}; name a file of one line a prompt") from error
     try:
-        turns = parse_trace(text, told=path, group_size=own.group_size, max_tokens=scenario.lengths.max_tokens)
+        turns = parse_trace(text, name=path, group_size=own.group_size, max_tokens=scenario.lengths.max_tokens)
     except BadTrace as error:
         raise ScenarioError(str(error)) from error
     if len(turns) != own.prompts_per_iteration:

@@ -1,6 +1,6 @@
-"""What must hold between a scenario's sections, and of its figures: one fault a line, with its remedy.
+"""Faults between a scenario's sections and faults of its numbers. Each line is one fault with its remedy.
 
-Invariant: a line names its keys in full, so that it can be told where they were given.
+A line names its keys in full, so that their origins can be found.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from tidegate.config.reading.layers import dotted
 from tidegate.types import Layout, Role
 
 MAX_RESPONSES = 1_000_000
-"""Of an iteration: a hundred times the published one's. A million are drawn in some seconds."""
+"""The most responses of an iteration: a hundred times the published number. Drawing a million takes some seconds."""
 MAX_TOKENS = 10_000_000
-"""Of a sequence: ten times the longest context there is."""
+"""The most tokens of a sequence: ten times the longest context of any model."""
 MAX_SECONDS = 1_000_000
-"""Of a cost: eleven days."""
+"""The longest time: eleven days."""
 MAX_WHOLE = 10**15
-"""Of anything that is counted, bytes among them: a petabyte."""
+"""The largest count of anything, bytes included: a petabyte."""
 MIN_RATE = 1e-3
 MAX_SIGMA = 10
-"""Of a logarithm: one response in three is off by more than 22,000 times. The exponential of hundreds is infinite."""
+"""The largest spread of a logarithm. With it one response in three differs from the median by a factor of 22,000 or
+more. The exponential of hundreds is infinite."""
 _FIELDS_OF_FAULT = {
     "gpu": {"gpu", "back_after_s"},
     "node": {"node", "back_after_s"},
     "engine": {"engine"},
     "late": {"what", "late_s"},
 }
-"""By kind, beside `at_s`."""
+"""The fields of a fault by its kind, without `at_s`."""
 
 
 def scenario_faults(scenario: ScenarioSections) -> list[str]:
@@ -50,15 +51,15 @@ def scenario_faults(scenario: ScenarioSections) -> list[str]:
 
 
 def _whole_number_faults(scenario: ScenarioSections) -> Iterator[str]:
-    """First of all: what is reckoned with them would be no number either."""
+    """Faults of integers. They are checked first, since results from an integer that large would be infinite."""
     for path, _ in fields_of(type(scenario)):
         value = None if ITEM in path else _at(scenario, path)
         if isinstance(value, int) and value > MAX_WHOLE:
-            yield f"{dotted(path)} is above {MAX_WHOLE:,}, which nothing is counted to: lower it"
+            yield f"{dotted(path)} is above {MAX_WHOLE:,}, the largest count: lower it"
 
 
 def gpus_of(scenario: ScenarioSections, role: Role) -> list[int]:
-    """Its GPUs, counted over the nodes. ValueError for what is no list of GPUs."""
+    """The role's GPUs, counted over the nodes. ValueError: the text is no list of GPUs."""
     text = getattr(scenario.cluster.placement, role.value)
     return gpu_indices(text) if text else []
 
@@ -83,21 +84,21 @@ def _size_faults(scenario: ScenarioSections, role: Role, num_gpus: int) -> Itera
     size = scenario.costs.engine.gpus_per_engine
     if role is Role.ROLLOUT and num_gpus % size:
         yield (
-            f"cluster.placement.rollout has {num_gpus} GPUs, which are no whole engines of "
+            f"cluster.placement.rollout has {num_gpus} GPUs, which make no whole engines of "
             f"costs.engine.gpus_per_engine={size}: leave {num_gpus % size} out"
         )
     if (
         role is Role.ACTOR
         and scenario.actor_layout
-        and num_gpus != (wanted := scenario.actor_layout.layout().num_ranks)
+        and num_gpus != (needed := scenario.actor_layout.layout().num_ranks)
     ):
         own = scenario.actor_layout
-        told = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
-        yield f"{told} needs {wanted} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
+        sizes = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
+        yield f"{sizes} needs {needed} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
 
 
 def _shards_faults(scenario: ScenarioSections) -> Iterator[str]:
-    """As a job's config is checked."""
+    """The same check as for a job's config."""
     num_shards, section = scenario.actor_num_logical_shards, scenario.actor_layout
     try:
         dp = section.dp if section else max(1, len(gpus_of(scenario, Role.ACTOR)))
@@ -122,21 +123,21 @@ def _workload_faults(scenario: ScenarioSections) -> Iterator[str]:
     if own.n_minibatches > own.prompts_per_iteration:
         yield (
             f"algorithm.n_minibatches={own.n_minibatches} is more than the groups of an iteration, "
-            f"prompts_per_iteration={own.prompts_per_iteration}: a minibatch has one at least"
+            f"prompts_per_iteration={own.prompts_per_iteration}: a minibatch needs at least one group"
         )
     if (num_responses := own.prompts_per_iteration * own.group_size) > MAX_RESPONSES:
         yield (
             f"algorithm.prompts_per_iteration={own.prompts_per_iteration} of group_size={own.group_size} are "
-            f"{num_responses:,} responses, of which {MAX_RESPONSES:,} can be simulated: lower one of them"
+            f"{num_responses:,} responses, and at most {MAX_RESPONSES:,} can be simulated: lower one of the two"
         )
     if lengths.min_tokens > lengths.max_tokens:
-        yield f"lengths.min_tokens={lengths.min_tokens} is above max_tokens={lengths.max_tokens}"
+        yield f"lengths.min_tokens={lengths.min_tokens} is above max_tokens={lengths.max_tokens}: lower the first"
     if (lengths.law is LengthLaw.TRACE) != bool(lengths.file):
-        yield f"lengths.law={lengths.law} and lengths.file={lengths.file!r}: a trace has a file, another law none"
+        yield f"lengths.law={lengths.law} and lengths.file={lengths.file!r}: a trace needs a file, another law has none"
 
 
 def _range_faults(scenario: ScenarioSections) -> Iterator[str]:
-    """Of figures that are finite and yet come to nothing that can be added up."""
+    """Faults of numbers that are finite but lead to infinite or endless results."""
     for path, _ in fields_of(type(scenario)):
         value = None if ITEM in path else _at(scenario, path)
         if not isinstance(value, int | float):
@@ -144,7 +145,7 @@ def _range_faults(scenario: ScenarioSections) -> Iterator[str]:
         name, key = path[-1], dotted(path)
         if name.startswith("sigma_") or name.endswith("_sigma"):
             if value > MAX_SIGMA:
-                yield f"{key}={value:g} is above {MAX_SIGMA}: it is of the logarithm, where 1 is a factor of 2.7"
+                yield f"{key}={value:g} is above {MAX_SIGMA}: it is a spread of the logarithm, 1 is a factor of 2.7"
         elif name.endswith("_per_s"):
             if value < MIN_RATE:
                 yield f"{key}={value:g} is below {MIN_RATE:g} a second: nothing would end"
@@ -156,7 +157,7 @@ def _range_faults(scenario: ScenarioSections) -> Iterator[str]:
 
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:
-    """None below a section that is not there."""
+    """The value at a path. None: a section above it is missing."""
     return reduce(lambda part, name: getattr(part, name, None), path, value)
 
 
@@ -166,14 +167,14 @@ def _fault_faults(scenario: ScenarioSections) -> Iterator[str]:
         needed = "what" if fault.kind == "late" else fault.kind
         others = sorted(fault.model_fields_set - {"at_s", "kind", *_FIELDS_OF_FAULT[fault.kind]})
         if others:
-            yield f"faults.{at}.{others[0]} is nothing of kind={fault.kind}: leave it out"
+            yield f"faults.{at}.{others[0]} does not belong to kind={fault.kind}: leave it out"
         if getattr(fault, needed) is None:
-            yield f"faults.{at}.kind={fault.kind} needs faults.{at}.{needed}: say which"
+            yield f"faults.{at}.kind={fault.kind} needs faults.{at}.{needed}: set it"
         for name in ("at_s", "back_after_s", "late_s"):
             if (getattr(fault, name) or 0.0) > MAX_SECONDS:
-                yield f"faults.{at}.{name}={getattr(fault, name):g} is above {MAX_SECONDS:,} seconds: it would never be"
+                yield f"faults.{at}.{name}={getattr(fault, name):g} is above {MAX_SECONDS:,} seconds: lower it"
         if fault.kind == "gpu" and fault.gpu is not None and fault.gpu >= num_gpus:
-            yield f"faults.{at}.gpu={fault.gpu} leaves the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"
+            yield f"faults.{at}.gpu={fault.gpu} is outside the cluster, which has {num_gpus} GPUs (0-{num_gpus - 1})"
         elif fault.kind == "node":
             yield from _node_faults(scenario, f"faults.{at}.node={fault.node}", fault.node)
     yield from _overlaps(scenario)
@@ -184,11 +185,11 @@ def _node_faults(scenario: ScenarioSections, key: str, node: str | None) -> Iter
     if node not in nodes:
         yield f"{key} is no node of the cluster, which has {', '.join(nodes)}"
     elif node == nodes[0]:
-        yield f"{key} has the components' leads, whose election is not simulated: lose a node after it in the alphabet"
+        yield f"{key} has the components' leads, and no election is simulated: lose a node after it in the alphabet"
 
 
 def _overlaps(scenario: ScenarioSections) -> Iterator[str]:
-    """Of a node that is lost while it is lost: its services would come back twice."""
+    """Faults of a node that overlap in time: the node's services would come back twice."""
     losses = [(at, fault) for at, fault in enumerate(scenario.faults) if fault.kind == "node"]
     losses.sort(key=lambda each: (each[1].node or "", each[1].at_s))
     for (earlier, first), (at, second) in pairwise(losses):
@@ -196,8 +197,8 @@ def _overlaps(scenario: ScenarioSections) -> Iterator[str]:
             continue
         back_s = inf if first.back_after_s is None else first.at_s + first.back_after_s
         if second.at_s <= back_s:
-            gone = f"from {first.at_s:g} s on for good" if back_s == inf else f"from {first.at_s:g} s to {back_s:g} s"
+            period = f"from {first.at_s:g} s on for good" if back_s == inf else f"from {first.at_s:g} s to {back_s:g} s"
             yield (
-                f"faults.{at}.at_s={second.at_s:g} loses {second.node}, which faults.{earlier} has lost {gone}: make "
-                "one of the two, or lose it after it is back"
+                f"faults.{at}.at_s={second.at_s:g} loses {second.node}, which faults.{earlier} has lost {period}: "
+                "make one fault of the two, or lose the node after it is back"
             )

@@ -20,10 +20,10 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
 from simulator.cluster import JOB, Cluster
 from simulator.happenings import What
-from simulator.iteration import Pace, Simulated
+from simulator.iteration import Pace, SimulatedIteration
 from simulator.outcome import Run
-from simulator.views import to_ms
-from simulator.watched_policy import Watched
+from simulator.situations import to_ms
+from simulator.watched_policy import WatchedPolicy
 from simulator.world import Unfinished, World
 
 MAX_TURNS = 10_000
@@ -44,7 +44,7 @@ class Scheduled:
 
     def __init__(
         self,
-        simulated: Simulated,
+        simulated: SimulatedIteration,
         policy: Policy,
         *,
         watch: Callable[[ClusterState, int], object] = _forgotten,
@@ -52,7 +52,7 @@ class Scheduled:
     ) -> None:
         self._watch, self._record = watch, record
         self._simulated = simulated
-        self._policy = Watched(policy)
+        self._policy = WatchedPolicy(policy)
         self._cluster = Cluster(simulated)
         self._state = ClusterState(job=JOB)
         self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
@@ -67,7 +67,7 @@ class Scheduled:
         self._ask(world)
         for happening in world.happenings():
             self._cluster.notice(happening)
-            if not world.is_told or happening.what is What.ITERATION_FINISHED:
+            if not world.all_reported or happening.what is What.ITERATION_FINISHED:
                 continue
             if self._cluster.voice.outbox or self._pace.is_due(happening, world):
                 self._ask(world)
@@ -78,7 +78,7 @@ class Scheduled:
             self._cluster.tell_pictures()
         self._settle(to_ms(world.now_s))
         due_ms = next_due_ms(self._state)
-        self._pace.asked(world, due_ms)
+        self._pace.record(world, due_ms)
 
     def _settle(self, now_ms: int) -> None:
         for _ in range(MAX_TURNS):

@@ -1,7 +1,7 @@
-"""What runs of one scenario come to, in the figures that people compare policies by.
+"""Summaries of the runs of one scenario, in the figures that people compare policies by.
 
-Invariants: a run's shares of GPU time add up to 100 %; ratios are to the run that is named first; the bound is the
-scenario's, the same for every policy of one seed.
+Ratios are to the first run. The bound is that of the scenario, the same for every policy of one seed. A run's shares of
+GPU time add up to 100 %.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`speedup`: the first run's time over this one's; `over_bound_percent`: how much longer than the bound it took."""
+    """The figures of one run.
+
+    speedup            = iteration_s of the first run / iteration_s
+    over_bound_percent = 100 * (iteration_s / bound - 1)
+    """
 
     policy: str
     seed: int
@@ -28,13 +32,13 @@ class Summary:
     speedup: float
     over_bound_percent: float
     state_percent: Mapping[str, float]
-    """Of all GPUs' time, by state in the order of a legend."""
+    """The share of all GPUs' time in each state, in the order of a legend."""
     num_moves: int
     num_samples: int
     num_lost: int
 
     def row(self) -> dict[str, Any]:
-        """A column a figure."""
+        """One table row, with a column for each figure."""
         return {
             "policy": self.policy,
             "iteration_s": round(self.iteration_s, 3),
@@ -48,7 +52,7 @@ class Summary:
 
 
 def summaries(runs: Sequence[Run]) -> tuple[Summary, ...]:
-    """Each with all states that any of them has."""
+    """The summaries. Each has all states that occur in any run."""
     percents = [_state_percent(run) for run in runs]
     found = {state for each in percents for state in each}
     states = [*(state for state in STATES if state in found), *sorted(found - STATES.keys())]
@@ -69,7 +73,7 @@ def summaries(runs: Sequence[Run]) -> tuple[Summary, ...]:
 
 
 def lanes_of(run: Run) -> dict[GpuId, tuple[Span, ...]]:
-    """Each GPU in whole nanoseconds; neighbours share their boundary: nothing is lost or counted twice."""
+    """The spans of each GPU in whole nanoseconds. Neighbours share their boundary: no time is lost or counted twice."""
     return {
         gpu: tuple(Span(_ns(span.start_s), _ns(span.end_s), span.state) for span in spans)
         for gpu, spans in run.timeline.items()

@@ -1,12 +1,18 @@
 """The trainer: groups with log-probabilities become minibatches, and its GPUs change between two optimizer steps.
 
-Order at a boundary: it is told first, and what is asked for at that instant counts already; then a resize that waits
-and whose GPUs are free; then, unless training is held, the next minibatch. A resize that waits for GPUs keeps the next
-minibatch waiting too: it was asked to run on them. `arrival` takes groups as they come, `fixed` by their numbers. A
-minibatch's sequences are split over the data-parallel ranks as evenly as their number allows, and the rank with most
-sets the pace.
-Invariants: each group is in one minibatch; a minibatch is trained on one layout; what a death leaves uncommitted is
-trained again, nothing twice.
+Order at a boundary between two optimizer steps:
+1. The trainer reports the boundary. Moves that are requested at this instant count already.
+2. A waiting resize begins if its GPUs are free. While it waits for GPUs, the next minibatch waits too, since it shall
+   run on them.
+3. The next minibatch starts, unless training is held.
+
+With `arrival` a minibatch takes groups in the order of their arrival, with `fixed` by their numbers. Its sequences are
+split over the data-parallel ranks as evenly as possible, and the rank with the most sequences sets its time.
+
+Invariants:
+- Each group is trained once, also after a death, which repeats only the uncommitted minibatch.
+  [test_simulator: every_sequence_ends_once]
+- A minibatch is trained on one layout. [test_world: resized_between_two_optimizer_steps]
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from simulator.clock import Due
-from simulator.costs import Costs, imbalance
+from simulator.cost_model import Costs, imbalance
 from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
 from simulator.model import ModelSection
@@ -27,41 +33,41 @@ from tidegate.types import GpuId, Layout, MinibatchOrder
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """In rank order; no GPUs and no layout gives all up."""
+    """The target GPUs in rank order. No GPUs and no layout: the trainer releases all."""
 
     gpus: tuple[GpuId, ...]
     layout: Layout | None
 
 
 class Trainer:
-    """Ends the iteration by `n_minibatches` optimizer steps and one weight sync."""
+    """The trainer ends the iteration after `n_minibatches` optimizer steps and one weight sync."""
 
     def __init__(self, workload: Workload, costs: Costs, shared: Shared, model: ModelSection | None = None) -> None:
-        """Without a model every reshard takes the published time."""
+        """`model` is the model that reshards move. None: every reshard takes the published time."""
         self._workload, self._costs, self._shared, self._model = workload, costs, shared, model
         self.gpus: tuple[GpuId, ...] = ()
         self.layout: Layout | None = None
         self.ready: list[tuple[int, int]] = []
-        """(group, tokens) with log-probabilities, not taken."""
+        """(group, tokens) of groups with log-probabilities that no minibatch has taken."""
         self.minibatch = 0
         self.taken: list[tuple[int, int]] = []
-        """Of the minibatch that is open."""
+        """(group, tokens) in the open minibatch."""
         self.trained: list[int] = []
-        """Groups in committed minibatches, in the order in which they were taken."""
+        """The groups in committed minibatches, in the order of training."""
         self.trained_in: list[Layout] = []
-        """Layouts in which it has measured its rate: with the first group where it streams, else with a minibatch."""
+        """The layouts with a measured rate: after the first group if it streams, else after the first minibatch."""
         self.waiting_resize: Resize | None = None
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
-        """The end of the minibatch whose last group has been taken."""
+        """The end of the open minibatch, known once its last group is taken."""
         self._busy: Due | None = None
         self._resizing: tuple[Due, Resize] | None = None
         self._has_died = False
         self._with_groups: set[tuple[tuple[GpuId, ...], Layout | None]] = set()
-        """Layouts on GPUs that this epoch has communicators for; a death ends it."""
+        """The layouts, with their GPUs, for which this epoch has communicators. A death ends the epoch."""
 
     def start(self, gpus: tuple[GpuId, ...], layout: Layout | None) -> None:
-        """Before the iteration: state and communicators are there already."""
+        """Give the trainer its GPUs before the iteration. Its state and communicators exist already."""
         self._shared.gpus.move(gpus, Holder.FREE, Holder.ACTOR, self._now)
         self.gpus, self.layout = gpus, layout
         self._with_groups.add((gpus, layout))
@@ -77,7 +83,7 @@ class Trainer:
 
     @property
     def target(self) -> tuple[tuple[GpuId, ...], Layout | None]:
-        """GPUs and layout once all that was asked for is done."""
+        """The GPUs and the layout after all requested resizes."""
         coming = self.waiting_resize or (self._resizing[1] if self._resizing else None)
         return (coming.gpus, coming.layout) if coming else (self.gpus, self.layout)
 
@@ -86,12 +92,12 @@ class Trainer:
         return self.minibatch == self._workload.n_minibatches
 
     def resize(self, resize: Resize) -> None:
-        """In place of one that waits."""
+        """Request a resize. It replaces a waiting one."""
         self.waiting_resize = resize
         self.go()
 
     def hold(self, until_s: float) -> None:
-        """No minibatch begins before; none at all where that is infinite."""
+        """No minibatch begins before `until_s`. If that is infinite, none begins at all."""
         self.held_until_s = until_s
         if self._now < until_s < math.inf:
             self._shared.clock.schedule(until_s, self.go)
@@ -102,7 +108,7 @@ class Trainer:
         self.go()
 
     def go(self) -> None:
-        """Whatever can be done now."""
+        """Do everything that is possible now."""
         if self._busy is None and self._resizing is None:
             self._go()
         if self._resizing is None and not self.is_done:
@@ -117,7 +123,7 @@ class Trainer:
             self._train(at)
 
     def lose(self, gpu: GpuId, others: tuple[GpuId, ...]) -> None:
-        """One of the trainer's GPUs, lost already; `others` are those that it holds still, all of which it gives up."""
+        """React to the loss of one of the trainer's GPUs. The trainer releases `others`, which it still holds."""
         for due in (self._busy, self._resizing[0] if self._resizing else None):
             if due is not None:
                 due.is_cancelled = True
@@ -129,21 +135,21 @@ class Trainer:
         self._with_groups.clear()
         self.drop_waiting(gpu)
         self._shared.gpus.move(others, Holder.ACTOR, Holder.FREE, self._now)
-        self._shared.tell(What.TRAINER_DIED, self.minibatch, again)
+        self._shared.report(What.TRAINER_DIED, self.minibatch, again)
         if others:
-            self._shared.tell(What.GPUS_FREED, gpus=others)
+            self._shared.report(What.GPUS_FREED, gpus=others)
             self._shared.freed()
 
     def stay(self) -> None:
-        """In the layout that it has: what waits for the boundary is asked for no more."""
+        """Keep the present layout: drop the waiting resize."""
         self.waiting_resize = None
         self.go()
 
     def drop_waiting(self, gpu: GpuId) -> None:
-        """A resize that needs a GPU that is lost."""
+        """Drop the waiting resize if it needs this GPU, which is lost."""
         if self.waiting_resize is not None and gpu in self.waiting_resize.gpus:
             self.waiting_resize = None
-            self._shared.tell(What.MOVE_DROPPED, gpus=(gpu,))
+            self._shared.report(What.MOVE_DROPPED, gpus=(gpu,))
             self.go()
 
     @property
@@ -170,7 +176,7 @@ class Trainer:
         if not self.gpus:
             return switch.trainer_cold_s if self._has_died else switch.trainer_warm_s
         assert self.layout is not None, "a trainer with GPUs has a layout"
-        assert resize.layout is not None, "so has one that is to have some"
+        assert resize.layout is not None, "a resize to some GPUs has a layout"
         change = change_of(self.gpus, self.layout, resize.gpus, resize.layout)
         moved = moved_bytes(self._model, change) if self._model else None
         return switch.resharding_s(moved, is_new=(resize.gpus, resize.layout) not in self._with_groups)
@@ -182,15 +188,15 @@ class Trainer:
         self.gpus, self.layout, self._resizing = resize.gpus, resize.layout, None
         self._with_groups.add((self.gpus, self.layout))
         self._has_died = self._has_died and not resize.gpus
-        self._shared.tell(What.TRAINER_RESIZED, gpus=self.gpus)
+        self._shared.report(What.TRAINER_RESIZED, gpus=self.gpus)
         if leaving:
             self._shared.gpus.move(leaving, Holder.ACTOR, Holder.FREE, self._now)
-            self._shared.tell(What.GPUS_FREED, gpus=leaving)
+            self._shared.report(What.GPUS_FREED, gpus=leaving)
             self._shared.freed()
         self.go()
 
     def _members(self) -> list[int]:
-        """Places in `ready` of what this minibatch may take."""
+        """The positions in `ready` of the groups that this minibatch may take."""
         if self._workload.minibatch_order is MinibatchOrder.ARRIVAL:
             return list(range(len(self.ready)))
         sizes = self._workload.minibatch_sizes
@@ -204,13 +210,13 @@ class Trainer:
     def _may_open(self) -> bool:
         if self.is_done or not self.gpus or self._now < self.held_until_s:
             return False
-        wanted = 1 if self._workload.streams else self._workload.minibatch_sizes[self.minibatch]
-        return len(self._members()) >= wanted
+        needed = 1 if self._workload.streams else self._workload.minibatch_sizes[self.minibatch]
+        return len(self._members()) >= needed
 
     def _train(self, at: int) -> None:
         assert self.layout is not None, "a trainer with GPUs has a layout"
         if not self.taken:
-            self._shared.tell(What.MINIBATCH_STARTED, self.minibatch)
+            self._shared.report(What.MINIBATCH_STARTED, self.minibatch)
         group, num_tokens = self.ready.pop(at)
         self.taken.append((group, num_tokens))
         size = self._workload.minibatch_sizes[self.minibatch]
@@ -219,7 +225,7 @@ class Trainer:
         if is_last := len(self.taken) == size:
             seconds += self._costs.trainer.fixed_s
             self.closes_at_s = self._now + seconds
-            self._shared.tell(What.MINIBATCH_CLOSED, self.minibatch, size)
+            self._shared.report(What.MINIBATCH_CLOSED, self.minibatch, size)
         self._busy = self._shared.clock.schedule(self._now + seconds, partial(self._trained, is_last))
 
     def _trained(self, is_last: bool) -> None:
@@ -236,11 +242,11 @@ class Trainer:
         num_tokens = sum(tokens for _, tokens in self.taken)
         self.trained.extend(group for group, _ in self.taken)
         self.taken, self.closes_at_s = [], None
-        self._shared.tell(What.MINIBATCH_FINISHED, self.minibatch, num_tokens)
+        self._shared.report(What.MINIBATCH_FINISHED, self.minibatch, num_tokens)
         self.minibatch += 1
         if self.is_done:
             after = self._costs.sync.sync_s
-            self._shared.clock.schedule(self._now + after, partial(self._shared.tell, What.ITERATION_FINISHED))
+            self._shared.clock.schedule(self._now + after, partial(self._shared.report, What.ITERATION_FINISHED))
             self._shared.gpus.mark(self.gpus, Doing.SWITCHING, self._now)
         else:
             self._shared.clock.schedule(self._now, self.go)

@@ -1,4 +1,4 @@
-"""Which assumptions a scenario uses: those that nothing in it can come to use are left out."""
+"""The assumptions that a scenario can use. All others are left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_A_TRANSFER = frozenset({"costs.sync.bytes_per_s"})
 
 
 def used_assumptions(scenario: ScenarioSections) -> Iterator[Assumption]:
-    """As `assumptions_of`, without what this scenario does not use."""
+    """As `assumptions_of`, without the assumptions that this scenario cannot use."""
     unused = _unused(scenario)
     return (own for own in assumptions_of(scenario) if own.key not in unused)
 

@@ -1,4 +1,4 @@
-"""A policy whose choices are looked at as it makes them."""
+"""A policy with a record of its decisions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import JobSpec
-from simulator.outcome import Decided
+from simulator.outcome import PolicyDecision
 
 
-class Watched:
-    """Chooses as the policy does; `decisions` are the choices that changed the assignment."""
+class WatchedPolicy:
+    """Chooses as the policy does. `decisions` has the choices that changed the assignment."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._last: Choice | None = None
         self._assignment: Assignment | None = None
-        self.decisions: list[Decided] = []
+        self.decisions: list[PolicyDecision] = []
 
     def check(self, spec: JobSpec) -> None:
         self._policy.check(spec)
@@ -26,9 +26,9 @@ class Watched:
         return self._last
 
     def note(self, at_s: float) -> None:
-        """What it chose last was chosen then."""
+        """Record the last choice as a decision at `at_s`, if it changed the assignment."""
         choice, self._last = self._last, None
         if choice is not None and choice.assignment != self._assignment:
             self._assignment = choice.assignment
             ends_s = choice.ends_at_ms / 1000 if choice.ends_at_ms is not None else None
-            self.decisions.append(Decided(at_s, choice.reason, choice.assignment, ends_s))
+            self.decisions.append(PolicyDecision(at_s, choice.reason, choice.assignment, ends_s))

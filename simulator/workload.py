@@ -1,7 +1,9 @@
-"""What one iteration has to do: its sequences, their groups, and how the groups become minibatches.
+"""The work of one iteration: its sequences, their groups, and the sizes of its minibatches.
 
-Invariant: sequence `i` is a member of group `i // group_size`; the minibatches' sizes differ by one group at most and
-add up to all groups.
+Sequence `i` is a member of group `i // group_size`.
+
+Invariant: the sizes of minibatches differ by at most one group and add up to all groups.
+[test_costs: a_split_covers_all_items]
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from simulator.costs import even_split
+from simulator.cost_model import even_split
 from simulator.engines import Sequence
 from simulator.lengths import Lengths
 from tidegate.types import MinibatchOrder
@@ -23,7 +25,7 @@ class Workload:
     prompt_tokens: int
     minibatch_order: MinibatchOrder = MinibatchOrder.ARRIVAL
     streams: bool = True
-    """A minibatch starts with its first group that has its log-probabilities, not with its last."""
+    """Whether a minibatch starts when its first group has log-probabilities, instead of its last."""
     observation_tokens: int = 0
     environment_s: float = 0.0
 
@@ -37,11 +39,11 @@ class Workload:
 
     @property
     def minibatch_sizes(self) -> tuple[int, ...]:
-        """In groups."""
+        """The number of groups in each minibatch."""
         return even_split(self.num_groups, self.n_minibatches)
 
     def sequences(self) -> Iterator[Sequence]:
-        """New ones, nothing generated."""
+        """New sequences without generated tokens."""
         members = ((group, turns) for group, row in enumerate(self.lengths.turns) for turns in row)
         for index, (group, turns) in enumerate(members):
             yield Sequence(index, group, tuple(accumulate(turns)), self.prompt_tokens)

@@ -1,20 +1,27 @@
-"""One iteration on a virtual clock: it takes moves as calls and tells what happened as frozen values.
+"""One iteration on a virtual clock. It takes moves as calls and reports happenings as frozen values.
 
-This is the seam to whatever decides. A run is
+This is the interface to the deciding side. A run is
 
     for happening in world.happenings():
         ...            # any of the moves below, which take effect at world.now_s
 
-and ends with ITERATION_FINISHED. Moves correspond to the commands that a scheduler issues: `release_engines` and
-`acquire_engines` (ScaleDown and ScaleUp of the rollout), `migrate` and `order_queue`, `resize_inference`,
-`resize_trainer` with the target layout, `hold_training` until an instant, and `wake_at` for whoever wants to be asked
-again. Happenings correspond to its events: an adapter turns them, and what it reads of the components, into the
-scheduler's own values, and its commands into moves. Nothing here chooses a move: the world only carries them out, by
-the rules of the components, which are in `rollout`, `inference` and `training`.
+and ends with ITERATION_FINISHED. Moves correspond to commands of a scheduler:
+- `release_engines`, `acquire_engines`: ScaleDown and ScaleUp of the rollout
+- `migrate`, `order_queue`
+- `resize_inference`, and `resize_trainer` with the target layout
+- `hold_training` until an instant, and `wake_at` for another decision
 
-Order of what waits for the same free GPU: nobody waits for what another was promised, because such a move is refused.
-Invariants: a GPU has one holder; a refused move changes nothing; the same workload, costs, placement, faults and moves
-give the same history, byte for byte; a run that cannot end says so, with what it waits for.
+Happenings correspond to events. An adapter makes the scheduler's own values from them and from the state of the
+components, and moves from the scheduler's commands. The world chooses no move. It carries moves out by the rules of the
+components, which are in `rollout`, `inference` and `training`. Two components never wait for the same free GPU: a move
+to a GPU that is promised to another component is refused.
+
+Invariants:
+- A GPU has one holder. [test_simulator: every_sequence_ends_once]
+- A refused move changes nothing. [test_world: a_refused_move_changes_nothing]
+- The same workload, costs, placement, faults and moves give the same history, byte for byte.
+  [test_simulator: the_same_moves_give_the_same_history]
+- A run that cannot end raises Stalled with the waiting work. [test_world: work_without_gpus_stalls]
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from simulator.clock import Clock
-from simulator.costs import Costs
+from simulator.cost_model import Costs
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.gpus import Gpus, Holder, MoveRefused
 from simulator.happenings import Happening, Shared, What
@@ -42,24 +49,26 @@ class Unfinished(RuntimeError):
 
 
 class Stalled(Unfinished):
-    """Nothing is due and the iteration has not ended: work waits for GPUs that nobody gives it."""
+    """Nothing is due and the iteration has not ended: work waits for GPUs that no move gives it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who has which GPUs when the iteration begins, all of it awake; the rest of `cluster` is free."""
+    """The GPUs of each component at the iteration's beginning, all awake. The rest of `cluster` is free."""
 
     cluster: tuple[GpuId, ...]
     rollout: tuple[GpuId, ...]
     inference: tuple[GpuId, ...] = ()
     actor: tuple[GpuId, ...] = ()
     layout: Layout | None = None
-    """Of the actor; None where it has no GPUs."""
+    """The actor's layout. None: it has no GPUs."""
 
 
 class World:
-    """One iteration. MoveRefused for a placement that no component can have. `model` is what the trainer's reshards
-    move; None: each takes the published time."""
+    """One iteration. MoveRefused: a component cannot have its placement.
+
+    `model` is the model that the trainer's reshards move. None: each reshard takes the published time.
+    """
 
     def __init__(
         self,
@@ -73,10 +82,10 @@ class World:
         self.history: list[Happening] = []
         self._clock = Clock()
         self.gpus = Gpus(placement.cluster)
-        self._untold: deque[Happening] = deque()
+        self._unreported: deque[Happening] = deque()
         self._late: list[LateFault] = []
         self._lost_by: dict[GpuId, list[Fault]] = {}
-        """Faults that are not over: the GPU can be had again after the last."""
+        """The present faults of each GPU. It is available again after the last one."""
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
         self.trainer = Trainer(workload, costs, shared, model)
@@ -94,32 +103,32 @@ class World:
         return self._clock.now_s
 
     def happenings(self) -> Iterator[Happening]:
-        """Each when it is told, up to the end of the iteration; Stalled when it cannot end."""
+        """Each happening at its report, up to the end of the iteration. Stalled: the iteration cannot end."""
         self.rollout.fill()
         while True:
-            while self._untold:
-                happening = self._untold.popleft()
+            while self._unreported:
+                happening = self._unreported.popleft()
                 self.history.append(happening)
                 yield happening
                 if happening.what is What.ITERATION_FINISHED:
                     return
-            if not self._untold and not self._clock.step():
+            if not self._unreported and not self._clock.step():
                 raise Stalled(self._stalled())
 
     @property
-    def is_told(self) -> bool:
-        """Whether all that happened at this instant so far was told."""
-        return not self._untold
+    def all_reported(self) -> bool:
+        """Whether all happenings of this instant so far are reported."""
+        return not self._unreported
 
     def release_engines(self, names: Iterable[int]) -> None:
         self.rollout.release(names)
 
     def acquire_engines(self, gpus: Iterable[GpuId], *, cold: bool = False) -> None:
-        """On free GPUs that nobody was promised, `gpus_per_engine` of them each, in the order given."""
-        wanted = tuple(gpus)
-        for gpu in wanted:
+        """Start engines on free GPUs that are promised to no component, `gpus_per_engine` for each, in this order."""
+        target = tuple(gpus)
+        for gpu in target:
             self._refuse_promised(gpu, self.trainer_promised() | self._inference_promised(), "the rollout")
-        self.rollout.acquire(wanted, cold=cold)
+        self.rollout.acquire(target, cold=cold)
 
     def migrate(self, sequences: Iterable[int]) -> None:
         self.rollout.migrate(sequences)
@@ -128,47 +137,47 @@ class World:
         self.rollout.order(sequences)
 
     def resize_inference(self, gpus: Iterable[GpuId]) -> None:
-        """All the GPUs it shall have; those on their way to be free join when they are."""
-        wanted = tuple(gpus)
-        self._refuse_twice(wanted)
-        for gpu in wanted:
+        """Set all GPUs of the inference. A GPU that is not free yet joins when it is."""
+        target = tuple(gpus)
+        self._refuse_twice(target)
+        for gpu in target:
             self._refuse_promised(gpu, self.trainer_promised(), "the inference")
             self._refuse_held(gpu, Holder.INFERENCE, "the inference")
-        self.inference.resize(wanted)
+        self.inference.resize(target)
 
     def resize_trainer(self, gpus: Iterable[GpuId], layout: Layout | None) -> None:
-        """All the GPUs it shall have, in rank order; no GPUs and no layout gives all up. At the next boundary."""
-        wanted = tuple(gpus)
-        self._refuse_twice(wanted)
-        self._check_layout(wanted, layout)
-        for gpu in wanted:
+        """Set all GPUs of the trainer in rank order, from the next boundary on. No GPUs and no layout: release all."""
+        target = tuple(gpus)
+        self._refuse_twice(target)
+        self._check_layout(target, layout)
+        for gpu in target:
             self._refuse_promised(gpu, self._inference_promised(), "the actor")
             self._refuse_held(gpu, Holder.ACTOR, "the actor")
-        self.trainer.resize(Resize(wanted, layout))
+        self.trainer.resize(Resize(target, layout))
 
     def hold_training(self, until_s: float) -> None:
         self.trainer.hold(until_s)
 
     def wake_at(self, at_s: float, number: int = 0) -> None:
-        """WOKE with this number, then."""
-        self._clock.schedule(at_s, partial(self._shared.tell, What.WOKE, number))
+        """Report WOKE with this number at `at_s`."""
+        self._clock.schedule(at_s, partial(self._shared.report, What.WOKE, number))
 
     def trainer_promised(self) -> frozenset[GpuId]:
-        """GPUs of a resize that waits."""
+        """The GPUs of a waiting resize of the trainer."""
         waiting = self.trainer.waiting_resize
         return frozenset(waiting.gpus) if waiting else frozenset()
 
     def promised(self) -> frozenset[GpuId]:
-        """GPUs that somebody shall have who cannot take them yet, or has them already."""
+        """The GPUs that a component shall have: it cannot take them yet, or has them already."""
         return self.trainer_promised() | self._inference_promised()
 
     def may_get(self, gpu: GpuId, to: Holder) -> bool:
-        """Whether the inference, or the actor, may be asked to have it: it is free, will be, or is its own."""
+        """Whether a resize of the inference or the actor may name the GPU: it is free, will be free, or is its own."""
         others = self.trainer_promised() if to is Holder.INFERENCE else self._inference_promised()
         return gpu not in others and self._comes_free(gpu, to)
 
     def _inference_promised(self) -> frozenset[GpuId]:
-        return frozenset(self.inference.wanted)
+        return frozenset(self.inference.target_gpus)
 
     def _refuse_twice(self, gpus: tuple[GpuId, ...]) -> None:
         if len(set(gpus)) < len(gpus):
@@ -189,7 +198,7 @@ class World:
         held, waiting = self.gpus.holder(gpu), self.trainer.waiting_resize
         return (
             held in (Holder.FREE, Holder.LEAVING, own)
-            or (held is Holder.INFERENCE and gpu not in self.inference.wanted)
+            or (held is Holder.INFERENCE and gpu not in self.inference.target_gpus)
             or (held is Holder.ACTOR and waiting is not None and gpu not in waiting.gpus)
         )
 
@@ -209,10 +218,12 @@ class World:
         for fault in self._late:
             if fault.what is happening.what:
                 self._late.remove(fault)
-                told_s = self.now_s + fault.late_s
-                self._clock.schedule(told_s, partial(self._untold.append, replace(happening, told_s=told_s)))
+                reported_s = self.now_s + fault.late_s
+                self._clock.schedule(
+                    reported_s, partial(self._unreported.append, replace(happening, reported_s=reported_s))
+                )
                 return
-        self._untold.append(happening)
+        self._unreported.append(happening)
 
     def _fail(self, fault: Fault) -> None:
         match fault:
@@ -228,14 +239,14 @@ class World:
                 if name in self.rollout.engines:
                     self._free_after_death(self.rollout.kill(name))
                 else:
-                    self._shared.tell(What.FAULT_MISSED, name, len(self.rollout.engines))
+                    self._shared.report(What.FAULT_MISSED, name, len(self.rollout.engines))
 
     def _lose(self, gpu: GpuId, fault: Fault) -> None:
         self._lost_by.setdefault(gpu, []).append(fault)
         before = self.gpus.lose(gpu, self.now_s)
         if before is Holder.LOST:
             return
-        self._shared.tell(What.GPU_LOST, gpus=(gpu,))
+        self._shared.report(What.GPU_LOST, gpus=(gpu,))
         match before:
             case Holder.ROLLOUT:
                 name = self.rollout.engine_on(gpu)
@@ -248,23 +259,23 @@ class World:
 
     def _lose_node(self, fault: NodeFault) -> None:
         gpus = tuple(gpu for gpu in self.gpus.cluster if node_of(gpu) == fault.node)
-        self._shared.tell(What.NODE_LOST, gpus=gpus)
+        self._shared.report(What.NODE_LOST, gpus=gpus)
         for gpu in gpus:
             self._lose(gpu, fault)
         if fault.back_after_s is not None:
             self._clock.schedule(self.now_s + fault.back_after_s, partial(self._node_comes_back, gpus, fault))
 
     def _node_comes_back(self, gpus: tuple[GpuId, ...], fault: NodeFault) -> None:
-        self._shared.tell(What.NODE_BACK, gpus=gpus)
+        self._shared.report(What.NODE_BACK, gpus=gpus)
         for gpu in gpus:
             self._come_back(gpu, fault)
 
     def _come_back(self, gpu: GpuId, fault: Fault) -> None:
-        """Unless another fault has it lost still."""
+        """Free the GPU, unless another fault still holds it lost."""
         self._lost_by[gpu].remove(fault)
         if not self._lost_by[gpu]:
             self.gpus.move([gpu], Holder.LOST, Holder.FREE, self.now_s)
-            self._shared.tell(What.GPUS_FREED, gpus=(gpu,))
+            self._shared.report(What.GPUS_FREED, gpus=(gpu,))
             self._freed()
 
     def _free_after_death(self, gpus: tuple[GpuId, ...]) -> None:
@@ -277,6 +288,6 @@ class World:
             f"after {self.now_s:.1f} s nothing is due and the iteration has not ended: "
             f"{rollout.num_unfinished} sequences are unfinished on {len(rollout.engines)} engines, "
             f"{len(inference.backlog)} groups wait for {len(inference.gpus)} inference GPUs, {len(trainer.ready)} for "
-            f"{len(trainer.gpus)} of the trainer's, which has made {trainer.minibatch} optimizer steps; "
-            f"{len(self.gpus.held_by(Holder.FREE))} GPUs are free: a move must give them to who has work"
+            f"{len(trainer.gpus)} GPUs of the trainer, which has made {trainer.minibatch} optimizer steps; "
+            f"{len(self.gpus.held_by(Holder.FREE))} GPUs are free: a move must give them to a component with work"
         )

@@ -28,7 +28,7 @@ from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.units import but_for
 from services.scheduler.state.values import Placed
 from simulator.happenings import Happening, What
-from simulator.iteration import PROGRESS, Simulated
+from simulator.iteration import PROGRESS, SimulatedIteration
 from simulator.world import World
 from tidegate.types import GpuId, Role
 
@@ -54,13 +54,13 @@ class Schedule:
     soonest_back: bool = True
 
 
-def steered(simulated: Simulated, schedule: Schedule) -> World:
+def steered(simulated: SimulatedIteration, schedule: Schedule) -> World:
     """The iteration, over."""
     return _Steering(simulated, schedule).run()
 
 
 class _Steering:
-    def __init__(self, simulated: Simulated, schedule: Schedule) -> None:
+    def __init__(self, simulated: SimulatedIteration, schedule: Schedule) -> None:
         self._schedule, self._spec = schedule, simulated.spec
         self._cluster = simulated.scenario.cluster.gpus()
         self._place_of = {gpu: place for place, gpu in enumerate(self._cluster)}
@@ -89,7 +89,7 @@ class _Steering:
         for happening in world.happenings():
             self._carrying.notice(happening)
             self._note(happening)
-            if world.is_told and happening.what is not What.ITERATION_FINISHED:
+            if world.all_reported and happening.what is not What.ITERATION_FINISHED:
                 self._steer(happening)
         return world
 
@@ -185,7 +185,7 @@ class _Steering:
         and what has not begun by the schedule's order. Of the last minibatch's the longest are first."""
         rollout, trainer = self._world.rollout, self._world.trainer
         rollout.advance()
-        made, _ = rollout.columns.seen({name: engine.steps for name, engine in rollout.engines.items()})
+        made, _ = rollout.columns.snapshot({name: engine.steps for name, engine in rollout.engines.items()})
         size = self._spec.group_size
         has_begun = made.reshape(-1, size).max(axis=1)
         left = (self._lengths - made).reshape(-1, size).max(axis=1)

@@ -18,7 +18,7 @@ from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.plans import Found, family, legal, search
 from services.scheduler.state.layouts import as_engines, engine_size
 from services.scheduler.state.remembered import Assignment, Remembered
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 
 DRAWN = 128
 """Plans drawn an order, beside the family's: half of what a forecast of all takes."""
@@ -42,11 +42,11 @@ class Plan:
 class Screen:
     """Of one iteration, as it opens with every GPU in the rollout."""
 
-    def __init__(self, simulated: Simulated) -> None:
+    def __init__(self, simulated: SimulatedIteration) -> None:
         spec = simulated.spec
         gpus = simulated.scenario.cluster.gpus()
         opened = Assignment(as_engines(gpus, engine_size(spec)), None, ())
-        self._situation = simulated.seeing.situation(simulated.world(opened), Remembered())
+        self._situation = simulated.situations.situation(simulated.world(opened), Remembered())
         self._cluster: Cluster = cluster_of(self._situation, opened, gpus_there(self._situation))
         self._num_minibatches = spec.num_minibatches
         turns = simulated.workload.lengths.turns

@@ -26,7 +26,7 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.layouts import replica_size
 from simulator.happenings import What
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.outcome import Run
 from simulator.scenario import Scenario
 from tidegate.types import Role
@@ -63,7 +63,7 @@ class Found:
 class _Search:
     """Of one iteration."""
 
-    def __init__(self, simulated: Simulated, scale: float) -> None:
+    def __init__(self, simulated: SimulatedIteration, scale: float) -> None:
         self._simulated, self._scale = simulated, scale
         self._keys = Keys.of(simulated.workload)
         self._screen = Screen(simulated)
@@ -188,7 +188,7 @@ def clairvoyant_schedule(
         raise ValueError(f"evaluations={evaluations}: the search begins with {fewest}, allow as many at least")
     runs = {name: simulate(scenario, policy, seed=seed, directly=True) for name, policy in policies}
     own = runs["tide"]
-    simulated = Simulated(scenario, own.seed)
+    simulated = SimulatedIteration(scenario, own.seed)
     search = _Search(simulated, own.iteration_s / 600.0)
     begins = [(as_schedule(run, simulated), Order(), name) for name, run in runs.items()]
     begins += [*search.shapes(own.iteration_s), *search.screened()]
@@ -217,7 +217,7 @@ def _seconds(found: Found) -> float:
     return found.seconds
 
 
-def as_schedule(run: Run, simulated: Simulated) -> Schedule:
+def as_schedule(run: Run, simulated: SimulatedIteration) -> Schedule:
     """What a policy did, its order of prompts left out: the GPUs that train and infer as each minibatch begins."""
     with_trainer = [each for each in run.decisions if each.assignment.trainer is not None]
     begins = [each.at_s for each in run.history if each.what is What.MINIBATCH_STARTED]

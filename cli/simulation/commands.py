@@ -26,8 +26,15 @@ from services.scheduler.policy import Policy
 from simulator import calibration, phase_errors
 from simulator.happenings import What
 from simulator.model import ModelSection
-from simulator.policies import asked_policies, policies_of
-from simulator.predictions import Known, Prediction, assumed, in_words_of_config, learned, predictions
+from simulator.policies import policies_of, requested_policies
+from simulator.predictions import (
+    Prediction,
+    PredictionBasis,
+    basis_of_calibration,
+    basis_of_config,
+    predictions,
+    with_config_keys,
+)
 from simulator.run import Run
 from simulator.run import simulate as simulated
 from simulator.scenario import Scenario, ScenarioError, is_scenario, load_scenario
@@ -46,7 +53,7 @@ DEFAULT_POLICY = "tide"
 def simulate(args: argparse.Namespace) -> int:
     """ScenarioError for wrong input, ValueError for an iteration that does not end."""
     scenario = _scenario(args.config)
-    policies = policies_of(asked_policies(args) or [_default(scenario)], scenario)
+    policies = policies_of(requested_policies(args) or [_default(scenario)], scenario)
     runs = [_simulate(scenario, name, policy, args.seed) for name, policy in policies.items()]
     print(_output(scenario, runs, args))
     return 0
@@ -82,11 +89,11 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _predict(sourced: SourcedConfig, args: argparse.Namespace) -> tuple[Known, tuple[Prediction, ...]]:
+def _predict(sourced: SourcedConfig, args: argparse.Namespace) -> tuple[PredictionBasis, tuple[Prediction, ...]]:
     """ConfigError that names the keys of the config, or of the calibrated scenario."""
     config = sourced.config
     if args.calibrated is not None:
-        known = learned(load_scenario(Path(args.calibrated)))
+        known = basis_of_calibration(load_scenario(Path(args.calibrated)))
         try:
             return known, predictions(config, known)
         except ScenarioError as error:
@@ -94,10 +101,10 @@ def _predict(sourced: SourcedConfig, args: argparse.Namespace) -> tuple[Known, t
             raise ConfigError(f"{args.calibrated} does not fit job {config.job}: {faults}") from error
     model, unknown = _model(config)
     try:
-        known = assumed(config, model, unknown=unknown)
+        known = basis_of_config(config, model, unknown=unknown)
         return known, predictions(config, known)
     except ScenarioError as error:
-        raise ConfigError(with_origins(in_words_of_config(str(error)), sourced.layer)) from error
+        raise ConfigError(with_origins(with_config_keys(str(error)), sourced.layer)) from error
 
 
 def calibrate(args: argparse.Namespace) -> int:
@@ -107,17 +114,17 @@ def calibrate(args: argparse.Namespace) -> int:
     except NotRecorded as error:
         raise ConfigError(str(error)) from error
     model, unknown = _model(run.config)
-    fitted, phases = calibration.calibrated(run, model), phase_errors.of_run(run)
+    fitted, phases = calibration.fitted_values(run, model), phase_errors.of_run(run)
     rows = [asdict(each) for each in fitted]
     match args.form:
         case "json":
             print(json.dumps({"values": rows, "phases": [phase.row() for phase in phases]}))
         case "table":
             print(table([row | {"value": plain(row["value"])} for row in rows], tuple(rows[0])), "", sep="\n")
-            print(table([phase.row() for phase in phases], phase_errors.COLUMNS), phase_errors.TOLD, sep="\n")
+            print(table([phase.row() for phase in phases], phase_errors.COLUMNS), phase_errors.EXPLANATION, sep="\n")
         case _:
             none = [f"No model is named, so each reshard takes costs.switch.reshard_s: {unknown}"] if unknown else []
-            notes = [*none, "Simulated so:", *(f"  {phase.told()}" for phase in phases), phase_errors.TOLD]
+            notes = [*none, "Simulated so:", *(f"  {phase.summary()}" for phase in phases), phase_errors.EXPLANATION]
             print(calibration.scenario_text(fitted, notes), end="")
     return 0
 

@@ -10,7 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from simulator.gpus import Doing
-from simulator.predictions import AS_CONFIGURED, COST_KEYS, LENGTH_KEYS, PROMPT_SHARE, Known, Prediction, scenario_of
+from simulator.predictions import (
+    AS_CONFIGURED,
+    COST_KEYS,
+    LENGTH_KEYS,
+    PROMPT_SHARE,
+    Prediction,
+    PredictionBasis,
+    scenario_of,
+)
 from simulator.run import Run
 from simulator.used_assumptions import used_assumptions
 from tidegate.config.job_config import JobConfig
@@ -31,7 +39,7 @@ _LEAST_LOSS = 0.05
 """A share of the time. From this loss on, the report says why a policy is slower than staying as configured."""
 
 
-def as_json(config: JobConfig, given: Layer, found: Sequence[Prediction], known: Known) -> dict[str, Any]:
+def as_json(config: JobConfig, given: Layer, found: Sequence[Prediction], known: PredictionBasis) -> dict[str, Any]:
     return {
         "job": config.job,
         "seed": config.seed,
@@ -77,7 +85,7 @@ def slower_rows(found: Sequence[Prediction]) -> list[dict[str, Any]]:
     return [_time_parts(each, each.run) for each in (found[0], *slower) if each.run] if slower else []
 
 
-def cost_of_moves_note(known: Known) -> str:
+def cost_of_moves_note(known: PredictionBasis) -> str:
     assumed = f"release_s, acquire_s, {_MOVES[known.model is not None]}, load_s and inference_start_s"
     own = "costs.switch, which no calibration fits" if known.is_calibrated else f"assumed (assumptions.costs.{assumed})"
     return f"The time of moves is {own}. On a short iteration moves take more than they gain."
@@ -99,7 +107,7 @@ def best(found: Sequence[Prediction]) -> Prediction:
     return next(each for each in found if each.iteration_s * (1 - _LEAST_GAIN) <= shortest_s)
 
 
-def assumptions(config: JobConfig, given: Layer, known: Known) -> Iterator[dict[str, Any]]:
+def assumptions(config: JobConfig, given: Layer, known: PredictionBasis) -> Iterator[dict[str, Any]]:
     """The assumptions that the predictions use, and no others, each with its value and its source."""
     scenario = scenario_of(config, known)
     for own in used_assumptions(scenario):
@@ -107,12 +115,12 @@ def assumptions(config: JobConfig, given: Layer, known: Known) -> Iterator[dict[
             key, source = _named(own.key, given, known)
             yield {"key": key, "value": own.value, "source": source}
     size = known.model.num_parameters if known.model else None
-    yield {"key": "model.num_parameters", "value": size, "source": known.model_told}
+    yield {"key": "model.num_parameters", "value": size, "source": known.model_source}
     source = f"{PROMPT_SHARE:.2f} of what algorithm.max_new_tokens leaves of model.max_seq_len"
     yield {"key": "prompt_tokens", "value": scenario.algorithm.prompt_tokens, "source": source}
 
 
-def _said_by_config(known: Known) -> frozenset[str]:
+def _said_by_config(known: PredictionBasis) -> frozenset[str]:
     """The keys of a scenario that the job's config sets."""
     own = (
         ()
@@ -122,7 +130,7 @@ def _said_by_config(known: Known) -> frozenset[str]:
     return frozenset({"lengths.max_tokens", *own})
 
 
-def _named(key: str, given: Layer, known: Known) -> tuple[str, str]:
+def _named(key: str, given: Layer, known: PredictionBasis) -> tuple[str, str]:
     """The key that a person would set for this key of the scenario, and where it was set."""
     if known.is_calibrated:
         return key, "the calibrated scenario"

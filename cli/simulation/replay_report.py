@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from cli.rows import Row, table
 from services.scheduler.shell.codecs.state_codec import event_of
 from services.scheduler.state import events as ev
-from simulator.outcome import Decided
-from simulator.policies import asked_policies, named
+from simulator.outcome import PolicyDecision
+from simulator.policies import policies_by_name, requested_policies
 from simulator.replay import Recorded, Replayed, replayed, section_of
 from simulator.scenario import ScenarioError
 from tidegate.codec import WireError
@@ -34,7 +34,7 @@ def output(args: argparse.Namespace) -> str:
     except ValueError as error:
         raise ScenarioError(f"--replay {args.replay}: {error}") from error
     spec = next(each.event.body.spec for each in recorded if isinstance(each.event.body, ev.JobSubmitted))
-    policies = named(asked_policies(args) or [section.policy], section, spec)
+    policies = policies_by_name(requested_policies(args) or [section.policy], section, spec)
     found = [replayed(recorded, policy, name=name) for name, policy in policies.items()]
     if args.form == "json":
         return json.dumps([_as_json(each) for each in found])
@@ -64,7 +64,7 @@ def _rows(found: Replayed) -> list[Row]:
     ]
 
 
-def _num_gpus(decided: Decided) -> dict[str, int]:
+def _num_gpus(decided: PolicyDecision) -> dict[str, int]:
     at = decided.assignment
     return {
         "rollout": sum(map(len, at.engines)),

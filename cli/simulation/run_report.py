@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from simulator.happenings import What
-from simulator.run import Decided, Run
+from simulator.run import PolicyDecision, Run
 from simulator.scenario import Scenario
 from simulator.summary import NS_PER_S, Summary, lanes_of, summaries
 from simulator.used_assumptions import used_assumptions
@@ -139,7 +139,7 @@ def _marks(run: Run) -> Iterator[Mark]:
     yield Mark(round(run.bound.bound_s * NS_PER_S), MarkKind.REFERENCE, "the bound: no schedule ends before")
 
 
-def _decision_row(decided: Decided) -> dict[str, Any]:
+def _decision_row(decided: PolicyDecision) -> dict[str, Any]:
     """The GPUs of each component after the decision."""
     chosen = decided.assignment
     return {

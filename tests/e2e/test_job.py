@@ -14,7 +14,7 @@ from services.scheduler.shell.codecs.state_codec import event_of
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.events import Event
 from services.scheduler.state.observed import Generation, Inferring, Training
-from simulator.calibration import calibrated
+from simulator.calibration import fitted_values
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
 from tidegate.launcher.event_file import read_events
@@ -57,7 +57,7 @@ def assert_can_be_calibrated_from(job: RunningJob, result: dict[str, Any]) -> No
         assert sum(part.num_tokens for part in each.minibatches) == each.num_tokens + 32 * run.prompt_tokens
         assert 0 < each.generating_s < each.seconds
         assert 0 < sum(part.seconds for part in each.minibatches) < each.seconds
-    found = {each.key: each.value for each in calibrated(run)}
+    found = {each.key: each.value for each in fitted_values(run)}
     assert 0 < found["costs.sync.fixed_s"] < max(each.seconds for each in run.iterations)
 
 

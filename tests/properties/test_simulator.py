@@ -105,20 +105,20 @@ class Watch:
                 self.generate(free)
         elif over.rollout.engines:
             over.release_engines(list(over.rollout.engines))
-        elif not over.inference.wanted and free:
+        elif not over.inference.target_gpus and free:
             over.resize_inference(free[:1])
         elif not trainer.gpus and not trainer.is_resizing and free:
             over.resize_trainer(free[:1], Layout())
-        elif len(over.inference.wanted) > 1:
-            over.resize_inference(over.inference.wanted[:1])
-        elif len(trainer.gpus) > 1 and not over.inference.wanted:
+        elif len(over.inference.target_gpus) > 1:
+            over.resize_inference(over.inference.target_gpus[:1])
+        elif len(trainer.gpus) > 1 and not over.inference.target_gpus:
             over.resize_trainer(trainer.gpus[:1], Layout())
 
     def generate(self, free: tuple[GpuId, ...]) -> None:
         over, trainer = self.over, self.over.trainer
         if len(free) >= 2:
             over.acquire_engines(free[:2])
-        elif over.inference.wanted:
+        elif over.inference.target_gpus:
             over.resize_inference(())
         elif trainer.gpus and not trainer.is_resizing:
             over.resize_trainer((), None)

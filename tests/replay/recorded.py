@@ -23,7 +23,7 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.shell.codecs.plain import from_plain, to_plain
 from services.scheduler.state import events as ev
 from services.scheduler.state.values import Placed
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.scenario import parse_scenario
 from simulator.scheduled import Scheduled
 from tests.unit.scheduler.drive import Drive, booted
@@ -91,7 +91,7 @@ def _simulated(name: str) -> Seen:
         }
     )
     history: Seen = []
-    run = Scheduled(Simulated(scenario, seed=3), POLICIES[name], record=history.append).run(name)
+    run = Scheduled(SimulatedIteration(scenario, seed=3), POLICIES[name], record=history.append).run(name)
     assert run.num_lost == 0, f"{name} lost {run.num_lost} samples"
     return history
 

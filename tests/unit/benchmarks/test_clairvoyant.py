@@ -18,7 +18,7 @@ from services.scheduler.policy.tide.foresight import TideRules
 from services.scheduler.policy.tide.prompt_order import short_between_long
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered, as_configured
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.scenario import load_scenario, parse_scenario
 
 SMALL = parse_scenario(
@@ -40,7 +40,7 @@ OTHERS = (("dynarl", DynaRLPolicy(DynaRLRules())),)
 
 def test_it_is_within_two_percent_of_the_best_of_a_small_clusters_schedules() -> None:
     found = clairvoyant_schedule(SMALL, seed=1, evaluations=80)
-    simulated = Simulated(SMALL, 1)
+    simulated = SimulatedIteration(SMALL, 1)
     sizes = [(trainer, inference) for trainer in (1, 2, 3) for inference in (1, 2, 3) if trainer + inference <= 4]
     every = (
         Schedule(start_s, (one[0], two[0]), (one[1], two[1]), found.schedule.order)
@@ -53,7 +53,7 @@ def test_it_is_within_two_percent_of_the_best_of_a_small_clusters_schedules() ->
 @pytest.mark.parametrize("seed", [0, 2])
 def test_it_is_never_below_the_bound_and_no_worse_than_what_policies_did_as_schedules(seed: int) -> None:
     """A schedule has no moves between two minibatches, such as `dynarl`'s."""
-    simulated = Simulated(SMALL, seed)
+    simulated = SimulatedIteration(SMALL, seed)
     runs = [simulate(SMALL, policy, seed=seed, directly=True) for policy in (TidePolicy(), DynaRLPolicy(DynaRLRules()))]
     found = clairvoyant_schedule(SMALL, seed=seed, evaluations=30, others=OTHERS)
     assert runs[0].bound.bound_s <= found.seconds
@@ -73,15 +73,15 @@ def test_more_evaluations_than_it_begins_with_find_more() -> None:
 
 def test_what_a_policy_did_takes_about_as_long_when_it_is_carried_out_as_a_schedule() -> None:
     run = simulate(PUBLISHED, TidePolicy(), seed=17, directly=True)
-    simulated = Simulated(PUBLISHED, 17)
+    simulated = SimulatedIteration(PUBLISHED, 17)
     schedule = as_schedule(run, simulated)
     prompts = short_between_long(opened(simulated), TideRules().short_share)
     members = tuple(prompt * 16 + member for prompt in prompts for member in range(16))
     assert steered(simulated, replace(schedule, order=members)).now_s == pytest.approx(run.iteration_s, rel=0.05)
 
 
-def opened(simulated: Simulated) -> Situation:
-    return simulated.seeing.situation(simulated.world(as_configured(simulated.spec)), Remembered())
+def opened(simulated: SimulatedIteration) -> Situation:
+    return simulated.situations.situation(simulated.world(as_configured(simulated.spec)), Remembered())
 
 
 def found_by(origin: str, seconds: float) -> Found:

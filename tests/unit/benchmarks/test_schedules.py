@@ -12,7 +12,7 @@ from benchmarks.clairvoyant.schedules import Schedule, steered
 from benchmarks.direct import simulate
 from services.scheduler.policy.phases import PhasesPolicy
 from simulator.happenings import What
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.scenario import parse_scenario
 from simulator.world import World
 
@@ -29,7 +29,7 @@ SMALL = parse_scenario(
         },
     }
 )
-SIMULATED = Simulated(SMALL, 1)
+SIMULATED = SimulatedIteration(SMALL, 1)
 PLAIN = Schedule(10.0, (2, 4, 8), (2, 2, 1))
 
 

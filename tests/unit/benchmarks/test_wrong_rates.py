@@ -16,7 +16,7 @@ from services.scheduler.policy.trainer_rates import trainer_curve
 from services.scheduler.state.remembered import Remembered, as_configured
 from services.scheduler.state.values import JobSpec
 from simulator.happenings import What
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.scenario import parse_scenario
 
 SMALL = parse_scenario(
@@ -47,9 +47,9 @@ def test_a_wrong_telling_changes_what_tide_chooses_and_not_what_the_iteration_ta
 
 
 def test_each_factor_is_of_what_is_true() -> None:
-    simulated = Simulated(SMALL, 1)
+    simulated = SimulatedIteration(SMALL, 1)
     world = simulated.world(as_configured(simulated.spec))
-    true = simulated.seeing.situation(world, Remembered())
+    true = simulated.situations.situation(world, Remembered())
     told = Wrong(trainer=1.2, decode=0.8, median=2.0, sigma=1.5).told(true)
     (size, rate), (want_size, want) = told.spec.rates.trainer[0], true.spec.rates.trainer[0]
     assert size == want_size
@@ -100,11 +100,11 @@ def test_a_trainer_that_streams_measures_its_rate_with_a_group_and_one_that_does
     streams: bool, want: list[int]
 ) -> None:
     own = SMALL.model_copy(update={"algorithm": SMALL.algorithm.model_copy(update={"streams": streams})})
-    simulated = Simulated(own, 1)
+    simulated = SimulatedIteration(own, 1)
     world = simulated.world(as_configured(simulated.spec))
     seen: list[int] = []
     for happening in world.happenings():
         if happening.what in (What.MINIBATCH_CLOSED, What.MINIBATCH_FINISHED) and len(seen) < 4:
-            told = simulated.seeing.training(world)
+            told = simulated.situations.training(world)
             seen += [len(told.measured), int(told.update_s is not None)]
     assert seen == want

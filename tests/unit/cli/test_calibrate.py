@@ -62,7 +62,7 @@ def test_each_fitted_value_is_listed_with_what_it_was_fitted_to(
         assert found["costs.trainer.fixed_s"].startswith("M: 4 minibatches, median 0.00")
     else:
         (line,) = (line for line in text.splitlines() if line.startswith("costs.inference.rate_tokens_per_s"))
-        assert line.endswith("M: median of 2 iterations, of a GPU at work")
+        assert line.endswith("M: median of 2 iterations, for one busy GPU")
         assert "\nPHASE      MEASURED S  SIMULATED S  ERROR PERCENT\n" in text
 
 

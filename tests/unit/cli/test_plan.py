@@ -10,10 +10,18 @@ import pytest
 
 from cli.__main__ import main
 from services.scheduler.policy.registry import policy_of
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.model import ModelSection
 from simulator.policies import NAMES
-from simulator.predictions import AS_CONFIGURED, COST_KEYS, LENGTH_KEYS, assumed, learned, scenario_of, starts
+from simulator.predictions import (
+    AS_CONFIGURED,
+    COST_KEYS,
+    LENGTH_KEYS,
+    basis_of_calibration,
+    basis_of_config,
+    scenario_of,
+    starts,
+)
 from simulator.run import simulate
 from simulator.scenario import parse_scenario
 from tests.unit.cli.configs import small, small_config, small_file
@@ -62,7 +70,7 @@ def test_a_placement_with_which_the_job_could_not_start_is_left_out(tmp_path: Pa
 def test_the_scenario_has_the_jobs_work_and_what_its_config_assumes(tmp_path: Path) -> None:
     assumptions = {"costs": {"update_s": 0.5, "trainer_exponent": 0.9}, "lengths": {"median_tokens": 12}}
     config = small_config(tmp_path, assumptions=assumptions)
-    scenario = scenario_of(config, assumed(config, ModelSection()))
+    scenario = scenario_of(config, basis_of_config(config, ModelSection()))
     assert (scenario.costs.trainer.fixed_s, scenario.costs.trainer.exponent) == (0.5, 0.9)
     assert (scenario.lengths.median_tokens, scenario.lengths.max_tokens) == (12, 60)
     assert (scenario.algorithm.prompts_per_iteration, scenario.algorithm.group_size) == (2, 2)
@@ -78,8 +86,8 @@ def test_a_reproducible_job_is_foreseen_in_numbers_of_copies_that_divide_its_sha
     for num_shards in (None, 8):
         raw["actor"]["num_logical_shards"] = num_shards
         config = parse_config(raw)
-        scenario = scenario_of(config, assumed(config, ModelSection()))
-        assert Simulated(scenario, scenario.seed).spec.num_logical_shards == num_shards
+        scenario = scenario_of(config, basis_of_config(config, ModelSection()))
+        assert SimulatedIteration(scenario, scenario.seed).spec.num_logical_shards == num_shards
         run = simulate(scenario, policy_of(config.scheduler.model_copy(update={"policy": "dynarl"})), name="dynarl")
         trainers = (each.assignment.trainer for each in run.decisions)
         found[num_shards] = {trainer.layout.dp for trainer in trainers if trainer}
@@ -147,7 +155,7 @@ def test_seconds_of_a_reshard_that_the_config_gives_stand_for_what_it_moves(
     assert rows["model.num_parameters"] == {
         "key": "model.num_parameters",
         "value": None,
-        "source": "each reshard takes reshard_s: assumptions.costs.reshard_s is given",
+        "source": "each reshard takes reshard_s: assumptions.costs.reshard_s is set",
     }
 
 
@@ -183,7 +191,7 @@ def test_a_calibrated_scenarios_model_is_what_reshards_move(tmp_path: Path) -> N
         "costs": {"engine": {"gpus_per_engine": 1}},
     }
     for given, want in ((raw, ModelSection(num_layers=4)), (raw | {"model": None}, None)):
-        assert scenario_of(config, learned(parse_scenario(given))).model == want
+        assert scenario_of(config, basis_of_calibration(parse_scenario(given))).model == want
 
 
 def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumptions(

@@ -164,11 +164,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "a count that no number of a machine holds": (
         ["algorithm.prompt_tokens=" + "9" * 400],
-        "algorithm.prompt_tokens is above 1,000,000,000,000,000, which nothing is counted to: lower it",
+        "algorithm.prompt_tokens is above 1,000,000,000,000,000, the largest count: lower it",
     ),
     "bytes that no number of a machine holds": (
         ["costs.sync.weight_bytes=" + "9" * 400],
-        "costs.sync.weight_bytes is above 1,000,000,000,000,000, which nothing is counted to: lower it",
+        "costs.sync.weight_bytes is above 1,000,000,000,000,000, the largest count: lower it",
     ),
     "a model of more layers than can be planned": (
         ["model.num_layers=1000000"],
@@ -177,7 +177,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "heads that do not divide": (["model.num_heads=3"], "model.num_heads=3 does not divide by model.num_kv_heads=4"),
     "a fault that never is": (
         ["faults=[{at_s: 1e300, kind: gpu, gpu: 0}]"],
-        "faults.0.at_s=1e+300 is above 1,000,000 seconds: it would never be",
+        "faults.0.at_s=1e+300 is above 1,000,000 seconds: lower it",
     ),
     "a lengths file of a name that none has": (
         ['lengths={law: trace, file: "a\\0b"}'],
@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "a fault with a field of another kind": (
         ["faults=[{at_s: 1, kind: engine, engine: 0, gpu: 2}]"],
-        "faults.0.gpu is nothing of kind=engine: leave it out [override faults]",
+        "faults.0.gpu does not belong to kind=engine: leave it out [override faults]",
     ),
     "a GPU that the cluster lacks": (["cluster.placement.inference=6-8"], "names GPU 8, the cluster has 8 (0-7)"),
     "a component without GPUs": (["cluster.placement.inference=''"], "cluster.placement.inference has no GPUs"),
@@ -256,7 +256,7 @@ def test_a_jobs_config_is_no_scenario_and_the_command_for_it_is_named(
 ) -> None:
     path = small_file(tmp_path)
     assert main(["simulate", str(path)]) == 2
-    want = f"tidegate: {path} is a job's config and no scenario: `tidegate plan {path}` foresees its iteration\n"
+    want = f"tidegate: {path} is a job's config and no scenario: `tidegate plan {path}` simulates its iteration\n"
     assert capsys.readouterr().err == want
 
 

@@ -1,4 +1,4 @@
-"""Runs made by hand: four GPUs, ten seconds, two policies."""
+"""Runs that tests write by hand: four GPUs, ten seconds, two policies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from services.scheduler.state.values import Placed
 from simulator.bound import Bound
 from simulator.gpus import Doing
 from simulator.happenings import Happening, What
-from simulator.run import Decided, GpuSpan, Run
+from simulator.run import GpuSpan, PolicyDecision, Run
 from simulator.scenario import Scenario, parse_scenario
 from tidegate.types import GpuId, Layout
 
@@ -23,13 +23,13 @@ def scenario() -> Scenario:
 
 
 def spans(*states: tuple[Doing, float]) -> tuple[GpuSpan, ...]:
-    """Each state with the second at which it ends."""
+    """The spans of states, each with the second at which it ends."""
     starts = [0.0, *(end_s for _, end_s in states[:-1])]
     return tuple(GpuSpan(start_s, end_s, doing) for start_s, (doing, end_s) in zip(starts, states, strict=True))
 
 
 def run(policy: str, *, reason: str = "the tail is thin", end_s: float = 10.0) -> Run:
-    """Two GPUs generate and train, with a time that no float holds exactly between; one waits, one is free."""
+    """Two GPUs generate and then train, one waits, and one infers and is then free. No float is exactly a third."""
     works = spans((Doing.GENERATING, end_s / 3), (Doing.SWITCHING, end_s / 2), (Doing.TRAINING, end_s))
     timeline = {
         GPUS[0]: works,
@@ -43,7 +43,7 @@ def run(policy: str, *, reason: str = "the tail is thin", end_s: float = 10.0) -
         seed=7,
         iteration_s=end_s,
         timeline=timeline,
-        decisions=(Decided(end_s / 3, reason, assignment, predicted_end_s=9.5),),
+        decisions=(PolicyDecision(end_s / 3, reason, assignment, predicted_end_s=9.5),),
         history=(Happening(end_s, What.MINIBATCH_FINISHED, 0, 1234),),
         bound=Bound(longest_path_s=4.0, order_s=5.0, gpu_seconds_s=3.0),
         num_moves=1,

@@ -1,4 +1,4 @@
-"""The record of a run whose iterations the simulator made, with known costs."""
+"""The record of a run with iterations from the simulator, with known costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from simulator.costs import Costs, EngineCosts, InferenceCosts, SyncCosts, TrainerCosts
+from simulator.cost_model import Costs, EngineCosts, InferenceCosts, SyncCosts, TrainerCosts
 from simulator.happenings import What
 from simulator.lengths import LengthSection, draw_lengths
 from simulator.workload import Workload
@@ -34,7 +34,7 @@ TRUTH = Costs(
 
 
 def recorded_run(tmp_path: Path, costs: Costs = TRUTH, *, num_iterations: int = 8) -> RecordedRun:
-    """A job of 16 groups of 8 on two nodes, whose iterations the simulator made."""
+    """A job of 16 groups of 8 on two nodes. The simulator makes its iterations."""
     algorithm = {"prompts_per_iteration": 16, "group_size": 8, "n_minibatches": 4, "iterations": num_iterations}
     config = job_config(tmp_path, algorithm=algorithm)
     has = {role: config.placement(role) for role in Role}

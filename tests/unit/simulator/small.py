@@ -1,4 +1,4 @@
-"""Small worlds for tests: two GPUs an engine, four running sequences each, moves that take their defaults' time."""
+"""Small worlds for tests: two GPUs an engine, four running sequences an engine, and the default times of moves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.scheduler.state.observed import Inferring
-from simulator.costs import Costs, EngineCosts, SwitchCosts, SyncCosts, TrainerCosts
+from simulator.cost_model import Costs, EngineCosts, SwitchCosts, SyncCosts, TrainerCosts
 from simulator.faults import Fault
 from simulator.gpus import Holder
 from simulator.lengths import Lengths, Turns
 from simulator.model import ModelSection
-from simulator.views import inferring
+from simulator.situations import inferring
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tidegate.types import GpuId, Layout, MinibatchOrder
@@ -31,7 +31,7 @@ FREE_MOVES = Costs(
 def workload(
     turns: Sequence[Sequence[Turns]], *, order: MinibatchOrder = MinibatchOrder.ARRIVAL, streams: bool = True
 ) -> Workload:
-    """Two minibatches; a second turn comes a second after the first, with five tokens of the environment's."""
+    """Two minibatches. A second turn begins a second after the first, with five more tokens from the environment."""
     lengths = Lengths(tuple(map(tuple, turns)), tuple(1.0 for _ in turns))
     return Workload(
         lengths=lengths,
@@ -52,7 +52,7 @@ def world(
     inference: int = 2,
     model: ModelSection | None = None,
 ) -> World:
-    """The first GPUs are the actor's, the next the inference's, the others the rollout's."""
+    """The actor has the first GPUs, the inference the next ones, and the rollout the others."""
     others = actor + inference
     layout = Layout(dp=actor) if actor else None
     placement = Placement(CLUSTER, CLUSTER[others:], CLUSTER[actor:others], CLUSTER[:actor], layout)
@@ -61,11 +61,11 @@ def world(
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What policies, and the chain, read of a world at one instant."""
+    """The parts of a world at one instant that policies and the scheduler read."""
 
     lengths: tuple[int, ...]
     places: tuple[int, ...]
-    """By sequence, of one that runs its engine's place in `engines`."""
+    """The place of each sequence. That of a running one is its engine's position in `engines`."""
     queue: tuple[int, ...]
     engines: tuple[tuple[GpuId, ...], ...]
     kv_tokens: tuple[int, ...]
@@ -82,10 +82,10 @@ class Shown:
 
 
 def shown(over: World) -> Shown:
-    """With the engines advanced to now."""
+    """The present state, with all engines advanced to now."""
     rollout, trainer = over.rollout, over.trainer
     rollout.advance()
-    lengths, places = rollout.columns.seen({name: engine.steps for name, engine in rollout.engines.items()})
+    lengths, places = rollout.columns.snapshot({name: engine.steps for name, engine in rollout.engines.items()})
     return Shown(
         lengths=tuple(lengths.tolist()),
         places=tuple(places.tolist()),

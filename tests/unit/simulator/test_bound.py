@@ -1,4 +1,4 @@
-"""The bound against every schedule of small iterations, moves free, lengths known: none may end before it."""
+"""The bound against every schedule of small iterations with free moves and known lengths: none ends before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ CASES: dict[str, list[tuple[Turns, Turns]]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which GPUs' engines stay until the rollout ends, how many groups come before the others leave, in which order."""
+    """One schedule of an iteration.
+
+    `num_staying` engines stay until the rollout ends. The others leave after `groups_before` groups. Groups begin in
+    `order`.
+    """
 
     num_staying: int
     groups_before: int
@@ -41,7 +45,8 @@ def every_schedule(work: Workload) -> list[Schedule]:
 
 
 def ends(work: Workload, schedule: Schedule) -> float:
-    """Free GPUs go to the stage that has work, the trainer at its boundaries or the inference first."""
+    """The end of the iteration if free GPUs go to the stage with work: first to the trainer at its boundaries, or first
+    to the inference."""
     world = World(work, FREE_MOVES, Placement(GPUS, GPUS))
     world.order_queue(2 * group + member for group in schedule.order for member in range(2))
     done = 0
@@ -62,12 +67,12 @@ def give_up(world: World, schedule: Schedule, done: int) -> None:
 
 def hand_out(world: World, work: Workload, schedule: Schedule) -> None:
     inference, trainer = world.inference, world.trainer
-    if inference.wanted and not inference.backlog and not inference.is_busy:
+    if inference.target_gpus and not inference.backlog and not inference.is_busy:
         world.resize_inference(())
     free = world.gpus.held_by(Holder.FREE)
     is_idle = trainer.is_at_boundary and not trainer.is_resizing and not trainer.waiting_resize and not trainer.is_done
     can_open = is_idle and len(trainer.ready) >= (1 if work.streams else work.minibatch_sizes[trainer.minibatch])
-    needs_inference = bool(inference.backlog) and not inference.wanted
+    needs_inference = bool(inference.backlog) and not inference.target_gpus
     if needs_inference and free and (schedule.inference_first or not can_open):
         world.resize_inference(free)
     elif can_open and free:
@@ -79,7 +84,7 @@ def hand_out(world: World, work: Workload, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("streams", [False, True])
-def test_no_schedule_ends_before_the_bound_and_the_best_is_near_it(name: str, streams: bool) -> None:
+def test_no_schedule_ends_before_the_bound_and_the_best_schedule_is_near_it(name: str, streams: bool) -> None:
     work = workload(CASES[name], streams=streams)
     bound = clairvoyant_bound(work, FREE_MOVES, num_gpus=len(GPUS))
     best = min(ends(work, schedule) for schedule in every_schedule(work))
@@ -87,7 +92,7 @@ def test_no_schedule_ends_before_the_bound_and_the_best_is_near_it(name: str, st
     assert best <= 2.5 * bound.bound_s
 
 
-def test_one_response_on_its_own_takes_its_longest_path_exactly() -> None:
+def test_the_bound_of_single_responses_is_exactly_their_longest_path() -> None:
     work = workload([((50,),), ((50,),)])
     bound = clairvoyant_bound(work, FREE_MOVES, num_gpus=1)
     decode_s = FREE_MOVES.engine.decode_s(running=1, kv_tokens=10, steps=50)
@@ -95,7 +100,7 @@ def test_one_response_on_its_own_takes_its_longest_path_exactly() -> None:
     assert bound.longest_path_s == pytest.approx(decode_s + rest_s)
 
 
-def test_too_few_gpus_for_an_engine_have_no_bound() -> None:
+def test_a_bound_needs_the_gpus_of_one_engine() -> None:
     work = workload([((5,),)])
     with pytest.raises(ValueError, match="0 GPUs hold no engine of 1"):
         clairvoyant_bound(work, FREE_MOVES, num_gpus=0)

@@ -1,4 +1,4 @@
-"""A run that the simulator itself made gives its costs back; what one run cannot tell keeps its default."""
+"""A calibration on a run from the simulator finds its costs. A value that one run cannot show keeps its default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from services.scheduler.policy.static import StaticPolicy
-from simulator.calibration import calibrated, scenario_text
+from simulator.calibration import fitted_values, scenario_text
 from simulator.model import ModelSection
 from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
@@ -19,15 +19,15 @@ from tidegate.types import Layout, Precision
 
 
 def fitted(run: RecordedRun) -> dict[str, float]:
-    return {each.key: each.value for each in calibrated(run)}
+    return {each.key: each.value for each in fitted_values(run)}
 
 
-def test_the_costs_of_a_run_that_the_simulator_made_are_found_again(tmp_path: Path) -> None:
+def test_a_calibration_finds_the_costs_of_a_simulated_run(tmp_path: Path) -> None:
     found = fitted(recorded_run(tmp_path))
     assert found["costs.trainer.fixed_s"] == pytest.approx(TRUTH.trainer.fixed_s, rel=0.01)
     assert found["costs.trainer.rate_tokens_per_s"] == pytest.approx(TRUTH.trainer.rate_tokens_per_s, rel=0.01)
     assert found["costs.inference.rate_tokens_per_s"] == pytest.approx(TRUTH.inference.rate_tokens_per_s, rel=0.01)
-    # Of the engine's two, a step's seconds are told apart by how many sequences an iteration has running on average.
+    # The number of running sequences varies little between iterations, so only the sum of both parts is compared.
     step_s = found["costs.engine.step_base_s"] + 16 * found["costs.engine.step_per_sequence_s"]
     assert step_s == pytest.approx(4e-3 + 16 * 2e-4, rel=0.25)
     assert found["costs.sync.fixed_s"] == pytest.approx(TRUTH.sync.fixed_s, rel=0.05)
@@ -35,15 +35,17 @@ def test_the_costs_of_a_run_that_the_simulator_made_are_found_again(tmp_path: Pa
 
 def test_the_fitted_scenario_takes_as_long_as_the_run(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
-    (path := tmp_path / "fitted.yaml").write_text(scenario_text(calibrated(run)))
+    (path := tmp_path / "fitted.yaml").write_text(scenario_text(fitted_values(run)))
     scenario = load_scenario(path)
     simulated = median(simulate(scenario, StaticPolicy(), seed=seed).iteration_s for seed in range(5))
     assert simulated == pytest.approx(median(each.seconds for each in run.iterations), rel=0.1)
 
 
-def test_a_scenario_file_says_what_each_value_was_fitted_to(tmp_path: Path) -> None:
+def test_a_scenario_file_has_the_source_of_each_fitted_value_and_other_values_keep_their_defaults(
+    tmp_path: Path,
+) -> None:
     run = recorded_run(tmp_path)
-    text = scenario_text(calibrated(run))
+    text = scenario_text(fitted_values(run))
     (path := tmp_path / "fitted.yaml").write_text(text)
     scenario = load_scenario(path)
     assert scenario.costs.engine.max_running == run.config.rollout.max_running_requests
@@ -54,14 +56,18 @@ def test_a_scenario_file_says_what_each_value_was_fitted_to(tmp_path: Path) -> N
     assert scenario.costs.switch == Scenario.model_validate(small(scenario)).costs.switch, "no move was recorded"
 
 
-def test_the_jobs_model_is_the_scenarios_so_that_a_reshard_costs_what_it_moves(tmp_path: Path) -> None:
-    """And changes nothing of what is fitted: nothing moved in the run."""
+def test_the_same_run_gives_the_same_scenario(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    assert scenario_text(fitted_values(run)) == scenario_text(fitted_values(run))
+
+
+def test_the_scenario_has_the_jobs_model_and_the_same_fitted_values(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     model = ModelSection(num_layers=2, hidden_size=16, tied_embeddings=True, precision=Precision.FP32)
-    (path := tmp_path / "fitted.yaml").write_text(scenario_text(calibrated(run, model)))
+    (path := tmp_path / "fitted.yaml").write_text(scenario_text(fitted_values(run, model)))
     scenario = load_scenario(path)
     assert scenario.model == model
-    assert [each for each in calibrated(run, model) if not each.key.startswith("model.")] == list(calibrated(run))
+    assert [each for each in fitted_values(run, model) if not each.key.startswith("model.")] == list(fitted_values(run))
     assert load_scenario(path, ["model=null"]).model is None
 
 
@@ -73,7 +79,7 @@ def small(scenario: Scenario) -> dict[str, object]:
     }
 
 
-def test_a_stall_of_one_iteration_moves_no_fit(tmp_path: Path) -> None:
+def test_a_stall_of_one_iteration_changes_no_fitted_value(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     first = run.iterations[0]
     slow = tuple(replace(each, seconds=each.seconds + 3.0) for each in first.minibatches[:1])
@@ -83,12 +89,12 @@ def test_a_stall_of_one_iteration_moves_no_fit(tmp_path: Path) -> None:
         assert found[key] == pytest.approx(want[key], rel=0.05), key
 
 
-def test_minibatches_that_take_the_same_whatever_their_tokens_have_no_price_a_token(tmp_path: Path) -> None:
+def test_minibatches_of_equal_time_have_no_cost_per_token(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     flat = tuple(
         replace(each, minibatches=tuple(Minibatch(part.num_tokens, 0.2) for part in each.minibatches))
         for each in run.iterations
     )
-    found = {each.key: each for each in calibrated(replace(run, iterations=flat))}
+    found = {each.key: each for each in fitted_values(replace(run, iterations=flat))}
     assert found["costs.trainer.fixed_s"].value == 0.2
     assert found["costs.trainer.rate_tokens_per_s"].source.endswith("tokens made no difference")

@@ -1,4 +1,4 @@
-"""Closed forms against their steps, one by one, and what each field says of itself."""
+"""Closed forms against the sum of single steps, and the sources of all fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simulator.assumptions import assumptions_of
-from simulator.costs import Costs, EngineCosts, SwitchCosts, TrainerCosts, busiest_bytes, even_split, imbalance
+from simulator.cost_model import Costs, EngineCosts, SwitchCosts, TrainerCosts, busiest_bytes, even_split, imbalance
 from tidegate.config.base import fields_of
 from tidegate.elastic.plan.planner import RankTraffic
 from tidegate.types import Layout
@@ -50,24 +50,24 @@ def test_the_steps_within_a_time_fit_it_and_one_more_does_not(
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
-def test_an_uneven_split_gives_all_away_and_no_rank_two_more_than_another(count: int, parts: int) -> None:
+def test_a_split_covers_all_items_and_two_parts_differ_by_at_most_one(count: int, parts: int) -> None:
     split = even_split(count, parts)
     assert sum(split) == count
     assert max(split) - min(split) <= 1
 
 
-def test_48_gpus_at_tp2_train_128_prompts_of_16_responses_with_none_stranded() -> None:
+def test_2048_responses_on_24_replicas_take_the_time_of_the_largest_share() -> None:
     assert imbalance(128 * 16, 24) == pytest.approx(86 * 24 / 2048)
 
 
-def test_a_trainers_rate_depends_on_its_gpus_and_on_its_layouts_own_efficiency() -> None:
+def test_the_rate_of_a_trainer_depends_on_its_gpus_and_the_efficiency_of_its_layout() -> None:
     costs = TrainerCosts(exponent=0.5, layout_efficiency={"tp4-dp4": 2.0})
     assert costs.tokens_s(182_000, Layout(tp=4, dp=16)) == pytest.approx(1.0)
     assert costs.tokens_s(182_000, Layout(tp=2, dp=8)) == pytest.approx(2.0)
     assert costs.tokens_s(182_000, Layout(tp=4, dp=4)) == pytest.approx(1.0)
 
 
-def test_a_reshard_costs_its_busiest_ranks_bytes_or_what_is_published() -> None:
+def test_the_time_of_a_reshard_is_that_of_its_busiest_rank_or_the_published_one() -> None:
     costs = SwitchCosts(reshard_s=3.0, reshard_setup_s=0.5, communicators_s=0.25, reshard_bytes_per_s=10.0)
     assert costs.resharding_s(None, is_new=True) == costs.resharding_s(None, is_new=False) == 3.0
     assert costs.resharding_s(20, is_new=True) == pytest.approx(2.75)
@@ -76,12 +76,12 @@ def test_a_reshard_costs_its_busiest_ranks_bytes_or_what_is_published() -> None:
     assert busiest_bytes([]) == 0
 
 
-def test_every_cost_field_names_its_source() -> None:
+def test_every_field_of_the_costs_has_a_source() -> None:
     found = {each.key: each.source for each in assumptions_of(Costs())}
     assert list(found) == [".".join(path) for path, _ in fields_of(Costs)]
     assert all(found.values())
 
 
-def test_an_efficiency_of_a_name_that_is_no_layout_is_refused() -> None:
+def test_a_malformed_layout_name_is_refused() -> None:
     with pytest.raises(ValidationError, match="layout_efficiency"):
         TrainerCosts(layout_efficiency={"tp4xdp4": 2.0})

@@ -1,4 +1,4 @@
-"""What `tide` forecasts, against what a simulated iteration then takes, its lengths known."""
+"""The forecasts of `tide` against the times of a simulated iteration with known lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from services.scheduler.policy.tide.plans import (
 from services.scheduler.policy.tide.prompt_order import queue_in, short_between_long
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered, as_configured
-from simulator.iteration import Simulated
+from simulator.iteration import SimulatedIteration
 from simulator.scenario import Scenario, load_scenario
 
 PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
@@ -38,15 +38,15 @@ PLANS = {
 }
 
 
-def opened(scenario: Scenario, seed: int) -> tuple[Situation, Simulated]:
-    """As an iteration begins with all GPUs in the rollout."""
-    simulated = Simulated(scenario, seed)
-    at_home = simulated.seeing.situation(simulated.world(as_configured(simulated.spec)), Remembered())
+def opened(scenario: Scenario, seed: int) -> tuple[Situation, SimulatedIteration]:
+    """The beginning of an iteration with all GPUs in the rollout."""
+    simulated = SimulatedIteration(scenario, seed)
+    at_home = simulated.situations.situation(simulated.world(as_configured(simulated.spec)), Remembered())
     world = simulated.world(TidePolicy().choose(at_home).assignment)
-    return simulated.seeing.situation(world, Remembered()), simulated
+    return simulated.situations.situation(world, Remembered()), simulated
 
 
-def forecast(situation: Situation, simulated: Simulated, order: tuple[int, ...]) -> Forecast:
+def forecast(situation: Situation, simulated: SimulatedIteration, order: tuple[int, ...]) -> Forecast:
     lengths = np.array([float(sum(turns)) for row in simulated.workload.lengths.turns for turns in row])
     assigned = TidePolicy().choose(situation).assignment
     cluster = cluster_of(situation, assigned, gpus_there(situation))
@@ -55,9 +55,9 @@ def forecast(situation: Situation, simulated: Simulated, order: tuple[int, ...])
     return Forecast(left, cluster, situation.costs)
 
 
-@pytest.mark.parametrize("told", PLANS)
-def test_the_end_is_forecast_within_five_percent_from_the_start(told: str) -> None:
-    start_s, trainer, inference = PLANS[told]
+@pytest.mark.parametrize("name", PLANS)
+def test_the_end_is_forecast_within_five_percent_from_the_start(name: str) -> None:
+    start_s, trainer, inference = PLANS[name]
     situation, simulated = opened(PUBLISHED, 1)
     order = short_between_long(situation, 0.25)
     plan = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
@@ -69,7 +69,7 @@ def test_the_end_is_forecast_within_five_percent_from_the_start(told: str) -> No
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_plans_are_forecast_as_if_each_were_alone(waits: bool) -> None:
+def test_the_forecast_of_a_plan_is_the_same_alone_and_among_others(waits: bool) -> None:
     situation, simulated = opened(PUBLISHED, 2)
     seen = forecast(situation, simulated, short_between_long(situation, 0.25))
     plans = replace(family(seen.cluster, 1 if waits else 4, seen.span_s), waits=waits)
@@ -78,7 +78,7 @@ def test_plans_are_forecast_as_if_each_were_alone(waits: bool) -> None:
 
 
 def of(**algorithm: int) -> Scenario:
-    """The published one, but for that."""
+    """The published scenario with changes of its algorithm."""
     own = PUBLISHED.model_dump()
     return Scenario.model_validate(own | {"algorithm": own["algorithm"] | algorithm})
 
@@ -92,7 +92,7 @@ def small(**changes: object) -> Scenario:
     return Scenario.model_validate(own | changes)
 
 
-def test_the_search_finds_what_all_plans_of_a_small_cluster_have() -> None:
+def test_the_search_finds_the_best_plan_of_a_small_cluster_within_two_percent() -> None:
     situation, simulated = opened(small(), 3)
     seen = forecast(situation, simulated, tuple(range(32)))
     found = search(seen, family(seen.cluster, 2, seen.span_s), rounds=30)
@@ -106,7 +106,7 @@ def test_the_search_finds_what_all_plans_of_a_small_cluster_have() -> None:
     assert found.score_s <= best_of(seen, not_before(plans, earliest_start_s(seen))).score_s * 1.02
 
 
-def test_every_neighbour_is_legal_and_another_plan() -> None:
+def test_every_neighbour_of_a_plan_is_legal_and_differs_from_it() -> None:
     situation, simulated = opened(PUBLISHED, 0)
     cluster = forecast(situation, simulated, tuple(range(512))).cluster
     plan = family(cluster, 4, 500.0).row(5)
@@ -120,7 +120,7 @@ def test_every_neighbour_is_legal_and_another_plan() -> None:
     assert (*plan.start_s, *plan.trainer[0], *plan.inference[0]) not in rows
 
 
-def test_a_wait_is_forecast_to_end_after_the_rollout_which_has_the_trainers_gpus_meanwhile() -> None:
+def test_a_plan_that_waits_ends_after_the_rollout_and_lends_it_the_trainers_gpus() -> None:
     situation, simulated = opened(of(n_minibatches=1), 1)
     seen = forecast(situation, simulated, short_between_long(situation, 0.25))
     begun = replace(seen, cluster=replace(seen.cluster, num_engines=22, num_trainer_gpus=16, num_inference_gpus=4))
@@ -133,8 +133,8 @@ def test_a_wait_is_forecast_to_end_after_the_rollout_which_has_the_trainers_gpus
     assert later_s > waits_s
 
 
-def test_of_plans_that_end_alike_the_one_with_more_slack_is_chosen() -> None:
-    """Of 32 prompts on 64 GPUs the longest response sets the end, and any trainer keeps up with it."""
+def test_among_plans_with_equal_ends_the_one_with_more_slack_is_chosen() -> None:
+    """With 32 prompts on 64 GPUs the longest response sets the end, and any trainer is fast enough."""
     situation, simulated = opened(of(prompts_per_iteration=32), 0)
     seen = forecast(situation, simulated, ())
     early = earliest_start_s(seen)
@@ -146,7 +146,7 @@ def test_of_plans_that_end_alike_the_one_with_more_slack_is_chosen() -> None:
     assert best_of(seen, plans).plan.start_s[0] == early
 
 
-def test_lengths_foreseen_at_the_start_are_as_many_tokens_as_come() -> None:
+def test_the_forecast_number_of_tokens_at_the_start_is_right_within_five_percent() -> None:
     situation, simulated = opened(PUBLISHED, 0)
     assert final_lengths(situation.generation, situation.lengths).sum() == pytest.approx(
         simulated.workload.lengths.num_tokens, rel=0.05

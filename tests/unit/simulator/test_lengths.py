@@ -1,4 +1,4 @@
-"""How lengths are drawn, read and refused."""
+"""Lengths that are drawn, read from a file or refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def tokens(lengths: Lengths) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.array([[sum(turns) for turns in row] for row in lengths.turns])
 
 
-def test_a_seed_repeats_its_lengths_and_another_seed_gives_others() -> None:
+def test_a_seed_gives_the_same_lengths_and_another_seed_gives_others() -> None:
     section = LengthSection()
     assert drawn(section, seed=3) == drawn(section, seed=3)
     assert drawn(section, seed=3) != drawn(section, seed=4)
 
 
-def test_prompts_and_members_spread_as_configured() -> None:
+def test_prompts_and_members_have_the_spreads_of_the_section() -> None:
     logs = np.log(tokens(drawn(LengthSection(max_tokens=10**9), num_prompts=4000)))
     assert logs.std(axis=1, ddof=1).mean() == pytest.approx(0.25, abs=0.02)
     assert logs.mean(axis=1).std() == pytest.approx(0.51, abs=0.03)
@@ -37,20 +37,20 @@ def test_a_long_tail_makes_some_prompts_much_longer_and_leaves_the_median() -> N
     assert 0 < (tail > body).all(axis=1).mean() < 0.12
 
 
-def test_lengths_keep_within_their_limits() -> None:
+def test_lengths_stay_within_their_limits() -> None:
     found = tokens(drawn(LengthSection(min_tokens=5000, max_tokens=9000)))
     assert found.min() == 5000
     assert found.max() == 9000
 
 
-def test_a_hint_tells_of_its_prompt() -> None:
+def test_a_hint_correlates_with_the_lengths_of_its_prompt() -> None:
     section = LengthSection(hint_sigma=0.1)
     lengths = drawn(section)
     logs = np.log(tokens(lengths)).mean(axis=1)
     assert np.corrcoef(logs, np.log(lengths.hints))[0, 1] > 0.9
 
 
-def test_several_turns_add_up_to_the_response() -> None:
+def test_the_turns_add_up_to_the_response_and_none_is_empty() -> None:
     section = LengthSection(mean_turns=3.0)
     several, one = drawn(section), drawn(LengthSection())
     assert (tokens(several) == tokens(one)).all()
@@ -61,7 +61,7 @@ def test_several_turns_add_up_to_the_response() -> None:
 def test_a_trace_has_a_line_a_prompt_and_plus_signs_between_turns() -> None:
     text = "# run 7\n12 8+3\n\n5 6 # short\n"
     want = (((12,), (8, 3)), ((5,), (6,)))
-    assert parse_trace(text, told="t.txt", group_size=2, max_tokens=100) == want
+    assert parse_trace(text, name="t.txt", group_size=2, max_tokens=100) == want
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_trace_has_a_line_a_prompt_and_plus_signs_between_turns() -> None:
         ("12 60+50", "t.txt:2: '60+50' has 110 tokens, lengths.max_tokens is 100"),
     ],
 )
-def test_a_bad_line_of_a_trace_is_refused_with_its_file_and_number(line: str, want: str) -> None:
+def test_a_bad_line_is_refused_with_its_file_and_number(line: str, want: str) -> None:
     with pytest.raises(BadTrace) as caught:
-        parse_trace(f"1 2\n{line}\n", told="t.txt", group_size=2, max_tokens=100)
+        parse_trace(f"1 2\n{line}\n", name="t.txt", group_size=2, max_tokens=100)
     assert str(caught.value).startswith(want)

@@ -1,4 +1,4 @@
-"""How far fitted costs are from the run, by phase: nothing where the simulator made the run, else where it is off."""
+"""The errors of fitted costs by phase: none for a run from the simulator, and those of a changed run."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ def slower(iteration: RecordedIteration, factor: float) -> RecordedIteration:
     return replace(iteration, minibatches=minibatches)
 
 
-def test_a_run_that_the_simulator_made_is_made_again_phase_by_phase(tmp_path: Path) -> None:
+def test_a_run_from_the_simulator_has_small_errors_in_every_phase(tmp_path: Path) -> None:
     found = errors(recorded_run(tmp_path))
     assert list(found) == ["rollout", "inference", "training", "iteration"]
     assert {phase: pytest.approx(0, abs=10) for phase in found} == found
     assert found["training"] == pytest.approx(0, abs=1)
 
 
-def test_each_half_of_a_run_is_compared_with_costs_fitted_to_the_other_half(tmp_path: Path) -> None:
-    """The second of three trains twice as long: by its costs the others would, a fit to all three would be theirs."""
+def test_a_half_is_compared_with_costs_of_the_other_half(tmp_path: Path) -> None:
+    """The second of three iterations trains twice as long, so its costs predict twice the time for the others. A fit to
+    all three would be near the others."""
     first, second, third, *_ = recorded_run(tmp_path).iterations
     run = replace(recorded_run(tmp_path), iterations=(first, slower(second, 2), third))
     assert errors(run)["training"] == pytest.approx(100, abs=15)
 
 
-def test_a_run_of_one_iteration_is_compared_with_itself_and_phases_without_time_are_left_out(tmp_path: Path) -> None:
+def test_one_iteration_is_compared_with_itself_and_phases_without_time_are_left_out(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, num_iterations=1)
     assert set(errors(run)) == {"rollout", "inference", "training", "iteration"}
     idle = replace(run.iterations[0], minibatches=tuple(replace(m, seconds=0.0) for m in run.iterations[0].minibatches))
     assert "training" not in errors(replace(run, iterations=(idle,)))
 
 
-def test_a_phase_error_has_a_sign() -> None:
-    assert PhaseError("rollout", 2.0, 2.2).told() == "rollout: 2.2 s, measured 2 s (+10 %)"
+def test_the_summary_of_an_error_has_its_sign() -> None:
+    assert PhaseError("rollout", 2.0, 2.2).summary() == "rollout: 2.2 s, measured 2 s (+10 %)"
     assert PhaseError("rollout", 2.0, 1.9999).row()["error_percent"] == 0.0

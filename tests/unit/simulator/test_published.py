@@ -14,7 +14,7 @@ PUBLISHED = {"cluster": {"nodes": {"n0": 64}, "placement": {"rollout": "0-63"}}}
 
 
 def static(world: World) -> dict[What, float]:
-    """All GPUs generate, then all infer, then all train; when each of the last happenings was."""
+    """All GPUs generate, then all infer, then all train. Returns the time of the last happening of each kind."""
     cluster = world.gpus.cluster
     ends = {}
     for happening in world.happenings():
@@ -28,9 +28,9 @@ def static(world: World) -> dict[What, float]:
     return ends
 
 
-# What an independent model of the same assumptions gave for these lengths, to the second.
+# The results of an independent model of the same assumptions for these lengths, in whole seconds.
 @pytest.mark.parametrize(("seed", "want"), [(1000, (524, 569, 984)), (1001, (536, 582, 1001)), (1002, (527, 570, 975))])
-def test_a_static_iteration_takes_what_an_independent_model_gives(seed: int, want: tuple[int, int, int]) -> None:
+def test_a_static_iteration_takes_the_times_of_an_independent_model(seed: int, want: tuple[int, int, int]) -> None:
     ends = static(parse_scenario(PUBLISHED).world(seed))
     got = (ends[What.ROLLOUT_FINISHED], ends[What.INFERENCE_FINISHED], ends[What.ITERATION_FINISHED])
     assert got == pytest.approx(want, rel=0.005)
@@ -46,7 +46,7 @@ def test_the_same_seed_gives_the_same_history_byte_for_byte() -> None:
     assert histories[0] == histories[1]
 
 
-def test_the_bound_lies_under_the_static_iteration_by_less_than_half_of_it() -> None:
+def test_the_bound_is_between_half_of_the_static_iteration_and_all_of_it() -> None:
     scenario = parse_scenario(PUBLISHED)
     bound = clairvoyant_bound(scenario.workload(1000), scenario.costs, num_gpus=64)
     assert 985 / 2 < bound.bound_s < 984

@@ -1,4 +1,4 @@
-"""What reshards of a simulated trainer move and take, and that a policy's closed form says the same as their plans."""
+"""The bytes and times of a simulated trainer's reshards, and a policy's closed form against their plans."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SWITCH = COSTS.switch
 
 
 def bytes_of(model: ModelSection, tp: int, before: int, after: int) -> int:
-    """Between numbers of copies on GPUs side by side."""
+    """The bytes of a reshard between two numbers of copies, on adjacent GPUs."""
     source, target = Layout(tp=tp, dp=before), Layout(tp=tp, dp=after)
     return moved_bytes(model, change_of(GPUS[: source.num_ranks], source, GPUS[: target.num_ranks], target))
 
 
 def resized(over: World, gpus: tuple[GpuId, ...]) -> float:
-    """Seconds that it takes from now; the trainer has begun nothing."""
+    """The seconds of a resize from now. The trainer has not begun a minibatch."""
     began_s = over.now_s
     over.resize_trainer(gpus, Layout(dp=len(gpus)))
     ended = next(happening for happening in over.happenings() if happening.what is What.TRAINER_RESIZED)
@@ -38,13 +38,13 @@ def resized(over: World, gpus: tuple[GpuId, ...]) -> float:
 
 
 def held(model: ModelSection | None, faults: tuple[GpuFault, ...] = ()) -> World:
-    """Two GPUs train, once they may."""
+    """A world with two GPUs that train, and with training on hold."""
     over = world(workload(GROUPS), model=model, faults=faults)
     over.hold_training(math.inf)
     return over
 
 
-def test_a_7b_and_a_32b_model_have_the_parameters_that_they_are_named_for() -> None:
+def test_the_7b_and_32b_models_have_the_published_numbers_of_parameters() -> None:
     assert QWEN25_7B.num_parameters == 7_615_616_512
     assert QWEN25_32B.num_parameters == 32_763_876_352
     assert (QWEN25_7B.weight_bytes, QWEN25_7B.optimizer_bytes) == (2 * 7_615_616_512, 12 * 7_615_616_512)
@@ -52,8 +52,8 @@ def test_a_7b_and_a_32b_model_have_the_parameters_that_they_are_named_for() -> N
     assert (in_fp32.weight_bytes, in_fp32.optimizer_bytes) == (4 * 7_615_616_512, 8 * 7_615_616_512)
 
 
-def test_a_rank_that_stays_keeps_its_shards_and_a_rank_that_joins_gets_all_of_its_own() -> None:
-    """In bf16, 2 bytes of weights and 12 of the optimizer's a parameter, within the padding of the vocabulary."""
+def test_a_remaining_gpu_keeps_its_shards_and_a_joining_one_gets_all_of_its_own() -> None:
+    """In bf16 a parameter has 2 bytes of weights and 12 of the optimizer. The padding of the vocabulary adds little."""
     num = QWEN25_7B.num_parameters
     assert bytes_of(QWEN25_7B, 1, 2, 1) == pytest.approx(12 * num / 2, rel=1e-4)
     assert bytes_of(QWEN25_7B, 1, 1, 2) == pytest.approx(2 * num + 12 * num / 2, rel=1e-4)
@@ -64,7 +64,7 @@ def test_a_rank_that_stays_keeps_its_shards_and_a_rank_that_joins_gets_all_of_it
     )
 
 
-def test_the_bytes_that_a_reshard_moves_depend_on_places_and_shared_hosts_not_on_gpu_names() -> None:
+def test_a_change_depends_on_ranks_and_shared_hosts_and_not_on_the_names_of_gpus() -> None:
     before, after = Layout(tp=2, dp=2), Layout(tp=2, dp=4)
     here = change_of(GPUS[:4], before, GPUS[:8], after)
     there = change_of(GPUS[64:68], before, GPUS[64:72], after)
@@ -73,7 +73,7 @@ def test_the_bytes_that_a_reshard_moves_depend_on_places_and_shared_hosts_not_on
     assert here != across
 
 
-def test_a_reshard_that_moves_twice_the_bytes_takes_that_much_longer() -> None:
+def test_a_reshard_of_twice_the_bytes_takes_twice_the_transfer_time() -> None:
     sizes = {"num_layers": 56, "vocab_size": 2 * 152_064, "padded_vocab_size": 2 * 152_064}
     twice = QWEN25_7B.model_copy(update=sizes)
     once_s, twice_s = (resized(held(model), CLUSTER[:1]) for model in (QWEN25_7B, twice))
@@ -88,7 +88,7 @@ def test_without_a_model_every_reshard_takes_the_published_time() -> None:
     assert resized(over, CLUSTER[:2]) == pytest.approx(SWITCH.reshard_s)
 
 
-def test_communicators_are_built_once_for_a_layout_on_its_gpus_and_anew_after_a_death() -> None:
+def test_communicators_are_built_once_for_a_layout_on_its_gpus_and_again_after_a_death() -> None:
     over = held(QWEN25_7B, (GpuFault(20.0, CLUSTER[1], back_after_s=1.0),))
     resized(over, CLUSTER[:1])
     growing_s = 8 * QWEN25_7B.num_parameters / SWITCH.reshard_bytes_per_s
@@ -108,9 +108,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("told", CASES)
-def test_the_closed_form_is_within_five_percent_of_what_the_plan_moves(told: str) -> None:
-    model, tp, pairs = CASES[told]
+@pytest.mark.parametrize("name", CASES)
+def test_the_closed_form_is_within_five_percent_of_the_bytes_of_the_plan(name: str) -> None:
+    model, tp, pairs = CASES[name]
     costs = ReshardCosts(0.0, 0.0, 1.0, model.weight_bytes, model.optimizer_bytes, gpus_per_host=8)
     for before, after in pairs:
         closed = costs.busiest_bytes(np.array(float(before)), np.array(float(after)), copy_size=tp)

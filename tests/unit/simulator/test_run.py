@@ -1,4 +1,4 @@
-"""Policies on simulated iterations: what they see, what of their choices is carried out, and what comes of it."""
+"""Policies on simulated iterations: the policy's view, the moves from its choices, and the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.observed import ENDED
 from services.scheduler.state.remembered import Assignment, as_configured
 from services.scheduler.state.values import JobSpec, Placed
-from simulator.costs import Costs
+from simulator.cost_model import Costs
 from simulator.gpus import Doing
 from simulator.happenings import Happening, What
 from simulator.run import Run
@@ -49,12 +49,12 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass
 class Asked:
-    """Stays as configured, and keeps what it was shown."""
+    """A policy that stays as configured and keeps every situation."""
 
     seen: list[Situation]
 
     def check(self, spec: JobSpec) -> None:
-        """Every job will do."""
+        """Every job is legal."""
 
     def choose(self, situation: Situation) -> Choice:
         self.seen.append(situation)
@@ -84,7 +84,7 @@ def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(
     assert runs[0].iteration_s > runs[0].bound.bound_s
 
 
-def test_a_last_minibatch_that_waits_begins_when_the_rollout_is_over() -> None:
+def test_a_last_minibatch_that_waits_begins_after_the_rollout() -> None:
     run = simulate(LONG, POLICIES["tide that waits"], seed=0, directly=True)
     at = {(each.what, each.number): each.at_s for each in run.history}
     gone_s = next(each.at_s for each in run.history if each.what is What.TRAINER_RESIZED and not each.gpus)
@@ -94,19 +94,20 @@ def test_a_last_minibatch_that_waits_begins_when_the_rollout_is_over() -> None:
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "tide that waits"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_policy_gives_the_same_happenings_through_the_scheduler_and_directly(name: str, seed: int) -> None:
+def test_the_history_is_the_same_through_the_scheduler_and_directly(name: str, seed: int) -> None:
     check_both_ways(small(), POLICIES[name], seed)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
-def test_a_wait_of_the_last_minibatch_is_the_same_through_the_scheduler_and_directly(seed: int) -> None:
-    """Of seeds at which no component's work ends while it still gets GPUs: the scheduler lets one transition of a
-    component end before it opens another."""
+def test_a_wait_is_the_same_through_the_scheduler_and_directly(seed: int) -> None:
+    """With these seeds no component's work ends while it still gets GPUs. Otherwise the runs would differ: the
+    scheduler lets one transition of a component end before it opens another."""
     check_both_ways(LONG, POLICIES["tide that waits"], seed)
 
 
 def check_both_ways(scenario: Scenario, policy: Policy, seed: int) -> None:
-    """Up to the last optimizer step: the scheduler then brings everything home, and has deadlines of its own."""
+    """Compare both histories up to the last optimizer step. After it the scheduler returns all components to their
+    placements, and has deadlines of its own."""
     runs = [simulate(scenario, policy, seed=seed, directly=directly) for directly in (False, True)]
     got, want = (up_to_the_last_step(run) for run in runs)
     assert [replace(each, at_s=0) for each in got] == [replace(each, at_s=0) for each in want]
@@ -116,7 +117,7 @@ def check_both_ways(scenario: Scenario, policy: Policy, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynarl", "tide"])
-def test_reshards_planned_for_a_model_take_the_same_time_through_the_scheduler_and_directly(name: str) -> None:
+def test_reshards_with_a_model_take_the_same_time_through_the_scheduler_and_directly(name: str) -> None:
     own = {
         "algorithm": {"prompts_per_iteration": 32, "group_size": 4, "n_minibatches": 4},
         "costs": {**SMALL["costs"], "trainer": {"rate_gpus": 8, "rate_tokens_per_s": 2_000, "fixed_s": 1}},
@@ -143,7 +144,7 @@ FAULTS = {
     "a GPU of the actor": [{"at_s": 14, "kind": "gpu", "gpu": 1, "back_after_s": 4}],
     "a GPU of the inference": [{"at_s": 5, "kind": "gpu", "gpu": 6, "back_after_s": 0}],
     "an engine": [{"at_s": 5, "kind": "engine", "engine": 0}],
-    "an event that comes late": [{"at_s": 0, "kind": "late", "what": "minibatch_finished", "late_s": 9}],
+    "a late event": [{"at_s": 0, "kind": "late", "what": "minibatch_finished", "late_s": 9}],
 }
 
 
@@ -160,15 +161,15 @@ def test_a_fault_loses_no_sample_and_trains_none_twice(
 @pytest.mark.parametrize("directly", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(("gpu", "at_s"), [(0, 5), (0, 14), (2, 5), (6, 14)])
-def test_an_iteration_goes_on_without_a_gpu_that_never_comes_back(
+def test_an_iteration_continues_without_a_gpu_that_never_comes_back(
     name: str, gpu: int, at_s: float, directly: bool
 ) -> None:
     scenario = small(faults=[{"at_s": at_s, "kind": "gpu", "gpu": gpu}])
     check_whole(simulate(scenario, POLICIES[name], seed=3, directly=directly), scenario)
 
 
-def test_a_component_gets_other_gpus_a_minute_after_it_lost_each_of_its_only_ones() -> None:
-    """The second died while nobody had it, so that a start finds it dead."""
+def test_a_component_gets_other_gpus_a_minute_after_the_loss_of_each_of_its_own() -> None:
+    """The second GPU dies while it has no owner, so a start finds it dead: a minute passes for each."""
     faults: list[dict[str, object]] = [{"at_s": 14, "kind": "gpu", "gpu": gpu} for gpu in (6, 7)]
     run = simulate(small(faults=faults), POLICIES["rlinf"], seed=3)
     check_whole(run, small(faults=faults))
@@ -186,7 +187,7 @@ THREE_NODES: dict[str, Any] = {
     },
     "costs": {"engine": {"max_running": 8, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 12}},
 }
-"""Of n2 are all of inference's GPUs, of n1 two engines."""
+"""n2 has all GPUs of the inference, and n1 has two engines."""
 PLACING = [name for name in POLICIES if name != "tide that waits"]
 
 
@@ -196,14 +197,14 @@ def without_node(node: str, at_s: float, **back: float) -> Scenario:
 
 @pytest.mark.parametrize("name", PLACING)
 @pytest.mark.parametrize(("node", "at_s"), [("n1", 2), ("n1", 14), ("n2", 5), ("n2", 14)])
-def test_an_iteration_goes_on_without_a_node_that_is_lost_for_good(name: str, node: str, at_s: float) -> None:
+def test_an_iteration_continues_without_a_node_that_is_lost_for_good(name: str, node: str, at_s: float) -> None:
     scenario = without_node(node, at_s)
     run = simulate(scenario, POLICIES[name], seed=3)
     check_whole(run, scenario)
     resized = [each for each in run.history if each.what in (What.INFERENCE_RESIZED, What.TRAINER_RESIZED)]
     assert all(not gpu.startswith(node) for each in resized if each.at_s > at_s for gpu in each.gpus)
     assert run.iteration_s < simulate(parse_scenario(THREE_NODES), POLICIES[name], seed=3).iteration_s + 70, (
-        "a minute, and what the lost GPUs had done and would have"
+        "a minute of waiting, the lost work, and the work with fewer GPUs"
     )
 
 
@@ -217,8 +218,8 @@ def test_a_node_that_comes_back_loses_no_sample_and_trains_none_twice(name: str,
     assert any(each.at_s == 14 + back_after_s for each in freed) == (run.iteration_s > 14 + back_after_s)
 
 
-def test_a_node_that_is_lost_with_gpus_of_the_actor_takes_the_job_back_to_its_checkpoint() -> None:
-    """Its ranks' state is gone with the node's memory."""
+def test_the_loss_of_a_node_with_gpus_of_the_actor_returns_the_job_to_its_checkpoint() -> None:
+    """The state of the actor's ranks is lost with the node's memory."""
     own = {**THREE_NODES["cluster"], "placement": {"actor": "4-5", "rollout": "0-3,6-7", "inference": "8-11"}}
     scenario = parse_scenario({**THREE_NODES, "cluster": own, "faults": [{"at_s": 14, "kind": "node", "node": "n1"}]})
     keeps = RLinfPolicy(RLinfRules(16, auto_scheduler=True))
@@ -226,18 +227,18 @@ def test_a_node_that_is_lost_with_gpus_of_the_actor_takes_the_job_back_to_its_ch
         simulate(scenario, keeps, seed=3)
 
 
-def test_a_job_whose_policy_moves_nothing_fails_without_a_node_in_its_schedulers_words() -> None:
+def test_under_static_a_job_fails_after_the_loss_of_a_node_with_the_schedulers_message() -> None:
     with pytest.raises(JobFailed, match=r"waited .* s for an instance on n2, whose gate must tell of lost GPUs"):
         simulate(without_node("n2", 5), StaticPolicy(), seed=3)
 
 
 @pytest.mark.parametrize("gpu", [0, 6])
-def test_a_job_whose_policy_moves_nothing_fails_without_a_gpu_in_its_schedulers_words(gpu: int) -> None:
+def test_under_static_a_job_fails_after_the_loss_of_a_gpu_with_the_schedulers_message(gpu: int) -> None:
     with pytest.raises(JobFailed, match=f"the gate of n0/{gpu}, which a worker still holds, was asked 16 times"):
         simulate(small(faults=[{"at_s": 5, "kind": "gpu", "gpu": gpu}]), StaticPolicy(), seed=3)
 
 
-def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
+def test_a_trainer_gets_other_gpus_after_the_loss_of_one_that_it_waits_for() -> None:
     scenario = parse_scenario(
         {
             "cluster": {"nodes": {"n0": 12}, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
@@ -254,7 +255,7 @@ def test_a_trainer_that_lost_a_gpu_on_its_way_to_it_gets_others() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_trainer_that_is_to_change_begins_no_minibatch_before_it_has_changed(name: str) -> None:
+def test_a_trainer_begins_no_minibatch_before_a_requested_resize(name: str) -> None:
     scenario = small(algorithm={"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 4})
     run = simulate(scenario, POLICIES[name], seed=0)
     changes = [
@@ -262,11 +263,11 @@ def test_a_trainer_that_is_to_change_begins_no_minibatch_before_it_has_changed(n
     ]
     for change in changes:
         since = [each.what for each in run.history if each.at_s >= change.at_s]
-        told = [what for what in since if what in (What.MINIBATCH_STARTED, What.TRAINER_RESIZED)]
-        assert not told or told[0] is What.TRAINER_RESIZED
+        kinds = [what for what in since if what in (What.MINIBATCH_STARTED, What.TRAINER_RESIZED)]
+        assert not kinds or kinds[0] is What.TRAINER_RESIZED
 
 
-def test_a_policy_sees_no_length_before_it_is_there_and_every_count_adds_up() -> None:
+def test_a_policy_sees_no_length_of_an_unfinished_response_and_all_counts_add_up() -> None:
     asked = Asked([])
     run = simulate(small(), asked, seed=3)
     lengths = {each.number: each.count for each in run.history if each.what is What.SEQUENCE_FINISHED}
@@ -292,12 +293,13 @@ def test_a_policy_is_asked_at_a_boundary_before_the_next_minibatch_begins() -> N
 
 @dataclass
 class Lending:
-    """The trainer's GPUs generate until `until_ms`, then it gets them, and trains once everything was inferred."""
+    """A policy that lends the trainer's GPUs to the rollout until `until_ms`. The trainer then gets them, and trains
+    after the inference has finished."""
 
     until_ms: int
 
     def check(self, spec: JobSpec) -> None:
-        """Every job will do."""
+        """Every job is legal."""
 
     def choose(self, situation: Situation) -> Choice:
         home = as_configured(situation.spec)
@@ -309,21 +311,21 @@ class Lending:
         return Choice(home if is_over else lent, trains, "lends", group_order=order, ask_at_ms=self.until_ms)
 
 
-def test_a_choice_is_carried_out_once_its_gpus_are_free() -> None:
+def test_a_choice_is_carried_out_as_soon_as_possible() -> None:
     few = {"engine": {"max_running": 4, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}}
     run = simulate(small(costs=few), Lending(10_000), seed=3)
     states = [(round(each.start_s, 2), each.state) for each in run.timeline[GpuId("n0/0")]]
-    # Released in 2.1 s, loaded in 5 s.
+    # The release takes 2.1 s and the load 5 s.
     assert states[:2] == [(0, Doing.GENERATING), (10.0, Doing.SWITCHING)]
     assert (17.1, Doing.WAITING) in states
     assert [decided.at_s for decided in run.decisions] == [0, 10.0]
     started = next(each.at_s for each in run.history if each.what is What.MINIBATCH_STARTED)
     inferred = next(each.at_s for each in run.history if each.what is What.INFERENCE_FINISHED)
     assert started == inferred
-    assert numbers_of(run, What.GROUP_FINISHED)[0] > 7, "the last prompts were to be first"
+    assert numbers_of(run, What.GROUP_FINISHED)[0] > 7, "the policy puts the last prompts first"
 
 
-def test_a_component_without_a_home_is_refused_by_its_key() -> None:
+def test_a_placement_without_gpus_for_a_component_is_refused_by_its_key() -> None:
     placement = {"rollout": "0-7"}
     with pytest.raises(ScenarioError, match=r"cluster.placement.actor and cluster.placement.inference has no GPUs"):
         simulate(small(cluster={"nodes": {"n0": 8}, "placement": placement}), PhasesPolicy())
@@ -333,7 +335,9 @@ def test_the_phases_policy_trains_on_no_more_replicas_than_a_minibatch_has_sampl
     of_few = small(algorithm={"prompts_per_iteration": 6, "group_size": 1, "n_minibatches": 2})
     run = simulate(of_few, PhasesPolicy(), seed=3)
     want = tuple(GpuId(f"n0/{index}") for index in range(3))
-    assert run.decisions[-2].assignment.trainer == Placed(want, Layout(dp=3)), "the last one is home"
+    assert run.decisions[-2].assignment.trainer == Placed(want, Layout(dp=3)), (
+        "the last decision returns to the placement"
+    )
     check_whole(run, of_few)
 
 
@@ -343,10 +347,10 @@ def test_the_phases_policy_uses_every_gpu_for_one_stage_after_the_other() -> Non
     everything = tuple(GpuId(f"n0/{index}") for index in range(8))
     assert [len(each.gpus) for each in at] == [8, 8, 8, 8]
     assert at[2].trainer == Placed(everything, Layout(dp=8))
-    assert all((at[3].engines, at[3].trainer, at[3].inference)), "at home, where an evaluation has its engines"
+    assert all((at[3].engines, at[3].trainer, at[3].inference)), "the components are back in their placements"
 
 
-def test_a_trainer_whose_minibatch_outlasts_the_commands_that_would_move_it_stays_where_it_is() -> None:
+def test_a_trainer_stays_in_place_if_its_minibatch_is_longer_than_the_commands_deadline() -> None:
     endless = 10_000_000
     cluster = {"nodes": {"n0": 4, "n1": 4}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}}
     algorithm = {"prompts_per_iteration": 8, "group_size": 4, "n_minibatches": 2, "prompt_tokens": endless}

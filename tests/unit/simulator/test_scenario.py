@@ -1,4 +1,4 @@
-"""What a scenario file may say, and how each fault is told before anything runs."""
+"""The legal contents of a scenario file, and the message for each fault before anything runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_scenario_becomes_a_placement_and_a_workload(tmp_path: Path) -> None:
+def test_a_scenario_gives_a_placement_and_a_workload(tmp_path: Path) -> None:
     scenario = load_scenario(written(tmp_path, GOOD), ["lengths.median_tokens=50", "seed=7"])
     placement = scenario.placement()
     assert placement.actor == ("n0/0", "n0/1")
@@ -62,16 +62,16 @@ def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
         ("lengths.environment_s=-2", "lengths.environment_s=-2"),
         ("cluster.placement.inference=5", "cluster.placement.inference names GPU 5, which rollout has already"),
         ("cluster.placement.inference=8", "cluster.placement.inference names GPU 8, the cluster has 8 (0-7)"),
-        ("cluster.placement.rollout=2-4", "cluster.placement.rollout has 3 GPUs, which are no whole engines"),
+        ("cluster.placement.rollout=2-4", "cluster.placement.rollout has 3 GPUs, which make no whole engines"),
         ("cluster.placement.rollout=x", "cluster.placement.rollout: 'x' is not a list of GPUs"),
         (
             "algorithm.prompts_per_iteration=100000000",
-            "algorithm.prompts_per_iteration=100000000 of group_size=2 are 200,000,000 responses, of which 1,000,",
+            "algorithm.prompts_per_iteration=100000000 of group_size=2 are 200,000,000 responses, and at most 1,000",
         ),
         ("costs.engine.step_base_s=1e300", "costs.engine.step_base_s=1e+300 is above 1,000,000 seconds: nothing would"),
         ("lengths.environment_s=1e7", "lengths.environment_s=1e+07 is above 1,000,000 seconds: nothing would end"),
         ("costs.trainer.rate_tokens_per_s=1e-300", "costs.trainer.rate_tokens_per_s=1e-300 is below 0.001 a second"),
-        ("lengths.sigma_prompt=1000", "lengths.sigma_prompt=1000 is above 10: it is of the logarithm, where 1 is a"),
+        ("lengths.sigma_prompt=1000", "lengths.sigma_prompt=1000 is above 10: it is a spread of the logarithm, 1 is"),
         ("lengths.max_tokens=1000000000000", "lengths.max_tokens=1e+12 is above 10,000,000 tokens: lower it"),
         ("lengths.hint_sigma=11", "lengths.hint_sigma=11 is above 10"),
         ("actor_layout.tp=4", "actor_layout.tp=4, pp=1, dp=1 needs 4 GPUs and cluster.placement.actor has 2"),
@@ -82,36 +82,36 @@ def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
         ("actor_num_logical_shards=1", "actor_num_logical_shards=1 must be a power of two that every dp of the actor"),
         ("algorithm.n_minibatches=9", "algorithm.n_minibatches=9 is more than the groups of an iteration"),
         ("lengths.law=trace", "lengths.law=trace and lengths.file=''"),
-        ("faults=[{at_s: 1, kind: gpu, gpu: 8}]", "faults.0.gpu=8 leaves the cluster, which has 8 GPUs"),
+        ("faults=[{at_s: 1, kind: gpu, gpu: 8}]", "faults.0.gpu=8 is outside the cluster, which has 8 GPUs"),
         ("faults=[{at_s: 1, kind: node}]", "faults.0.kind=node needs faults.0.node"),
         ("faults=[{at_s: 1, kind: node, node: n2}]", "faults.0.node=n2 is no node of the cluster, which has n0, n1"),
         ("faults=[{at_s: 1, kind: node, node: n0}]", "faults.0.node=n0 has the components' leads"),
         (
             "faults=[{at_s: 4, kind: node, node: n1}, {at_s: 1, kind: node, node: n1, back_after_s: 3}]",
-            "faults.0.at_s=4 loses n1, which faults.1 has lost from 1 s to 4 s: make one of the two, or lose it after",
+            "faults.0.at_s=4 loses n1, which faults.1 has lost from 1 s to 4 s: make one fault of the two, or lose",
         ),
         (
             "faults=[{at_s: 1, kind: node, node: n1}, {at_s: 9, kind: node, node: n1, back_after_s: 3}]",
-            "faults.1.at_s=9 loses n1, which faults.0 has lost from 1 s on for good: make one of the two",
+            "faults.1.at_s=9 loses n1, which faults.0 has lost from 1 s on for good: make one fault of the two",
         ),
         ("faults=[{at_s: 1, kind: late}]", "faults.0.kind=late needs faults.0.what"),
         ("faults=[{at_s: -1, kind: engine, engine: 0}]", "faults.0.at_s=-1"),
     ],
 )
-def test_a_fault_names_the_key_and_where_it_was_given(tmp_path: Path, override: str, want: str) -> None:
+def test_a_wrong_scenario_is_refused_with_the_key_and_its_origin(tmp_path: Path, override: str, want: str) -> None:
     with pytest.raises(ScenarioError) as caught:
         load_scenario(written(tmp_path, GOOD), [override])
     assert str(caught.value).startswith(want)
     assert "override" in str(caught.value)
 
 
-def test_a_model_that_the_actors_layout_cannot_cut_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_the_actors_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + "actor_layout: {tp: 2}\nmodel: {num_heads: 27, num_kv_heads: 3}\n")
     with pytest.raises(ScenarioError, match=r"actor_layout\.tp=2, pp=1 cannot hold the model: 3 key/value .*:8"):
         load_scenario(path)
 
 
-def test_a_named_models_reshard_bytes_are_an_assumption_only_where_a_model_is_named(tmp_path: Path) -> None:
+def test_the_assumptions_include_a_model_only_if_the_scenario_has_one(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     assert not [each for each in used_assumptions(load_scenario(path)) if each.key.startswith("model.")]
     named = {each.key: each for each in used_assumptions(load_scenario(path, ["model.hidden_size=1024"]))}
@@ -119,7 +119,7 @@ def test_a_named_models_reshard_bytes_are_an_assumption_only_where_a_model_is_na
     assert all(each.source for each in named.values())
 
 
-def test_only_what_a_scenario_uses_is_among_its_assumptions(tmp_path: Path) -> None:
+def test_the_assumptions_include_only_those_that_the_scenario_uses(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     (tmp_path / "lengths.txt").write_text("1 2\n" * 4)
     switch, lengths = "costs.switch", "lengths"
@@ -139,25 +139,25 @@ def test_only_what_a_scenario_uses_is_among_its_assumptions(tmp_path: Path) -> N
         "turns": ("lengths.mean_turns=2", {"costs.engine.turn_prefill_share"}, set()),
         "weights": ("costs.sync.weight_bytes=9", {"costs.sync.bytes_per_s"}, set()),
     }
-    for told, (override, used, unused) in cases.items():
+    for name, (override, used, unused) in cases.items():
         found = {each.key for each in used_assumptions(load_scenario(path, [override]))}
-        assert used <= found, told
-        assert not unused & found, told
+        assert used <= found, name
+        assert not unused & found, name
 
 
-def test_a_file_that_is_not_yaml_is_told_in_one_line_with_the_place(tmp_path: Path) -> None:
+def test_a_scenario_that_is_not_yaml_is_refused_in_one_line_with_the_place(tmp_path: Path) -> None:
     path = written(tmp_path, "name: x\n  seed: 3\n")
-    with pytest.raises(ScenarioError, match=rf"{path} is not YAML: line 2, column 7: [^\n]*; mend it there$"):
+    with pytest.raises(ScenarioError, match=rf"{path} is not YAML: line 2, column 7: [^\n]*; correct it there$"):
         load_scenario(path)
 
 
-def test_a_fault_in_a_file_names_its_line(tmp_path: Path) -> None:
+def test_a_fault_in_a_scenario_file_names_its_line(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + "sed: 1\n")
     with pytest.raises(ScenarioError, match=f"nearest known key is 'seed'.*{path}:8"):
         load_scenario(path)
 
 
-def test_a_bad_line_of_the_lengths_file_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_bad_line_of_the_lengths_file_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("1 2\n3 4\n5 six\n7 8\n")
     path = written(tmp_path, GOOD + "lengths: {law: trace, file: lengths.txt}\n")
     with pytest.raises(ScenarioError, match=r"lengths\.txt:3: 'six' is no response"):
@@ -172,11 +172,11 @@ def test_a_lengths_file_of_another_number_of_prompts_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "a: [\n"])
-def test_a_file_that_is_no_scenario_is_refused_as_such(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_scenario_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ScenarioError, match=r"scenario\.yaml"):
         load_scenario(written(tmp_path, text))
 
 
-def test_a_missing_scenario_file_is_refused_as_missing(tmp_path: Path) -> None:
+def test_a_scenario_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match="No such file"):
         load_scenario(tmp_path / "none.yaml")

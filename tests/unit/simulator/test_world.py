@@ -1,4 +1,4 @@
-"""What each move does, what is refused, and what faults cost."""
+"""The effect of each move, the moves that are refused, and the effect of faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def until(over: World, what: What) -> float:
 
 
 def minibatches(over: World) -> list[list[int]]:
-    """The groups of each, as they were taken: an inferred group is taken at once or in the order of its minibatch."""
+    """The groups of each minibatch in the order of training."""
     taken: list[list[int]] = []
     for happening in over.happenings():
         if happening.what is What.MINIBATCH_CLOSED:
@@ -36,21 +36,21 @@ def minibatches(over: World) -> list[list[int]]:
 
 
 def test_an_iteration_in_a_fixed_placement_ends_with_every_sequence_once() -> None:
-    told = run(world(workload(EIGHT_GROUPS)))
-    assert told.count(What.SEQUENCE_FINISHED) == 16
-    assert told.count(What.GROUP_INFERRED) == 8
-    assert told.count(What.MINIBATCH_FINISHED) == 2
-    assert told[-1] is What.ITERATION_FINISHED
+    kinds = run(world(workload(EIGHT_GROUPS)))
+    assert kinds.count(What.SEQUENCE_FINISHED) == 16
+    assert kinds.count(What.GROUP_INFERRED) == 8
+    assert kinds.count(What.MINIBATCH_FINISHED) == 2
+    assert kinds[-1] is What.ITERATION_FINISHED
 
 
-def test_a_fixed_order_trains_groups_by_their_number_and_arrival_as_they_come() -> None:
+def test_fixed_order_trains_groups_by_number_and_arrival_order_as_they_arrive() -> None:
     lengths = [((900,), (900,)), *EIGHT_GROUPS[:5]]
     fixed = minibatches(world(workload(lengths, order=MinibatchOrder.FIXED)))
     assert [sorted(groups) for groups in fixed] == [[0, 1, 2], [3, 4, 5]]
     assert 0 in minibatches(world(workload(lengths)))[1]
 
 
-def test_a_minibatch_that_does_not_stream_starts_with_its_last_group() -> None:
+def test_a_minibatch_without_streaming_starts_with_its_last_group() -> None:
     started = {
         streams: until(world(workload(EIGHT_GROUPS, streams=streams)), What.MINIBATCH_STARTED)
         for streams in (False, True)
@@ -58,7 +58,7 @@ def test_a_minibatch_that_does_not_stream_starts_with_its_last_group() -> None:
     assert started[True] < started[False]
 
 
-def test_a_released_engines_sequences_go_on_elsewhere_with_their_tokens() -> None:
+def test_the_sequences_of_a_released_engine_continue_elsewhere_with_their_tokens() -> None:
     over = world(workload(EIGHT_GROUPS))
     over.wake_at(0.8)
     until(over, What.WOKE)
@@ -73,7 +73,7 @@ def test_a_released_engines_sequences_go_on_elsewhere_with_their_tokens() -> Non
     assert after.held_by(Holder.FREE) == CLUSTER[4:6]
 
 
-def test_an_engine_acquired_later_takes_what_waits() -> None:
+def test_an_engine_that_starts_later_takes_waiting_sequences() -> None:
     over = world(workload(EIGHT_GROUPS * 3), actor=0, inference=4)
     over.resize_inference(CLUSTER[:2])
     until(over, What.GPUS_FREED)
@@ -82,7 +82,7 @@ def test_an_engine_acquired_later_takes_what_waits() -> None:
     assert shown(over).running(len(over.rollout.engines) - 1)
 
 
-def test_what_migrates_runs_on_the_engine_with_the_fewest() -> None:
+def test_migrating_sequences_continue_on_the_engine_with_the_fewest() -> None:
     over = world(workload([((200,), (200,))] * 2))
     over.wake_at(0.3)
     until(over, What.WOKE)
@@ -95,7 +95,7 @@ def test_what_migrates_runs_on_the_engine_with_the_fewest() -> None:
     assert sum(place >= 0 for place in shown(over).places) == 4
 
 
-def test_the_queue_follows_the_order_that_is_given() -> None:
+def test_the_queue_follows_the_requested_order() -> None:
     over = world(workload(EIGHT_GROUPS))
     over.order_queue([15, 3])
     assert shown(over).queue[:4] == (15, 3, 0, 1)
@@ -103,16 +103,16 @@ def test_the_queue_follows_the_order_that_is_given() -> None:
 
 def test_the_trainer_is_resized_between_two_optimizer_steps_only() -> None:
     over = world(workload(EIGHT_GROUPS), actor=4)
-    told = []
+    kinds = []
     for happening in over.happenings():
-        told.append(happening.what)
+        kinds.append(happening.what)
         if happening.what is What.MINIBATCH_STARTED and len(over.trainer.gpus) == 4:
             over.resize_trainer(CLUSTER[:2], Layout(dp=2))
-    assert told.index(What.TRAINER_RESIZED) > told.index(What.MINIBATCH_FINISHED)
+    assert kinds.index(What.TRAINER_RESIZED) > kinds.index(What.MINIBATCH_FINISHED)
     assert over.gpus.holder(CLUSTER[3]) is Holder.FREE
 
 
-def test_training_that_is_held_begins_at_its_instant() -> None:
+def test_training_on_hold_begins_at_the_end_of_the_hold() -> None:
     over = world(workload(EIGHT_GROUPS))
     over.hold_training(50.0)
     assert until(over, What.MINIBATCH_STARTED) == 50.0
@@ -133,7 +133,7 @@ def test_training_that_is_held_begins_at_its_instant() -> None:
             lambda over: over.resize_trainer(CLUSTER[:2], Layout(dp=3)),
             "layout dp3 has 3 ranks and the actor 2 GPUs",
         ),
-        "half an engine": (lambda over: over.acquire_engines(CLUSTER[:1]), "1 GPUs are no whole engines of 2"),
+        "half an engine": (lambda over: over.acquire_engines(CLUSTER[:1]), "1 GPUs make no whole engines of 2"),
         "an engine on held GPUs": (lambda over: over.acquire_engines(CLUSTER[4:6]), "cannot go from free to rollout"),
         "an engine that is not there": (lambda over: over.release_engines([7]), "engines [7] do not run"),
         "a sequence that does not run": (lambda over: over.migrate([99]), "sequences [99] do not run"),
@@ -144,7 +144,7 @@ def test_training_that_is_held_begins_at_its_instant() -> None:
         "a GPU twice": (lambda over: over.resize_inference(CLUSTER[2:3] * 2), "named twice"),
     }.values(),
 )
-def test_a_move_that_cannot_be_made_is_refused_and_changes_nothing(move: Callable[[World], None], want: str) -> None:
+def test_a_refused_move_changes_nothing(move: Callable[[World], None], want: str) -> None:
     over = world(workload(EIGHT_GROUPS))
     before = shown(over)
     with pytest.raises(MoveRefused) as caught:
@@ -153,19 +153,30 @@ def test_a_move_that_cannot_be_made_is_refused_and_changes_nothing(move: Callabl
     assert shown(over) == before
 
 
-def test_work_without_gpus_stalls_and_says_what_waits() -> None:
+def test_a_gpu_leaves_the_inference_between_two_groups() -> None:
+    over = world(workload(EIGHT_GROUPS))
+    until(over, What.GROUP_FINISHED)
+    assert over.inference.is_busy
+    over.resize_inference(CLUSTER[2:3])
+    assert over.inference.gpus == CLUSTER[2:4]
+    until(over, What.GROUP_INFERRED)
+    until(over, What.INFERENCE_RESIZED)
+    assert over.inference.gpus == CLUSTER[2:3]
+    assert over.gpus.holder(CLUSTER[3]) is Holder.FREE
+
+
+def test_work_without_gpus_stalls_with_the_waiting_work_in_the_message() -> None:
     with pytest.raises(Stalled, match="4 groups wait for 0 inference GPUs"):
         run(world(workload(EIGHT_GROUPS[:4]), inference=0))
 
 
-def test_a_dead_engines_sequences_go_on_and_its_gpus_become_free() -> None:
+def test_the_sequences_of_a_dead_engine_continue_and_its_gpus_become_free() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[EngineFault(0.5, 0)])
-    told = run(over)
-    assert told.count(What.SEQUENCE_FINISHED) == 16
+    assert run(over).count(What.SEQUENCE_FINISHED) == 16
     assert over.gpus.held_by(Holder.FREE) == CLUSTER[4:6]
 
 
-def test_an_engine_that_does_not_run_cannot_die_and_that_is_told() -> None:
+def test_a_fault_of_an_engine_that_does_not_run_is_reported_as_missed() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[EngineFault(0.5, 9)])
     missed = [each for each in over.happenings() if each.what is What.FAULT_MISSED]
     assert [(each.at_s, each.number, each.count) for each in missed] == [(0.5, 9, 2)]
@@ -187,17 +198,17 @@ def test_a_gpu_that_comes_back_is_free() -> None:
 
 
 RETURNS: dict[str, tuple[list[Fault], float | None]] = {
-    "a GPU that was lost for good": ([GpuFault(0.2, CLUSTER[4])], None),
-    "one that is lost for good while its node is": ([GpuFault(0.7, CLUSTER[4])], None),
-    "one that is lost for longer": ([GpuFault(0.2, CLUSTER[4], back_after_s=2.0)], 2.2),
-    "one that is lost for less long": ([GpuFault(0.2, CLUSTER[4], back_after_s=0.5)], 1.5),
-    "one that is lost with it": ([], 1.5),
+    "a GPU that is lost for good before its node": ([GpuFault(0.2, CLUSTER[4])], None),
+    "a GPU that is lost for good while its node is lost": ([GpuFault(0.7, CLUSTER[4])], None),
+    "a GPU that is lost for longer than its node": ([GpuFault(0.2, CLUSTER[4], back_after_s=2.0)], 2.2),
+    "a GPU that is lost for less time than its node": ([GpuFault(0.2, CLUSTER[4], back_after_s=0.5)], 1.5),
+    "a GPU that is lost with its node only": ([], 1.5),
 }
 
 
 @pytest.mark.parametrize("name", RETURNS)
-def test_a_gpu_with_several_faults_is_free_again_when_the_last_fault_is_over(name: str) -> None:
-    """The node is lost from 0.5 s to 1.5 s; each GPU is free again when the last of its faults is over."""
+def test_a_gpu_is_free_again_after_the_last_of_its_own_and_its_nodes_faults(name: str) -> None:
+    """The node is lost from 0.5 s to 1.5 s."""
     faults, want = RETURNS[name]
     over = world(workload(EIGHT_GROUPS), faults=[*faults, NodeFault(0.5, NodeId("n0"), back_after_s=1.0)])
     with pytest.raises(Stalled):
@@ -212,7 +223,7 @@ def test_a_lost_gpu_of_the_inference_costs_a_group_its_computation_only() -> Non
     assert over.inference.gpus == CLUSTER[3:4]
 
 
-def test_a_trainer_that_dies_trains_its_open_minibatch_again_after_a_cold_start() -> None:
+def test_after_a_death_the_trainer_repeats_its_open_minibatch_with_a_cold_start() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[GpuFault(6.0, CLUSTER[0])])
     tokens, died = [], 0.0
     for happening in over.happenings():
@@ -227,15 +238,15 @@ def test_a_trainer_that_dies_trains_its_open_minibatch_again_after_a_cold_start(
     assert sum(tokens) == total_tokens(workload(EIGHT_GROUPS))
 
 
-def test_a_late_happening_is_told_later_and_changes_nothing_else() -> None:
+def test_a_late_happening_is_reported_once_and_changes_nothing_else() -> None:
     on_time, late = (
         world(workload(EIGHT_GROUPS)),
         world(workload(EIGHT_GROUPS), faults=[LateFault(0, What.GROUP_FINISHED, 2)]),
     )
     run(on_time)
     run(late)
-    told = next(each for each in late.history if each.told_s is not None)
-    assert told.told_s == told.at_s + 2
+    (delayed,) = [each for each in late.history if each.reported_s is not None]
+    assert delayed.reported_s == delayed.at_s + 2
     assert late.now_s == on_time.now_s
     assert len(late.history) == len(on_time.history)
 

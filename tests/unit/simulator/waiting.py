@@ -1,7 +1,7 @@
-"""`tide` as it waits: before the last minibatch it is told of a trainer for which that is nothing, and of moves that
-take no time; before the others of a slow one, so that it has GPUs to lend.
+"""A `tide` that waits with the last minibatch, because it sees wrong rates and times.
 
-Only what the policy sees is changed: passes and moves take what the scenario says.
+Before the last minibatch it sees a trainer that is very fast, and moves that take no time. Before the others it sees a
+slow trainer, so that it has GPUs to lend. Only the policy's view is changed: the simulation uses the scenario's costs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.values import JobSpec
 
 SLOW, FAST = 0.1, 1000.0
-"""Times the trainer's measured rate."""
+"""Factors of the trainer's measured rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +33,5 @@ class Waiting:
         rates = tuple(
             replace(each, rate_tokens_per_s=each.rate_tokens_per_s * factor) for each in trainer.training.measured
         )
-        told = replace(trainer, training=replace(trainer.training, measured=rates))
-        return self.own.choose(replace(situation, costs=costs, trainer=told))
+        wrong = replace(trainer, training=replace(trainer.training, measured=rates))
+        return self.own.choose(replace(situation, costs=costs, trainer=wrong))

@@ -1,4 +1,4 @@
-"""What holds for every simulated run that ends."""
+"""Properties of every simulated run that ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The config's section `assumptions`: times and lengths that a policy assumes until the job has measured its own.
 
 The defaults hold for a 7B model on 64 GPUs of 80 GB. They equal the simulator's defaults, so that both predict alike;
-`simulator.costs` names the source of each. A job's measurements replace these assumptions:
+`simulator.cost_model` names the source of each. A job's measurements replace these assumptions:
 - the trainer's rate in a layout, and the fixed part of a minibatch that more GPUs do not shorten;
 - the rate of inference;
 - the speed of decoding;

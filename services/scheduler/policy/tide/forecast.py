@@ -24,7 +24,7 @@ Invariants:
 - A plan that leaves work without GPUs never ends (inf). [test_forecast: without_gpus_never_ends]
 - A plan that, with an empty queue, leaves more running sequences than `max_overfull` times the slots is doubted: its
   forecast end is `DOUBT` times as late. [test_forecast: an_overfull_plan]
-- Plans do not influence each other: each ends as it does alone. [test_foresight: forecast_as_if_each]
+- Plans do not influence each other: each ends as it does alone. [test_foresight: the_same_alone_and_among_others]
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ trainer GPUs, and geometric steps between these two, because a trainer's rate is
 
 Invariants:
 - Every plan that is tried is legal: whole data-parallel copies of an existing layout, at least one; a GPU for inference
-  while groups are left for it; no component with more GPUs than there are. [test_foresight: every_neighbour_is_legal]
+  while groups are left for it; no component with more GPUs than there are. [test_foresight: every_neighbour_of_a_plan]
 - The same picture gives the same plan. [test_tide_policy: the_same_situation_gives]
 
 The search stops after `rounds` rounds at the latest.

@@ -19,8 +19,8 @@ from services.scheduler.state.learned import (
     with_training,
 )
 from services.scheduler.state.observed import ENDED, Engine, Generation, Inferring, TrainerRate, Training
-from simulator.costs import Costs
-from simulator.job import measured_costs
+from simulator.cost_model import Costs
+from simulator.job_spec import measured_costs
 from tests.unit.scheduler.situations import gpus
 from tidegate.types import Layout
 

@@ -1,10 +1,13 @@
-"""A simulated iteration at one instant as a policy sees it.
+"""The policy's view of a simulated iteration at one instant: a `Situation`.
 
-It shows what the components of a real job would tell, what this iteration has measured so far among it, and what
-earlier ones would have told of the rest; no length of a response that has not ended. What is measured is exact: the
-trainer's rate in a layout once it has trained in it, what of a minibatch no GPU makes shorter with the first minibatch,
-and inference's rate with the first group. GPUs on their way, or promised to who cannot take them yet, are `moving`.
-Invariant: looking changes nothing but how far the engines were advanced.
+A situation has the reports that the components of a real job would have made. It has this iteration's measurements, and
+those of earlier iterations for the rest. It never has the length of an unfinished response. Measurements are exact:
+- the trainer's rate in a layout, after training in it;
+- the fixed part of a minibatch, after the first minibatch;
+- the rate of inference, after the first group.
+GPUs that change their holder, and GPUs promised to a component that cannot take them yet, are `moving`.
+
+Making a situation changes nothing, except that it advances the engines to the present time.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed
 from simulator.engines import Engine as SimulatedEngine
 from simulator.gpus import Holder
-from simulator.job import measured_rate
+from simulator.job_spec import measured_rate
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
 from tidegate.types import GpuId
 
 
-class Seeing:
-    """Of one job's iterations: what stays the same in all its situations is made once."""
+class Situations:
+    """Makes the situations of one iteration. The constant parts are made once."""
 
     def __init__(self, scenario: Scenario, spec: JobSpec, workload: Workload) -> None:
         self._spec, self._costs = spec, scenario.costs
@@ -34,14 +37,14 @@ class Seeing:
 
     def situation(self, world: World, remembered: Remembered) -> Situation:
         world.rollout.advance()
-        told = inferring(world)
+        report = inferring(world)
         return Situation(
             now_ms=to_ms(world.now_s),
             incarnation=0,
             iteration=0,
             spec=self._spec,
             generation=self.generation(world),
-            inference=Inference(world.inference.gpus, told.rate_tokens_per_s_per_gpu, told),
+            inference=Inference(world.inference.gpus, report.rate_tokens_per_s_per_gpu, report),
             trainer=Trainer(_placed(world), self.training(world)),
             free=tuple(gpu for gpu in world.gpus.held_by(Holder.FREE) if gpu not in world.promised()),
             moving=_moving(world),
@@ -51,9 +54,9 @@ class Seeing:
         )
 
     def generation(self, world: World) -> Generation:
-        """The caller has advanced the engines."""
+        """The rollout's part. The caller has advanced the engines."""
         rollout = world.rollout
-        lengths, places = rollout.columns.seen({name: engine.steps for name, engine in rollout.engines.items()})
+        lengths, places = rollout.columns.snapshot({name: engine.steps for name, engine in rollout.engines.items()})
         places = np.where((places == ENDED) & (lengths >= self._max_tokens), CUT, places)
         return Generation(
             engines=tuple(_engine(engine) for engine in rollout.engines.values()),
@@ -78,7 +81,7 @@ class Seeing:
 
 
 def to_ms(at_s: float) -> int:
-    """Rounded, so that who asked to be woken at a millisecond sees that one."""
+    """The time rounded to milliseconds, so that a wake-up at a millisecond sees this very millisecond."""
     return round(at_s * 1000)
 
 

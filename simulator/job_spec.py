@@ -1,8 +1,8 @@
-"""The scenario's job as the scheduler knows one: its spec, with what earlier iterations would have told of rates; and
-what of the iteration at hand is measured, as the components of a real job measure it.
+"""The scenario's job as a `JobSpec` of the scheduler, with the rates and lengths that earlier iterations would have
+measured, and the measurements of the present iteration as the components of a real job make them.
 
-Invariant: nothing in it depends on the lengths that this iteration will have, except that a trace's own moments stand
-for those of earlier iterations.
+Nothing in it depends on the lengths of the present iteration. The one exception is a trace: its moments stand for those
+of earlier iterations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.scheduler.state.learned import MIN_SIGMA
 from services.scheduler.state.observed import TrainerRate
 from services.scheduler.state.switch_costs import ReshardCosts
 from services.scheduler.state.values import JobSpec, Placed
-from simulator.costs import Costs, imbalance
+from simulator.cost_model import Costs, imbalance
 from simulator.lengths import LengthLaw as DrawnLaw
 from simulator.lengths import Lengths, LengthSection
 from simulator.scenario import Scenario, ScenarioError
@@ -30,12 +30,12 @@ COMMAND_DEADLINE_MS = 600_000
 
 
 def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
-    """ScenarioError where a component has no GPUs of its own: policies bring each one home."""
+    """ScenarioError: a component has no GPUs. A policy needs a placement of each component to return to."""
     own, placement = scenario.algorithm, scenario.placement()
     has = {Role.ACTOR: placement.actor, Role.ROLLOUT: placement.rollout, Role.INFERENCE: placement.inference}
     if homeless := [role.value for role, gpus in has.items() if not gpus]:
         names = " and ".join(f"cluster.placement.{role}" for role in homeless)
-        raise ScenarioError(f"{names} has no GPUs: a policy starts from a placement, give each component at least one")
+        raise ScenarioError(f"{names} has no GPUs: a policy starts from a placement; give each component at least one")
     size = scenario.costs.engine.gpus_per_engine
     layouts = {
         Role.ACTOR: placement.layout or Layout(dp=len(placement.actor)),
@@ -66,7 +66,7 @@ def measured_costs(costs: Costs, reshard: ReshardCosts | None = None) -> Measure
     engine, switch = costs.engine, costs.switch
     return MeasuredCosts(
         decode=DecodeStep(
-            # The base is part of every step, so it is a floor where the scenario names none.
+            # Every step includes the base, so the base is the floor where the scenario names no larger one.
             floor_s=max(engine.step_floor_s, engine.step_base_s),
             base_s=engine.step_base_s,
             per_sequence_s=engine.step_per_sequence_s,
@@ -99,8 +99,14 @@ def _reshard(scenario: Scenario) -> ReshardCosts | None:
 
 
 def _trainer_rates(scenario: Scenario, home: Layout, gpus: Collection[GpuId]) -> tuple[tuple[int, float], ...]:
-    """In the configured layout, in the largest that all of the job's GPUs make, and in those that have an efficiency
-    of their own and the configured copy's size; of minibatches that divide over the copies."""
+    """(GPUs, tokens a second) of the trainer in three kinds of layouts, all with the configured size of a copy:
+
+    - the configured layout;
+    - the largest layout on all of the job's GPUs;
+    - each layout with an efficiency of its own.
+
+    Minibatches divide over the copies.
+    """
     own, trainer = scenario.algorithm, scenario.costs.trainer
     most = min(len(gpus) // replica_size(home), own.prompts_per_iteration // own.n_minibatches * own.group_size)
     named = [copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in trainer.layout_efficiency]
@@ -118,7 +124,7 @@ def measured_rate(spec: JobSpec, costs: Costs, layout: Layout) -> TrainerRate:
 
 
 def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:
-    """The moments of the law that is drawn from, a trace's own; spreads at least those that a job would learn."""
+    """The moments of the scenario's law of lengths, or of its trace. Spreads are at least those that a job learns."""
     if section.law is DrawnLaw.TRACE:
         return _law_of_trace(lengths, section)
     mean, variance = math.log(section.median_tokens), section.sigma_prompt**2
