@@ -26,7 +26,7 @@ from tests.properties.job_histories import (
     schedules_with_rank_deaths,
 )
 from tests.unit.scheduler.fake_parts import JOB, NODES
-from tidegate.ownership.records import Outcome
+from tidegate.ownership.records import Outcome, PartKind
 from tidegate.types import Role, instance_id
 
 SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -72,9 +72,9 @@ def test_resizes_alone_cost_no_incarnation_no_sample_and_no_failed_start(steps: 
     assert [summary.is_superseded for summary in drive.state.summaries] == [False] * NUM_ITERATIONS
     assert not any(component.num_failed_starts for component in drive.state.components.values())
     records = drive.cluster.store.records.values()
-    assert sum(record.reason.startswith("start the actor") for record in records) == 1
-    resizes = [record for record in records if record.reason.startswith("the actor from")]
-    assert all(record.outcome is not Outcome.OPEN for record in resizes)
+    of_actor = [(part.kind, record.outcome) for record in records for part in record.parts if part.role is Role.ACTOR]
+    assert [kind for kind, _ in of_actor].count(PartKind.START) == 1
+    assert (PartKind.RESIZE, Outcome.OPEN) not in of_actor
 
 
 @SLOW

@@ -1,10 +1,13 @@
 """The iteration machine: weights published and held -> opened -> reported -> added up -> closed -> the next one.
 
+Versions go up by one an iteration.
+
 Invariants:
-- an iteration is open only while its version is the one that rollout and inference must hold;
-- it closes only when its samples add up by ids; when they do not, the job fails with the numbers;
-- neither an iteration nor the job ends before the evaluation of its version is in;
-- versions go up by one an iteration; a published version never changes its checksum.
+- An iteration opens only when rollout and inference hold its version. [test_lifecycle: confirmed_its_version]
+- An iteration closes only when its samples add up by ids. Otherwise the job fails with the numbers.
+  [test_lifecycle: fail_the_job_though_the_numbers_agree]
+- An iteration closes only after the evaluation of its version. [test_evaluations: before_it_closes]
+- A published version never changes its checksum. [test_lifecycle: weights_that_differ]
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from services.scheduler.state.values import JobSpec
 from tidegate.types import Role
 
 READERS = (Role.ROLLOUT, Role.INFERENCE)
-"""Who loads what the actor publishes."""
+"""The components that load the weights which the actor publishes."""
 
 
 def published(state: ClusterState, body: ev.WeightsPublished) -> ClusterState | Refused:
-    """Kept from the version that readers must hold now on."""
+    """Snapshots are kept from the version on that readers must hold now."""
     snapshot = body.snapshot
     known = state.snapshots.get(snapshot.version)
     if snapshot.incarnation != state.incarnation:
@@ -84,7 +87,7 @@ def reported(state: ClusterState, event: ev.Event, body: ev.IterationReported) -
 
 
 def advance(state: ClusterState) -> ClusterState:
-    """What follows from the state alone. Nothing while the job is ending."""
+    """The steps that follow from the state alone; none while the job is ending."""
     spec = state.spec
     if spec is None or state.phase not in (Phase.STARTING, Phase.RUNNING, Phase.PAUSED):
         return state
@@ -93,14 +96,15 @@ def advance(state: ClusterState) -> ClusterState:
         return state
     if state.next_iteration >= spec.num_iterations:
         if state.next_version not in state.snapshots or evaluations.is_owed(state, state.next_version):
-            # The actor saves and publishes after its report: until then its last updates can still be lost.
+            # The actor saves and publishes after its report. Until then its last updates can still be lost.
             return state
         return stop(state, Phase.FINISHED, f"all {spec.num_iterations} iterations are done")
     return _opened_iteration(state, spec)
 
 
 def _accounted(state: ClusterState) -> ClusterState:
-    """Its accounts add up, or the job would be ending. The rollout holds its version until they are in."""
+    """Mark the iteration as accounted. Its accounts add up, or the job would be ending. The rollout holds its version
+    until they are in."""
     iteration = state.iteration
     if iteration is None or iteration.is_accounted or not accounts.is_reported(iteration):
         return state

@@ -1,17 +1,24 @@
-"""What a death changes: a component goes on with less, starts its world again, or the job takes a new incarnation.
+"""Deaths: a component goes on with less, starts its world again, or the job takes a new incarnation.
 
-- rollout: an engine lives and dies whole; the others go on, the component is down only when none is left;
-- inference: one world of ranks; losing one loses all, and they are started again under the same lead;
-- actor: one world that holds the training state. From the first iteration on a rank's death leaves it impaired: its
-  other ranks keep the state, what its lead was at (an update, a save, a publish) waits, and `resizing` brings it back
-  to where it was, in the same incarnation, after at most MAX_DEATHS deaths an iteration. Whatever else it loses, or
-  where that fails, supersedes the incarnation, and the next one starts from the last checkpoint, at most
-  `max_actor_restarts` times.
+- Rollout: an engine lives and dies whole. The others go on. The component is down only when none is left.
+- Inference: it is one world of ranks. Losing one rank loses all, and they start again under the same lead.
+- Actor: it is one world that holds the training state. From the first iteration on, a rank's death leaves it impaired:
+  its other ranks keep the state, and the lead's work (an update, a save, a publish) waits. `resizing` brings the rank
+  back in the same incarnation. An iteration allows MAX_DEATHS deaths. Any other loss, or a failure of that, supersedes
+  the incarnation. The next incarnation starts from the last checkpoint, at most `max_actor_restarts` times.
 
-In a resize nobody knows yet, when a death is told, whether the store has committed it: its lead's word, which comes
-before or after, says in which layout the actor lacks the rank. Until then who died is kept as `gone`.
+When a rank dies in a resize, nobody knows yet whether the store has committed the resize. The lead's report comes
+before or after the report of the death and says in which layout the actor lacks the rank. Until then the dead ranks are
+kept as `dead_members`.
+
 Nothing here moves a GPU. A grant that leaves a component's `grants` is a suspect: `decide` has the store count its GPU
-as lost, the node's gate asked, and the GPU taken back when nobody holds it.
+as lost, has the node's gate asked, and takes the GPU back when nobody holds it.
+
+Invariants:
+- The death of an engine leaves the others at work. [test_losses: a_rollout_engine_that_dies]
+- The death of an actor's rank in an iteration costs no incarnation. [test_losses: dies_in_an_iteration_is_replaced]
+- An iteration outlives MAX_DEATHS deaths and no more. [test_losses: outlives_so_many_deaths]
+- A job restarts its actor at most `max_actor_restarts` times. [test_losses: dies_more_often_than_allowed]
 """
 
 from __future__ import annotations
@@ -29,13 +36,13 @@ from tidegate.ownership.records import Transition
 from tidegate.types import Grant, NodeId, Role, node_of
 
 MAX_FAILED_STARTS = 4
-"""Starts of a component that may fail in a row; with the pauses between them 42 s, twice the default lease. Fewer, and
-an instance that is dead but still has its lease ends the job."""
+"""Starts of a component that may fail in a row. With the pauses between them they take 42 s, twice the default lease.
+With fewer, an instance that is dead but still has its lease ends the job."""
 
 MAX_DEATHS = 3
-"""Of the actor's ranks from the opening of one iteration to that of the next; a resize that did not bring them back,
-with nobody known to have died in it, counts as one. A minibatch that kills whoever trains it must not be tried for
-ever."""
+"""Deaths of the actor's ranks from the opening of one iteration to the opening of the next. A resize that did not bring
+lost ranks back counts as one where nobody is known to have died in it. A minibatch that kills its ranks must not be
+tried for ever."""
 
 
 def stop(state: ClusterState, outcome: Phase, message: str) -> ClusterState:
@@ -50,23 +57,24 @@ def with_component(state: ClusterState, role: Role, component: Component) -> Clu
 
 
 def lose(
-    state: ClusterState, role: Role, gone: Iterable[Grant], *, why: str, keeps_state: bool = False
+    state: ClusterState, role: Role, dead: Iterable[Grant], *, why: str, keeps_state: bool = False
 ) -> ClusterState:
-    """The holders of these grants are gone. Grants that the role does not work under, nor acquires, change nothing.
+    """The state after the holders of these grants died. Grants that the role neither works under nor acquires change
+    nothing.
 
-    `keeps_state`: nothing but these processes is gone, their node's memory is there."""
+    `keeps_state`: only these processes died, and the memory of their node is there."""
     component = state.components[role]
-    gone = set(gone)
+    dead = set(dead)
     if role is Role.ACTOR and keeps_state and waits_for_ranks(state):
-        return impaired(state, gone, why=why)
+        return impaired(state, dead, why=why)
     transition = state.transition_of(role)
-    if transition is not None and transition.id not in component.broken and _breaks(state, role, transition, gone):
+    if transition is not None and transition.id not in component.broken and _breaks(state, role, transition, dead):
         component = replace(component, broken=(*component.broken, transition.id), last_failure=why)
         state = with_component(state, role, component)
     if role is Role.ROLLOUT and state.phase not in OVER:
-        left = whole(component, gone)
+        left = whole(component, dead)
     else:
-        left = tuple(grant for grant in component.grants if grant not in gone)
+        left = tuple(grant for grant in component.grants if grant not in dead)
     if len(left) == len(component.grants):
         return state
     if state.phase in OVER or (role is Role.ROLLOUT and left):
@@ -76,40 +84,41 @@ def lose(
     return with_component(state, role, shrunk(component, ()))
 
 
-def _breaks(state: ClusterState, role: Role, transition: Transition, gone: set[Grant]) -> bool:
-    """Whoever was to come is gone, or the world that was to change is, or nobody of a rollout is left to stay."""
+def _breaks(state: ClusterState, role: Role, transition: Transition, dead: set[Grant]) -> bool:
+    """Whether the transition cannot succeed any more: a rank that was to come died, or the world that was to change,
+    or all the rollout's engines that were to stay."""
     had = set(state.components[role].grants)
     is_to_work = transition.part(role).kind.works_after
-    if gone & set(_coming(state, role)) or (is_to_work and role is Role.INFERENCE and gone & had):
+    if dead & set(_coming(state, role)) or (is_to_work and role is Role.INFERENCE and dead & had):
         return True
     leaving, coming = state.moving(role, transition)
-    return is_to_work and role is Role.ROLLOUT and bool(gone & had) and not had - gone - set(leaving) and not coming
+    return is_to_work and role is Role.ROLLOUT and bool(dead & had) and not had - dead - set(leaving) and not coming
 
 
 def waits_for_ranks(state: ClusterState) -> bool:
-    """Whether the actor goes on after another death: its lead asks again what a death breaks off. While it starts,
-    which ends as the first iteration opens, it does not."""
+    """Whether the actor goes on after another death: its lead asks again for the work that a death breaks off. An actor
+    that starts does not; its start ends when the first iteration opens."""
     actor, transition = state.components[Role.ACTOR].state, state.transition_of(Role.ACTOR)
     is_started = state.phase is Phase.RUNNING and transition in (None, state.changing(Role.ACTOR))
     return is_started and isinstance(actor, Working) and actor.num_deaths < MAX_DEATHS
 
 
-def impaired(state: ClusterState, gone: Iterable[Grant], *, why: str) -> ClusterState:
-    """The actor's other ranks hold the state; incarnation and iteration stay, and so does its layout, but for a resize
-    that the store has committed: then it is to be impaired in the new one."""
+def impaired(state: ClusterState, dead: Iterable[Grant], *, why: str) -> ClusterState:
+    """The actor's other ranks hold the state. Incarnation and iteration stay. Its layout stays too, unless the store
+    has committed a resize: then the actor becomes impaired in the new layout."""
     component, transition = state.components[Role.ACTOR], state.changing(Role.ACTOR)
     actor = component.state
     assert isinstance(actor, Working), f"an actor that is {actor.CASE} has no ranks"
     is_switching = transition is not None and component.switched != transition.id
     members = {*actor.grants, *(_coming(state, Role.ACTOR) if is_switching else ())}
-    dead = members.intersection(gone).difference(actor.gone)
-    if not dead:
+    newly_dead = members.intersection(dead).difference(actor.dead_members)
+    if not newly_dead:
         return state
-    left = tuple(grant for grant in actor.grants if grant not in dead)
+    left = tuple(grant for grant in actor.grants if grant not in newly_dead)
     if not left:
         return restart_actor(state, why=why)
-    known = tuple(sorted({*actor.gone, *dead})) if is_switching else actor.gone
-    actor = replace(actor, grants=left, gone=known, num_deaths=actor.num_deaths + len(dead))
+    known = tuple(sorted({*actor.dead_members, *newly_dead})) if is_switching else actor.dead_members
+    actor = replace(actor, grants=left, dead_members=known, num_deaths=actor.num_deaths + len(newly_dead))
     return with_component(state, Role.ACTOR, replace(component, state=actor))
 
 
@@ -118,11 +127,11 @@ def counted_anew(component: Component) -> Component:
     actor = component.state
     assert isinstance(actor, Working), f"an iteration opens while the actor is {actor.CASE}"
     num_lacking = actor.placed.layout.num_ranks - len(actor.grants)
-    return replace(component, state=replace(actor, num_deaths=num_lacking + len(actor.gone)))
+    return replace(component, state=replace(actor, num_deaths=num_lacking + len(actor.dead_members)))
 
 
 def _coming(state: ClusterState, role: Role) -> tuple[Grant, ...]:
-    """Whom the open transition brings to the role."""
+    """The grants that the open transition brings to the role."""
     transition = state.transition_of(role)
     moves = transition.moves if transition is not None else ()
     return tuple(Grant(move.gpu, move.token) for move in moves if move.target == state.owner(role))
@@ -136,9 +145,9 @@ def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
 
 
 def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> ClusterState:
-    """The role's instance on the node is gone, and its workers with it."""
+    """The state after the role's instance on the node died, and its workers with it."""
     if role is Role.ACTOR and state.phase not in OVER and node in _waited_for_on(state):
-        # What its dead ranks left may be gone with it, and nobody could start them there.
+        # The state of its dead ranks may be lost with the node, and no instance could start them there.
         return restart_actor(state, why=why)
     transition = state.transition_of(role)
     coming = [Grant(move.gpu, move.token) for move in transition.moves if move.target] if transition else []
@@ -147,11 +156,11 @@ def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> Clu
 
 
 def _waited_for_on(state: ClusterState) -> set[NodeId]:
-    """The nodes that an actor needs which is suspended, lacks ranks, or has lost some in the open change."""
+    """The nodes that the actor needs while it is suspended, lacks ranks, or has lost some in the open change."""
     component = state.components[Role.ACTOR]
     match component.state:
-        case Working(placed=placed, gone=gone):
-            gpus = [*(grant.gpu for grant in gone), *(placed.gpus if component.lacks_ranks else ())]
+        case Working(placed=placed, dead_members=dead):
+            gpus = [*(grant.gpu for grant in dead), *(placed.gpus if component.lacks_ranks else ())]
         case Suspended(placed=Placed(gpus=kept_on)):
             gpus = [*kept_on]
         case _:
@@ -172,7 +181,7 @@ def restart_actor(state: ClusterState, *, why: str) -> ClusterState:
     state = next_incarnation(state, incarnation=state.incarnation + 1)
     state = replace(state, num_restarts=state.num_restarts + 1)
     if state.phase is Phase.PAUSED:
-        # Its message says what a person has to do before the job goes on.
+        # The job's message says what a person has to do before it goes on.
         return state
     where = f"checkpoint {state.checkpoint.name}" if state.checkpoint else "the beginning: there is no checkpoint yet"
     message = f"{why}; restart {state.num_restarts} of {allowed}, from {where}"
@@ -180,7 +189,8 @@ def restart_actor(state: ClusterState, *, why: str) -> ClusterState:
 
 
 def all_down(state: ClusterState) -> dict[Role, Component]:
-    """Whoever holds a GPU from before works for no one: its grants are suspects, its transitions end."""
+    """All components, down. A worker that holds a GPU from before works for none of them: its grant is a suspect, and
+    open transitions end."""
     return {
         role: Component(lead=component.lead, broken=tuple(each.id for each in (state.transition_of(role),) if each))
         for role, component in state.components.items()
@@ -188,7 +198,7 @@ def all_down(state: ClusterState) -> dict[Role, Component]:
 
 
 def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
-    """All unfinished work is superseded, the actor is down, and the next iteration is the checkpoint's."""
+    """Supersede all unfinished work. The actor is down, and the next iteration is the checkpoint's."""
     checkpoint = state.checkpoint
     next_iteration = checkpoint.next_iteration if checkpoint else 0
     next_version = checkpoint.version if checkpoint else 0

@@ -1,7 +1,9 @@
-"""Who is there: instances that start, start again and go, leads that are elected, workers that fail.
+"""Members of the components: instances that start, start again and go, leads that are elected, workers that fail.
 
-Invariants: an instance's `boot` and a lead's `epoch` only grow; a new boot is the death of the one before it, whichever
-event shows it first.
+Invariants:
+- A lead's `epoch` and an instance's `boot` only grow. [test_invariants: breaks_an_invariant]
+- A new boot of an instance is the death of its boot before, whichever event shows it first.
+  [test_fold: a_newer_start_shows_the_death]
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
     state = _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=boot, living=True))
     led = replace(component, lead=lead)
     if isinstance(led.state, Working):
-        # The weights that a lead confirmed are its own word.
+        # A lead speaks for itself alone: the new one has confirmed no weights yet.
         led = replace(led, state=replace(led.state, loaded=None, has_reference=False))
     state = with_component(state, role, led)
     mark = (event.boot, event.sequence) if event.source == body.instance else (boot, 0)
@@ -85,8 +87,8 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
 
 
 def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterState | Refused:
-    """A worker's death is told by its own instance; how a component fares, and that the job cannot go on, only by the
-    component's present lead."""
+    """An instance reports the death of its own workers. Only the component's present lead reports that the component
+    failed or that the job cannot go on."""
     role = role_of_instance(event.source)
     if role is None or body.what is ev.FailedWhat.SAMPLE:
         return Refused("failed without a component")
@@ -99,11 +101,11 @@ def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterStat
         if state.phase in OVER:
             return Refused("the job is ending")
         return stop(state, Phase.FAILED, f"{event.source}: {body.message}")
-    # What a component is still to get is told of by its grants: without any, it is about what it had.
-    gone = body.grants or (state.components[role].grants if body.what is ev.FailedWhat.COMPONENT else ())
-    if role is Role.ACTOR and not gone and state.components[role].is_suspended and state.phase not in OVER:
+    # A report about GPUs that are still to come names their grants. Without grants it is about those at work.
+    dead = body.grants or (state.components[role].grants if body.what is ev.FailedWhat.COMPONENT else ())
+    if role is Role.ACTOR and not dead and state.components[role].is_suspended and state.phase not in OVER:
         return restart_actor(state, why=f"{event.source}, which was suspended: {body.message}")
-    current = tuple(grant for grant in gone if not is_stale(state, grant))
+    current = tuple(grant for grant in dead if not is_stale(state, grant))
     if not current:
         return Refused("under old tokens")
     exit_text = f" (exit status {body.exit_status})" if body.exit_status else ""

@@ -1,7 +1,12 @@
-"""What the scheduler knows of GPUs: the store's records, releases, gates, and the layouts that components committed.
+"""Events about GPUs: the store's records, releases, reports of gates, and layouts that components committed.
 
-Invariants: a record's token never goes back; `released` and `held` speak only of grants that are still the store's;
-a layout counts only with current tokens and within the open transition it was asked for.
+`released` and `held` name only grants that the store still counts as the component's, or as lost.
+
+Invariants:
+- A record's token never goes back. [test_fold: an_older_record_changes_nothing]
+- A layout counts only within the open transition that asked for it. [test_resizing: closed_resize_cannot_commit]
+- An event under tokens that are no longer current changes nothing. [test_fold: must_not_count]
+- A gate's report speaks only of grants that it was asked about. [test_losses: gates_answer_about_an_earlier_grant]
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from tidegate.types import Grant, Role, TransitionId, node_of
 
 
 def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
-    """Takes over what the store says, and draws its conclusions: what a component works under must still be its."""
+    """Takes over the store's records. A component loses the grants that the store no longer counts as its own."""
     gpus = dict(state.gpus)
     for record in body.gpus:
         known = gpus.get(record.gpu)
@@ -54,13 +59,13 @@ def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
 
 
 def _index(transition: Transition) -> int:
-    """The k of `<job>/<incarnation>/t<k>`; 0 for what was not named here."""
+    """The k of `<job>/<incarnation>/t<k>`; 0 for an id of another form."""
     text = transition.id.rpartition("/t")[2]
     return int(text) if text.isdecimal() else 0
 
 
 def transition_id(state: ClusterState) -> TransitionId:
-    """Of the next transition."""
+    """The id of the next transition."""
     return TransitionId(f"{state.job}/{state.incarnation}/t{state.num_transitions + 1}")
 
 
@@ -89,7 +94,7 @@ def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterSt
 
 
 def _given_up(state: ClusterState, role: Role) -> ClusterState:
-    """Told to be released in a change that was closed before its layout came into force."""
+    """The component loses grants that it released in a change which was closed before its layout came into force."""
     left = [grant for grant in state.components[role].grants if grant in state.released]
     if not left or state.transition_of(role) is not None:
         return state
@@ -122,13 +127,15 @@ def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> Clu
     if transition is not None and asked and not transition.part(role).kind.works_after:
         # A resize takes its GPUs out of the component later, with the layout that does without them.
         state = with_component(state, role, _without(state, role, transition, asked))
-    gone = [grant for grant in free if grant not in asked]
-    state = lose(state, role, gone, why=f"{event.source} gave up {', '.join(grant.gpu for grant in gone)} unasked")
+    unasked = [grant for grant in free if grant not in asked]
+    state = lose(
+        state, role, unasked, why=f"{event.source} gave up {', '.join(grant.gpu for grant in unasked)} unasked"
+    )
     return _with_released(state, free)
 
 
 def _without(state: ClusterState, role: Role, transition: Transition, asked: tuple[Grant, ...]) -> Component:
-    """A world of ranks that is suspended lets go of all when it lets go of one."""
+    """The component without the released grants. A world of ranks that is suspended lets go of all ranks at once."""
     component = state.components[role]
     if not component.is_up:
         return component
@@ -152,17 +159,19 @@ def _with_released(state: ClusterState, free: tuple[Grant, ...]) -> ClusterState
 
 
 def gate_reported(state: ClusterState, event: ev.Event, body: ev.GateReported) -> ClusterState | Refused:
-    """A gate speaks of suspects only, and of those it was asked about: of a worker that starts or works, its component
-    speaks, and an answer from before a GPU became suspect knows nothing of its last holder. A GPU of its node that it
-    does not list was never passed to: a grant whose holder died before its worker started."""
+    """A gate's report counts for suspects alone, and for those that it was asked about.
+
+    A component speaks for its workers that start or work. A report from before a GPU became suspect knows nothing of
+    its last holder. A GPU of the gate's node that the report does not list was never passed to: the holder of its grant
+    died before its worker started."""
     asked = {grant for role in Role for grant in state.suspects(role)} & set(event.grants) - set(state.released)
     held_gpus = {gate.gpu for gate in body.gpus if gate.held}
-    told = [grant for grant in sorted(asked) if node_of(grant.gpu) == body.node]
-    if not told:
+    on_node = [grant for grant in sorted(asked) if node_of(grant.gpu) == body.node]
+    if not on_node:
         return Refused("of GPUs that nobody asked about")
-    held = {grant for grant in told if grant.gpu in held_gpus}
+    held = {grant for grant in on_node if grant.gpu in held_gpus}
     state = replace(state, held=tuple(sorted({*state.held, *held})))
-    return _with_released(state, tuple(grant for grant in told if grant not in held))
+    return _with_released(state, tuple(grant for grant in on_node if grant not in held))
 
 
 def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) -> ClusterState | Refused:
@@ -189,7 +198,7 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
 
 
 def _lineage(state: ClusterState, body: ev.LayoutCommitted) -> ClusterState:
-    """The actor says from where it really goes on."""
+    """The state from the iteration with which the actor says that it goes on."""
     next_iteration = body.next_iteration
     state = supersede(state, next_iteration=next_iteration)
     checkpoint = state.checkpoint

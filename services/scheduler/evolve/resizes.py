@@ -1,11 +1,16 @@
-"""What is known of changes of a component that works: asked by a person, in force once its lead says so, or come to
-nothing.
+"""Changes of a component that works: a person asks for them, their lead brings them into force, or they fail.
 
-Invariants: of a component one is made at a time, the last resize asked for meanwhile is next, and none is for GPUs that
-are no slot of the actor; the actor's layout in the state changes only by its lead's word, which comes after the store
-committed it, names the members as they were planned, dead or alive, and comes before or after the word of a death; a
-resize that failed is not asked again by itself, counts as no failed start and leaves incarnation and iteration as they
-are. A change that a policy wants is made again after a pause.
+The lead reports a new layout after the store has committed it. The report names the members as they were planned, dead
+or alive. It comes before or after the report of a death. A change that a policy wants is made again after a pause.
+
+Invariants:
+- Of several resizes that a person asks for during another, the last one is made next.
+  [test_resizing: the_last_word_counts]
+- No resize is for a GPU that is no slot of the actor. [test_resizing: can_never_be_is_refused]
+- The actor's layout in the state changes only by its lead's report. [test_resizing: open_until_the_lead_switched]
+- A person's resize that failed is not made again by itself and leaves the actor as it was.
+  [test_resizing: cannot_be_prepared]
+- Resizes alone cost no incarnation, no sample and no failed start. [test_scheduler: resizes_alone]
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from tidegate.types import Grant, Layout, Role
 
 
 def fault(spec: JobSpec, placed: Placed) -> str | None:
-    """Why the actor can never be there: what, the numbers, the remedy; None when it can."""
+    """Why the actor can never be there, with the numbers and the remedy; None when it can."""
     slots, gpus, layout = spec.slots(Role.ACTOR), placed.gpus, placed.layout
     if strange := [gpu for gpu in gpus if gpu not in slots]:
         return (
@@ -46,7 +51,7 @@ def fault(spec: JobSpec, placed: Placed) -> str | None:
 
 
 def target(state: ClusterState, layout: Layout) -> Placed:
-    """The layout on the GPUs that the actor has, the last ones left out, or on the first free slots besides."""
+    """The layout on the GPUs that the actor has. Its last GPUs are left out, or its first free slots are added."""
     assert state.spec is not None, "a job without a config has no slots"
     have = [grant.gpu for grant in state.components[Role.ACTOR].grants]
     free = [gpu for gpu in state.spec.slots(Role.ACTOR) if gpu not in have and is_free(state.gpus[gpu])]
@@ -64,7 +69,7 @@ def requested(state: ClusterState, body: ev.ResizeRequested) -> ClusterState | R
 
 
 def _wished(state: ClusterState, placed: Placed | None) -> ClusterState:
-    """A person wants the actor there; where it is already, it is at home from now on."""
+    """The state after a person asked for the actor there. An actor that is there already is at home from now on."""
     actor = state.components[Role.ACTOR].state
     if placed is not None and isinstance(actor, Working) and actor.placed == placed:
         return replace(state, asked=None, moved=placed)
@@ -72,7 +77,7 @@ def _wished(state: ClusterState, placed: Placed | None) -> ClusterState:
 
 
 def failed(state: ClusterState, event: ev.Event, body: ev.ResizeFailed) -> ClusterState | Refused:
-    """Before it is in force: the transition is closed, and the component goes on as it was."""
+    """A change that failed before it was in force. It is closed, and the component goes on as it was."""
     role = role_of_instance(event.source)
     transition = state.changing(role) if role is not None else None
     if role is None or transition is None or event.transition_id != transition.id:
@@ -88,13 +93,13 @@ def failed(state: ClusterState, event: ev.Event, body: ev.ResizeFailed) -> Clust
 
 
 def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitted) -> ClusterState | Refused:
-    """The actor works on these members in this layout, from where it was; it lacks those that died on the way."""
+    """The actor works on these members in this layout, with its state. It lacks the members that died meanwhile."""
     component = state.components[Role.ACTOR]
     if component.switched == transition.id:
         return Refused("of a transition that is in force")
     if set(body.grants) != set(members_after(state, Role.ACTOR, transition)):
         return Refused("of other GPUs than planned")
-    alive = tuple(grant for grant in body.grants if grant not in component.gone)
+    alive = tuple(grant for grant in body.grants if grant not in component.dead_members)
     if not alive:
         return restart_actor(state, why=f"all that {transition.id} brought the actor to died")
     state = with_component(state, Role.ACTOR, in_force(component, transition, body, alive))
@@ -132,16 +137,17 @@ def suspended(component: Component, transition: Transition) -> Component:
 
 
 def over(state: ClusterState, transition: Transition) -> ClusterState:
-    """A closed change of the actor. One that lacks ranks goes on to its next one, which brings them back, where its
-    lead has said how this one ended; without its word nobody knows in which layout the ranks are."""
+    """The state after a change of the actor was closed. An actor that lacks ranks goes on to the next change, which
+    brings them back, where its lead has said how this one ended. Without its report nobody knows in which layout the
+    ranks are."""
     actor, target = state.components[Role.ACTOR], state.targets.get(transition.id)
     is_explained = transition.id in (*actor.broken, actor.switched)
     is_in_force = actor.switched == transition.id
     ended, num_deaths = actor, 0
     if isinstance(actor.state, Working):
-        num_more = 0 if is_in_force or actor.gone or not actor.lacks_ranks else 1
+        num_more = 0 if is_in_force or actor.dead_members or not actor.lacks_ranks else 1
         num_deaths = actor.state.num_deaths + num_more
-        ended = replace(actor, state=replace(actor.state, gone=(), num_deaths=num_deaths))
+        ended = replace(actor, state=replace(actor.state, dead_members=(), num_deaths=num_deaths))
     was_asked = target is None or target.is_asked
     if not (was_asked or is_in_force or actor.lacks_ranks):
         ended = replace(ended, num_failed_starts=ended.num_failed_starts + 1, last_failure="it was not done")
@@ -153,7 +159,8 @@ def over(state: ClusterState, transition: Transition) -> ClusterState:
 
 
 def forsaken(state: ClusterState) -> ClusterState:
-    """Whoever was to come is gone with its node, and the store has committed the resize all the same."""
+    """The actor starts again where the ranks that were to come died with their node and the store has committed the
+    resize all the same."""
     transition, actor = state.resize(), state.components[Role.ACTOR]
     if transition is None or transition.id not in actor.broken or not actor.is_up or state.phase in OVER:
         return state
@@ -163,12 +170,12 @@ def forsaken(state: ClusterState) -> ClusterState:
 
 
 def members_after(state: ClusterState, role: Role, transition: Transition) -> tuple[Grant, ...]:
-    """As planned, of an actor whoever of them has died meanwhile too; sorted."""
+    """The members as planned, sorted. An actor's include those that died meanwhile."""
     component = state.components[role]
     leaving, coming = state.moving(role, transition)
-    return tuple(sorted({*component.grants, *component.gone, *coming} - set(leaving)))
+    return tuple(sorted({*component.grants, *component.dead_members, *coming} - set(leaving)))
 
 
 def is_free(record: GpuRecord) -> bool:
-    """Nobody's, and no transition's."""
+    """Whether no component owns it and no transition holds it."""
     return record.state is GpuState.FREE and record.transition is None

@@ -1,13 +1,15 @@
-"""What the scheduler knows of one job. All of it is here: what is not in a `ClusterState` no replica remembers.
+"""All that the scheduler knows of one job. No replica remembers anything that is not in a `ClusterState`.
 
-Its parts are in `components`, `course` and `issued`, `observed`, `learned` and `remembered`.
+Its parts are in `components`, `course`, `issued`, `observed`, `learned` and `remembered`. `gpus` and `transitions` are
+the ownership store's, as last read. A component's `grants` are those of its committed layout whose holders are not
+known to be dead. `version` counts structural changes and guards transitions. `invariants.check` checks every state.
 
-Invariants (checked by `invariants.check`):
-- frozen and made of values only, so that `codec` writes and reads it exactly;
-- `version` counts structural changes and guards transitions; progress, backlog, pictures of an iteration and what was
-  issued leave it alone;
-- `gpus` and `transitions` are the ownership store's, as last read; a component's `grants` are those of its committed
-  layout whose holders are not known to be gone.
+Invariants:
+- A state is frozen and made of values only, so that the codec writes and reads it exactly.
+  [test_codec: every_state_of_a_job]
+- Progress, backlog and pictures of an iteration leave `version` alone.
+  [test_fold: without_raising_the_guarding_version]
+- A structural event raises `version` by one. [test_fold: raises_the_guarding_version_by_one]
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ class Phase(StrEnum):
 
 TERMINAL = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 OVER = TERMINAL | {Phase.STOPPING}
-"""The job ends or has ended: nothing is begun any more."""
+"""The job ends or has ended: nothing new begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceClock:
-    """Which events of one start of a source were seen: all up to `through`, and those in `ahead`."""
+    """The events of one start of a source that were seen: all up to `through`, and those in `ahead`."""
 
     boot: int
     through: int = 0
@@ -87,28 +89,28 @@ class ClusterState:
     proposal."""
     components: Mapping[Role, Component] = field(default_factory=lambda: {role: Component() for role in Role})
     asked: Placed | None = None
-    """Where a person wants the actor, while it is not there yet."""
+    """Where a person asked for the actor, while it is not there yet."""
     asked_next: Placed | None = None
-    """Where a person wants it after the resize that is under way; the last word counts."""
+    """Where a person asked for it after the resize that is under way. The last request counts."""
     moved: Placed | None = None
     """Where a person had the actor moved; None while its home is where the config places it."""
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
     released: tuple[Grant, ...] = ()
     held: tuple[Grant, ...] = ()
     absent: Mapping[GpuId, Absence] = field(default_factory=dict)
-    """GPUs that the policy places and nobody can have; see `absences`."""
+    """GPUs that the policy places and that cannot be had; see `absences`."""
     snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
     reference: Snapshot | None = None
     checkpoint: Checkpoint | None = None
     next_iteration: int = 0
     next_version: int = 0
     next_prompt: int = 0
-    """The first of the next iteration, by the actor's ledger."""
+    """The first prompt of the next iteration, by the actor's ledger."""
     iteration: Iteration | None = None
     summaries: tuple[Summary, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
     evaluating: Evaluating | None = None
-    """The last that was taken, over or not."""
+    """The last evaluation that the rollout took, whether it is over or not."""
     num_restarts: int = 0
     expectations: Mapping[str, Expectation] = field(default_factory=dict)
     clocks: Mapping[str, SourceClock] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class ClusterState:
     backlog: Mapping[str, int] = field(default_factory=dict)
     remembered: Remembered = field(default_factory=Remembered)
     ask_at_ms: int | None = None
-    """When the policy wants to be asked again, should nothing happen before."""
+    """When the policy is to be asked again, if nothing happens before."""
     seen: Seen = field(default_factory=Seen)
     learned: Learned = field(default_factory=Learned)
 
@@ -140,7 +142,7 @@ class ClusterState:
         return role is Role.INFERENCE and self.spec is not None and self.spec.uses_reference
 
     def home(self, role: Role) -> Placed | None:
-        """Where it starts; None before the job is submitted."""
+        """Where the component starts; None before the job is submitted."""
         if role is Role.ACTOR and self.moved is not None:
             return self.moved
         return self.spec.placement[role] if self.spec else None
@@ -149,20 +151,20 @@ class ClusterState:
         return Owner(self.job, role)
 
     def records_of(self, role: Role) -> tuple[GpuRecord, ...]:
-        """Its GPUs in the store, owned and lost, by id. A lost one whose last owner the store does not know is the
-        role's whose slot it is: that one needs it, and asks its gate."""
+        """The component's GPUs in the store, owned and lost, by id. A lost GPU whose last owner the store does not know
+        counts for the component whose slot it is: that one needs it and asks its gate."""
         own = self.owned_by(role)
         placed = self.spec.slots(role) if self.spec else ()
         lost = [each for each in self.owned_by(None) if each.state is GpuState.LOST and each.gpu in placed]
         return tuple(sorted((*own, *lost), key=lambda record: record.gpu)) if lost else own
 
     def owned_by(self, role: Role | None) -> tuple[GpuRecord, ...]:
-        """By id; those of nobody for None."""
+        """The component's GPUs by id; None: those without an owner."""
         return self._records.get(self.owner(role) if role else None, ())
 
     @cached_property
     def _records(self) -> Mapping[Owner | None, tuple[GpuRecord, ...]]:
-        """By owner, by id: a decision asks of every role several times, and of a thousand GPUs."""
+        """By owner, by id. Kept, because a decision asks for every role several times, with a thousand GPUs."""
         found: dict[Owner | None, list[GpuRecord]] = {}
         owner: Owner | None = None
         own = found.setdefault(owner, [])
@@ -175,7 +177,7 @@ class ClusterState:
         return {owner: tuple(records) for owner, records in found.items()}
 
     def transition_of(self, role: Role) -> Transition | None:
-        """The open transition that has a part for the role; at most one has."""
+        """The open transition that has a part for the role. At most one has."""
         for _, transition in sorted(self.transitions.items()):
             if any(part.role is role for part in transition.parts):
                 return transition
@@ -200,9 +202,9 @@ class ClusterState:
         return leaving, coming
 
     def suspects(self, role: Role) -> tuple[Grant, ...]:
-        """Grants that the store still counts as the role's and nobody is known to work under: gates are asked.
+        """Grants that the store still counts as the role's and that no worker is known to hold. Their gates are asked.
 
-        Those being acquired are left out: their holder has not told yet.
+        Grants that are being acquired are left out: their holder has not reported yet.
         """
         token_of = {grant.gpu: grant.token for grant in self.components[role].grants}
         transition, owner = self.transition_of(role), self.owner(role)
@@ -211,7 +213,7 @@ class ClusterState:
         return tuple(Grant(record.gpu, record.token) for record in strangers if record.gpu not in coming)
 
     def living(self, *, role: Role | None = None, node: NodeId | None = None) -> tuple[InstanceId, ...]:
-        """Instances that can be asked, of a role, on a node; by name."""
+        """Instances that can be asked, by name: of this role and on this node, where they are given."""
         found = (
             name
             for name, instance in self.instances.items()
@@ -224,14 +226,14 @@ class ClusterState:
 
     @property
     def target_version(self) -> int:
-        """The weights that rollout and inference must hold now: the open iteration's until its accounts are in."""
+        """The version that rollout and inference must hold now: the open iteration's until its accounts are in."""
         if self.iteration is not None and not self.iteration.is_accounted:
             return self.iteration.plan.version
         return self.next_version
 
     @property
     def final_checksum(self) -> str:
-        """Of the unsharded weights after the last iteration; empty until they are published."""
+        """The checksum of the unsharded weights after the last iteration; empty until they are published."""
         if self.spec is None or self.next_iteration < self.spec.num_iterations:
             return ""
         snapshot = self.snapshots.get(self.next_version)

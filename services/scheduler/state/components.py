@@ -57,7 +57,7 @@ class Working:
 
     - `grants`: of the members that are not known to be dead, in rank order;
     - `placed`: where the layout came into force, with the ranks that died since;
-    - `gone`: an actor's members, present or to come, that died in the open change;
+    - `dead_members`: an actor's members, present or to come, that died in the open change;
     - `num_deaths`: deaths of ranks that an actor outlived since the iteration opened.
 
     An actor that lacks ranks keeps its state and waits for them.
@@ -69,7 +69,7 @@ class Working:
     placed: Placed
     loaded: Loaded | None = None
     has_reference: bool = False
-    gone: tuple[Grant, ...] = ()
+    dead_members: tuple[Grant, ...] = ()
     num_deaths: int = 0
 
     def __post_init__(self) -> None:
@@ -128,8 +128,8 @@ class Component:
         return self.layout is not None and len(self.grants) < self.layout.num_ranks
 
     @property
-    def gone(self) -> tuple[Grant, ...]:
-        return self.state.gone if isinstance(self.state, Working) else ()
+    def dead_members(self) -> tuple[Grant, ...]:
+        return self.state.dead_members if isinstance(self.state, Working) else ()
 
 
 @dataclass(frozen=True, slots=True)

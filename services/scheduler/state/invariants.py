@@ -1,6 +1,10 @@
-"""What must hold of every state, and between a state and the next. The shell checks it before it writes.
+"""Checks of every state, alone and against the state before it. The shell runs them before it writes.
 
-Each check answers one promise; a violation says what, with its numbers. None is repaired here.
+Each check holds one promise. A violation names the promise, with the numbers. Nothing is repaired here. States that the
+types exclude, such as a suspended component with GPUs, need no check (`components`).
+
+Invariant: each check finds a state that breaks it, and none finds anything in a sound state.
+[test_invariants: breaks_an_invariant]
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ _RANK = {
     Phase.FAILED: 3,
     Phase.CANCELLED: 3,
 }
-"""A job goes up in this order, several steps in one write too; only a new submission takes it down again."""
+"""A job goes up in this order; one write may take several steps. Only a new submission takes it down again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class Violation:
 
 
 def check(previous: ClusterState, state: ClusterState) -> list[Violation]:
-    """What does not hold of `state`, coming from `previous`; empty when all is well. Who has which GPU is not looked at
-    again where it is the very same as in `previous`, which was checked: most events are progress."""
+    """The violations of `state`, which follows `previous`; empty when all is well. The owners of GPUs are not checked
+    again where they are the very objects of `previous`, which was checked: most events are progress."""
     checks = (
         () if _has_the_same_owners(previous, state) else _one_owner_a_gpu(state),
         _open_transitions_hold_their_gpus(state),
@@ -118,10 +122,10 @@ def _samples_add_up(state: ClusterState) -> Iterator[Violation]:
 
 
 def _accounts_stay(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
-    """What was generated is told of for as long as the job is: of closed iterations, and of one that was open."""
+    """The accounts of generated samples are kept as long as the job: of closed iterations, and of one that was open."""
     name, before = "no account is dropped", previous.summaries
     kept = state.summaries[: len(before)]
-    if kept != before and [_told(each) for each in kept] != [_told(each) for each in before]:
+    if kept != before and [_account(each) for each in kept] != [_account(each) for each in before]:
         yield Violation(name, f"{len(before)} summaries became {len(state.summaries)}, and other ones")
     was_open = previous.iteration
     if was_open is None:
@@ -132,7 +136,7 @@ def _accounts_stay(previous: ClusterState, state: ClusterState) -> Iterator[Viol
         yield Violation(name, f"iteration {opened[0]} of incarnation {opened[1]} was open, and has no summary")
 
 
-def _told(summary: Summary) -> tuple[int, int, Fate]:
+def _account(summary: Summary) -> tuple[int, int, Fate]:
     return summary.iteration, summary.incarnation, summary.generated
 
 
@@ -157,7 +161,7 @@ def _all_is_waited_for_with_a_deadline(state: ClusterState) -> Iterator[Violatio
 
 
 def _absences_last(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
-    """What a job may go on without is what nobody can have, waited for without a break."""
+    """A GPU that the job goes on without cannot be had, and was waited for without a break."""
     name = "what is absent cannot be had"
     for gpu, absence in state.absent.items():
         if not lasts(state, gpu, absence):

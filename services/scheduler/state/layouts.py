@@ -29,10 +29,10 @@ def num_gpus(found: tuple[Replica, ...]) -> int:
     return sum(map(len, found))
 
 
-def whole(component: Component, gone: set[Grant]) -> tuple[Grant, ...]:
-    """The grants of the replicas that none of these is of."""
-    dead = {grant.gpu for grant in gone}
-    kept = {gpu for each in replicas_of(component) if not dead.intersection(each) for gpu in each}
+def whole(component: Component, dead: set[Grant]) -> tuple[Grant, ...]:
+    """The grants of the replicas that have none of these dead members."""
+    lost = {grant.gpu for grant in dead}
+    kept = {gpu for each in replicas_of(component) if not lost.intersection(each) for gpu in each}
     return tuple(grant for grant in component.grants if grant.gpu in kept)
 
 

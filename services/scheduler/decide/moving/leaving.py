@@ -1,9 +1,19 @@
-"""What a component needs to let go of GPUs: all as the job ends, all while it goes on, or whole replicas. Pure.
+"""How a component lets go of GPUs: all when the job ends, all while the job goes on, or whole replicas. Pure.
 
-A stop and a suspension go alike: the GPUs drain, the lead lets go of them, each is released as its holder or its gate
-says that it is free. A component that keeps some changes its layout first, by the steps of `resizing`. Past its
-deadline a stop ends the job without it, and a suspension is closed: what was not released goes on as it was, unless the
-component is down by then; then its GPUs are taken back.
+A stop and a suspension take the same steps:
+1. The GPUs drain.
+2. The lead lets go of them.
+3. Each is released when its holder or its gate says that it is free.
+4. The component's part is committed.
+
+A component that keeps some GPUs changes its layout first, by the steps of `resizing`.
+
+Past its deadline a stop ends the job. A suspension past its deadline is closed: GPUs that are not released stay as they
+were. Where the component is down by then, they are taken back.
+
+Invariants:
+- A stop past its deadline ends the job, with the GPUs that still drain. [test_losses: stop_that_is_not_done]
+- A change past its deadline leaves the component as it was. [test_moving: change_that_is_overdue]
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ from tidegate.types import Grant, Role
 
 
 def planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
-    """The job ends."""
+    """A stop, for a job that ends; None where the component has no GPUs."""
     component = state.components[role]
     if not component.grants:
         return None
@@ -33,7 +43,8 @@ def planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
 
 
 def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_ms: int) -> Wanted | None:
-    """Of a component that works, what it does not have where it is placed; None where it has nothing else."""
+    """The plan by which a working component gives up the GPUs that are not in `placed`; None where it has no others.
+    It is a resize where whole replicas stay, else a suspension."""
     component = state.components[role]
     kept: tuple[Replica, ...] = stays(component, placed) if placed is not None else ()
     kept_gpus = {gpu for each in kept for gpu in each}
@@ -68,7 +79,7 @@ def _moves(state: ClusterState, role: Role, grants: tuple[Grant, ...]) -> tuple[
 
 
 def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
-    """An open stop or suspension, carried on."""
+    """The next step of an open stop or suspension."""
     planned = [move for move in transition.moves if move.state is MoveState.PLANNED]
     draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
     if now_ms >= transition.deadline_unix_ms and (planned or draining):
@@ -100,7 +111,7 @@ def _asked(state: ClusterState, role: Role, transition: Transition, working: tup
     step = f"{transition.id}/{'suspend' if is_suspend else 'down'}"
     head = header(state, role, lead, step=step, now_ms=now_ms, transition_id=transition.id)
     if is_suspend:
-        # Who died meanwhile too: what is asked under an id never changes.
+        # Grants of ranks that died meanwhile stay in it: a command never changes under its id.
         leaving, _ = state.moving(role, transition)
         return Wanted((cmd.Suspend(head, leaving),), (f"suspends the actor on {len(leaving)} GPUs",))
     down = cmd.ScaleDown(head, working, members=(), layout=None)

@@ -1,18 +1,28 @@
-"""What moving GPUs needs next: transitions begun, carried on and ended, and lost GPUs taken back. Pure.
+"""The next commands that move GPUs: they begin, continue and end transitions, and take lost GPUs back. Pure.
 
-A transition moves GPUs of one component: from the free pool to it, from it to the free pool, or, of an actor that
-changes while it works, both. So a GPU goes from one component to another by two of them, and the second is planned as
-soon as the store says that the GPU is free. Several are open at once, of a component one, and one is planned at a time.
-Each step is derived from the store's record and from what components told, never from what was asked before. An open
-one is carried to where it was planned to go, whatever is proposed meanwhile.
+A transition moves GPUs of one component: from the free pool to it, from it to the free pool, or both, for an actor that
+changes while it works. A GPU goes from one component to another by two transitions. The second one is planned as soon
+as the store says that the GPU is free.
 
-A transition past its deadline goes no further; which of them ends the job, and which leaves the component as it was, is
-`starting`'s, `leaving`'s and `resizing`'s.
+Each step follows from the store's record and the components' reports, never from earlier commands. The `kind` of a
+transition's part says which steps it takes: those in `starting`, `leaving` or `resizing`. An open transition goes where
+it was planned to go, whatever the policy proposes meanwhile. Past its deadline it goes no further; the same three
+modules say when that ends the job and when it leaves the component as it was.
 
-A component that lost GPUs: the store counts them as lost, the node's gate is asked, a worker that still holds one is
-stopped through the component's lead, and a GPU that nobody holds is reclaimed; then a new start takes it again.
-A world that lost one rank goes this way with all its GPUs; the rollout, and an actor that is past its start, with the
-lost ones alone.
+A component gets lost GPUs back in these steps:
+1. The store counts them as lost.
+2. The scheduler asks the node's gate.
+3. The component's lead stops a worker that still holds one.
+4. A GPU that nobody holds is reclaimed.
+5. A new start takes it again.
+A world of ranks that lost one rank takes these steps with all its GPUs. The rollout, and an actor past its start, take
+them with the lost GPUs alone.
+
+Invariants:
+- A component has at most one open transition; several components may have one each.
+  [test_moving: one_of_each_role]
+- Whatever goes wrong, each GPU comes to the component that it is proposed for. [test_moves: whatever_goes_wrong]
+- The same history and proposals give the same commands. [test_moves: the_same_history_and_proposals]
 """
 
 from __future__ import annotations
@@ -31,7 +41,7 @@ from tidegate.types import Role
 
 
 def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted:
-    """All components, in role order."""
+    """Commands for all components, in role order. At most one of them plans a transition."""
     wanted = Wanted()
     for role in Role:
         transition = state.transition_of(role)
@@ -73,7 +83,7 @@ def _is_hopeless(state: ClusterState, role: Role, transition: Transition) -> boo
 
 
 def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -> Wanted | None:
-    """The role's next transition; None when it has one, or needs none."""
+    """The plan of the role's next transition; None when it has an open one or needs none."""
     if state.transition_of(role) is not None:
         return None
     if state.phase is Phase.STOPPING:

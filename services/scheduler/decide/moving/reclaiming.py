@@ -1,6 +1,8 @@
-"""What GPUs need that a component lost: counted as lost, asked for at their gate, cleared, and taken back. Pure.
+"""How the job takes back GPUs that a component lost: it counts them as lost, asks their gate, clears them and reclaims
+them. Pure.
 
-Invariant: a GPU is free only when its holder, or its gate, has said that nobody holds it.
+Invariant: a GPU becomes free only when its holder or its gate has said that nobody holds it.
+[test_losses: not_taken_back_while_its_gate]
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from tidegate.types import CommandId, GpuId, Grant, Role, node_of
 
 
 def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[GpuId] = frozenset()) -> Wanted:
-    """Suspects on their way back to the free pool. Within a transition that stops the component they need only be
-    released; else the store counts them as lost first. `gone`: GPUs that the job goes on without."""
+    """The next step of each suspect on its way back to the free pool. Within a transition that empties the component,
+    it needs only its release; else the store counts it as lost first. `gone`: GPUs that the job goes on without."""
     wanted = Wanted()
     for grant in state.suspects(role):
         record = state.gpus[grant.gpu]
@@ -24,7 +26,7 @@ def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[G
             wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
         elif grant not in state.released:
             wanted += _asked_gate(state, role, grant, is_gone=grant.gpu in gone)
-            # Its worker was asked to end for as long as the job could not do without it.
+            # A job that goes on without the GPU asks its worker no more.
             is_asked = grant.gpu not in gone and not _is_leaving(state, role, grant)
             if grant in state.held and is_asked:
                 wanted += _cleared(state, role, grant, now_ms)
@@ -43,7 +45,7 @@ def _is_leaving(state: ClusterState, role: Role, grant: Grant) -> bool:
 
 
 def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Wanted:
-    """A command a GPU: the id names the grant, so that no later one is answered from its result."""
+    """One command for each GPU. Its id names the grant: the stored answer of an earlier grant must not answer it."""
     lead, component = state.lead_of(role), state.components[role]
     if lead is None:
         return Wanted((), (f"{grant.gpu} is held by a living worker of the {role}, which has no lead to stop it",))

@@ -1,16 +1,30 @@
-"""What a component needs that changes while it works and goes on: GPUs, layout, or both. Pure.
+"""How a component resizes: it changes its GPUs, its layout or both while it works. Pure.
 
-Order: it is planned; what leaves is draining and what comes is acquiring, in one turn; the lead is asked; the layout
-is switched; the lead says so; what leaves is released; the transition ends. The other components are asked nothing, and
-the open iteration stays open. Invariants: a GPU leaves the store's record only after the layout without it is in force;
-past its deadline a change that is not in force is closed, and the component goes on as it was.
+Steps:
+1. The transition is planned.
+2. GPUs that leave are draining and GPUs that come are acquiring, in one turn.
+3. The lead is asked.
+4. The component switches its layout, and the lead says so.
+5. GPUs that left are released.
+6. The transition ends.
+The other components are asked nothing, and the open iteration stays open.
 
-Of the rollout and the inference GPUs come or go, and the lead's word brings the new layout into force. The actor does
-both at once: its ranks make the new layout beside the old one, and the store's commit of its part, by the lead,
-decides.
-An actor that lacks ranks is brought back in the same way, once what it lost is free: to where it was, or was asked to.
-For it there is no going on as it was: such a resize is made again where its lead says that a death was in its way, and
-costs the incarnation where it fails otherwise, or comes to nothing by its deadline.
+GPUs of the rollout or the inference either come or go, and the lead's report brings the new layout into force. The
+actor's may come and go at once: its ranks make the new layout beside the old one. The commit of its part in the store,
+by its lead, decides.
+
+An actor that lacks ranks gets them back by a resize too, once the lost GPUs are free: to where it was, or to where a
+person asked for. Such an actor cannot go on as it was:
+- Where its lead says that a death was in the way, the resize is made again.
+- Where the resize fails otherwise, or is not done by its deadline, it costs the incarnation.
+
+Invariants:
+- A GPU leaves the store's record only after the layout without it is in force.
+  [test_moving: release_that_arrives_before_its_layout]
+- Past its deadline a resize that is not in force is closed, and the component goes on as it was.
+  [test_resizing: costs_the_resize_at_its_deadline]
+- A resize that the store has committed stays open until the lead has switched.
+  [test_resizing: open_until_the_lead_switched]
 """
 
 from __future__ import annotations
@@ -38,7 +52,7 @@ from tidegate.types import GpuId, Grant, Role, instance_id, node_of
 def planned_resize(
     state: ClusterState, placed: Placed, now_ms: int, *, gone: frozenset[GpuId] = frozenset()
 ) -> Wanted | None:
-    """The next resize of an actor that is up; None when it is where it should be. `gone`: GPUs that the job goes on
+    """The next resize of an actor that works; None when it is where it should be. `gone`: GPUs that the job goes on
     without."""
     component = state.components[Role.ACTOR]
     have = tuple(grant.gpu for grant in component.grants)
@@ -76,16 +90,17 @@ def planned_resize(
 
 
 def _may_resize(state: ClusterState, placed: Placed, gone: frozenset[GpuId]) -> bool:
-    """A person's wish and a lost rank wait until the job runs; what is in the way of its start does not."""
+    """A person's wish and a lost rank wait until the job runs. A resize does not wait while the job cannot start
+    without it."""
     component = state.components[Role.ACTOR]
     is_in_the_way = state.phase is Phase.STARTING and placed != state.asked and not component.lacks_ranks
     lost = {grant.gpu for grant in state.suspects(Role.ACTOR)} - gone
-    is_told = state.lead_of(Role.ACTOR) is not None and not lost
-    return is_told and (state.phase is Phase.RUNNING or is_in_the_way)
+    can_be_asked = state.lead_of(Role.ACTOR) is not None and not lost
+    return can_be_asked and (state.phase is Phase.RUNNING or is_in_the_way)
 
 
 def changed(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
-    """An open change of layout, carried on."""
+    """The next step of an open resize."""
     part, is_switched = transition.part(role), state.components[role].switched == transition.id
     is_committed = part.state is PartState.COMMITTED
     if is_switched and (is_committed or role is not Role.ACTOR):
@@ -103,13 +118,13 @@ def changed(state: ClusterState, role: Role, transition: Transition, now_ms: int
 
 
 def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
-    """The lead is asked until it says that it switched: after the commit as well, for then there is no way back."""
+    """Ask the lead until it says that it switched, after the commit too: from there on there is no way back."""
     lead, layout = state.lead_of(role), transition.part(role).new_layout
     assert layout is not None, f"{transition.id} is a change of layout"
     if lead is None:
         return Wanted((), (f"{transition.id} waits for a lead of the {role}",))
     leaving, coming = state.moving(role, transition)
-    # Who died meanwhile too: what is asked under an id never changes, and the lead finds them dead.
+    # Grants of ranks that died meanwhile stay in it: a command never changes under its id. The lead finds them dead.
     members = ranked(state, transition, members_after(state, role, transition))
     step = f"{transition.id}/resize"
     head = header(state, role, lead, step=step, now_ms=now_ms, transition_id=transition.id)
@@ -125,7 +140,7 @@ def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int)
 
 
 def _released(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
-    """The layout is in force: what left is released as its holder, or its gate, says that it is free."""
+    """The layout is in force. Each GPU that left is released when its holder or its gate says that it is free."""
     leaving = [move for move in transition.moves if move.state is MoveState.DRAINING]
     free = [move for move in leaving if Grant(move.gpu, move.token) in state.released]
     if not leaving or now_ms >= transition.deadline_unix_ms:

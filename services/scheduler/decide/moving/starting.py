@@ -1,11 +1,18 @@
-"""What a component needs to come to GPUs that it does not have: started, resumed, or with more of them. Pure.
+"""How a component gets GPUs that it does not have: it starts, resumes, gets dead replicas back, or grows. Pure.
 
-The rollout takes whole engines as they become free while others work, an inference that works whole copies; every other
-start is of all its GPUs at once. A component that works and comes into another layout by it is `changing`, by the steps
-of `resizing`; whom a death took away comes back by the steps of a start. A suspended actor is resumed from its state.
+- The rollout takes whole engines as they become free, while others work. An inference that works takes whole copies.
+- Every other start takes all its GPUs at once.
+- A component that comes into another layout resizes, by the steps of `resizing`.
+- Replicas that died come back in the same layout (`replace`), by the steps of a start.
+- A suspended actor resumes from the state that it kept.
 
-A start past its deadline is closed and counts as failed, a failed one is made again after a pause, and a component that
-cannot work without it is given up after `MAX_FAILED_STARTS`.
+A start past its deadline is closed and counts as failed. It is made again after a pause.
+
+Invariants:
+- A component that cannot work without the start fails the job after `MAX_FAILED_STARTS` starts in a row.
+  [test_losses: fails_to_start_again_and_again]
+- A component that works goes on, however often it fails to grow. [test_moving: growing_fails_again]
+- A start past its deadline counts as failed. [test_losses: start_that_is_not_done]
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) 
     missing = _missing(state, role, placed)
     if not missing:
         return None
-    # Once it works, what a death took away is the start's to bring back; without the rest it can do.
+    # A component that works needs the replicas that died. It can do without growing.
     is_needed = not component.is_up or component.layout == placed.layout
     if is_needed and component.num_failed_starts >= MAX_FAILED_STARTS:
         times = f"the {role} failed to start {component.num_failed_starts} times in a row"
@@ -50,13 +57,13 @@ def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) 
     paused = pause(state, role, now_ms)
     found = _there(state, role, missing)
     if isinstance(found, Wanted):
-        # Both at once: a pause that is over is forgotten where its start has to wait, and begins anew.
+        # Wanted together: while the start waits, a pause that is over would be forgotten and begin anew.
         return paused + found if is_needed and paused is not None else found
     return paused or _plan(state, role, placed, found, now_ms=now_ms)
 
 
 def _there(state: ClusterState, role: Role, missing: tuple[Replica, ...]) -> tuple[Replica, ...] | Wanted:
-    """What of it can be had now, or what that waits for."""
+    """The missing replicas that can be taken now, or what the component waits for."""
     component = state.components[role]
     gpus = [gpu for each in missing for gpu in each]
     unknown = [gpu for gpu in gpus if gpu not in state.gpus]
@@ -132,7 +139,7 @@ def pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
 
 
 def started(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
-    """An open start, carried on."""
+    """The next step of an open start, resumption or replacement."""
     steps = tuple(
         advance(transition, move, MoveState.ACQUIRING) for move in transition.moves if move.state is MoveState.PLANNED
     )
@@ -174,7 +181,7 @@ def scale_up(
 
 
 def _to_load(state: ClusterState, role: Role) -> tuple[Snapshot | None, Snapshot | None]:
-    """Weights and reference for who comes: both, or none before they are published."""
+    """Weights and reference for the ranks that come: both, or none before they are published."""
     weights = state.snapshots.get(state.target_version)
     reference = state.reference if state.needs_reference(role) else None
     if role is Role.ACTOR or weights is None or (reference is None and state.needs_reference(role)):
@@ -183,7 +190,7 @@ def _to_load(state: ClusterState, role: Role) -> tuple[Snapshot | None, Snapshot
 
 
 def ranked(state: ClusterState, transition: Transition, grants: tuple[Grant, ...]) -> tuple[Grant, ...]:
-    """In the rank order that was planned."""
+    """The grants in the rank order that was planned."""
     target = state.targets.get(transition.id)
     gpus: tuple[GpuId, ...] = target.placed.gpus if target is not None and target.placed is not None else ()
     rank = {gpu: index for index, gpu in enumerate(gpus)}

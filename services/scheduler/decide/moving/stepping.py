@@ -1,6 +1,7 @@
-"""The steps of a transition as commands to the store, and what is asked of GPUs before one is planned. Pure.
+"""The steps of a transition as commands to the store. Pure.
 
-Invariant: a step's id is derived from its transition and what it changes, so that every replica names it alike.
+Invariant: a step's id follows from its transition and the step's change, so that every replica gives it the same id.
+[test_moves: the_same_history_and_proposals]
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from tidegate.ownership.transitions import earned_outcome
 from tidegate.types import CommandId, Layout, NodeId, Role
 
 TRANSITION_DEADLINES = MAX_ISSUES + 1
-"""Command deadlines that a transition has. A lead that hangs ends the job one earlier, with the words of what it was
-asked; this ends what goes on for longer: leads that keep changing, a step that the store keeps refusing."""
+"""Command deadlines that a transition has. A lead that hangs ends the job one deadline earlier, with a message that
+names its command. This limit ends longer waits: leads that keep changing, a step that the store keeps refusing."""
 
 MIN_TRANSITION_MS = 180_000
-"""However short the command deadline: a lead that never answers is given up after two minutes, and what a scheduler
-that died had asked of the store is asked again after seconds."""
+"""The least time of a transition, however short the command deadline. A lead that never answers is given up after two
+minutes. Commands to the store that a scheduler did not carry out before it died are issued again after seconds."""
 
 CHANGE_DEADLINES = 2
-"""Command deadlines that a change of a component that works has. One fewer than end the job for a lead without effect:
-an update that takes longer than this costs the change, not the job."""
+"""Command deadlines that a change of a working component has. One more and a lead without effect ends the job: an
+update that takes longer than this costs the change, not the job."""
 
 
 def change_deadline_ms(state: ClusterState) -> int:
@@ -34,7 +35,8 @@ def change_deadline_ms(state: ClusterState) -> int:
 
 
 def close(transition: Transition) -> Wanted:
-    """As it is: not released stays, released is free, handed out is lost until its gate says that nobody holds it."""
+    """Close it as it is. GPUs that are not released stay, and released ones are free. GPUs that were handed out are
+    lost until their gate says that nobody holds them."""
     outcome = earned_outcome(transition)
     command = cmd.CloseTransition(CommandId(f"{transition.id}/close"), transition.id, outcome)
     return Wanted((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
@@ -69,7 +71,8 @@ def plan(
     deadline_ms: int | None = None,
     target: Target | None = None,
 ) -> Wanted:
-    """`deadline_ms` from now; None gives it as long as a start or a stop may take. `target`: None is a stop's."""
+    """Plan the transition. `deadline_ms` counts from now; None allows as long as a start or a stop may take. `target`
+    is None for a stop."""
     if deadline_ms is None:
         deadline_ms = max(MIN_TRANSITION_MS, TRANSITION_DEADLINES * command_deadline_ms(state))
     transition = Transition(

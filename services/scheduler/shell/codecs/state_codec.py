@@ -27,7 +27,7 @@ from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 """Raise it with every change of the fields of a state. A state of the old form would otherwise be read wrongly, or be
 refused for a field, without a remedy."""
 

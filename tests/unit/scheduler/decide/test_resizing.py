@@ -15,7 +15,7 @@ from services.scheduler.state.values import Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import gpu, spec
-from tidegate.ownership.records import GpuState, Outcome
+from tidegate.ownership.records import GpuState, Outcome, PartKind
 from tidegate.types import NO_TOKEN, GpuId, Grant, Layout, NodeId, Role, instance_id
 
 FIRST, SECOND = gpu("n0", 0), gpu("n1", 0)
@@ -105,7 +105,8 @@ def test_a_resize_that_cannot_be_prepared_leaves_the_actor_as_it_was_and_is_not_
     drive.run_until(lambda state: not state.suspects(Role.ACTOR))
     assert drive.cluster.store.gpus[SPARE].state is GpuState.FREE
     assert drive.run().phase is Phase.FINISHED
-    assert sum(record.reason.startswith("the actor from") for record in drive.cluster.store.records.values()) == 1
+    kinds = [part.kind for record in drive.cluster.store.records.values() for part in record.parts]
+    assert kinds.count(PartKind.RESIZE) == 1
 
 
 def test_a_worker_that_dies_as_it_comes_costs_the_resize_and_not_the_actor() -> None:

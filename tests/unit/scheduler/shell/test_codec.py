@@ -65,7 +65,7 @@ AT_WORK = Working(
     placed=Placed((gpu("n0", 0), gpu("n0", 1)), Layout(dp=2)),
     loaded=Loaded(1, 2, "files-2"),
     has_reference=True,
-    gone=(Grant(gpu("n0", 1), TOKEN),),
+    dead_members=(Grant(gpu("n0", 1), TOKEN),),
     num_deaths=1,
 )
 
