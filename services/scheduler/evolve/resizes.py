@@ -23,7 +23,7 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
 from services.scheduler.state.components import Component, Down, Suspended, Working, role_of_instance
 from services.scheduler.state.values import JobSpec, Placed
-from tidegate.ownership.records import GpuRecord, GpuState, PartState, Transition
+from tidegate.ownership.records import GpuRecord, GpuState, PartKind, PartState, Transition
 from tidegate.types import Grant, Layout, Role
 
 
@@ -148,7 +148,9 @@ def over(state: ClusterState, transition: Transition) -> ClusterState:
         num_more = 0 if is_in_force or actor.dead_members or not actor.lacks_ranks else 1
         num_deaths = actor.state.num_deaths + num_more
         ended = replace(actor, state=replace(actor.state, dead_members=(), num_deaths=num_deaths))
-    was_asked = target is None or target.is_asked
+    # A person asks for resizes alone. A recovered state does not know the targets of transitions from before.
+    is_resize = transition.part(Role.ACTOR).kind is PartKind.RESIZE
+    was_asked = is_resize and (target is None or target.is_asked)
     if not (was_asked or is_in_force or actor.lacks_ranks):
         ended = replace(ended, num_failed_starts=ended.num_failed_starts + 1, last_failure="it was not done")
     asked = state.asked_next if was_asked else state.asked_next or state.asked

@@ -1,7 +1,9 @@
-"""What of a component's GPUs comes and goes together: an engine of the rollout, a copy of the inference. Pure.
+"""Replicas: GPUs of a component that come and go together, and the layouts that they make. Pure.
 
-Invariant: a rollout's or an inference's GPUs, in rank order, are whole replicas one after the other, in the state, in a
-proposal and in what is asked.
+A replica is an engine of the rollout or a copy of the inference or the actor.
+
+Invariant: the GPUs of the rollout and of the inference, in rank order, are whole replicas one after the other. This
+holds in the state, in proposals and in commands. [test_moving: engines_of_several_gpus_move_whole]
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def replicas(gpus: tuple[GpuId, ...], layout: Layout) -> tuple[Replica, ...]:
 
 
 def replicas_of(component: Component) -> tuple[Replica, ...]:
-    """Those that work."""
+    """The replicas that work."""
     return replicas(tuple(grant.gpu for grant in component.grants), component.layout) if component.layout else ()
 
 
@@ -37,8 +39,7 @@ def whole(component: Component, dead: set[Grant]) -> tuple[Grant, ...]:
 
 
 def stays(component: Component, placed: Placed) -> tuple[Replica, ...]:
-    """Which of its replicas it has where it is placed too, in whatever order of ranks; none where they are of another
-    shape."""
+    """The replicas of the component that `placed` has too, in any order of ranks; none where their shapes differ."""
     if component.layout is None or replace(component.layout, dp=1) != replace(placed.layout, dp=1):
         return ()
     own = replicas_of(component)
@@ -49,7 +50,7 @@ def stays(component: Component, placed: Placed) -> tuple[Replica, ...]:
 
 
 def comes(component: Component, placed: Placed) -> tuple[Replica, ...]:
-    """Which of its replicas it lacks where it is placed, in rank order."""
+    """The replicas of `placed` that the component lacks, in rank order."""
     wanted = replicas(placed.gpus, placed.layout)
     if (stay := stays(component, placed)) == wanted:
         return ()
@@ -58,7 +59,7 @@ def comes(component: Component, placed: Placed) -> tuple[Replica, ...]:
 
 
 def in_rank_order(found: tuple[Replica, ...], placed: Placed) -> tuple[GpuId, ...]:
-    """The replicas as they are placed, each in its own order."""
+    """The GPUs of the replicas in the order of `placed`, each replica in its own order."""
     rank = {gpu: index for index, gpu in enumerate(placed.gpus)}
     return tuple(
         gpu for each in sorted(found, key=lambda each: min(rank.get(gpu, len(rank)) for gpu in each)) for gpu in each
@@ -66,18 +67,19 @@ def in_rank_order(found: tuple[Replica, ...], placed: Placed) -> tuple[GpuId, ..
 
 
 def engine_size(spec: JobSpec) -> int:
-    """GPUs of an engine."""
+    """How many GPUs an engine has."""
     return replica_size(spec.placement[Role.ROLLOUT].layout)
 
 
 def replica_size(layout: Layout) -> int:
-    """GPUs of one data-parallel copy."""
+    """How many GPUs one data-parallel copy has."""
     return layout.num_ranks // layout.dp
 
 
 def with_dp(layout: Layout, dp: int, *, num_shards: int | None = None) -> Layout | None:
-    """The layout with so many data-parallel copies; None where its experts do not divide over them, or they do not
-    divide `num_shards`, the logical shards of a reproducible actor."""
+    """The layout with `dp` data-parallel copies. `num_shards`: the logical shards of a reproducible actor.
+
+    None where the layout's experts do not divide over the copies, or the copies do not divide the shards."""
     if dp < 1 or dp * layout.cp % layout.ep or (num_shards is not None and num_shards % dp):
         return None
     return replace(layout, dp=dp)
@@ -86,8 +88,8 @@ def with_dp(layout: Layout, dp: int, *, num_shards: int | None = None) -> Layout
 def most_copies(
     layout: Layout, gpus: tuple[GpuId, ...], *, most: int | None = None, num_shards: int | None = None
 ) -> Placed | None:
-    """As many whole copies as these GPUs make, in their order, and at most so many; the other GPUs would have no rank.
-    None where there is no layout for any number of them."""
+    """As many whole copies as these GPUs make, in their order, and at most `most`. The other GPUs get no rank. None
+    where there is no layout for any number of copies."""
     size = replica_size(layout)
     num_copies = len(gpus) // size
     dp = largest_dp(layout, num_copies if most is None else min(num_copies, most), num_shards=num_shards)
@@ -95,15 +97,15 @@ def most_copies(
 
 
 def largest_dp(layout: Layout, most: int, *, num_shards: int | None = None) -> int:
-    """The most data-parallel copies, at most so many, that there is a layout for; 0 for none."""
+    """The largest number of data-parallel copies, at most `most`, that has a layout; 0 where none has."""
     return next((dp for dp in range(most, 0, -1) if with_dp(layout, dp, num_shards=num_shards)), 0)
 
 
 def as_engines(gpus: tuple[GpuId, ...], size: int) -> tuple[Replica, ...]:
-    """Consecutive GPUs an engine; what does not fill the last one is left out."""
+    """Engines of consecutive GPUs. GPUs that do not fill the last engine are left out."""
     return tuple(gpus[start : start + size] for start in range(0, len(gpus) - size + 1, size))
 
 
 def placed_gpus(spec: JobSpec) -> tuple[GpuId, ...]:
-    """Of all components, in the order actor, rollout, inference; those standing by are left out."""
+    """The GPUs of all components, in the order actor, rollout, inference. GPUs that stand by are left out."""
     return tuple(gpu for role in (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE) for gpu in spec.placement[role].gpus)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.scheduler.evolve.fold import evolve
 from services.scheduler.evolve.recovering import recovered
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.invariants import check
+from services.scheduler.state.values import Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
-from tests.unit.scheduler.fake_parts import JOB, spec
-from tidegate.ownership.records import GpuRecord, GpuState
-from tidegate.types import Role
+from tests.unit.scheduler.fake_parts import JOB, gpu, spec
+from tidegate.ownership import transitions
+from tidegate.ownership.records import GpuRecord, GpuState, Outcome, Part, PartKind, Transition
+from tidegate.types import Layout, Role, TransitionId
 
 
 def history(drive: Drive) -> list[ev.Event]:
@@ -31,9 +34,9 @@ def after_two_iterations() -> Drive:
 def lose_the_store(drive: Drive) -> None:
     """The server comes back empty and is adopted: the gates alone know of the GPUs."""
     drive.cluster.store.records.clear()
-    for gpu, gate in drive.cluster.gates.items():
+    for slot, gate in drive.cluster.gates.items():
         state = GpuState.LOST if gate.is_held else GpuState.FREE
-        drive.cluster.store.gpus[gpu] = GpuRecord(gpu, state, None, gate.highest)
+        drive.cluster.store.gpus[slot] = GpuRecord(slot, state, None, gate.highest)
     drive.state = recovered(ClusterState(job=JOB), history(drive))
 
 
@@ -87,6 +90,21 @@ def test_restarts_before_the_state_was_lost_are_known_from_later_events() -> Non
     lineage = [(each.iteration, each.incarnation) for each in drive.state.summaries if not each.is_superseded]
     assert lineage == [(0, 1), (1, 1), (2, 2)]
     assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_wish_outlives_the_end_of_a_suspension_that_the_lost_state_had_planned() -> None:
+    drive = after_two_iterations()
+    state = recovered(ClusterState(job=JOB), history(drive))
+    wish = Placed((gpu("n0", 0),), Layout())
+    part = Part(Role.ACTOR, PartKind.SUSPEND, Layout(tp=2), None)
+    suspension = Transition(TransitionId(f"{JOB}/1/t9"), JOB, 1, (), (part,), 1, 1, "")
+    state = replace(state, asked=wish, transitions={suspension.id: suspension})
+
+    closed = transitions.close(suspension, {}, Outcome.ABORTED).transition
+    seen = ev.OwnershipObserved(tuple(state.gpus.values()), (closed,))
+    after = evolve(state, ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=seen))
+
+    assert (after.asked, after.transitions) == (wish, {})
 
 
 def test_a_job_that_was_ending_still_ends_after_its_state_is_lost() -> None:
