@@ -48,6 +48,7 @@ def _field_names(kind: Any) -> tuple[str, ...] | None:
     return tuple(each.name for each in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
+@cache
 def _case(kind: Any) -> str | None:
     return getattr(kind, "CASE", None)
 
