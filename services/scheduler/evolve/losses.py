@@ -17,7 +17,7 @@ as lost, has the node's gate asked, and takes the GPU back when nobody holds it.
 Invariants:
 - The death of an engine leaves the others at work. [test_losses: a_rollout_engine_that_dies]
 - The death of an actor's rank in an iteration costs no incarnation. [test_losses: dies_in_an_iteration_is_replaced]
-- An iteration outlives MAX_DEATHS deaths and no more. [test_losses: outlives_so_many_deaths]
+- An iteration outlives MAX_DEATHS deaths and no more. [test_losses: an_iteration_outlives_max_deaths]
 - A job restarts its actor at most `max_actor_restarts` times. [test_losses: dies_more_often_than_allowed]
 """
 

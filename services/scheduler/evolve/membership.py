@@ -3,7 +3,7 @@
 Invariants:
 - A lead's `epoch` and an instance's `boot` only grow. [test_invariants: breaks_an_invariant]
 - A new boot of an instance is the death of its boot before, whichever event shows it first.
-  [test_fold: a_newer_start_shows_the_death]
+  [test_fold: shows_the_death_of_the_start_before]
 """
 
 from __future__ import annotations
