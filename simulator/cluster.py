@@ -1,10 +1,12 @@
-"""A simulated job as its scheduler sees it: what leads, the store and the gates say, and what they do when asked.
+"""A simulated job as its scheduler sees it: the events of its leads, store and gates, and their work on commands.
 
-The world is what happens; this tells of it by the same events, and takes the same commands, as a real job's services.
-The start of the job, and of the iteration until everything is where it is first placed, takes no time: there is no
-world yet. From `begin_iteration` on the world runs.
-Invariants: a command is done once and answered at once; an event is said once, in its source's order; what is said of a
-GPU is what the world has of it.
+The world simulates the iteration. The cluster sends its happenings as the events of a real job's services, and takes
+the same commands. The start takes no time: there is no world until every component is where it is first placed.
+`begin_iteration` starts the world.
+Invariants:
+- A command is done once and answered at once.
+- An event is sent once, in the order of its source.
+- An event says of a GPU what the world has of it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ DIGEST_STEP = 0x9E3779B97F4A7C15
 
 
 class Cluster:
-    """Of one iteration."""
+    """The cluster of one iteration."""
 
     def __init__(self, simulated: SimulatedIteration) -> None:
         self.spec = simulated.spec
@@ -57,7 +59,7 @@ class Cluster:
         self._order: tuple[int, ...] = ()
 
     def boot(self) -> None:
-        """Every node's services join, the first of each role leads, and the job is submitted."""
+        """The services of every node join, the first of each role leads, and the launcher submits the job."""
         for role, lead in self._leads.items():
             for node in self._nodes:
                 self.voice.start(instance_id(role, node))
@@ -65,7 +67,7 @@ class Cluster:
         self.voice.submit(self.spec)
 
     def begin_iteration(self) -> World:
-        """From where everything is now."""
+        """The world of the iteration, which begins with the present placement."""
         world = self.world = self._simulated.world(self._placed())
         if self._holds:
             world.hold_training(math.inf)
@@ -73,7 +75,7 @@ class Cluster:
         return world
 
     def tell_pictures(self) -> None:
-        """Of the iteration as it is at this instant."""
+        """Each lead sends its picture of the iteration at this instant."""
         world = self.world or self._simulated.world(self._placed())
         world.rollout.advance()
         situations = self._simulated.situations
@@ -82,7 +84,7 @@ class Cluster:
         self._say(self._leads[Role.ACTOR], situations.training(world))
 
     def notice(self, happening: Happening) -> None:
-        """What the components say of it."""
+        """The components send their events about the happening."""
         world, what = self.world, happening.what
         assert world is not None, "nothing happens before the iteration begins"
         if what is What.NODE_LOST:
@@ -106,7 +108,7 @@ class Cluster:
                 self._go_on(lead)
 
     def report(self, world: World) -> None:
-        """The accounts of an iteration that is over."""
+        """The rollout and the actor report their accounts of an iteration that is over."""
         self._report(world, Role.ROLLOUT, generated=range(len(world.rollout.sequences)))
         self._report(world, Role.ACTOR, trained=self._trained(world))
 
@@ -114,7 +116,7 @@ class Cluster:
         size = self.spec.group_size
         return [group * size + member for group in world.trainer.trained for member in range(size)]
 
-    # What the scheduler asks
+    # Commands of the scheduler
 
     def execute(self, commands: Sequence[cmd.Command]) -> None:
         for command in commands:
@@ -133,7 +135,7 @@ class Cluster:
                     self._abandon(command.transition_id)
 
     def _obey(self, command: cmd.LeadCommand, lead: Lead) -> None:
-        """What ends an iteration, and an evaluation, take no time here."""
+        """The end of an iteration, and an evaluation, take no time here."""
         match command:
             case cmd.ScaleDown(header=header) if not header.transition_id:
                 self._clear(lead, command.grants)
@@ -154,7 +156,7 @@ class Cluster:
         change.is_lead_to_commit = self.store.part(change.transition, lead.role).kind is PartKind.RESIZE
         self._highest.update({grant.gpu: grant.token for grant in change.coming})
         if dead := tuple(grant for grant in change.coming if self._is_dead(grant.gpu)):
-            # It died while nobody had it, so that nobody knew.
+            # The GPU died while no component had it, so that no lead knew.
             lead.change = change
             self._came_to_nothing(lead, dead)
             return
@@ -162,7 +164,7 @@ class Cluster:
         self._go_on(lead)
 
     def _abandon(self, transition: TransitionId) -> None:
-        """The scheduler waits no more for the boundary of a trainer that was to change: it stays as it is."""
+        """The scheduler no longer waits for the trainer's boundary. The trainer stays as it is."""
         lead = self._leads[Role.ACTOR]
         if lead.change is None or lead.change.transition != transition or self.world is None:
             return
@@ -179,7 +181,7 @@ class Cluster:
         self._died(lead, dead)
 
     def _go_on(self, lead: Lead) -> None:
-        """As far as the world is with what it was asked."""
+        """Report what the world has done of the commands to this lead."""
         cleared = tuple(sorted(grant for grant in lead.clearing if are_free(self.world, (grant,))))
         if cleared:
             lead.clearing.difference_update(cleared)
@@ -225,22 +227,23 @@ class Cluster:
             world.order_queue(group * size + member for group in self._order for member in range(size))
 
     def _answer_gate(self, command: cmd.AskGate) -> None:
-        """A GPU is held as long as the world has it so; a lost one that nobody sees again stays held."""
+        """A GPU is held as long as the world has it so. A lost GPU that does not come back stays held."""
         gates = (
             ev.GateState(gpu, token, not are_free(self.world, (Grant(gpu, token),)))
             for gpu, token in self._highest.items()
         )
         self.voice.report_gates(command, gates)
 
-    # What dies, and comes back
+    # Deaths and returns
 
     def _node_lost(self, node: NodeId) -> None:
-        """Told at once, and before what its GPUs' leads say; of a real one the leases have to expire."""
+        """The scheduler learns of the loss at once, before the events about its GPUs. The leases of a real node have to
+        expire first."""
         for role in Role:
             self.voice.lose(instance_id(role, node))
 
     def _lost(self, world: World, gpu: GpuId) -> None:
-        """An engine that was there says so itself."""
+        """Report the death of the GPU. An engine of the rollout reports its own death."""
         for lead in self._leads.values():
             grants = lead.grants_on((gpu,))
             if grants and not (lead.role is Role.ROLLOUT and set(grants) <= set(lead.members)):
@@ -255,7 +258,7 @@ class Cluster:
         self._died(lead, lead.grants_on(happening.gpus))
 
     def _died(self, lead: Lead, grants: tuple[Grant, ...]) -> None:
-        """A change that needed them comes to nothing; the scheduler sees to what it had begun."""
+        """A change that needed the dead GPUs ends here; the scheduler deals with the part that it had begun."""
         if lead.change is not None and set(grants) & {*lead.change.coming, *lead.change.leaving}:
             lead.change = None
         lead.members = tuple(grant for grant in lead.members if grant not in grants)
@@ -268,7 +271,7 @@ class Cluster:
         if change is not None and not change.is_switched:
             self._say(lead, ev.ResizeFailed(why), transition=change.transition, grants=lead.members)
 
-    # What it says
+    # Events
 
     def _report(self, world: World, role: Role, *, generated: Sequence[int] = (), trained: Sequence[int] = ()) -> None:
         lead = self._leads[role]
@@ -279,7 +282,7 @@ class Cluster:
         self.voice.say(lead.instance, body, transition=transition, grants=grants)
 
     def _placed(self) -> Assignment:
-        """Where everything is that a component has."""
+        """The GPUs of every component."""
         gpus = {role: tuple(grant.gpu for grant in lead.members) for role, lead in self._leads.items()}
         layout = self._leads[Role.ACTOR].layout
         trainer = Placed(gpus[Role.ACTOR], layout) if layout else None

@@ -1,8 +1,10 @@
-"""The leads of a simulated job's components: what the scheduler asks of them becomes moves of the world.
+"""The leads of a simulated job's components: a command of the scheduler becomes a move of the world.
 
-A lead begins what it is asked, and says that its layout is in force, and that what left is free, once the world shows
-it. Before the iteration has begun there is no world, and everything is so at once.
-Invariants: one change of a component at a time; a GPU is said to be free only when the world has it so.
+A lead begins a change as soon as it is asked to. Once the world shows it, the lead reports that its layout is in force
+and that the GPUs that left are free. Before the iteration there is no world, and a change is done at once.
+Invariants:
+- A component has one change at a time.
+- A lead reports a GPU as free only when the world has it so.
 """
 
 from __future__ import annotations
@@ -19,25 +21,25 @@ from tidegate.types import GpuId, Grant, InstanceId, Layout, Role
 
 
 class Moves(Protocol):
-    """How a component's change is made in the world."""
+    """The moves of the world that make a component's change."""
 
     told_by: frozenset[What]
-    """After which happenings it may be further."""
+    """The happenings after which a change may have gone on."""
 
     def begin(self, world: World, change: Change) -> None: ...
 
     def is_there(self, world: World, change: Change) -> bool:
-        """Whether it works as it shall afterwards."""
+        """Whether the component works as the change has it."""
         ...
 
     def clear(self, world: World, gpu: GpuId) -> None:
-        """Takes the GPU away from whatever holds it still."""
+        """Take the GPU from its present holder."""
         ...
 
 
 @dataclass
 class Lead:
-    """`members` have passed their gates; `clearing` are grants that are to be let go, whatever holds their GPUs."""
+    """`members` have passed their gates. `clearing` has the grants to let go of, whatever holds their GPUs."""
 
     role: Role
     instance: InstanceId
@@ -58,7 +60,7 @@ class Lead:
         return world is None or self.moves.is_there(world, self.change)
 
     def grants_on(self, gpus: Iterable[GpuId]) -> tuple[Grant, ...]:
-        """Of what it has, and of what comes."""
+        """The grants on these GPUs among the members and among those that come."""
         wanted = set(gpus)
         coming = self.change.coming if self.change else ()
         return tuple(grant for grant in (*self.members, *coming) if grant.gpu in wanted)
@@ -70,7 +72,7 @@ def are_free(world: World | None, grants: Iterable[Grant]) -> bool:
 
 @dataclass
 class RolloutMoves:
-    """Engines come and go at once; those on GPUs whose engine died start cold."""
+    """Engines come and go at once. An engine starts cold on GPUs whose engine died."""
 
     told_by: frozenset[What] = frozenset({What.ENGINE_ACQUIRED, What.ENGINE_LEFT, What.GPUS_FREED})
     asked_to_leave: set[int] = field(default_factory=set)

@@ -1,5 +1,9 @@
-"""How leads of a fake cluster change their GPUs: a resize of the actor, which the store's commit decides, engines that
-leave, and an actor that is suspended and comes back."""
+"""Changes of GPUs in a fake cluster.
+
+- A resize of the actor, which the commit in the store decides.
+- Engines that leave the rollout, and an inference that shrinks.
+- An actor that is suspended and resumed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class FakeChanges(FakeMembers):
     keeps_state: bool = True
 
     def _change(self, role: Role, lead: FakeLead) -> bool:
-        """A step of what it is asked to change; False when it is asked nothing."""
+        """One step of the change that the lead was asked for; False when there is none."""
         if not self.instances[lead.instance].is_alive:
             return False
         if lead.suspension is not None:
@@ -39,7 +43,7 @@ class FakeChanges(FakeMembers):
         return False
 
     def _go_on_resizing(self, lead: FakeLead, resize: Change) -> None:
-        """The commit in the store, which decides, or the switch after it."""
+        """The commit in the store, which decides, or the switch after the commit."""
         said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": resize.transition}
         if not resize.is_switched:
             found = self._fault_in_preparing(lead, resize)
@@ -67,7 +71,7 @@ class FakeChanges(FakeMembers):
             self.voice.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
 
     def _fault_in_preparing(self, lead: FakeLead, resize: Change) -> tuple[str, bool] | None:
-        """And whether somebody has died."""
+        """The fault, and whether it is a death; None when the store has committed."""
         if self._fails_to_prepare():
             return "it could not be prepared", False
         stay = [grant for grant in resize.members if grant not in resize.coming]
@@ -87,7 +91,7 @@ class FakeChanges(FakeMembers):
         return None
 
     def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: Change) -> None:
-        """The rollout's engines finish elsewhere what they had, an inference makes a smaller world."""
+        """Sequences of the rollout's engines go on elsewhere, and an inference makes a smaller world."""
         said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": resize.transition}
         lead.resize = None
         is_broken = role is Role.INFERENCE and not all(map(self._is_at_work, (*resize.members, *resize.leaving)))
@@ -123,7 +127,7 @@ class FakeChanges(FakeMembers):
     def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
         assert lead.kept_on is not None, "an actor is resumed that was not suspended"
         if not lead.kept_on:
-            # A death that is not told yet took the state along.
+            # A death that is not reported yet took the state along.
             self.voice.fail_component(lead.instance, "the state that was kept is gone", incarnation=lead.incarnation)
             return
         if not self._pass_gates(command, lead):

@@ -1,8 +1,13 @@
 """A cluster that answers the scheduler's commands with events, in memory and without time of its own.
 
-It has what the real one has, by the same rules: an ownership store (`tidegate.ownership.transitions`), gates that
-know who holds a GPU, instances with boots, leads with epochs that store their answers by command id, and an actor
-whose checkpoints outlive it. What it says waits in `outbox`, for a test to deliver in the order it likes.
+Its ownership store, its changes and the events of its services are the simulator's (`simulator.store`, `changes`,
+`voice`). Here are the parts that only tests need:
+- gates that know the holder of each GPU,
+- instances that die, lose their lease and start again,
+- leads with epochs, which store their answers by command id and may refuse,
+- an actor whose checkpoints outlive it.
+
+Events wait in `outbox`. A test delivers them in any order, late or twice.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ from tidegate.types import GpuId, Grant, Role, Token
 
 @dataclass
 class FakeCluster(FakeChanges):
-    """`num_lost` samples of each iteration are lost on the way; the leads of what is `hung` take commands and never do
-    them."""
+    """`num_lost` samples of each iteration are lost on the way. The leads of the `hung` roles take commands and never
+    do them."""
 
     checkpoint_every: int = 1
     num_lost: int = 0
@@ -35,10 +40,10 @@ class FakeCluster(FakeChanges):
     answers: dict[str, tuple[bool, str]] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
     next_prompts: dict[str, int] = field(default_factory=dict)
-    """By checkpoint; others have taken as many as each iteration must."""
+    """The next prompt by checkpoint. Iterations before others have taken as few as they may."""
     handed_on: list[tuple[Role, int, IterationPlan | None]] = field(default_factory=list)
-    """What rollout and inference have done of an iteration, with its incarnation: it is on the stream, where a new lead
-    finds it whole without a GPU."""
+    """The iterations that the rollout or the inference has finished, with their incarnation. Their samples are on the
+    stream, where a new lead finds them without a GPU."""
 
     # Commands
 
@@ -81,7 +86,7 @@ class FakeCluster(FakeChanges):
             assert not self.gates[command.gpu].is_held, f"{command.gpu} is reclaimed while a worker holds it"
 
     def _check_released(self, slot: GpuId) -> None:
-        """No process has it, and no layout in force counts on it."""
+        """No process holds the GPU, and no layout in force counts on it."""
         record = self.store.gpus[slot]
         assert not self.gates[slot].is_held, f"{slot} is released while a worker holds it"
         lead = self.leads[record.owner.role] if record.owner else None
@@ -157,7 +162,7 @@ class FakeCluster(FakeChanges):
                     self._close(lead)
 
     def _close(self, lead: FakeLead) -> bool:
-        """Saves and publishes, once all ranks are there."""
+        """Save and publish, once all ranks are at work."""
         if lead.closing is None or not self._can_work(Role.ACTOR, lead):
             return False
         plan, lead.closing = lead.closing, None
@@ -183,7 +188,7 @@ class FakeCluster(FakeChanges):
             next_prompt=next_prompt,
             incarnation=header.incarnation,
         )
-        # Weights that come with the command are loaded without a word: a whole component is asked for them afterwards.
+        # No event reports weights that come with the command: the scheduler asks a whole component to load them later.
         if header.role is Role.ACTOR:
             self._publish(lead, header.incarnation, next_iteration)
 
@@ -197,8 +202,7 @@ class FakeCluster(FakeChanges):
     # Work
 
     def work(self) -> bool:
-        """A step of a change first, then leads that took the iteration do their part, as far as they have GPUs; False
-        when there is nothing to do."""
+        """A step of a change first, then of each lead that took the iteration and has GPUs; False without one."""
         actor = self.leads[Role.ACTOR]
         if any(lead is not None and self._change(role, lead) for role, lead in self.leads.items()):
             return True
@@ -209,7 +213,7 @@ class FakeCluster(FakeChanges):
             self._evaluate(rollout, rollout.evaluated)
             return True
         leads = {role: lead for role, lead in self.leads.items() if lead is not None}
-        # Whose iteration failed takes it up once it has GPUs again; who comes before it does not wait for that.
+        # A lead whose iteration failed takes it up once it has GPUs again. The leads before it do not wait for that.
         plans = {(lead.incarnation, lead.plan or lead.broken_off) for lead in leads.values()}
         if len(leads) < len(Role) or len(plans) != 1 or not isinstance(next(iter(plans))[1], IterationPlan):
             return False
@@ -226,7 +230,7 @@ class FakeCluster(FakeChanges):
         return has_worked
 
     def show(self, role: Role, *, eighths: int) -> None:
-        """A picture of the iteration that is open, so far done; nothing where the role has none."""
+        """The lead sends a picture of its open iteration, so many eighths of it done; without one it sends none."""
         lead = self.leads[role]
         if lead is None or lead.plan is None or not self.instances[lead.instance].is_alive:
             return
@@ -276,7 +280,7 @@ class FakeCluster(FakeChanges):
 
 
 def _fault(command: cmd.LeadCommand, lead: FakeLead) -> str | None:
-    """Why it cannot be taken now."""
+    """The reason why the lead refuses the command now; None when it takes it."""
     plan = lead.plan or lead.broken_off
     if isinstance(command, cmd.HoldTraining | cmd.OrderGroups):
         is_open = isinstance(plan, IterationPlan) and plan.iteration == command.iteration

@@ -1,6 +1,6 @@
-"""Who lives in a fake cluster: instances with boots and leases, leads with epochs, workers that pass gates and die.
+"""The living parts of a fake cluster: instances with leases, leads with epochs, workers that pass gates and die.
 
-What they say waits in `outbox`, for a test to deliver in the order it likes.
+Their events wait in `outbox`, for a test to deliver in any order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FakeVoice(Voice):
 
 @dataclass
 class FakeMembers:
-    """Without a supervisor what is dead stays dead."""
+    """Without a supervisor a dead instance stays dead."""
 
     job_spec: JobSpec
     has_supervisor: bool = True
@@ -71,7 +71,7 @@ class FakeMembers:
         self.epochs = dict.fromkeys(Role, 0)
 
     def boot(self) -> None:
-        """Every instance joins, the first of each role leads, and the job is submitted."""
+        """Every instance joins, the first of each role leads, and the launcher submits the job."""
         for role in Role:
             for node in NODES:
                 self.start(instance_id(role, node))
@@ -85,7 +85,7 @@ class FakeMembers:
     # Life and death
 
     def start(self, name: InstanceId) -> None:
-        """A new start of the instance; it leads when nobody does."""
+        """A new start of the instance, which leads when its role has no lead."""
         self.instances[name] = FakeInstance()
         self.voice.start(name)
         if self.leads[role_of(name)] is None:
@@ -98,7 +98,7 @@ class FakeMembers:
         self.voice.elect(name, epoch=self.epochs[role])
 
     def kill_worker(self, slot: GpuId) -> None:
-        """Its service sees it at once. Nothing happens where nothing runs."""
+        """The service sees the death of its worker at once. Nothing happens where no worker runs."""
         record, gate = self.store.gpus[slot], self.gates[slot]
         if record.owner is None or not gate.is_held:
             return
@@ -108,7 +108,7 @@ class FakeMembers:
         self.voice.fail_workers(name, grants, f"worker of {slot} was killed")
 
     def kill_instance(self, name: InstanceId, *, tells: bool) -> None:
-        """Its workers die with it. `tells`: its lease is seen to expire before it starts again."""
+        """The workers of an instance die with it. `tells`: its lease expires before it starts again."""
         instance, role = self.instances[name], role_of(name)
         if not instance.is_alive:
             return
@@ -126,7 +126,7 @@ class FakeMembers:
         self._replace_lead(name)
 
     def lapse(self, name: InstanceId) -> None:
-        """It lives and works, but does not renew its lease: another leads if one can."""
+        """The instance lives and works, but does not renew its lease. Another one leads if it can."""
         instance = self.instances[name]
         if instance.is_alive and instance.has_lease:
             instance.has_lease = False
@@ -134,12 +134,12 @@ class FakeMembers:
             self._replace_lead(name)
 
     def renew(self) -> bool:
-        """Who lives and was counted as lost joins again, in the same start; False when nobody was.
+        """Instances that live and were counted as lost join again, in the same start; False when there is none.
 
-        The scheduler clears an expired lease once its loss is told, so that the return comes after it.
+        The scheduler clears an expired lease once it has the event of the loss, so that the return comes later.
         """
-        told = {event.body.instance for event in self.outbox if isinstance(event.body, ev.InstanceLost)}
-        lapsed = {each for each, it in self.instances.items() if it.is_alive and not it.has_lease} - told
+        waiting = {event.body.instance for event in self.outbox if isinstance(event.body, ev.InstanceLost)}
+        lapsed = {each for each, it in self.instances.items() if it.is_alive and not it.has_lease} - waiting
         for name in sorted(lapsed):
             self.instances[name].has_lease = True
             self.voice.join(name)
@@ -148,7 +148,7 @@ class FakeMembers:
         return bool(lapsed)
 
     def move_lead(self, role: Role) -> None:
-        """To another instance, with nobody dead."""
+        """Another instance leads, although none is dead."""
         lead = self.leads[role]
         if lead is not None:
             self._replace_lead(lead.instance)
@@ -170,7 +170,7 @@ class FakeMembers:
             self.elect(name)
 
     def fail_iteration(self, role: Role) -> None:
-        """What an iteration at work, or an evaluation, does when it meets what it did not expect."""
+        """An iteration at work, or an evaluation, breaks off at a fault."""
         lead = self.leads[role]
         if lead is not None and lead.evaluated is not None:
             lead.broken_off, lead.evaluated = lead.evaluated, None
@@ -184,7 +184,7 @@ class FakeMembers:
             )
 
     def fail_late(self, name: InstanceId, *, fatal: bool) -> None:
-        """What it led once failed, and its word of it comes only now."""
+        """The component that the instance led has failed, and the event of that comes only now."""
         lead = self.leads[role_of(name)]
         was_before = 1 if lead is not None and lead.instance == name else 0
         incarnation = (lead.incarnation if lead is not None else 0) - was_before
@@ -192,7 +192,7 @@ class FakeMembers:
             self.voice.fail_component(name, "a late word", fatal=fatal, incarnation=incarnation)
 
     def restart_dead(self) -> bool:
-        """What a process supervisor does; False when everything lives."""
+        """The process supervisor starts every dead instance; False when all live."""
         if not self.has_supervisor:
             return False
         dead = sorted(name for name, instance in self.instances.items() if not instance.is_alive)
@@ -212,7 +212,7 @@ class FakeMembers:
                 self.gates[grant.gpu].is_held = False
 
     def _pass_gates(self, command: cmd.ScaleUp | cmd.Resume, lead: FakeLead) -> bool:
-        """False, and told, where an instance is dead or a GPU is held by another."""
+        """False, with an event, where an instance is dead or another grant holds a GPU."""
         header = command.header
         for grant in command.grants:
             gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))

@@ -1,5 +1,4 @@
-"""What a fake cluster is made of, and the job that runs on it: its placement, its instances, gates and leads, and the
-accounts of its samples."""
+"""The parts of a fake cluster, and the job that runs on it: placement, instances, gates, leads, hashes of samples."""
 
 from __future__ import annotations
 
@@ -60,12 +59,12 @@ def role_of(name: InstanceId) -> Role:
 
 
 def num_prompts(plan: IterationPlan) -> int:
-    """That an iteration takes: the later the more, while there are extra ones."""
+    """The prompts that an iteration takes: one more in each later iteration, while there are extra ones."""
     return plan.num_prompts + min(plan.iteration, plan.max_extra_prompts)
 
 
 def samples(plan: IterationPlan, incarnation: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Hashes of the ids that are trained, filtered and discarded."""
+    """Hashes of the ids of the samples that are trained, filtered and discarded."""
     count = num_prompts(plan) * plan.group_size
     ids = [hash_of(incarnation, plan.iteration, index) for index in range(count)]
     return tuple(ids[: count - 3]), tuple(ids[count - 3 : count - 1]), tuple(ids[count - 1 :])
@@ -92,10 +91,12 @@ class FakeGate:
 
 @dataclass
 class FakeLead:
-    """One lead's memory: gone with it. `members` are the grants that its component has.
+    """The memory of one lead, which is lost with it. `members` are the grants that its component has.
 
-    As `tidegate.runtime.lead` has it: a newer incarnation ends the iteration; one that failed is taken up again when
-    weights were loaded, or when it is opened anew. An actor's lead closes one once all its ranks are there.
+    The rules are those of `tidegate.runtime.lead`:
+    - A newer incarnation ends the iteration.
+    - A failed iteration goes on when weights were loaded, or when it is opened again.
+    - The lead of an actor closes an iteration once all its ranks are at work.
     """
 
     instance: InstanceId
@@ -104,18 +105,18 @@ class FakeLead:
     plan: IterationPlan | None = None
     broken_off: IterationPlan | cmd.Evaluate | None = None
     evaluated: cmd.Evaluate | None = None
-    """Under way."""
+    """The evaluation under way."""
     incarnation: int = 0
     has_reported: bool = False
     resize: Change | None = None
     suspension: cmd.Suspend | None = None
-    """To come between two updates."""
+    """The suspension that comes between two updates."""
     kept_on: frozenset[NodeId] | None = None
-    """Whose memory holds the state of a suspended actor; nobody's once one of them is gone."""
+    """The nodes whose memory holds the state of a suspended actor; empty once one of them is lost."""
     versions: dict[Grant, int] = field(default_factory=dict)
-    """That its members loaded."""
+    """The version that each member has loaded."""
     closing: IterationPlan | None = None
-    """An iteration that is to be saved and published."""
+    """The iteration that the lead has to save and publish."""
     is_held: bool = False
     group_order: tuple[int, ...] = ()
 
