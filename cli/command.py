@@ -1,7 +1,7 @@
 """Turns arguments into an exit code: 0 done, 1 failed, 2 bad usage or config, 128 + n stopped by signal n.
 
 Invariant: a person's mistake becomes one message on stderr (what, the numbers, the remedy), never a traceback.
-[test_command: wrong_is_one_line_with_its_remedy]
+[test_command: wrong_usage_is_one]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports wrong command lines in the form of every other wrong input: one line, with its remedy.
 
 Invariant: the line names the argument, its value, and the allowed values or where they are listed. argparse's usage
-lines, which would hide it, appear only with `--help`. [test_command: wrong_is_one_line_with_its_remedy]
+lines, which would hide it, appear only with `--help`. [test_command: wrong_usage_is_one]
 """
 
 from __future__ import annotations

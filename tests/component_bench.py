@@ -1,7 +1,7 @@
 """A component without processes: its real lead and crew on the bus in memory, over instances that answer truthfully.
 
-Time stands still but for `ManualClock.advance`. Nothing here waits a while: `Changes.until` and `Bench.told` wait for
-what they name, and fail after `PATIENCE_S`.
+Time stands still except for `ManualClock.advance`. Nothing here sleeps: `Changes.until` and `Bench.published` wait for
+their condition, and fail after `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 PATIENCE_S = 10.0
-"""Before a wait that should end at once is a failure."""
+"""The longest wait for something that should happen at once."""
 JOB = JobId("bench")
 NODES = (NodeId("n0"), NodeId("n1"))
 ACK_WAIT_S = 30.0
 
 
 class ManualClock:
-    """Moves only when told; who sleeps on it waits for that."""
+    """Moves only when a test advances it. A task that sleeps on it waits for that."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -61,7 +61,7 @@ class ManualClock:
             self._num_asleep -= 1
 
     async def advance(self, duration_s: float) -> None:
-        """Once somebody sleeps: who is about to would sleep past it."""
+        """Advances once some task sleeps: a task that is about to sleep would sleep past the end."""
         async with asyncio.timeout(PATIENCE_S):
             while not self._num_asleep:
                 self._slept.clear()
@@ -72,12 +72,12 @@ class ManualClock:
 
 
 class Changes:
-    """Tells whoever waits that something a test may ask about has changed."""
+    """Wakes the waiting tasks after a change that a test may ask about."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -88,7 +88,7 @@ class Changes:
 
 
 class Worker(Protocol):
-    """One slot's process: answers a call as its real one would."""
+    """One slot's process. It answers a call as the real one would."""
 
     def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]: ...
 
@@ -105,14 +105,14 @@ class _Slot(Generic[W]):
 
 
 class FakeInstance(Generic[W]):
-    """One instance with its workers. `kill` is what a SIGKILL of a worker does to the calls under way."""
+    """One instance with its workers. `kill` affects the open calls like a SIGKILL of the worker."""
 
     def __init__(self, node: NodeId, config: JobConfig, make_worker: Callable[[Grant], W]) -> None:
         self.node = node
         self.drops: list[tuple[int, tuple[int, ...]]] = []
         self.started: list[Grant] = []
         self.is_silent = False
-        """Gives no answer, as on a node that cannot be reached."""
+        """Whether it gives no answer, like a node that cannot be reached."""
         self.timeouts_s: list[float] = []
         self._config = config
         self._make_worker = make_worker
@@ -213,7 +213,7 @@ class Bench(Generic[L, W]):
         return JobFolder.of(self.config)
 
     def new_lead(self) -> L:
-        """As on an election; the one before goes on until it is closed."""
+        """Makes a lead, as an election does. The one before goes on until it is closed."""
         crew = Crew(JOB, self._connect, call_timeout_s=PATIENCE_S, work_timeout_s=2 * PATIENCE_S)
         boot = len(self.leads) + 1
         source = EventSource(instance_id(self.role, NODES[0]), role=self.role, boot=boot, now_ns=lambda: 0)
@@ -224,7 +224,7 @@ class Bench(Generic[L, W]):
         return self.leads[-1]
 
     def header(self, *, incarnation: int = 1, transition: str = "") -> commands_pb2.CommandHeader:
-        """Of a command that is like no other."""
+        """A header with a new command id."""
         return commands_pb2.CommandHeader(
             id=f"command-{next(self.numbers)}",
             job=JOB,
@@ -238,7 +238,7 @@ class Bench(Generic[L, W]):
         )
 
     def grants(self, *, term: int = 1) -> tuple[Grant, ...]:
-        """Of the component's GPUs, in rank order."""
+        """The grants of the component's GPUs, in rank order."""
         gpus = self.config.placement(self.role)
         return tuple(Grant(gpu, Token(term, number)) for number, gpu in enumerate(gpus, start=1))
 
@@ -268,7 +268,7 @@ class Bench(Generic[L, W]):
         version: int | None = None,
         first_prompt: int | None = None,
     ) -> commands_pb2.OpenIterationRequest:
-        """Without extra prompts before, the first prompt follows from the iteration."""
+        """Without extra prompts before it, the iteration's number gives the first prompt."""
         algorithm = self.config.algorithm
         plan = types_pb2.IterationPlan(
             iteration=iteration,
@@ -283,12 +283,12 @@ class Bench(Generic[L, W]):
         return commands_pb2.OpenIterationRequest(header=self.header(incarnation=incarnation), plan=plan)
 
     def evaluate(self, version: int = 0, *, incarnation: int = 1) -> commands_pb2.EvaluateRequest:
-        """Of the iteration that trains on the version."""
+        """The evaluation of the iteration that trains on the version."""
         plan = types_pb2.EvaluationPlan(iteration=version, version=version)
         return commands_pb2.EvaluateRequest(header=self.header(incarnation=incarnation), plan=plan)
 
-    async def told(self, body: str, *, count: int = 1) -> list[events_pb2.Event]:
-        """The first `count` events that carry `body`, as they come; a component that failed for good is an error."""
+    async def published(self, body: str, *, count: int = 1) -> list[events_pb2.Event]:
+        """The first `count` events with `body`, as they come. A component that failed for good is an error."""
         found: list[events_pb2.Event] = []
         async with asyncio.timeout(PATIENCE_S), aclosing(self.bus.events.read(JOB, follow=True)) as events:
             async for _, event in events:
@@ -302,7 +302,7 @@ class Bench(Generic[L, W]):
         raise AssertionError("the stream ended")
 
     async def kinds(self) -> list[str]:
-        """What was told so far, in order."""
+        """The kinds of all events so far, in order."""
         return [event.WhichOneof("body") or "" async for _, event in self.bus.events.read(JOB)]
 
     def _connect(self, instance: str, endpoint: str) -> InstancePort:
@@ -320,7 +320,7 @@ async def bench(
     max_deliveries: int = 10,
     **sections: dict[str, Any],
 ) -> AsyncIterator[Bench[L, W]]:
-    """`sections` change the config's; `wrap` puts something that looks on between the leads and the bus."""
+    """`sections` change the config's sections. `wrap` puts an observer between the leads and the bus."""
     config = job_config(tmp_path, **sections)
     clock, changes = ManualClock(), Changes()
     limits = BusLimits(sample_ack_wait_s=ACK_WAIT_S, max_deliveries=max_deliveries)
@@ -382,7 +382,7 @@ def job_config(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
 
 
 def task_of(job: Job) -> Task:
-    """Of a job that has a built-in one."""
+    """The task of a job that has a built-in one."""
     assert job.task is not None
     return job.task
 
@@ -399,7 +399,7 @@ def replied(call: wire.WorkerCall, body: Any = None, *, last: bool = True) -> wi
 
 
 def snapshot(version: int, *, incarnation: int = 1) -> types_pb2.Snapshot:
-    """A published version as its readers are told of it."""
+    """A published version as its readers get it."""
     shard = types_pb2.SnapshotShard(node=NODES[0], endpoint="at-n0", file="rank00000", checksum=f"sum-{version}")
     return types_pb2.Snapshot(
         job=JOB,
@@ -411,7 +411,7 @@ def snapshot(version: int, *, incarnation: int = 1) -> types_pb2.Snapshot:
 
 
 def loaded(call: wire.WorkerCall) -> wire.WorkerReply:
-    """What a worker answers that loaded what it was told to."""
+    """The answer of a worker that loaded the requested version."""
     shards = call.load_shards
     checksum = combined_checksum(dict(zip(shards.files, shards.checksums, strict=True)))
     return replied(call, wire.LoadedWeights(version=shards.version, checksum=checksum))

@@ -1,4 +1,4 @@
-"""What every test starts from, also when pytest is started without make."""
+"""The common start of every test, also when pytest is started without make."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import settings
 
 from tests.parts import dealt
 
-# Before the first import of torch: its sums depend on the number of threads.
+# Set it before the first import of torch, whose sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same examples in every run; a shared machine is no reason to fail.
+# The same examples in every run. A slow shared machine must not make a test fail.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of what is collected")
 
 
-# Last, because the tests that -m and -k leave out are then gone.
+# Run last, because -m and -k have then removed the tests that they leave out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part: str | None = config.getoption("--part")

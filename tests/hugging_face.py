@@ -74,7 +74,7 @@ _COMMON = {
 
 
 def model_named(name: str, *, dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB_SIZE) -> Any:
-    """A model of `CONFIGS`, whose every tensor, norms and biases too, is drawn; the same draw in each dtype."""
+    """A model of `CONFIGS`. Every tensor is drawn, norms and biases too, with the same draw in each dtype."""
     said = dict(CONFIGS[name])
     config = AutoConfig.for_model(said.pop("model_type"), **_COMMON, vocab_size=vocab_size, **said)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -95,7 +95,7 @@ def save(
     max_shard_size: str = "5GB",
     vocab_size: int = VOCAB_SIZE,
 ) -> Any:
-    """What was saved."""
+    """Saves a checkpoint and returns the saved model."""
     model = model_named(name, dtype=dtype, vocab_size=vocab_size)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

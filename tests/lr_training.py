@@ -1,6 +1,6 @@
-"""Training as the learning rate sees it: batches of samples cut by a token cap, dealt to ranks, grouped into updates.
+"""Training as the learning rate sees it: a token cap cuts batches of samples, ranks get them, updates group them.
 
-The cutting is as plain as can be; what an update consumes is told to a ledger, or only counted.
+The cutting is as plain as possible. A ledger gets the consumption of an update, or the test only counts it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tidegate.lr.progress import LrLedger
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a batch becomes updates. `grouping`: micro-batches of a rank in an update."""
+    """How a batch becomes updates. `grouping`: the micro-batches of a rank in an update."""
 
     cap: int
     dp: int
@@ -29,7 +29,7 @@ def updates_of(units: Sequence[int], lengths: Sequence[int], plan: Plan) -> Iter
 
 
 def micro_batches(units: Sequence[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """In order, up to the cap; a sample that is over it goes alone."""
+    """Micro-batches in order, up to the cap. A sample over the cap goes alone."""
     batches: list[list[int]] = []
     room = 0
     for unit in units:
@@ -51,7 +51,7 @@ def train(
     epochs: int = 1,
     nominal: Fraction | None = None,
 ) -> tuple[LrLedger, dict[Fraction, float]]:
-    """A whole batch, and the rate of each update by the share of the batch that was consumed before it."""
+    """Trains a whole batch. Gives the rate of each update by the share of the batch that was consumed before it."""
     num_units = len(lengths) * epochs
     ledger = ledger.opened(batch, num_units, nominal=nominal, dp=plan.dp)
     rates: dict[Fraction, float] = {}

@@ -1,9 +1,12 @@
 """Runs a test's function in N forked rank processes, from a server that has imported torch and megatron once.
 
-`python -m tests.ranks` is the server: it reads one JSON call a line from its input, makes a listening loopback socket,
-forks the ranks, and answers one JSON line. A rank calls `target(RankContext, **arguments)` and leaves what that
-returns, a dict of arrays, in an .npz file. Invariants: a rank that fails ends the others at once; past its timeout a
-call is killed; when the input closes, the server and all it forked are gone.
+`python -m tests.ranks` is the server. It reads one JSON call a line from its input, makes a listening loopback socket,
+forks the ranks, and answers one JSON line. A rank calls `target(RankContext, **arguments)`. The call returns a dict of
+arrays, which the rank leaves in an .npz file.
+
+- A rank that fails ends the others at once.
+- A call past its timeout is killed.
+- When the input closes, the server and everything that it forked are gone.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ Results = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """A rank's place and how it meets the others; `listen_fd` is rank 0's socket.
+    """A rank's place and how it meets the others. `listen_fd` is rank 0's socket.
 
-    `tmpfs` is a folder of the host's shared memory that all ranks of the call have, gone with what is in it afterwards.
+    `tmpfs` is a folder of the host's shared memory that all ranks of the call share. It is removed afterwards.
     """
 
     rank: int
@@ -68,9 +71,10 @@ class RankServer:
         timeout_s: float = 60.0,
         expect_death: Sequence[int] = (),
     ) -> list[Results]:
-        """What each rank returned; RuntimeError with the traceback of the first rank that failed.
+        """The return value of each rank. RuntimeError with the traceback of the first rank that failed.
 
-        A rank in `expect_death` must be killed by SIGKILL, and returns {}."""
+        A rank in `expect_death` must be killed by SIGKILL, and returns {}.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with (
@@ -123,7 +127,7 @@ def _serve() -> None:
     from tidegate.megatron import cpu_stand_in
 
     torch.set_num_threads(1)
-    # It warns of what no test can change, at every model it builds.
+    # torch warns at every model that it builds, of things that no test can change.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     cpu_stand_in.install()
     importlib.import_module("services.actor.trainer")
@@ -132,7 +136,7 @@ def _serve() -> None:
 
 
 def _run_ranks(call: dict[str, Any]) -> str:
-    """The first failure's text, or ""."""
+    """Returns the first failure's text, or ""."""
     from tidegate.elastic.epoch.rendezvous import listening_socket
 
     module, _, name = call["target"].partition(":")

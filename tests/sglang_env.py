@@ -1,4 +1,4 @@
-"""Where the tests find SGLang, and how they start it and slow it down."""
+"""The tests' SGLang: where it is, how they start it and how they slow it down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.rollout.tiny_models import TINY
 from tidegate.model_config import ModelConfig
 
 STEP_S = 0.005
-"""Slept by a server in each step, so that 100 tokens outlast what a test does meanwhile."""
+"""A server sleeps this long in each step, so that 100 tokens outlast the other steps of a test."""
 
 
 def sglang_python() -> Path:
@@ -34,5 +34,5 @@ def settings_in(folder: Path, *, model: ModelConfig = TINY) -> ServerSettings:
 
 
 def slowed_down(engine: SglangEngine) -> None:
-    """By an endpoint that the server has for tests."""
+    """Uses an endpoint that the server has for tests."""
     engine.server.client.post("/slow_down", {"forward_sleep_time": STEP_S}, timeout_s=10.0)

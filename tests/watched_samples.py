@@ -1,4 +1,4 @@
-"""Groups of samples as tests make them, and their stream with what is done on it noted."""
+"""Groups of samples as tests make them, and their stream with a log of its calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tidegate.v1 import samples_pb2, types_pb2
 
 
 class WatchedSamples:
-    """The sample stream with what is done on it noted in `acts`, as (act, prompt), and told to `changes`.
+    """The sample stream, which notes its calls in `acts`, as (act, prompt), and wakes `changes`.
 
-    `before_ack` sees a group before its acknowledgement counts; acknowledgements of `lost_acks` never arrive, once.
+    `before_ack` sees a group before its acknowledgement counts. Acknowledgements of `lost_acks` get lost, once.
     """
 
     def __init__(self, samples: SampleStream, changes: Changes) -> None:
@@ -26,7 +26,7 @@ class WatchedSamples:
 
     def note(self, act: str, group: samples_pb2.SampleGroup) -> None:
         self.acts.append((act, group.prompt))
-        self._changes.tell()
+        self._changes.notify()
 
     def prompts(self, act: str) -> list[int]:
         return [prompt for done, prompt in self.acts if done == act]
@@ -102,7 +102,7 @@ class _WatchedDelivery:
 def generated_group(
     prompt: int, *, incarnation: int = 1, iteration: int = 0, version: int = 0, rewards: Sequence[float] = (0.0, 1.0)
 ) -> samples_pb2.SampleGroup:
-    """As the rollout publishes it: response `draw` to a prompt has `draw + 1` tokens, each the prompt's number + 3."""
+    """A group as the rollout publishes it: response `draw` has `draw + 1` tokens, each the prompt's number + 3."""
     samples = [
         samples_pb2.Sample(
             id=types_pb2.SampleId(incarnation=incarnation, iteration=iteration, prompt=prompt, draw=draw),
@@ -126,7 +126,7 @@ def generated_group(
 
 
 def scored_group(prompt: int, **fields: Any) -> samples_pb2.SampleGroup:
-    """As the inference publishes it."""
+    """A group as the inference publishes it."""
     group = generated_group(prompt, **fields)
     for sample in group.samples:
         sample.old_log_probs.extend([-1.0] * len(sample.response_tokens))

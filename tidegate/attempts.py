@@ -7,7 +7,7 @@
 4. the link `latest` in the job's folder, which only people need.
 
 Invariants:
-- A folder gives each number once. [test_attempts: cut_off_while_it_began_keeps_its_number]
+- A folder gives each number once. [test_attempts: an_attempt_cut_off]
 - A run may be killed at any moment: the files that it has begun stay readable.
   [test_attempts: cut_off_in_mid_write_leaves_the_record_readable]
 - A record without `ended` belongs to an attempt that runs or was killed. [test_attempts: record_says_when_an_attempt]

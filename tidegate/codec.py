@@ -3,7 +3,7 @@
 Invariants:
 - `decode_x(encode_x(value)) == value`. [test_codec: value_comes_back_from_the_wire]
 - Any other message raises a `WireError` that names the message and the field.
-  [test_codec: must_not_be_let_in_is_refused]
+  [test_codec: a_bad_message_is]
 - A missing value is never guessed, except where the schema defines it: a layout's 0 means 1.
   [test_codec: axis_that_the_wire_leaves_out]
 - `ids_digest` does not depend on the order of the ids. Equal sets have equal digests, and a lost or doubled id changes

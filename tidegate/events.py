@@ -3,7 +3,7 @@
 So every id is derived: `<source>/<boot>/<sequence>` is the source's name, the count of its starts, and the count of its
 events since that start.
 
-- All copies of one event have one id. [test_events: id_derived_from_that]
+- All copies of one event have one id. [test_events: an_event_carries_its]
 - Two events never share an id, as long as every start of a source has its own boot.
   [test_events: two_starts_of_one_source]
 

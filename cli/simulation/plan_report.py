@@ -1,7 +1,7 @@
 """Predictions of a job's iteration, for people and for programs: rows, the start to choose, and the assumptions.
 
 Invariant: savings are relative to `static` as configured, which is a job without moves.
-[test_plan_report: is_told_against_static_without]
+[test_plan_report: times_are_relative_to]
 """
 
 from __future__ import annotations

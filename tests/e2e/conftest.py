@@ -1,4 +1,4 @@
-"""What the tests of whole jobs compare with: the same job when nothing happens to it."""
+"""The reference of the tests of whole jobs: the same job when nothing happens to it."""
 
 from __future__ import annotations
 

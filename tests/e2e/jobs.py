@@ -1,6 +1,6 @@
-"""Runs whole jobs as a person would, watches their events, and kills what a test names.
+"""Runs whole jobs as a person would, follows their events, and kills the processes that a test names.
 
-A job is `tidegate run CONFIG` in a process of its own; its events are followed through the Control API, its processes
+A job is `tidegate run CONFIG` in a separate process. Its events are followed through the Control API, and its processes
 are found in /proc below the launcher. Nothing here waits by the clock: `until` returns when an event is there.
 """
 
@@ -30,13 +30,13 @@ from tidegate.v1.events_pb2 import Event
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LOOK_AGAIN_S = 0.05
-"""Between looks for what announces itself by no event: the endpoint file, a dead process's absence."""
+"""The pause between looks for things without an event: the endpoint file, the absence of a dead process."""
 
 Condition = Callable[[Event], bool]
 
 
 def small_job(name: str, **changes: Any) -> dict[str, Any]:
-    """A job of seconds: 2 nodes, actor TP2 x DP2 over both, three engines, one inference; dotted keys change it."""
+    """A job of seconds: 2 nodes, actor TP2 x DP2 over both, three engines, one inference. Dotted keys change it."""
     raw: dict[str, Any] = {
         "job": name,
         "cluster": {
@@ -64,7 +64,7 @@ def small_job(name: str, **changes: Any) -> dict[str, Any]:
         "actor": {
             "layout": {"tp": 2, "dp": 2},
             "learning_rate": 1e-3,
-            # Another rate in each update: a job that went on at another place of it would have other weights.
+            # Another rate in each update: a job that continued at a wrong place of it would have other weights.
             "lr_schedule": {"decay": "cosine"},
             "warm_up": {"steps": 10, "batch_size": 16, "learning_rate": 2e-3},
         },
@@ -81,7 +81,7 @@ def small_job(name: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class RunningJob:
-    """A job under way. `events` holds what was followed so far."""
+    """A running job. `events` has the events so far."""
 
     config: JobConfig
     process: asyncio.subprocess.Process
@@ -93,8 +93,10 @@ class RunningJob:
         return JobFolder.of(self.config)
 
     async def until(self, what: Condition, *, after: int = 0) -> Event:
-        """The first event, past or to come but for the `after` first ones, for which `what` holds. AssertionError when
-        the job ends without it."""
+        """The first event for which `what` holds, past or to come, but not among the first `after` events.
+
+        AssertionError when the job ends without it.
+        """
         seen = after
         async with self._came:
             while True:
@@ -107,19 +109,19 @@ class RunningJob:
                 await self._came.wait()
 
     async def until_logged(self, words: str) -> None:
-        """By any service. AssertionError when the job ends without it."""
+        """Waits for a log line of any service. AssertionError when the job ends without it."""
         logs = self.folder.attempt().logs
         await self.until_seen(lambda: any(words in path.read_text(errors="replace") for path in logs.glob("*.jsonl")))
 
     async def until_seen(self, holds: Callable[[], bool]) -> None:
-        """Of what the job leaves in files. AssertionError when it ends without it."""
+        """Waits for a condition on the job's files. AssertionError when it ends without it."""
         while not holds():
             assert self.process.returncode is None, f"the job ended with {self.process.returncode} before it was seen"
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), _LOOK_AGAIN_S)
 
     async def result(self) -> dict[str, Any]:
-        """Of the finished job; AssertionError, with what it said, when it did not finish."""
+        """The result of the finished job. AssertionError, with its output, when it did not finish."""
         assert self.process.stderr is not None
         said = (await self.process.stderr.read()).decode()
         status = await self.process.wait()
@@ -128,7 +130,7 @@ class RunningJob:
         return loaded
 
     def processes(self) -> list[psutil.Process]:
-        """All below the launcher."""
+        """All processes below the launcher."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def service(self, module: str, node: str = "") -> psutil.Process:
@@ -143,7 +145,7 @@ class RunningJob:
         raise AssertionError(f"no process runs {module} {node}")
 
     def worker(self, gpu: str) -> psutil.Process:
-        """The worker of a GPU: the one that writes its log. Its gate's lock may lie in its socket, not yet received."""
+        """The worker of a GPU: the one that writes its log. Its socket may have its gate's lock, not yet received."""
         log = f"worker-{gpu.replace('/', '-')}.log"
         for process in self.processes():
             with suppress(psutil.Error):
@@ -160,7 +162,7 @@ class RunningJob:
         }
 
     async def follow(self) -> None:
-        """Collect events until the job's end, through restarts of the scheduler."""
+        """Collects events until the job's end, through restarts of the scheduler."""
         sequence = 0
         while self.process.returncode is None:
             with suppress(NotRunning, PeerUnavailable):
@@ -184,7 +186,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 @asynccontextmanager
 async def running(raw: dict[str, Any], folder: Path, *options: str) -> AsyncIterator[RunningJob]:
-    """Start a job in `folder` and follow it; on leaving, whatever of it still runs is ended and seen to be gone."""
+    """Starts a job in `folder` and follows it. On leaving, ends its remaining processes and waits for their death."""
     config = parse_config(raw | {"output_dir": str(folder)})
     path = folder / f"{config.job}.yaml"
     path.write_text(yaml.safe_dump(raw | {"output_dir": str(folder)}))
@@ -208,7 +210,7 @@ async def running(raw: dict[str, Any], folder: Path, *options: str) -> AsyncIter
 
 
 def generating(iteration: int, num_groups: int = 1) -> Condition:
-    """The iteration has this many groups, and goes on."""
+    """Whether the iteration has this many groups, and goes on."""
     return lambda event: (
         event.WhichOneof("body") == "progress"
         and event.iteration == iteration
@@ -218,7 +220,7 @@ def generating(iteration: int, num_groups: int = 1) -> Condition:
 
 
 def updated(iteration: int) -> Condition:
-    """The iteration's first optimizer update is committed, and it goes on."""
+    """Whether the iteration's first optimizer update is committed, and it goes on."""
     return lambda event: (
         event.WhichOneof("body") == "progress"
         and event.iteration == iteration

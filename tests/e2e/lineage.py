@@ -1,4 +1,4 @@
-"""What was trained, read from a job's journal by an account of its own: it shares no code with the ledger."""
+"""The trained samples, from a job's journal. The code is its own: it shares none with the ledger."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def rows(journal: Path) -> list[dict[str, Any]]:
-    """One an optimizer update, in the order of commits."""
+    """One row for each optimizer update, in the order of commits."""
     return [json.loads(line) for line in journal.read_text().splitlines()]
 
 
 def lineage(journal: Path) -> list[dict[str, Any]]:
-    """The updates that lead to the final weights: of each iteration those of the last incarnation that began it."""
+    """The updates that lead to the final weights. Each iteration counts in the last incarnation that began it."""
     last: dict[int, int] = {}
     for row in rows(journal):
         incarnation, iteration, _ = map(int, row["update"].split("."))

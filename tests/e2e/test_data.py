@@ -35,7 +35,7 @@ WANT = {"iterations": 2, "samples_generated": 64, "samples_trained": 64, "duplic
 
 
 def job_on_data(folder: Path, *, faults: dict[int, str] | None = None) -> dict[str, Any]:
-    """Eight records, two iterations that have each once; `faults` are of records by their line."""
+    """Eight records, two iterations with each record once. `faults` are by the line of their record."""
     faults = faults or {}
     rows = [
         {"question": f"say {COLOURS[n % 3]}", "answer": COLOURS[n % 3], "fault": faults.get(n, "")} for n in range(1, 9)
@@ -72,12 +72,12 @@ async def test_a_job_on_data_trains_each_sample_once_and_names_those_on_which_a_
     assert {key: summary[key] for key in WANT} == WANT
     assert 0 < summary["reward_first"] < 1
     faults = [json.loads(line)["fault"] for line in log.splitlines() if '"reward counted as 0"' in line]
-    told = {
+    want_counts = {
         "/train.jsonl:2) raised KeyError: 'no such colour'": 8,
         "/train.jsonl:5) ended the process with status 3": 8,
         "/train.jsonl:7) gave no result within 1 s": 8,
     }
-    assert {want: sum(fault.endswith(want) for fault in faults) for want in told} == told
+    assert {want: sum(fault.endswith(want) for fault in faults) for want in want_counts} == want_counts
     assert all(fault.startswith("reward grading:share on sample 1.") for fault in faults)
 
 

@@ -1,4 +1,4 @@
-"""A message that nobody can read pauses the job and says so; once it is dropped the job goes on and loses nothing."""
+"""An unreadable message pauses the job, which reports it. Once it is dropped the job goes on and loses nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidegate.v1.samples_pb2 import SampleGroup
 DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 
 
-def _told(body: str) -> Condition:
+def _event_of_kind(body: str) -> Condition:
     return lambda event: event.WhichOneof("body") == body
 
 
@@ -31,7 +31,7 @@ async def test_a_poison_message_pauses_the_job_until_it_is_dropped(tmp_path: Pat
         subject = subjects.sample_subject(Stage.GENERATED, group)
         await client.jetstream().publish(subject, b"no sample group")
         await client.close()
-        event = await job.until(_told("dead_lettered"))
+        event = await job.until(_event_of_kind("dead_lettered"))
         assert "plain" in event.dead_lettered.subject
         async with control_of(job.folder) as control:
             named = control_pb2.GetJobRequest(job="plain")

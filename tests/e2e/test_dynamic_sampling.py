@@ -1,5 +1,4 @@
-"""Dynamic sampling in whole jobs: which prompts are taken and trained is the seed's and the rewards' to say, whatever
-dies on the way."""
+"""Dynamic sampling in whole jobs: seed and rewards decide which prompts are taken and trained, whatever dies."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def begins(response, answer):
 
 
 def replacing_job(folder: Path, **changes: Any) -> dict[str, Any]:
-    """On two nodes; about half of its groups have no spread."""
+    """A job on two nodes. About half of its groups have no spread."""
     rows = [{"question": f"say {COLOURS[n % 3]}", "answer": COLOURS[n % 3]} for n in range(20)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "grading.py").write_text(GRADING)

@@ -1,4 +1,4 @@
-"""Evaluations of a whole job: told once each, to the same figures whatever died, and trained on by nothing."""
+"""Evaluations of a whole job: each reported once, with the same figures whatever died, and never trained on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def evaluating(version: int) -> Condition:
 
 
 async def evaluations(job: RunningJob) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the finished job's record has of them, and its summary."""
+    """The finished job's evaluations by its record, and its summary."""
     result = await job.result()
     assert trained_draws(job.folder.journal) == DRAWS
     rows = result["job"]["evaluations"]
@@ -55,14 +55,14 @@ async def evaluations(job: RunningJob) -> tuple[list[dict[str, Any]], dict[str, 
 
 @pytest.fixture(scope="module")
 def want(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the evaluations of a job come to when nothing happens to it."""
+    """The evaluations of a job when nothing happens to it."""
     folder = tmp_path_factory.mktemp("undisturbed")
 
     async def undisturbed() -> list[dict[str, Any]]:
         async with running(evaluated_job("undisturbed"), folder) as job:
             rows, _ = await evaluations(job)
-        told = [event for event in job.events if event.WhichOneof("body") == "evaluation_reported"]
-        assert [event.evaluation_reported.version for event in told] == VERSIONS
+        reports = [event for event in job.events if event.WhichOneof("body") == "evaluation_reported"]
+        assert [event.evaluation_reported.version for event in reports] == VERSIONS
         return rows
 
     return asyncio.run(undisturbed())

@@ -1,4 +1,4 @@
-"""A service that hangs and goes on: replaced where it led, taken back when it answers, and no sample counted twice."""
+"""A service that hangs and goes on: replaced as lead, taken back when it answers, and no sample counts twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _elects(event: Event, role: Role) -> bool:
 
 
 def _closes(event: Event) -> bool:
-    """The job gives its GPUs back."""
+    """Whether the job gives its GPUs back."""
     return event.WhichOneof("body") == "command_answered" and "/down/" in event.command_answered.command_id
 
 
@@ -61,7 +61,7 @@ async def test_a_job_goes_on_after_a_lead_hangs_past_its_lease(case: str, want_c
         lead = _lead(job, role)
         process = job.service(f"services.{role}", lead.partition("@")[2])
         process.send_signal(signal.SIGSTOP)
-        # Whoever took over may be done before the lease is: the last iteration is short.
+        # The new lead may be done before the lease is: the last iteration is short.
         await job.until(lambda event: _lost(lead)(event) or _closes(event))
         process.send_signal(signal.SIGCONT)
         await _assert_as_if_nothing_happened(job, want_checksum)
@@ -72,7 +72,7 @@ async def test_a_job_goes_on_after_its_scheduler_hangs(want_checksum: str, tmp_p
         await job.until(generating(1))
         process = job.service("services.scheduler")
         process.send_signal(signal.SIGSTOP)
-        # The hang itself: nobody tells anything while the scheduler hangs, and no lease may expire of it.
+        # The hang itself: no process publishes while the scheduler hangs, and no lease may expire because of it.
         await asyncio.sleep(2 * job.config.runtime.lease_ttl_s)
         process.send_signal(signal.SIGCONT)
         await _assert_as_if_nothing_happened(job, want_checksum)

@@ -1,4 +1,4 @@
-"""A job takes a Hugging Face checkpoint and gives one back, which transformers reads and the next job starts from."""
+"""A job takes a Hugging Face checkpoint and gives one back. transformers reads it, and the next job starts from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def job_of(name: str, checkpoint: Path, **changes: Any) -> dict[str, Any]:
 
 
 def save_with_tokenizer(folder: Path, name: str) -> None:
-    """In bf16, with a row for each of the task's words."""
+    """Saves the model in bf16, with a row for each of the task's words."""
     tokenizer = build_tokenizer(find_task("countdown", 0).words())
     save(folder, name, dtype=torch.bfloat16, vocab_size=tokenizer.vocab_size)
     tokenizer.save(folder / TOKENIZER)
@@ -62,7 +62,7 @@ async def test_a_job_that_was_stopped_in_its_export_exports_after_the_resume(tmp
         await job.result()
     exported = job.folder.export
     want = {path.name: path.read_bytes() for path in exported.iterdir()}
-    # What a stop between the last checkpoint's name and the export's leaves.
+    # The files of a stop between the last checkpoint's name and the export's.
     job.folder.result.unlink()
     shutil.rmtree(job.folder.servers)
     exported.rename(exported.with_name(".export.partial"))

@@ -26,7 +26,7 @@ DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the job comes to when nothing happens; filled by the first test."""
+    """The result of the job when nothing happens. The first test fills it."""
     return {"folder": tmp_path_factory.mktemp("undisturbed")}
 
 
@@ -40,8 +40,8 @@ async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(undist
         assert all(_is_loopback(host) for host in sockets), sockets
         assert trained_draws(job.folder.journal) == DRAWS
         assert not any(job.gates().values())
-    told = [event_of(row.event, stream_sequence=row.stream_sequence) for row in read_events(job.folder.events)]
-    assert_tells_the_job_again(told)
+    events = [event_of(row.event, stream_sequence=row.stream_sequence) for row in read_events(job.folder.events)]
+    assert_record_shows_the_job(events)
     assert_can_be_calibrated_from(job, undisturbed["result"])
     summary = undisturbed["result"]["summary"]
     want = {"iterations": 3, "samples_generated": 96, "samples_trained": 96, "duplicates": 0, "lost": 0}
@@ -50,8 +50,8 @@ async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(undist
 
 def assert_can_be_calibrated_from(job: RunningJob, result: dict[str, Any]) -> None:
     run = recorded(job.folder.root)
-    told = [row["metrics"] for row in result["job"]["iterations"]]
-    assert [each.num_tokens / 32 for each in run.iterations] == [row["response_tokens_mean"] for row in told]
+    metrics = [row["metrics"] for row in result["job"]["iterations"]]
+    assert [each.num_tokens / 32 for each in run.iterations] == [row["response_tokens_mean"] for row in metrics]
     for each in run.iterations:
         assert [len(each.lengths), len(each.lengths[0]), len(each.minibatches)] == [8, 4, 2]
         assert sum(part.num_tokens for part in each.minibatches) == each.num_tokens + 32 * run.prompt_tokens
@@ -86,13 +86,13 @@ async def test_the_loss_of_every_lead_in_one_job_changes_neither_samples_nor_wei
     assert (disturbed["summary"]["lost"], disturbed["summary"]["duplicates"]) == (0, 0)
 
 
-def assert_tells_the_job_again(told: list[Event]) -> None:
-    """The events of its folder alone: what became of each iteration, and how each component was at its end."""
-    again = recovered(ClusterState(job=JobId("plain")), told)
+def assert_record_shows_the_job(events: list[Event]) -> None:
+    """Reads the events of its folder alone: the fate of each iteration, and how each component was at its end."""
+    again = recovered(ClusterState(job=JobId("plain")), events)
     assert [(each.iteration, each.num_lost, each.num_duplicates) for each in again.summaries] == [
         (iteration, 0, 0) for iteration in range(3)
     ]
-    last = {(type(event.body), event.iteration): event.body for event in told}
+    last = {(type(event.body), event.iteration): event.body for event in events}
     for iteration in range(3):
         generation, inferring, training = (last[kind, iteration] for kind in (Generation, Inferring, Training))
         assert isinstance(generation, Generation)

@@ -1,7 +1,7 @@
 """The kill matrix: whatever dies, whenever it dies, each sample is trained once and the weights come out the same.
 
-What the job survives by itself it must finish by itself; where it stops (its servers, its launcher), it says how to
-resume, leaves nothing behind, and the resumed run comes to the same weights as a run that nothing happened to.
+A job must survive by itself what it can survive. Where it stops (its servers, its launcher), it says how to resume and
+leaves nothing behind, and the resumed run has the same weights as a run that nothing happened to.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 
 
 def _happened(body: str, *, of: str = "", nth: int = 1) -> Condition:
-    """The nth event of a kind, of a role where named."""
+    """The nth event of a kind, of a role where one is named."""
     seen: list[str] = []
 
     def condition(event: Event) -> bool:
@@ -90,7 +90,7 @@ WANT_INCARNATION = {
     "an engine on node 0": 1,
     "the inference's rank": 1,
 }
-"""Of the cases in which it does not depend on the moment."""
+"""The expected values of the cases in which they do not depend on the moment."""
 
 
 def _assert_as_if_nothing_happened(job: RunningJob, result: dict[str, Any], want_checksum: str) -> None:

@@ -1,5 +1,7 @@
-"""A whole job in bf16, with main parameters in fp32: it repeats, goes on from its checkpoints, and tells how far the
-engine, which computes in fp32, is from the trainer."""
+"""A whole job in bf16, with main parameters in fp32: it repeats and continues from its checkpoints.
+
+It reports the distance between the trainer and the engine, which computes in fp32.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ IN_BF16 = {"actor__precision": "bf16", "actor__recompute": "full", "algorithm__i
 async def test_a_job_in_bf16_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path: Path) -> None:
     async with running(small_job("plain", **IN_BF16), tmp_path) as job:
         want = await _finished(job)
-        told = [dict(event.iteration_reported.metrics) for event in job.events if _is_actors_report(event)]
-    for metrics in told:
+        reports = [dict(event.iteration_reported.metrics) for event in job.events if _is_actors_report(event)]
+    for metrics in reports:
         assert 1e-5 < metrics["mismatch_mean"] < metrics["mismatch_max"] < 0.5
         assert 0 < metrics["mismatch_kl"] < 1e-2
         assert 0.1 < metrics["mismatch_truncated"] < 0.9

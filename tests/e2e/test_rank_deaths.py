@@ -1,8 +1,8 @@
-"""The death of an actor's rank at any time but its start: a membership epoch, and neither an incarnation nor a sample.
+"""The death of an actor's rank at any time but its start costs a membership epoch, no incarnation and no sample.
 
-The rank's state is read from what it left in its node's memory, so that the weights come out as if nothing happened: of
-a death in an update, in a save, in a publish, in a resize before and after its commit, and as another rank is brought
-back. So do they where that state is gone, from the checkpoint, and where nobody is dead but late.
+The rank's state is read from its node's memory, so that the weights come out as if nothing had happened. The tests kill
+a rank in an update, in a save, in a publish, in a resize before and after its commit, and while another rank is brought
+back. They also remove that state, so that the checkpoint is needed, and make a rank late instead of dead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 
 
 def scored(iteration: int) -> Condition:
-    """All of the iteration's groups are there for the actor."""
+    """All of the iteration's groups are ready for the actor."""
     return lambda event: (
         event.WhichOneof("body") == "iteration_reported"
         and event.source.startswith("inference")
@@ -48,7 +48,7 @@ async def _ask_resize(job: RunningJob, layout: Layout, *gpus: str) -> None:
 
 
 def _take_state_away(process: psutil.Process, *, member: int) -> None:
-    """The files in host memory that would outlive it."""
+    """Removes the files in host memory that would outlive it."""
     paths = {each.path for each in process.memory_maps() if f"-member{member}-" in each.path}
     assert paths, f"process {process.pid} maps no state of member {member}"
     for path in paths:
@@ -90,7 +90,7 @@ async def test_a_first_rank_that_dies_between_two_updates_is_replaced(want_check
 
 
 async def _suspended_before_close(job: RunningJob, gpu: str) -> psutil.Process:
-    """A rank that has made the first iteration's last update, and does nothing of what is asked after it."""
+    """A rank that has made the first iteration's last update, and is suspended before its next call."""
     await job.until(generating(0))
     scheduler = job.service("services.scheduler")
     scheduler.suspend()
@@ -200,7 +200,7 @@ async def test_a_member_that_dies_once_a_resize_is_committed_is_replaced_in_the_
 async def test_a_rank_that_dies_as_another_is_brought_back_is_brought_back_as_well(
     want_checksum: str, tmp_path: Path, gpu: str
 ) -> None:
-    # Who waits for a new epoch to be whole notices a death in it by the timeout.
+    # A rank that waits for a new epoch to be complete notices a death in it by the timeout.
     async with running(small_job("plain", runtime__collective_timeout_s=5.0), tmp_path) as job:
         scorer = await _held_before_updates(job)
         second = job.worker(gpu)

@@ -1,4 +1,4 @@
-"""A job whose actor is resized while it trains: every sample once, no incarnation spent, those that leave stand by."""
+"""A job whose actor is resized while it trains: every sample once, no incarnation spent, ranks become standbys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidegate.v1 import control_pb2
 
 
 async def resize(job: RunningJob, layout: Layout, *gpus: str) -> None:
-    """Ask for it and wait for its commit; AssertionError when it fails instead."""
+    """Requests a resize and waits for its commit. AssertionError when it fails instead."""
     num_before = len(job.events)
     async with control_of(job.folder) as stub:
         request = control_pb2.ResizeActorRequest(job=job.config.job, layout=encode_layout(layout), gpus=gpus)
@@ -82,12 +82,12 @@ async def test_a_resize_under_a_token_cap_changes_no_weight_of_a_reproducible_jo
 
 SLOTS = tuple(f"n0/{index}" for index in (0, 1, 2, 3, 8, 9))
 SAME_BITS = tuple(Layout(tp=2, pp=pp, dp=dp) for pp, dp in ((1, 1), (1, 2), (2, 1)))
-"""Between these a reproducible run's weights do not differ."""
+"""Layouts between which a reproducible run's weights do not differ."""
 ANY = (*SAME_BITS, *(Layout(pp=pp, dp=dp) for pp in (1, 2) for dp in (1, 2, 3)), Layout(tp=2, dp=3), Layout(dp=6))
 
 
 def demo(name: str, **actor: Any) -> dict[str, Any]:
-    """The demo's job with two slots more for its actor."""
+    """The demo's job with two more slots for its actor."""
     raw: dict[str, Any] = yaml.safe_load((REPOSITORY / "tidegate" / "demo.yaml").read_text())
     raw["job"] = name
     raw["cluster"]["nodes"] = {"n0": 10}
@@ -96,13 +96,13 @@ def demo(name: str, **actor: Any) -> dict[str, Any]:
 
 
 async def resized_at_random(raw: dict[str, Any], folder: Path, layouts: tuple[Layout, ...]) -> dict[str, Any]:
-    """Nineteen times: as an iteration generates and between its updates, to a layout and GPUs drawn by a fixed seed."""
+    """Resizes nineteen times, as an iteration generates and between its updates. A fixed seed draws where to."""
     draw = random.Random(3)
     now = (Layout(tp=2, dp=2), SLOTS[:4])
     iterations, algorithm = raw["algorithm"]["iterations"], raw["algorithm"]
     async with running(raw, folder) as job:
         for iteration in range(iterations):
-            # After the last iteration's updates the job may end before it has resized.
+            # After the last iteration's updates the job may end before the resize.
             for moment in (generating(iteration), updated(iteration))[: 1 if iteration == iterations - 1 else 2]:
                 await job.until(moment)
                 while (drawn := _drawn(draw, layouts)) == now:

@@ -1,4 +1,4 @@
-"""A job on servers of one's own: it goes on when they are restarted under it, and comes to the same weights."""
+"""A job on a user's own servers: it goes on when they restart under it, and comes to the same weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _assert_as_on_embedded_servers(job: RunningJob, want_checksum: str) ->
 
 
 async def _restart(servers: EmbeddedServers, server: EmbeddedServer, number: signal.Signals) -> None:
-    """On the same port, with the data that it had."""
+    """Restarts the server on the same port, with its former data."""
     os.kill(server.pid, number)
     await server.exited()
     await servers.start()

@@ -1,5 +1,6 @@
-"""A job whose engines are real SGLang servers on the CPU: it learns, a server's death costs only what it held, and a
-checkpoint of Hugging Face goes in and comes out trained."""
+"""A job whose engines are real SGLang servers on the CPU: it learns, and a server's death costs only its own work. A
+Hugging Face checkpoint goes in and comes out trained.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 LAUNCHER = "cpu/launch.py"
 MIN_RISE = 0.15
-"""Of the reward over the demo's ten iterations: less than half of what was seen, since draws do not repeat."""
+"""The rise of the reward over the demo's ten iterations: under half of the observed rise, since draws do not repeat."""
 
 
 def with_sglang(raw: dict[str, Any], **placement: str) -> dict[str, Any]:
-    """One engine: a server has 2 GB. Its start may take minutes where others work too."""
+    """One engine: a server has 2 GB. Its start may take minutes on a busy machine."""
     raw["rollout"] = {"engine": "sglang", "sglang": {"python": str(sglang_python()), "start_timeout_s": 290}}
     raw.setdefault("runtime", {})["command_deadline_s"] = 300
     raw["cluster"]["component_placement"] |= placement
@@ -37,7 +38,7 @@ def with_sglang(raw: dict[str, Any], **placement: str) -> dict[str, Any]:
 
 
 def servers(job: RunningJob) -> list[psutil.Process]:
-    """Without their keepers."""
+    """The servers without their keepers."""
     return [
         process for process in job.processes() if process.cmdline()[1:2] and process.cmdline()[1].endswith(LAUNCHER)
     ]
@@ -76,13 +77,13 @@ async def test_kill_9_of_a_server_in_mid_generation_costs_only_the_regeneration(
 
 
 def tokens_generated(job: RunningJob, iteration: int) -> int:
-    """Of every response that an engine finished, though another had made it before."""
-    told = [event.progress for event in job.events if event.iteration == iteration and event.HasField("progress")]
-    return int(max(progress.metrics["num_tokens"] for progress in told if progress.phase == "generate"))
+    """The tokens of every response that an engine finished, even if another engine had made it before."""
+    reports = [event.progress for event in job.events if event.iteration == iteration and event.HasField("progress")]
+    return int(max(progress.metrics["num_tokens"] for progress in reports if progress.phase == "generate"))
 
 
 def tokens_trained(job: RunningJob, iteration: int) -> int:
-    """Of the samples that were trained with, each of which is written."""
+    """The tokens of the trained samples, each of which is written."""
     lines = (job.folder.samples / f"inc001-it{iteration:06}.jsonl").read_text().splitlines()
     assert len(lines) == 32
     return sum(json.loads(line)["num_response_tokens"] for line in lines)
@@ -103,7 +104,7 @@ async def test_a_hugging_face_checkpoint_is_trained_on_data_evaluated_and_given_
 
 
 def job_on_checkpoint_and_data(folder: Path) -> dict[str, Any]:
-    """A small Qwen2.5 is to say a colour; how much of what it says is that colour is a Python function's to tell."""
+    """A small Qwen2.5 is to name a colour. A Python function scores how much of its answer is that colour."""
     words = ["say", "red", "green", "blue"]
     rows = [json.dumps({"prompt": f"say {colour}", "answer": colour}) + "\n" for colour in words[1:]]
     (folder / "train.jsonl").write_text("".join(rows * 3))

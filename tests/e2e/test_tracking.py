@@ -1,4 +1,4 @@
-"""A job that tells its metrics: all of them, and without ever waiting for who takes them."""
+"""A job that publishes its metrics: all of them, and without ever waiting for a tracker."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ async def test_a_tracker_that_stands_still_holds_up_no_job_and_then_writes_all_r
         tracker.resume()
         result = await job.result()
     scalars = read_scalars(job.folder.tensorboard)
-    told = {scalar.step: scalar.value for scalar in scalars["iteration/reward_mean"]}
+    points = {scalar.step: scalar.value for scalar in scalars["iteration/reward_mean"]}
     rows = result["job"]["iterations"]
-    assert told == pytest.approx({step: row["metrics"]["reward_mean"] for step, row in enumerate(rows)})
+    assert points == pytest.approx({step: row["metrics"]["reward_mean"] for step, row in enumerate(rows)})
     assert [scalar.value for scalar in scalars["samples/trained"]] == [32, 32]
-    told = {scalar.step: scalar.value for scalar in scalars["seconds/iteration"]}
-    assert told == pytest.approx(dict(enumerate(result["seconds"].values())))
+    points = {scalar.step: scalar.value for scalar in scalars["seconds/iteration"]}
+    assert points == pytest.approx(dict(enumerate(result["seconds"].values())))
     said = (job.folder.attempt().logs / "tracking.jsonl").read_text()
     assert '"event": "closed"' in said
     assert '"dropped": 0' in said

@@ -1,4 +1,4 @@
-"""The embedded servers come up on loopback, keep their data however they end, and leave with their parent."""
+"""The embedded servers start on loopback, keep their data however they end, and leave with their parent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def read_it(servers: EmbeddedServers) -> tuple[bytes | None, bytes | str |
 
 
 def listening(pid: int) -> set[str]:
-    """Local addresses, as the kernel writes them, on which a process listens."""
+    """The local addresses, as the kernel writes them, on which a process listens."""
     inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
     tables = [Path(f"/proc/{pid}/net/{kind}").read_text() for kind in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table.splitlines()[1:]]
@@ -58,7 +58,7 @@ def listening(pid: int) -> set[str]:
 
 
 def is_dead(pidfd: int) -> bool:
-    """Waits for it, up to `DEATH_TIMEOUT_MS`."""
+    """Waits for its death, up to `DEATH_TIMEOUT_MS`."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(DEATH_TIMEOUT_MS))
@@ -107,7 +107,7 @@ async def test_a_start_in_the_same_folder_goes_on_with_its_data(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["nats", "store"])
-async def test_a_killed_server_is_told_of_and_comes_back_on_its_port_with_its_data(tmp_path: Path, name: str) -> None:
+async def test_a_killed_server_is_reported_and_comes_back_on_its_port_with_its_data(tmp_path: Path, name: str) -> None:
     async with EmbeddedServers(tmp_path) as servers:
         await write_something(servers)
         server = server_of(servers, name)
@@ -154,7 +154,7 @@ async def test_the_terminals_interrupt_does_not_reach_the_servers(tmp_path: Path
         assert os.getpgid(servers.store.pid) != os.getpgid(0)
 
 
-async def test_a_taken_port_is_told_and_nothing_is_left_running(tmp_path: Path) -> None:
+async def test_a_taken_port_is_refused_and_nothing_is_left_running(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         servers = EmbeddedServers(tmp_path, store_port=port)
@@ -170,7 +170,7 @@ async def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
             await EmbeddedServers(tmp_path).start()
 
 
-async def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+async def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     manifest = tmp_path / "valkey" / "appendonlydir" / "appendonly.aof.manifest"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("not a manifest\n")

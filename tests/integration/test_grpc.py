@@ -1,4 +1,4 @@
-"""Our gRPC server and client on real loopback sockets: deadlines, refusals, statuses, health, reflection."""
+"""Tidegate's gRPC server and client on real loopback sockets: deadlines, refusals, statuses, health, reflection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 
 
 class Servicer(control_pb2_grpc.ControlServicer):
-    """Answers with the job's name, fails as told, never answers "silent", streams three lines and fails as told."""
+    """Answers with the job's name, fails with `failure`, never answers "silent", streams three lines and then fails."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
@@ -136,7 +136,7 @@ async def test_a_handlers_exception_reaches_the_caller_as_a_status_with_its_mess
         assert f"at {server.endpoint}: " in str(refused)
 
 
-async def test_a_method_nobody_serves_is_refused_as_unimplemented() -> None:
+async def test_an_unserved_method_is_refused_as_unimplemented() -> None:
     async with serving(a_servicer()) as server, calling(server.endpoint) as stub:
         with pytest.raises(PeerRefused) as refused:
             await stub.CancelJob(control_pb2.CancelJobRequest(job="one"))
@@ -193,7 +193,7 @@ async def test_one_endpoint_has_one_channel() -> None:
     await channels.close()
 
 
-def test_a_call_to_a_worker_on_another_node_carries_all_that_a_frame_on_this_one_does() -> None:
+def test_a_call_to_a_worker_on_another_node_carries_as_much_as_a_frame_on_this_one() -> None:
     tag_and_length_bytes = 16
     assert MAX_FRAME_BYTES + tag_and_length_bytes <= MAX_MESSAGE_BYTES
 
@@ -219,7 +219,7 @@ async def test_a_listener_beyond_loopback_is_made_when_explicitly_allowed() -> N
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ":0", "127.0.0.1:http", "127.0.0.1:70000"])
-async def test_an_address_that_is_none_is_refused_with_the_form(address: str) -> None:
+async def test_a_bad_address_is_refused_with_the_form(address: str) -> None:
     with pytest.raises(ValueError, match="must be <host>:<port>"):
         await serve([], address)
 

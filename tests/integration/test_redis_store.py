@@ -1,4 +1,4 @@
-"""What only a real server, or the lack of one, shows: forgotten scripts, no answer, keys."""
+"""What only a real server, or a missing one, shows: forgotten scripts, no answer, keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def no_gates() -> GateReports:
     return {}
 
 
-async def test_a_server_that_forgot_the_scripts_is_told_them_again(tmp_path: Path) -> None:
+async def test_a_server_that_forgot_the_scripts_gets_them_again(tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path) as servers, Redis.from_url(servers.store.url) as raw:
         store = redis_store(servers.store.url)
         await adopt(store, MemoryTermRegister(), no_gates)
@@ -47,7 +47,7 @@ async def test_all_keys_share_one_hash_tag(tmp_path: Path) -> None:
         await store.aclose()
 
 
-async def test_a_server_that_is_not_there_is_told_with_its_address_and_without_its_password() -> None:
+async def test_a_missing_server_is_named_with_its_address_and_without_its_password() -> None:
     store = redis_store("redis://someone:secret@127.0.0.1:1/0")
     with pytest.raises(StoreUnavailable, match=r"the store at 127\.0\.0\.1:1 did not answer") as caught:
         await store.identity()
@@ -55,14 +55,14 @@ async def test_a_server_that_is_not_there_is_told_with_its_address_and_without_i
     await store.aclose()
 
 
-async def test_a_server_that_accepts_and_says_nothing_is_given_up_in_bounded_time() -> None:
+async def test_a_silent_server_is_given_up_in_bounded_time() -> None:
     connections: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1", 0)
     store = redis_store(f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}/0", socket_timeout_s=0.05)
     started_s = time.monotonic()
     with pytest.raises(StoreUnavailable, match="whether a write took effect is unknown"):
         await store.identity()
-    # Each try waits for one connection and one answer; the rest is what a busy machine may add.
+    # Each try waits for one connection and one answer. A busy machine may add the rest.
     want_at_most_s = (len(RETRY_DELAYS_S) + 1) * 2 * 0.05 + sum(RETRY_DELAYS_S) + 2.0
     assert time.monotonic() - started_s < want_at_most_s
     assert len(connections) == len(RETRY_DELAYS_S) + 1

@@ -1,4 +1,4 @@
-"""What an editor says of a config by its JSON schema: the words of draft 7 that ours uses, and no others."""
+"""What an editor reports about a config by its JSON schema: only the keywords of draft 7 that our schema uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OUTSIDE: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def complaints(value: Any, schema: dict[str, Any], at: str = "") -> Iterator[str]:
-    """Of the first thing that is wrong at each place: `key: word of the schema`."""
+    """Yields the first fault at each place as `key: keyword of the schema`."""
     assert not schema.keys() - READ - SAYS_NOTHING, f"{at}: {schema.keys() - READ - SAYS_NOTHING}"
     if wrong := next(_wrong(value, schema), None):
         yield f"{at or 'config'}: {wrong}"

@@ -40,7 +40,7 @@ def run_directory(tmp_path: Path) -> Path:
     (timeline := folder / "latest" / "timeline").mkdir(parents=True)
     (folder / "config.json").write_text(job_config(tmp_path, algorithm={"iterations": 2}).to_json())
     (folder / "result.json").write_text(json.dumps({"end": "finished", "seconds": {"0": 1.5, "1": 2.5}}))
-    # The first picture is of an iteration that goes on.
+    # The first picture is of an iteration that continues.
     pictures = [picture(0, [1] * 8, place=0), *(picture(number, lengths) for number, lengths in enumerate(LENGTHS))]
     (folder / "events.jsonl").write_text("".join(pictures))
     (folder / "journal.jsonl").write_text("".join(update(1, it, number) for it in range(2) for number in range(2)))

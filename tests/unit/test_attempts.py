@@ -1,4 +1,4 @@
-"""A job's attempts: numbered, each with its own folder and record, readable at whatever moment a run dies."""
+"""A job's attempts: each has its number, folder and record, and stays readable at whatever moment a run dies."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def test_attempts_are_numbered_from_one_and_latest_leads_to_the_newest(tmp_path:
     assert [attempt.number for attempt in attempts_in(tmp_path)] == [1, 2, 3]
 
 
-def test_before_any_began_the_newest_is_where_the_first_will_be(tmp_path: Path) -> None:
+def test_before_the_first_start_the_newest_attempt_is_the_folder_of_the_first(tmp_path: Path) -> None:
     assert attempts_in(tmp_path) == []
     assert newest_attempt(tmp_path).root == begun(tmp_path).root
 
 
-def test_numbers_count_on_past_those_that_fit_their_digits(tmp_path: Path) -> None:
+def test_attempts_beyond_999_keep_counting(tmp_path: Path) -> None:
     (tmp_path / "attempts" / "999").mkdir(parents=True)
     (tmp_path / "attempts" / "1000").mkdir()
     (tmp_path / "attempts" / "notes").mkdir()
     assert begun(tmp_path).number == 1001
 
 
-def test_a_link_moved_or_removed_by_somebody_misleads_nobody(tmp_path: Path) -> None:
+def test_attempts_do_not_depend_on_the_link_latest(tmp_path: Path) -> None:
     begun(tmp_path)
     second = begun(tmp_path)
     (tmp_path / "latest").unlink()
@@ -45,7 +45,7 @@ def test_a_link_moved_or_removed_by_somebody_misleads_nobody(tmp_path: Path) -> 
     assert (tmp_path / "latest").resolve().name == "003"
 
 
-def test_an_attempt_that_was_cut_off_while_it_began_keeps_its_number(tmp_path: Path) -> None:
+def test_an_attempt_cut_off_at_its_start_keeps_its_number(tmp_path: Path) -> None:
     (tmp_path / "attempts" / "001").mkdir(parents=True)
     (tmp_path / "latest.partial").symlink_to("attempts/001")
     assert begun(tmp_path).number == 2

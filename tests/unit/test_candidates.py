@@ -1,4 +1,4 @@
-"""Candidates: which prompts an iteration takes is decided by which groups have spread, and by nothing else."""
+"""Candidates: only the spread of the groups decides which prompts an iteration takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST = 10
 
 
 def taken(spread: Sequence[bool], order: Sequence[int], *, num_prompts: int, max_extra_prompts: int) -> Candidates:
-    """After groups came in: of the candidates that are known, the first in `order` comes next."""
+    """The candidates after all groups came in. The first known candidate in `order` comes next."""
     candidates = Candidates(FIRST, num_prompts, max_extra_prompts)
     while not candidates.is_complete:
         prompt = min(set(candidates.prompts) - set(candidates.seen), key=lambda each: order[each - FIRST])

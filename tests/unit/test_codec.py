@@ -1,4 +1,4 @@
-"""The wire's codec: values come back as they were, and nothing broken is let in."""
+"""The wire's codec: values come back as they were, and a broken message is refused."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_what_must_not_be_let_in_is_refused_by_message_and_field(what: str) -> None:
+def test_a_bad_message_is_refused_with_the_names_of_message_and_field(what: str) -> None:
     decode, want = REFUSALS[what]
     with pytest.raises(WireError, match=want):
         decode()
 
 
-def test_required_fields_that_are_there_are_let_in() -> None:
+def test_messages_with_their_required_fields_are_accepted() -> None:
     codec.require(commands_pb2.ScaleUpRequest(header=commands_pb2.CommandHeader()), "header")
     codec.require(commands_pb2.CommandHeader(id="c", job="j"), "id", "job")
 

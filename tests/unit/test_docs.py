@@ -1,4 +1,4 @@
-"""What the pages say of the code is what the code says: every config key with its default, every record of a choice."""
+"""The pages agree with the code: every config key with its default, and every record of a choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = re.compile(r"^\| `([\w.\[\]]+)` \| ([^|]*) \| \S", re.MULTILINE)
 
 
 def as_documented(default: Any) -> str:
-    """A default as the page writes it."""
+    """A default in the form of the page."""
     if default is None:
         return "none"
     if default == "":
@@ -36,7 +36,7 @@ def test_the_configuration_page_names_every_key_once_with_its_default() -> None:
 
 
 def test_a_default_of_a_section_is_the_default_of_its_keys() -> None:
-    """Else the page's defaults would hold only where the section is written out."""
+    """Without this, the page's defaults would hold only where the section is written out."""
     for name, field in JobConfig.model_fields.items():
         if not field.is_required() and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             assert field.get_default() == field.annotation(), name

@@ -1,4 +1,4 @@
-"""The picture of the elastic example shows each update once, and tells runs that are equal from runs that are close."""
+"""The picture of the elastic example shows each update once, and distinguishes equal losses from close ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPORT = ReshardReport(
 
 
 def heights(picture: str) -> list[float]:
-    """Of the points that stand for distances."""
+    """The heights of the points that stand for distances."""
     return [float(point.attrib["cy"]) for point in ElementTree.fromstring(picture).iter(f"{SVG}circle")]
 
 

@@ -18,7 +18,7 @@ def a_source(*, boot: int = 3) -> EventSource:
     return EventSource("actor@n0", role=Role.ACTOR, boot=boot, now_ns=lambda: 99)
 
 
-def test_an_event_carries_who_saw_it_and_an_id_derived_from_that() -> None:
+def test_an_event_carries_its_source_and_an_id_derived_from_it() -> None:
     source = a_source()
     source.event(events_pb2.Progress(), job=JOB, incarnation=1)
     got = source.event(

@@ -1,4 +1,4 @@
-"""A folder is replaced as a whole, and a kill between the renames loses neither."""
+"""A folder is replaced as a whole, and a kill between the renames loses neither version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_new_folder_takes_the_place_of_the_old_one_and_nothing_is_left_besid
     assert os.listdir(tmp_path) == ["kept"]
 
 
-def test_what_an_unfinished_write_left_is_no_part_of_the_next(tmp_path: Path) -> None:
+def test_the_rest_of_an_unfinished_write_is_no_part_of_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     (written(folder, "half") / "more").touch()
     swap_in(written(folder, "whole"), folder)

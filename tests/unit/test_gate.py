@@ -1,4 +1,4 @@
-"""The gate with real processes: one holder a GPU, tokens only grow, a hold dies with its holder."""
+"""The gate with real processes: one holder for each GPU, tokens only grow, a hold dies with its holder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grant(counter: int, term: int = 1, gpu: GpuId = GPU) -> Grant:
 
 
 def holder_process(folder: Path, held: Grant) -> subprocess.Popen[str]:
-    """A process that has acquired; it ends when its stdin is closed."""
+    """A process that holds the GPU. It ends when its stdin is closed."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder), held.gpu, str(held.token.term), str(held.token.counter)],
         stdin=subprocess.PIPE,
@@ -99,7 +99,7 @@ def test_a_refused_attempt_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_highest_token_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
     holder_process(tmp_path, grant(3)).kill()
-    # What a crash in mid-write leaves behind: the next to pass writes over it.
+    # A crash in mid-write leaves this behind, and the next process to pass overwrites it.
     (tmp_path / "n0%2F3.partial").write_text('{"term": 1, "cou')
     gate = Gate(tmp_path)
     assert gate.wait_until_free(GPU, timeout_s=5)
@@ -108,7 +108,7 @@ def test_the_highest_token_survives_a_kill_at_any_moment(tmp_path: Path) -> None
     assert gate.highest_token(GPU) == Token(1, 4)
 
 
-def test_nobody_passes_a_damaged_record(tmp_path: Path) -> None:
+def test_no_attempt_passes_a_damaged_record(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     gate.acquire(grant(3)).close()
     (tmp_path / "n0%2F3.json").write_text("{}")
@@ -124,7 +124,7 @@ def test_names_with_separators_and_dots_stay_inside_the_folder_and_apart(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"gate"}
 
 
-def _acquire_when_told(folder: Path, go: int, leave: int, counter: int, outcome: int) -> None:
+def _acquire_on_signal(folder: Path, go: int, leave: int, counter: int, outcome: int) -> None:
     os.read(go, 1)
     try:
         Gate(folder).acquire(grant(counter))
@@ -139,7 +139,7 @@ def test_of_many_at_once_exactly_one_passes_while_reports_are_taken(tmp_path: Pa
     go, leave, outcome = os.pipe(), os.pipe(), os.pipe()
     context = multiprocessing.get_context("fork")
     racers = [
-        context.Process(target=_acquire_when_told, args=(tmp_path, go[0], leave[0], counter, outcome[1]), daemon=True)
+        context.Process(target=_acquire_on_signal, args=(tmp_path, go[0], leave[0], counter, outcome[1]), daemon=True)
         for counter in range(1, 9)
     ]
     for racer in racers:

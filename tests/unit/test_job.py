@@ -1,4 +1,4 @@
-"""A job as all its processes see it: made alike of one config, refused before anything starts, its folder's layout."""
+"""A job as its processes see it: the same from one config, refused before anything starts, the layout of its folder."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_draws_of_a_sample_follow_from_the_jobs_seed_and_its_place_but_not_f
         "fewer layers than stages",
     ],
 )
-def test_what_does_not_fit_is_a_config_error_with_its_name(
+def test_a_config_that_does_not_fit_is_a_config_error_that_names_the_cause(
     tmp_path: Path, sections: dict[str, dict[str, Any]], want: str
 ) -> None:
     with pytest.raises(ConfigError, match=want):
@@ -93,7 +93,7 @@ def test_the_config_allows_an_engine_as_many_requests_as_its_largest_batch_has_r
 
 
 def paths_of(folder: JobFolder | AttemptFolder) -> dict[str, Path]:
-    """What its properties name."""
+    """The paths that its properties name."""
     names = [name for name, value in vars(type(folder)).items() if isinstance(value, property)]
     return {name: path for name in names if isinstance(path := getattr(folder, name), Path)}
 

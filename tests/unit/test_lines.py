@@ -1,4 +1,4 @@
-"""Files that grow by whole lines: what was cut off goes when the next line comes, and nothing else does."""
+"""Files that grow by whole lines: the next line removes a line that was cut off, and nothing else."""
 
 from __future__ import annotations
 

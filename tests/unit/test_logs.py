@@ -1,4 +1,4 @@
-"""Log lines: JSON, keys in order, no secrets, one form for our lines and for those of libraries."""
+"""Log lines: JSON, keys in order, no secrets, one form for Tidegate's lines and those of libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidegate.logs import configure_logging
 
 @pytest.fixture
 def log_path(tmp_path: Path) -> Iterator[Path]:
-    """Logging set up to a file, and all as it was afterwards."""
+    """Sets up logging to a file, and restores the former set-up afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     for handler in handlers:
@@ -84,7 +84,7 @@ def test_an_exception_keeps_its_traceback(log_path: Path) -> None:
     assert "RuntimeError: redis://host refused" in str(line["exception"])
 
 
-def test_a_figure_that_is_no_number_leaves_the_line_valid_json(log_path: Path) -> None:
+def test_a_nan_or_infinite_figure_leaves_the_line_valid_json(log_path: Path) -> None:
     structlog.get_logger("tidegate.test").info("update", loss=float("nan"))
     text = log_path.read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["loss"] == "nan"

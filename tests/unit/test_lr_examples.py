@@ -1,4 +1,4 @@
-"""The examples of learning-rate progress are short, quiet, and do what they say."""
+"""The examples of learning-rate progress are short and quiet, and do what they claim."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_megatrons_optimizer_has_the_ledgers_rate_at_each_update_and_moves_the_w
     assert list(steps) == want_steps
     want_rates = [1e-2 * at / 4 if at <= 4 else 1e-3 + 9e-3 * (40 - at) / 36 for at in want_steps]
     assert rates == pytest.approx(want_rates, rel=1e-12, abs=0)
-    # A model that counts up knows the next token; one whose weights stay guesses among 16.
+    # A model that counts up knows the next token. A model whose weights stay guesses among 16.
     assert losses[0] == pytest.approx(math.log(16), abs=0.1)
     assert losses[-1] < 0.2

@@ -1,4 +1,4 @@
-"""A long suite can be run in parts: none of its tests is in two of them, and none is in no part."""
+"""A long suite can run in parts: no test is in two of them, and none is in no part."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_parts_differ_by_at_most_one_test() -> None:
 
 
 @pytest.mark.parametrize("part", ["", "2", "0/4", "5/4", "1/0", "-1/4", "a/b", "1/4/2"])
-def test_what_is_no_part_is_refused_with_an_example(part: str) -> None:
+def test_a_text_that_names_no_part_is_refused_with_an_example(part: str) -> None:
     with pytest.raises(ValueError, match="such as 2/4"):
         dealt([1, 2, 3], part)

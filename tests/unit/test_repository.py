@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole and no linter checks: words, links, locks, imports."""
+"""Rules for the repository as a whole that no linter checks: words, links, locks, imports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def places(pattern: re.Pattern[str]) -> list[str]:
 
 
 def anchors(markdown: str) -> set[str]:
-    """The fragments that a page's headings answer to."""
+    """The fragments of a page's headings."""
     headings = re.findall(r"^#{1,6} +(.+?) *#*$", FENCED.sub("", markdown), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -114,7 +114,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_no_file_imports_from_a_test_file() -> None:
-    """What several tests share is in a module of its own, so that a test file may be changed without a look around."""
+    """Tests share helper modules, so that a test file may be changed without a look around."""
     files = [path.relative_to(ROOT) for path in repository_files() if path.suffix == ".py"]
     test_modules = {".".join(path.with_suffix("").parts) for path in files if path.name.startswith("test_")}
     imports = [
@@ -130,7 +130,7 @@ PACKAGES = ("benchmarks", "cli", "services", "simulator", "tidegate")
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports for type checking count too: whoever reads one module of a circle has to read them all."""
+    """Imports for type checking count too: a reader of one module of a circle has to read them all."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     order = TopologicalSorter({module: graph.find_modules_directly_imported_by(module) for module in graph.modules})
     # CycleError names the circle.

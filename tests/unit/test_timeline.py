@@ -32,7 +32,7 @@ def test_a_slot_is_free_before_and_after_its_spans_and_unknown_between_them() ->
     assert fill([Span(150, 160, "saving"), Span(110, 120, "training")], WINDOW) == want
 
 
-def test_what_lies_outside_the_window_is_cut_off() -> None:
+def test_spans_are_cut_off_at_the_window() -> None:
     assert fill([Span(0, 120, "training"), Span(180, 900, "saving")], WINDOW) == [
         Span(100, 120, "training"),
         Span(120, 180, "unknown"),
@@ -55,7 +55,7 @@ def test_the_trace_has_a_process_a_node_a_thread_a_slot_and_microseconds() -> No
     assert trace["otherData"]["state_ns"]["n1/0"] == {"training": 1500}
 
 
-def test_a_slot_that_nobody_used_was_free_all_the_time(tmp_path: Path) -> None:
+def test_an_unused_slot_was_free_all_the_time(tmp_path: Path) -> None:
     write_trace(tmp_path, tmp_path / "timeline.json", gpus=[GpuId("n0/0")], window=WINDOW)
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert trace["otherData"] == {"wall_ns": 100, "state_ns": {"n0/0": {"free": 100}}}

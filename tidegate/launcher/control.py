@@ -1,7 +1,7 @@
 """Finds a live job's Control API through the endpoint file in the job's folder.
 
 Invariant: an answer is about the requested job. A file that a killed run left behind is never mistaken for a live job.
-[test_command: endpoint_that_nobody_serves]
+[test_command: an_endpoint_without_a]
 """
 
 from __future__ import annotations

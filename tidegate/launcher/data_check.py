@@ -8,7 +8,7 @@ Order:
 5. a reward worker that imports the functions.
 
 Invariants:
-- A check that fails writes nothing. [test_data: told_with_exit_code_2]
+- A check that fails writes nothing. [test_data: wrong_data_and_rewards]
 - The check imports no reward function into this process. [test_data: imports_no_reward_function]
 - The data's checksum goes into the config. A config with a checksum accepts only data with this checksum.
   [test_data: held_to_the_data]

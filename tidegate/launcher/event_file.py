@@ -5,7 +5,7 @@ such an event is another stream (the servers' data was lost), and all of it foll
 
 Invariants:
 - Lines are whole, except the last one after a kill. The next writer cuts that one off.
-  [test_event_file: line_that_was_cut_off]
+  [test_event_file: a_line_cut_off]
 - No line carries the password of a URL, although the config in an event does.
   [test_event_file: loses_its_passwords]
 """

@@ -1,7 +1,7 @@
 """The lock that lets only one launcher run a job: a file in the job's folder. Its record has the holder's pid and boot.
 
 Invariant: the lock dies with its holder, so its record is true for a live launcher.
-[test_claim: told_as_running_by_its_launchers_pid]
+[test_claim: a_running_job_is]
 """
 
 from __future__ import annotations

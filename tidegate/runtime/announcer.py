@@ -4,7 +4,7 @@
   wait behind it. So no event is lost or out of order.
 - When the stream is full, figures (progress, backlog, pictures of an iteration) are left out with a line in the log.
   For any other event `publish` raises StreamFull.
-  [test_announcer: figures_are_left_out]
+  [test_announcer: a_full_stream_leaves]
 """
 
 from __future__ import annotations

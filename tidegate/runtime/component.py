@@ -10,7 +10,7 @@ Order:
 Invariants:
 - A repeat gets the stored result and does nothing else. [test_component: sent_again_gets_the_stored_answer]
 - A refusal is not stored, so that the command may be issued again when its obstacle is gone.
-  [test_component: refused_in_words_and_may_come_again]
+  [test_component: a_refused_command_gets]
 """
 
 from __future__ import annotations

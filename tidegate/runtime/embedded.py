@@ -4,7 +4,7 @@ Invariants:
 - The binaries are those of the installed packages, never those on PATH. [test_embedded: found_without_a_path]
 - The servers listen only on 127.0.0.1. [test_embedded: answer_on_loopback_only]
 - They keep all data and logs in one folder and acknowledge only data that is on disk. So a start in the same folder
-  continues where the last one ended, however it ended. [test_embedded: killed_server_is_told_of_and_comes_back]
+  continues where the last one ended, however it ended. [test_embedded: a_killed_server_is]
 - One folder serves one set of servers. The servers inherit a lock on it, which lasts until the last has exited.
   [test_embedded: folder_in_use_is_refused]
 - A server dies with this process. Start it from the main thread: `tidegate.runtime.dies_with_parent`.
@@ -12,7 +12,7 @@ Invariants:
 - The terminal's Ctrl-C does not reach a server, so that its users can finish first.
   [test_embedded: interrupt_does_not_reach_the_servers]
 - `start` returns when both servers answer and are the ones that it started.
-  [test_embedded: taken_port_is_told]
+  [test_embedded: a_taken_port_is]
 """
 
 from __future__ import annotations

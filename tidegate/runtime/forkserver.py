@@ -12,10 +12,10 @@ Invariants:
 - A worker inherits none of the server's sockets, and no other worker's descriptors.
   [test_worker_launcher: own_descriptors_and_no_others]
 - When a connection closes, its service is dead, and the workers requested on it are killed.
-  [test_fork_server: service_that_dies_takes_its_own_workers]
+  [test_fork_server: the_death_of_a]
 - When the owner dies or SIGTERM comes, all workers are killed and the server leaves.
   [test_fork_server: dies_with_its_owner]
-- When the server dies, the kernel kills its workers. [test_fork_server: its_workers_die_with_it]
+- When the server dies, the kernel kills its workers. [test_fork_server: workers_die_with_the]
 """
 
 from __future__ import annotations

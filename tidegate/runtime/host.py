@@ -15,7 +15,7 @@ Invariants:
   [test_host: lost_its_epoch_stops_leading]
 - A lead that could not renew its epoch for as long as the epoch lasts stops leading too.
   [test_host: lead_that_could_not_renew]
-- The death of a worker is reported once. [test_host: death_of_a_worker_is_told_once]
+- The death of a worker is reported once. [test_host: the_death_of_a]
 
 Every start has its own boot (`Boots.next_boot`).
 """

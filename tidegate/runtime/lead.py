@@ -11,7 +11,7 @@ Invariants:
 - A new lead ends the work that runs, on the workers too. [test_lead: earlier_lead_left_running_is_ended]
 - An iteration that opens ends the work that runs, on the workers too.
   [test_lead: iteration_that_opens_ends_the_one_before]
-- Work that fails is reported as `Failed`, never swallowed. [test_lead: iteration_that_fails_is_told]
+- Work that fails is reported as `Failed`, never swallowed. [test_lead: an_iteration_that_fails_is]
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ publishes as often as the pace allows. A picture equal to the one before is left
 
 Invariants:
 - Pictures are published one at a time, so that none overtakes a later one.
-  [test_pictures: turns_meanwhile_are_one]
+  [test_pictures: the_work_goes_on]
 - The work never waits for a picture, except for the last one, which is published before the iteration's report.
   [test_pictures: work_goes_on_while_a_picture_waits]
-- An iteration that fails publishes no more pictures. [test_pictures: work_that_fails_tells_no_end]
+- An iteration that fails publishes no more pictures. [test_pictures: work_that_fails_publishes]
 """
 
 from __future__ import annotations

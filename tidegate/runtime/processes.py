@@ -11,7 +11,7 @@ Invariants:
   [test_processes: nothing_of_its_session_is_left]
 - A service that fails is restarted at most `max_restarts` times in `restart_window_s`, later each time.
   [test_processes: later_each_time_until_its_budget]
-- A service that leaves with status 0 is not restarted. [test_processes: leaves_by_itself_stays_away]
+- A service that leaves with status 0 is not restarted. [test_processes: a_service_that_leaves]
 - A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
 """
 

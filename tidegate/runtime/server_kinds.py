@@ -5,7 +5,7 @@ Invariants:
 - A server listens only on 127.0.0.1. [test_embedded: answer_on_loopback_only]
 - A server keeps its data in its folder and acknowledges only data that is on disk.
   [test_embedded: comes_back_on_its_port_with_its_data]
-- `is_ready` is true only of the very process that the caller asks about. [test_embedded: taken_port_is_told]
+- `is_ready` is true only of the very process that the caller asks about. [test_embedded: a_taken_port_is]
 """
 
 from __future__ import annotations

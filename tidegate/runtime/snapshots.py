@@ -7,7 +7,7 @@ Invariants:
 - No name from outside leads out of the root. [test_snapshots: names_that_are_no_plain_file_names]
 - A snapshot is refused when its writer's tokens are older than those of an earlier version (`SnapshotTokens`). So a
   superseded actor cannot slip its weights in. [test_snapshots: superseded_writer_is_refused]
-- Any number of callers that ask for one snapshot share one transfer. [test_snapshots: brought_once_however_many_ask]
+- Any number of callers that ask for one snapshot share one transfer. [test_snapshots: a_snapshot_is_fetched]
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ A standby is a worker like any other that has passed no gate, or gave its GPU ba
 
 Invariants:
 - Each call is answered by exactly one reply with `last`. [test_worker: answers_each_in_its_own_time]
-- Every reply carries all spans up to it. [test_worker: each_span_is_told_once]
+- Every reply carries all spans up to it. [test_worker: each_span_is_reported]
 - A worker whose service is gone ends itself, in the middle of a call too.
   [test_worker_launcher: closes_the_channel_while_it_works]
 """

@@ -1,4 +1,4 @@
-"""`tidegate run` as a process of its own, and what of it can be found on the machine."""
+"""`tidegate run` as a separate process, and its traces on the machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Launched:
         self._process.send_signal(number)
 
     def ended(self) -> int:
-        """Waits for its end; the exit status, negative for a signal."""
+        """Waits for its end. Returns the exit status, negative for a signal."""
         _, rest = self._process.communicate()
         self.said += rest
         return self._process.returncode
@@ -69,7 +69,7 @@ def processes_of(folder: Path) -> dict[int, str]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    """Returns when all of them are dead; fails when one is not in time."""
+    """Returns when all of them are dead. Fails when one is not in time."""
     for pid in pids:
         with suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
@@ -80,7 +80,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def assert_nothing_is_left(launched: Launched) -> None:
-    """No process, no port, no host memory, no endpoint."""
+    """Checks that it left no process, no port, no host memory, no endpoint."""
     assert processes_of(launched.folder) == {}
     servers = launched.config().servers
     for url in filter(None, (servers.nats_url, servers.redis_url)):

@@ -1,4 +1,4 @@
-"""What a launcher still asks of a scheduler before it stops it: the iterations reported since the last beat."""
+"""A launcher's last request to a scheduler before it stops it: the iterations reported since the last beat."""
 
 from __future__ import annotations
 

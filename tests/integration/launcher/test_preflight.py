@@ -1,4 +1,4 @@
-"""What a job needs is asked before anything starts: its servers, whether they hold an older run, its engine."""
+"""The checks before anything starts: a job's servers, an older run on them, its engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_redis_url_that_does_not_answer_is_named_without_its_password(tm
 
 
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "redis://", "redis://host:port"])
-async def test_what_is_no_redis_url_is_refused(url: str, tmp_path: Path) -> None:
+async def test_a_text_that_is_not_a_redis_url_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match="is not a URL like redis://host:port"):
         await check_servers(with_servers(tmp_path, redis_url=url), Start.FRESH)
 
@@ -71,7 +71,7 @@ async def test_a_check_of_free_servers_writes_nothing(tmp_path: Path) -> None:
             await store.aclose()
 
 
-async def test_a_fresh_run_is_refused_where_the_servers_hold_an_older_one_of_its_name(tmp_path: Path) -> None:
+async def test_a_fresh_run_is_refused_where_the_servers_have_an_older_one_of_its_name(tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = with_servers(tmp_path, nats_url=servers.nats.url, redis_url=servers.store.url)
         await check_servers(config, Start.FRESH)
@@ -99,7 +99,7 @@ def test_a_masked_url_keeps_all_but_user_and_password() -> None:
     [("/nowhere/python", r"cannot be run \(No such file or directory\)"), (sys.executable, "has no package sglang")],
     ids=["no interpreter", "an interpreter without SGLang"],
 )
-async def test_an_environment_without_sglang_is_told_before_anything_starts(
+async def test_an_environment_without_sglang_is_refused_before_anything_starts(
     tmp_path: Path, python: str, message: str
 ) -> None:
     job = load_job(small_config(tmp_path, rollout={"engine": "sglang", "sglang": {"python": python}}))
@@ -108,7 +108,7 @@ async def test_an_environment_without_sglang_is_told_before_anything_starts(
     await check_engine(load_job(small_config(tmp_path, rollout={"sglang": {"python": python}})))
 
 
-async def test_an_sglang_that_is_too_old_is_told_before_anything_starts(tmp_path: Path) -> None:
+async def test_an_sglang_that_is_too_old_is_refused_before_anything_starts(tmp_path: Path) -> None:
     venv.create(tmp_path / "old")
     python = tmp_path / "old" / "bin" / "python"
     packages = next((tmp_path / "old").glob("lib/python*/site-packages"))
@@ -123,7 +123,7 @@ async def test_an_sglang_that_is_too_old_is_told_before_anything_starts(tmp_path
         shutil.rmtree(package)
 
 
-async def test_a_tied_copy_that_differs_is_told_before_anything_starts(tmp_path: Path) -> None:
+async def test_a_tied_copy_that_differs_is_refused_before_anything_starts(tmp_path: Path) -> None:
     tensors = dict(save(tmp_path / "model", "Qwen2.5").state_dict())
     copy = tensors["model.embed_tokens.weight"].clone()
     job = load_job(small_config(tmp_path))

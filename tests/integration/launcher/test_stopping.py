@@ -23,7 +23,7 @@ Launch = Callable[..., Launched]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Launches in the test's folder; what a failing test leaves is killed, launcher first."""
+    """Launches in the test's folder. After a failing test the rest is killed, the launcher first."""
     yield lambda *arguments, **changes: Launched(tmp_path, *arguments, **changes)
     left = processes_of(tmp_path)
     for pid in left:
@@ -95,7 +95,7 @@ def test_a_service_that_dies_is_started_again(launch: Launch) -> None:
     assert_nothing_is_left(launched)
 
 
-def test_what_is_seldom_meant_is_said_at_the_start_and_logged(launch: Launch) -> None:
+def test_warnings_of_the_config_are_shown_at_the_start_and_logged(launch: Launch) -> None:
     launched = launch(algorithm=SHORT | {"top_p": 0.9})
     launched.until_it_says("algorithm.top_p=0.9: ")
     launched.send(signal.SIGINT)
@@ -121,7 +121,7 @@ def test_a_run_that_fills_its_stream_of_events_stops_and_goes_on_once_the_stream
 
 
 async def fill_events(config: JobConfig) -> None:
-    """With what changes nothing in the job."""
+    """Fills the stream with events that change nothing in the job."""
     bus = await connect_bus(config, name="test")
     source = EventSource("test", role=None, boot=1, now_ns=lambda: 1)
     failed = events_pb2.Failed(what=events_pb2.Failed.WHAT_SAMPLE, message="x" * 200_000)

@@ -1,4 +1,4 @@
-"""What a launcher tells the job's stream before anyone works, and what of the stream it keeps in the job's folder."""
+"""The launcher's first events on a job's stream, and the events that it keeps in the job's folder."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ FOUND = FoundCheckpoint("inc007-it000002", incarnation=7, next_iteration=2, vers
 
 
 @pytest.mark.parametrize(
-    ("told_before", "want"), [([], 8), ([3], 8), ([12], 13)], ids=["an empty stream", "an older one", "a newer one"]
+    ("earlier_incarnations", "want"),
+    [([], 8), ([3], 8), ([12], 13)],
+    ids=["an empty stream", "an older one", "a newer one"],
 )
 async def test_a_resumed_job_has_an_incarnation_above_its_streams_and_above_its_checkpoints(
-    told_before: list[int], want: int, tmp_path: Path
+    earlier_incarnations: list[int], want: int, tmp_path: Path
 ) -> None:
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
         bus = await connect_bus(config, name="test")
         try:
             source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
-            for incarnation in told_before:
+            for incarnation in earlier_incarnations:
                 earlier = events_pb2.JobSubmitted(config_json="{}")
                 await bus.events.publish(source.event(earlier, job=JobId(config.job), incarnation=incarnation))
             with (tmp_path / "shown").open("w") as shown:
                 view = LinesView(UnfailingStream(shown))
                 follower = JobFollower(bus, config, JobFolder.of(config), view)
                 await follower.submit(source, resume=True, checkpoint=FOUND)
-            told = [event async for _, event in bus.events.read(JobId(config.job))][len(told_before) :]
+            events = [event async for _, event in bus.events.read(JobId(config.job))][len(earlier_incarnations) :]
         finally:
             await bus.close()
-    saved, submitted = told
+    saved, submitted = events
     assert saved.checkpoint_saved == events_pb2.CheckpointSaved(
         name="inc007-it000002", next_iteration=2, version=2, num_samples_trained=8
     )
     assert submitted.job_submitted.resume
-    assert [event.incarnation for event in told] == [want, want]
+    assert [event.incarnation for event in events] == [want, want]
 
 
 class TwoRunsScheduler(LeavingScheduler):
@@ -98,7 +100,7 @@ def sequences(folder: JobFolder) -> list[int]:
         pytest.param("of another stream", [7, 1, 2, 3, 4], id="takes all of a stream that it does not know"),
     ],
 )
-async def test_the_file_of_events(left: str, want: list[int], tmp_path: Path) -> None:
+async def test_the_file_of_events_continues_where_it_ended(left: str, want: list[int], tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
         folder = JobFolder.of(config)
@@ -122,7 +124,7 @@ async def test_the_file_of_events(left: str, want: list[int], tmp_path: Path) ->
 
 
 def leave(folder: JobFolder, left: str) -> None:
-    """The file as a later start finds it."""
+    """Leaves the file in the state that a later start finds."""
     match left:
         case "cut off":
             folder.events.write_bytes(folder.events.read_bytes()[:-10])

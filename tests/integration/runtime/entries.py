@@ -1,4 +1,4 @@
-"""What the workers of these tests run. Each is an entry of a worker process."""
+"""The entries that the workers of these tests run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidegate.v1 import workers_pb2 as wire
 
 
 class Echo:
-    """Tells about its process. WarmUp streams its steps; Train fails as its update id says; Save never ends."""
+    """Describes its process. WarmUp streams its steps; Train fails as its update id says; Save never ends."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel

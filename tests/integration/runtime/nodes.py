@@ -33,7 +33,7 @@ def spec(entry: str, log_path: Path, **env: str) -> WorkerSpec:
 
 @contextmanager
 def fork_server(path: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A fork server that may run the tests' entries; killed at the end if it still runs."""
+    """A fork server that may run the tests' entries. It is killed at the end if it still runs."""
     command = [sys.executable, "-m", "tidegate.runtime.forkserver", "--socket", str(path), "--allow", "tests."]
     with subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL) as process:
         try:
@@ -44,7 +44,7 @@ def fork_server(path: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]
 
 @contextmanager
 def worker_fds() -> Iterator[tuple[socket.socket, WorkerFds]]:
-    """The service's end of a channel, and the descriptors to start its worker with; closed here afterwards."""
+    """The service's end of a channel, and the descriptors to start its worker with. Both are closed here afterwards."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     given, holds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -56,7 +56,7 @@ def worker_fds() -> Iterator[tuple[socket.socket, WorkerFds]]:
 
 
 class Node:
-    """A node's service instance in this process, its fork server apart."""
+    """A node's service instance in this process, with its fork server as a separate process."""
 
     def __init__(self, name: str, folder: Path, launcher: WorkerLauncher, *, source: ShardSource) -> None:
         self.name = NodeId(name)
@@ -81,7 +81,7 @@ class Node:
 
 
 def services_of(node: Node) -> list[Service]:
-    """What a node's instance serves."""
+    """The services that a node's instance serves."""
     instance, weights = InstanceServicer(node.instance, boot=7), WeightsServicer(node.snapshots)
     services = instance_pb2.DESCRIPTOR.services_by_name
     return [

@@ -1,4 +1,4 @@
-"""The fork server's own promises: whom it outlives, whom it takes along, what it lets in."""
+"""The fork server's own promises: which processes it outlives, which it ends with itself, which requests it takes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def connect(path: Path) -> ForkServerLauncher:
 
 @contextmanager
 def watched(pid: int) -> Iterator[int]:
-    """A pidfd."""
+    """A pidfd of the process."""
     pidfd = os.pidfd_open(pid)
     try:
         yield pidfd
@@ -50,7 +50,7 @@ def ends(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], WAIT_S)[0])
 
 
-async def test_only_its_user_can_reach_it(tmp_path: Path) -> None:
+async def test_only_its_user_can_reach_the_fork_server(tmp_path: Path) -> None:
     path = tmp_path / "fork.sock"
     with fork_server(path):
         launcher = await connect(path)
@@ -59,7 +59,7 @@ async def test_only_its_user_can_reach_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_its_workers_die_with_it(tmp_path: Path, number: signal.Signals) -> None:
+async def test_workers_die_with_the_fork_server(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "fork.sock"
     with fork_server(path) as server:
         launcher = await connect(path)
@@ -77,7 +77,7 @@ async def test_its_workers_die_with_it(tmp_path: Path, number: signal.Signals) -
         ours.close()
 
 
-async def test_it_dies_with_its_owner_and_takes_its_workers_along(tmp_path: Path) -> None:
+async def test_a_fork_server_dies_with_its_owner_and_ends_its_workers(tmp_path: Path) -> None:
     path = tmp_path / "fork.sock"
     owner = subprocess.Popen(  # noqa: ASYNC220 # nothing else runs on this loop
         [sys.executable, "-c", OWNER, "--socket", str(path), "--allow", "tests."],
@@ -99,7 +99,7 @@ async def test_it_dies_with_its_owner_and_takes_its_workers_along(tmp_path: Path
     ours.close()
 
 
-async def test_a_service_that_dies_takes_its_own_workers_along_and_no_others(tmp_path: Path) -> None:
+async def test_the_death_of_a_service_ends_its_own_workers_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "fork.sock"
     with fork_server(path):
         dying, living = await connect(path), await connect(path)
@@ -118,7 +118,7 @@ async def test_a_service_that_dies_takes_its_own_workers_along_and_no_others(tmp
         other.close()
 
 
-def test_requests_that_are_none_are_refused_and_it_goes_on(tmp_path: Path) -> None:
+def test_bad_requests_are_refused_and_the_fork_server_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "fork.sock"
     with fork_server(path) as server:
         connection = raw_connection(path, server)

@@ -1,4 +1,4 @@
-"""A launcher's services: watched, started again within their budget, and ended to the last process."""
+"""A launcher's services: watched, restarted within their budget, and ended to the last process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_failing_service_is_started_again_later_each_time_until_its_budg
     assert (tmp_path / "service.log").read_text() == "run\n" * 3
 
 
-async def test_a_service_that_leaves_by_itself_stays_away(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_a_service_that_leaves_by_itself_is_not_restarted(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.start(shell(tmp_path, "exit 0", max_restarts=5))
     assert (await supervisor.next_end()).restarts_in_s is None
 

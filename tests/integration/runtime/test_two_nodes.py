@@ -26,7 +26,7 @@ DATA = os.urandom(2 * CHUNK_BYTES + 17)
 
 
 class TwoNodes:
-    """n0 wrote a snapshot and serves; n1 reads. `reader` is n1's instance as a lead on n0 sees it."""
+    """n0 wrote a snapshot and serves it; n1 reads. `reader` is n1's instance as a lead on n0 sees it."""
 
     def __init__(self, writer: Node, server: RpcServer, reader: RemoteInstance, channels: Channels) -> None:
         self.writer, self.server, self.reader, self.channels = writer, server, reader, channels
@@ -70,7 +70,7 @@ async def test_a_snapshot_travels_to_the_node_that_asks_for_it(nodes: TwoNodes, 
     assert (Path(folder) / "rank-0.safetensors").read_bytes() == DATA
 
 
-async def test_a_dropped_version_and_a_superseded_writer_are_told_by_name(nodes: TwoNodes) -> None:
+async def test_a_dropped_version_and_a_superseded_writer_are_named_in_the_error(nodes: TwoNodes) -> None:
     gone = nodes.written()
     await nodes.writer.instance.drop_snapshots(JOB, before_version=5, keep=[])
     with pytest.raises(SnapshotUnavailable, match="is not on node n0"):
@@ -80,7 +80,7 @@ async def test_a_dropped_version_and_a_superseded_writer_are_told_by_name(nodes:
         await nodes.reader.fetch_snapshot(nodes.written(version=6, counter=8))
 
 
-async def test_a_writer_that_does_not_answer_is_told_as_gone(nodes: TwoNodes) -> None:
+async def test_a_writer_that_does_not_answer_is_reported_as_gone(nodes: TwoNodes) -> None:
     snapshot = nodes.written()
     await nodes.server.stop(grace_s=0)
     with pytest.raises(WorkerGone, match="FetchShard"):

@@ -48,7 +48,7 @@ class Training:
             await self.bench.bus.samples.publish(Stage.SCORED, scored_group(prompt, **fields))
 
     async def report(self) -> events_pb2.IterationReported:
-        return (await self.bench.told("iteration_reported"))[-1].iteration_reported
+        return (await self.bench.published("iteration_reported"))[-1].iteration_reported
 
     def journal(self) -> list[dict[str, Any]]:
         path = self.bench.folder.journal

@@ -75,7 +75,7 @@ class FakeRank:
         kind = call.WhichOneof("body") or ""
         if kind == self.refuses:
             self.num_refused += 1
-            self._changes.tell()
+            self._changes.notify()
             raise WorkerRefused(f"{self.grant.gpu} does no {kind}")
         if kind == self.hangs_in:
             self.hangs_in = ""
@@ -83,7 +83,7 @@ class FakeRank:
             raise TimeoutError(f"{self.grant.gpu} did not answer {kind}")
         if kind == self.stays_in:
             self.is_staying = True
-            self._changes.tell()
+            self._changes.notify()
             await asyncio.Event().wait()
         if kind in _TOGETHER and not self.is_in_epoch:
             raise WorkerRefused(f"{self.grant.gpu} is in no epoch")
@@ -99,14 +99,14 @@ class FakeRank:
             case "warm_up":
                 for step in range(1, call.warm_up.num_steps + 1):
                     self.num_asked += 1
-                    self._changes.tell()
+                    self._changes.notify()
                     await self._permits.acquire()
                     self.weights.append(f"warm-up {step}")
                     progress = wire.WarmUpProgress(step=step, num_steps=call.warm_up.num_steps, loss=1.0 / step)
                     yield replied(call, progress, last=step == call.warm_up.num_steps)
             case "train":
                 self.num_asked += 1
-                self._changes.tell()
+                self._changes.notify()
                 await self._permits.acquire()
                 yield self._train(call)
             case "publish":
@@ -148,7 +148,7 @@ class FakeRank:
 
     def _reshard(self, call: wire.WorkerCall, kind: str) -> wire.WorkerReply:
         self.resharded.append(kind)
-        self._changes.tell()
+        self._changes.notify()
         match kind:
             case "prepare_reshard":
                 asked = call.prepare_reshard
@@ -196,7 +196,7 @@ class FakeRank:
             lr_mark=self.lr_mark,
             learning_rates=[self._rate],
         )
-        self._changes.tell()
+        self._changes.notify()
         return replied(call, report)
 
     def _publish(self, call: wire.WorkerCall) -> wire.WorkerReply:

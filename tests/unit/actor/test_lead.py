@@ -54,9 +54,9 @@ async def test_a_minibatch_is_trained_as_soon_as_its_groups_are_complete(tmp_pat
 async def test_pictures_show_each_update_at_its_begin_and_at_its_end(tmp_path: Path) -> None:
     async with training(tmp_path, num_permits=0) as of:
         of.start()
-        await of.bench.told("training")
+        await of.bench.published("training")
         await of.scored([0, 1])
-        begun = [training_of(each.training) for each in await of.bench.told("training", count=2)]
+        begun = [training_of(each.training) for each in await of.bench.published("training", count=2)]
         for permits in of.ranks.permits.values():
             permits.release()
             permits.release()
@@ -123,7 +123,7 @@ async def test_nothing_is_acknowledged_while_its_update_is_under_way(tmp_path: P
         assert of.watch.prompts("ack") == []
         of.bench.instances[NODES[0]].kill(SECOND)
         of.take(commands_pb2.ScaleDownRequest(header=of.bench.header(), grants=of.bench.scale_up().grants))
-        await of.bench.told("gpus_released")
+        await of.bench.published("gpus_released")
         assert of.watch.prompts("ack") == []
         assert of.journal() == []
         assert not {"iteration_reported", "failed"} & set(await of.bench.kinds()), "its instance tells the death"
@@ -213,7 +213,7 @@ async def test_a_group_that_does_not_belong_is_dead_lettered_with_what_the_itera
     async with training(tmp_path) as of:
         of.start()
         await of.scored([prompt], **fields)
-        (letter,) = await of.bench.told("dead_lettered")
+        (letter,) = await of.bench.published("dead_lettered")
         assert want in letter.dead_lettered.reason
         assert of.ranks.same().trained == []
 
@@ -280,27 +280,27 @@ async def test_a_resume_goes_on_after_the_extra_prompts_that_the_checkpoint_cove
         await of.scored([0, 2, 3, 4])
         old = of.start()
         of.close()
-        await of.bench.told("weights_published", count=2)
+        await of.bench.published("weights_published", count=2)
         await old.aclose()
         of.bench.new_lead()
         of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
-        first, again = await of.bench.told("layout_committed", count=2)
+        first, again = await of.bench.published("layout_committed", count=2)
         assert [each.layout_committed.next_prompt for each in (first, again)] == [0, 5]
         await of.scored(range(5, 9), incarnation=2, iteration=1, version=1)
         of.take(of.bench.open_iteration(1, incarnation=2, first_prompt=5))
-        *_, report = await of.bench.told("iteration_reported", count=2)
+        *_, report = await of.bench.published("iteration_reported", count=2)
         assert report.iteration_reported.trained == fate_of(ids(5, 6, 7, 8, incarnation=2, iteration=1))
 
 
 async def test_figures_that_are_not_finite_are_left_out_of_events_and_null_in_the_journal(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.fail_next(2)
         await of.scored(range(4))
         of.take(of.bench.open_iteration())
         report = await of.report()
-        (progress, _) = await of.bench.told("progress", count=2)
+        (progress, _) = await of.bench.published("progress", count=2)
         want = {"kl": 0.125, "lr": 1e-3}
         for metrics in (progress.progress.metrics, report.metrics):
             assert {name: metrics[name] for name in ("kl", "lr")} == want
@@ -311,7 +311,7 @@ async def test_figures_that_are_not_finite_are_left_out_of_events_and_null_in_th
 async def test_an_update_that_is_not_finite_discards_its_samples_and_training_goes_on(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.fail_next(1)
         await of.scored(range(4))
         of.take(of.bench.open_iteration())
@@ -326,24 +326,24 @@ async def test_every_update_has_an_id_and_a_number_of_its_own_also_after_one_tha
 ) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.fail_next(1)
         await of.scored(range(4))
         of.take(of.bench.open_iteration())
         await of.report()
         assert [row["update"] for row in of.journal()] == ["1.0.0", "1.0.1"]
-        progress = [event.progress for event in await of.bench.told("progress", count=2)]
+        progress = [event.progress for event in await of.bench.published("progress", count=2)]
         assert [(each.num_done, each.num_total) for each in progress] == [(1, 2), (2, 2)]
 
 
 async def test_too_many_updates_in_a_row_that_are_not_finite_fail_the_job_with_the_numbers(tmp_path: Path) -> None:
     async with training(tmp_path, actor={"max_skipped_updates": 1}) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.fail_next(2)
         await of.scored(range(4))
         of.take(of.bench.open_iteration())
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert failed.failed.fatal
         assert "2 updates in a row had a non-finite gradient (actor.max_skipped_updates=1)" in failed.failed.message
         assert "lower actor.learning_rate" in failed.failed.message
@@ -354,12 +354,12 @@ async def test_a_finite_update_starts_the_count_of_skipped_ones_anew(tmp_path: P
     async with training(tmp_path, actor={"max_skipped_updates": 1}) as of:
         of.take(of.bench.scale_up())
         for iteration in range(2):
-            await of.bench.told("weights_published", count=iteration + 1)
+            await of.bench.published("weights_published", count=iteration + 1)
             of.ranks.fail_next(1)
             await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
             of.take(of.bench.open_iteration(iteration))
             of.close(iteration)
-        await of.bench.told("weights_published", count=3)
+        await of.bench.published("weights_published", count=3)
         assert [row["committed"] for row in of.journal()] == [False, True, False, True]
 
 
@@ -367,10 +367,10 @@ async def test_an_iteration_ends_with_its_report_then_the_checkpoint_then_the_ne
     async with training(tmp_path) as of:
         await of.scored(range(4))
         of.start()
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert (await of.bench.kinds())[-1] == "iteration_reported", "nothing is saved before the accounts add up"
         of.close()
-        await of.bench.told("weights_published", count=2)
+        await of.bench.published("weights_published", count=2)
         kinds = [kind for kind in await of.bench.kinds() if kind not in ("progress", "training")]
         assert kinds == [
             "gpus_acquired",
@@ -380,10 +380,12 @@ async def test_an_iteration_ends_with_its_report_then_the_checkpoint_then_the_ne
             "checkpoint_saved",
             "weights_published",
         ]
-        first, second = [each.weights_published.snapshot for each in await of.bench.told("weights_published", count=2)]
+        first, second = [
+            each.weights_published.snapshot for each in await of.bench.published("weights_published", count=2)
+        ]
         assert (first.version, second.version) == (0, 1)
         assert first.checksum != second.checksum
-        (saved,) = await of.bench.told("checkpoint_saved")
+        (saved,) = await of.bench.published("checkpoint_saved")
         want = events_pb2.CheckpointSaved(next_iteration=1, version=1, name="inc001-it000001", num_samples_trained=8)
         assert saved.checkpoint_saved == want
         store = CheckpointStore(of.bench.folder.checkpoints, keep=2)
@@ -397,7 +399,7 @@ async def test_only_as_many_checkpoints_stay_as_are_to_be_kept(tmp_path: Path) -
             await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
             of.take(of.bench.open_iteration(iteration))
             of.close(iteration)
-            await of.bench.told("weights_published", count=iteration + 2)
+            await of.bench.published("weights_published", count=iteration + 2)
         store = CheckpointStore(of.bench.folder.checkpoints, keep=1)
         assert store.names() == ["inc001-it000002"]
 
@@ -407,8 +409,8 @@ async def test_a_checkpoint_lets_the_stream_forget_what_it_covers(tmp_path: Path
         await of.scored(range(4))
         of.start()
         of.close()
-        await of.bench.told("checkpoint_saved")
-        await of.bench.told("weights_published", count=2)
+        await of.bench.published("checkpoint_saved")
+        await of.bench.published("weights_published", count=2)
         held = await of.bench.bus.samples.published(JOB, Stage.SCORED, incarnation=1, iteration=0)
         assert held == frozenset()
 
@@ -420,8 +422,8 @@ async def test_checkpoints_come_as_often_as_asked_for_and_after_the_last_iterati
             await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
             of.take(of.bench.open_iteration(iteration))
             of.close(iteration)
-            await of.bench.told("weights_published", count=iteration + 2)
-        saved = await of.bench.told("checkpoint_saved", count=2)
+            await of.bench.published("weights_published", count=iteration + 2)
+        saved = await of.bench.published("checkpoint_saved", count=2)
         assert [each.checkpoint_saved.next_iteration for each in saved] == [2, 3]
         assert (await of.bench.kinds()).count("checkpoint_saved") == 2
 
@@ -433,7 +435,7 @@ async def test_the_last_checkpoint_is_exported_before_it_is_told(tmp_path: Path)
             await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
             of.take(of.bench.open_iteration(iteration))
             of.close(iteration)
-            *_, saved = await of.bench.told("checkpoint_saved", count=iteration + 1)
+            *_, saved = await of.bench.published("checkpoint_saved", count=iteration + 1)
             exported = of.bench.folder.export / "of"
             assert exported.exists() == (iteration == 2)
         assert json.loads(exported.read_text()) == [saved.checkpoint_saved.name] == ["inc001-it000003"]
@@ -446,7 +448,7 @@ async def test_a_resume_from_the_last_checkpoint_exports_it_before_its_version_i
             await of.scored(range(4 * iteration, 4 * iteration + 4), iteration=iteration, version=iteration)
             of.take(of.bench.open_iteration(iteration))
             of.close(iteration)
-            await of.bench.told("weights_published", count=iteration + 2)
+            await of.bench.published("weights_published", count=iteration + 2)
         await old.aclose()
         exported = of.bench.folder.export / "of"
         exported.unlink()
@@ -455,7 +457,7 @@ async def test_a_resume_from_the_last_checkpoint_exports_it_before_its_version_i
             checkpoint = f"inc001-it{next_iteration:06d}"
             grants = of.bench.grants(term=incarnation)
             of.take(of.bench.scale_up(grants, incarnation=incarnation, checkpoint=checkpoint))
-            await of.bench.told("weights_published", count=3 + incarnation)
+            await of.bench.published("weights_published", count=3 + incarnation)
             assert exported.exists() == (next_iteration == 3)
             await lead.aclose()
         assert json.loads(exported.read_text()) == ["inc001-it000003"]
@@ -466,15 +468,15 @@ async def test_a_resume_takes_the_checkpoint_up_in_a_higher_incarnation(tmp_path
         await of.scored(range(4))
         old = of.start()
         of.close()
-        await of.bench.told("weights_published", count=2)
+        await of.bench.published("weights_published", count=2)
         want_weights = list(of.ranks.same().weights)
         await old.aclose()
         of.bench.new_lead()
         grants = of.bench.grants(term=2)
         of.take(of.bench.scale_up(grants, incarnation=2, checkpoint="inc001-it000001"))
-        *_, committed = await of.bench.told("layout_committed", count=2)
+        *_, committed = await of.bench.published("layout_committed", count=2)
         assert committed.layout_committed.next_iteration == 1
-        *_, published = await of.bench.told("weights_published", count=3)
+        *_, published = await of.bench.published("weights_published", count=3)
         assert (published.weights_published.snapshot.incarnation, published.weights_published.snapshot.version) == (
             2,
             1,
@@ -483,11 +485,11 @@ async def test_a_resume_takes_the_checkpoint_up_in_a_higher_incarnation(tmp_path
         await of.scored(range(4, 8), incarnation=2, iteration=1, version=1)
         of.take(of.bench.open_iteration(1, incarnation=2))
         of.close(1, incarnation=2)
-        *_, report = await of.bench.told("iteration_reported", count=2)
+        *_, report = await of.bench.published("iteration_reported", count=2)
         assert report.iteration_reported.trained == fate_of(ids(4, 5, 6, 7, incarnation=2, iteration=1))
         rates = [train.learning_rate for train in of.ranks.same().trained]
         assert rates == [0.5e-3, 0.75e-3], "8 and 12 of 16 samples of the warm-up are trained before"
-        *_, saved = await of.bench.told("checkpoint_saved", count=2)
+        *_, saved = await of.bench.published("checkpoint_saved", count=2)
         assert (saved.checkpoint_saved.name, saved.checkpoint_saved.num_samples_trained) == ("inc002-it000002", 16)
 
 
@@ -496,18 +498,18 @@ async def test_a_resume_in_the_incarnation_of_the_checkpoint_is_refused(tmp_path
         await of.scored(range(4))
         old = of.start()
         of.close()
-        await of.bench.told("weights_published", count=2)
+        await of.bench.published("weights_published", count=2)
         await old.aclose()
         of.bench.new_lead()
         of.take(of.bench.scale_up(of.bench.grants(term=2), checkpoint="inc001-it000001"))
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert "incarnation 1 does not follow the checkpoint's 1" in failed.failed.message
 
 
 async def test_a_checkpoint_that_is_not_there_fails_before_any_worker_starts(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up(checkpoint="inc001-it000009"))
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert "inc001-it000009 has no readable manifest" in failed.failed.message
         assert of.bench.instances[NODES[0]].started == []
 
@@ -515,7 +517,7 @@ async def test_a_checkpoint_that_is_not_there_fails_before_any_worker_starts(tmp
 async def test_every_rank_is_started_at_its_seat_of_one_world(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         ranks = of.ranks.of[FIRST], of.ranks.of[SECOND]
         worlds = [rank.worlds[0] for rank in ranks]
         assert [(world.rendezvous.rank, world.rendezvous.world_size) for world in worlds] == [(0, 2), (1, 2)]
@@ -528,8 +530,8 @@ async def test_the_warm_up_runs_once_before_version_0_is_published(tmp_path: Pat
     warm_up = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3}
     async with training(tmp_path, actor={"warm_up": warm_up}) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
-        progress = await of.bench.told("progress", count=3)
+        await of.bench.published("weights_published")
+        progress = await of.bench.published("progress", count=3)
         assert [(each.progress.phase, each.progress.num_done) for each in progress] == [
             ("warm_up", n) for n in (1, 2, 3)
         ]
@@ -542,14 +544,14 @@ async def test_a_job_may_end_in_the_middle_of_the_warm_up(tmp_path: Path) -> Non
         of.take(up)
         await of.bench.changes.until(lambda: [rank.num_asked for rank in of.ranks.of.values()] == [2, 2])
         of.take(commands_pb2.ScaleDownRequest(header=of.bench.header(), grants=up.grants))
-        await of.bench.told("gpus_released")
+        await of.bench.published("gpus_released")
         assert not {"weights_published", "failed"} & set(await of.bench.kinds())
 
 
 async def test_the_actor_loads_no_weights(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(commands_pb2.LoadWeightsRequest(header=of.bench.header(), weights=snapshot(0)))
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert "the actor makes the weights; it cannot load any" in failed.failed.message
 
 
@@ -563,5 +565,5 @@ async def test_closing_an_iteration_frees_the_versions_before_the_newest_but_not
         of.close()
         await of.scored(range(4, 8), iteration=1, version=1)
         of.take(of.bench.open_iteration(1))
-        await of.bench.told("iteration_reported", count=2)
+        await of.bench.published("iteration_reported", count=2)
         assert of.bench.instances[NODES[0]].drops == [(1, want)]

@@ -36,9 +36,9 @@ async def one_iteration(of: Training, iteration: int, *, incarnation: int = 1, *
     await of.scored(range(first, first + 4), incarnation=incarnation, iteration=iteration, version=iteration, **scored)
     of.take(of.bench.open_iteration(iteration, incarnation=incarnation))
     of.close(iteration, incarnation=incarnation)
-    told = await of.bench.told("weights_published", count=iteration + 1 + incarnation)
+    told = await of.bench.published("weights_published", count=iteration + 1 + incarnation)
     assert told
-    *_, report = await of.bench.told("iteration_reported", count=iteration + 1)
+    *_, report = await of.bench.published("iteration_reported", count=iteration + 1)
     return dict(report.iteration_reported.metrics)
 
 
@@ -98,7 +98,7 @@ async def test_an_update_that_is_not_finite_advances_or_holds(
 ) -> None:
     async with training(tmp_path, actor={"lr_schedule": LINEAR | {"on_skip": policy}}) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.fail_next(1)
         metrics = await one_iteration(of, 0)
         assert rates(of) == [rate(step) for step in want_steps]
@@ -138,7 +138,7 @@ async def test_a_checkpoint_without_a_ledger_is_refused_with_both_numbers(tmp_pa
         await resumed_after_one(of)
         without_ledger(of)
         of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert "num_steps=2 of lr_decay_steps=6 have no unit" in failed.failed.message
 
 
@@ -172,11 +172,11 @@ def test_a_resume_under_another_budget_goes_by_whose_was_chosen(case: str, tmp_p
 async def test_a_rank_whose_state_is_of_other_progress_ends_the_job_with_both_numbers(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.of[SECOND].strays = True
         await of.scored(range(4))
         of.take(of.bench.open_iteration())
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert failed.failed.fatal
         want = "ranks hold different progress (ranks [0]: 1 steps after 1 updates; ranks [1]: 9 steps after 9 updates)"
         assert want in failed.failed.message
@@ -195,11 +195,11 @@ def test_ranks_that_agree_on_other_progress_than_the_ledgers_are_refused() -> No
 async def test_a_rank_whose_optimizer_has_another_rate_than_the_ledger_ends_the_job_with_both(tmp_path: Path) -> None:
     async with training(tmp_path, actor={"lr_schedule": LINEAR}) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.of[SECOND].rate_factor = 0.5
         await of.scored(range(4))
         of.take(of.bench.open_iteration())
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert failed.failed.fatal
         want = "the optimizers should have the learning rate 0.001, and rank 1 has 0.0005: resume from a checkpoint"
         assert want in failed.failed.message

@@ -100,7 +100,7 @@ async def test_a_line_has_the_texts_the_rewards_by_name_and_the_fate_of_the_samp
 async def test_filtered_and_discarded_samples_have_their_fate_and_reason(tmp_path: Path) -> None:
     async with training(tmp_path, algorithm={"filter_zero_std": True}) as of:
         of.take(of.bench.scale_up())
-        await of.bench.told("weights_published")
+        await of.bench.published("weights_published")
         of.ranks.fail_next(1)
         await of.scored([0, 2])
         await of.scored([1, 3], rewards=(1.0, 1.0))

@@ -65,7 +65,7 @@ class Resized:
         name, self.grants = await self.plan([FIRST, SECOND], Layout(dp=2))
         await self.commit_start(name)
         self.of.take(self.of.bench.scale_up(self.grants))
-        await self.of.bench.told("layout_committed")
+        await self.of.bench.published("layout_committed")
 
     async def commit_start(self, name: TransitionId) -> None:
         transition = await self.store.commit(await self.stored(name), Role.ACTOR, Layout(dp=2))
@@ -125,10 +125,10 @@ class Resized:
 
     async def committed(self, nth: int = 2) -> events_pb2.Event:
         """The second one: the first is the start's."""
-        return (await self.of.bench.told("layout_committed", count=nth))[-1]
+        return (await self.of.bench.published("layout_committed", count=nth))[-1]
 
     async def failed(self) -> events_pb2.Event:
-        return (await self.of.bench.told("resize_failed"))[0]
+        return (await self.of.bench.published("resize_failed"))[0]
 
 
 @asynccontextmanager
@@ -212,7 +212,9 @@ async def test_whoever_stands_by_is_in_the_world_from_the_start_and_moves_withou
         await at.committed()
         assert at.of.ranks.of[SPARE] is spare, "the same process"
         assert len(spare.worlds) == 1
-        (told,) = [event.progress for event in await at.of.bench.told("progress") if event.progress.phase == "stand_by"]
+        (told,) = [
+            event.progress for event in await at.of.bench.published("progress") if event.progress.phase == "stand_by"
+        ]
         assert (told.num_done, told.num_total, told.metrics["memory_bytes_max"]) == (1, 1, 1 << 20)
 
 
@@ -221,7 +223,7 @@ async def test_one_that_leaves_stands_by_and_may_come_again(tmp_path: Path) -> N
         await at.start()
         await at.ask([FIRST], Layout())
         await at.committed()
-        (released,) = await at.of.bench.told("gpus_released")
+        (released,) = await at.of.bench.published("gpus_released")
         assert [grant.gpu for grant in released.gpus_released.grants] == [SECOND]
         instance = at.of.bench.instances[NODES[0]]
         assert Grant(GpuId(SECOND), NO_TOKEN) in await instance.workers(JOB)
@@ -353,7 +355,7 @@ async def test_a_member_that_does_not_switch_after_the_commit_costs_the_incarnat
         await at.start()
         at.of.ranks.of[SECOND].refuses = "commit_reshard"
         name = await at.ask([FIRST, SECOND], Layout(pp=2))
-        (failed,) = await at.of.bench.told("failed")
+        (failed,) = await at.of.bench.published("failed")
         assert failed.failed.what == events_pb2.Failed.WHAT_COMPONENT
         assert (list(failed.failed.grants), failed.failed.fatal) == ([], False)
         assert (await at.stored(name)).part(Role.ACTOR).state is PartState.COMMITTED
@@ -382,7 +384,7 @@ async def test_a_stop_does_not_wait_for_a_resize_that_waits_for_an_update(tmp_pa
         await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
         header = at.of.bench.header(transition="stop")
         at.of.take(commands_pb2.ScaleDownRequest(header=header, grants=encode_grants(at.grants)))
-        (released,) = await at.of.bench.told("gpus_released")
+        (released,) = await at.of.bench.published("gpus_released")
         assert decode_grants(released.gpus_released.grants) == at.grants
 
 
@@ -422,7 +424,7 @@ async def test_an_update_that_a_death_prevents_is_made_once_the_rank_is_replaced
         await at.start()
         at.of.take(at.of.bench.open_iteration())
         first = at.of.ranks.of[FIRST]
-        await at.of.bench.told("weights_published")
+        await at.of.bench.published("weights_published")
         first.refuses = "train"
         at.of.bench.instances[NODES[0]].kill(SECOND)
         await at.of.scored(range(4))
@@ -487,7 +489,7 @@ async def test_a_member_that_dies_after_the_commit_leaves_the_new_layout_to_be_m
         await at.dies(victim, "commit_reshard")
         told = (await at.committed()).layout_committed
         assert (decode_layout(told.layout), decode_grants(told.grants)) == (Layout(tp=2), at.wanted)
-        await at.of.bench.told("gpus_released")
+        await at.of.bench.published("gpus_released")
         at.grants, at.layout = at.wanted, Layout(tp=2)
         await at.close(name)
         if victim != FIRST:
@@ -502,7 +504,7 @@ async def test_a_resize_of_whose_members_none_is_left_costs_the_incarnation(tmp_
         _staying(at, SPARE, "commit_reshard")
         await at.ask([SPARE], Layout())
         await at.dies(SPARE, "commit_reshard")
-        (failed,) = await at.of.bench.told("failed")
+        (failed,) = await at.of.bench.published("failed")
         assert "all 1 members died" in failed.failed.message
 
 
@@ -550,8 +552,8 @@ async def test_what_a_death_breaks_off_at_an_iterations_end_is_done_again_by_all
         at.of.close()
         await at.dies(victim, kind)
         await at.replace_dead(victim)
-        *_, published = await at.of.bench.told("weights_published", count=2)
-        (saved,) = await at.of.bench.told("checkpoint_saved")
+        *_, published = await at.of.bench.published("weights_published", count=2)
+        (saved,) = await at.of.bench.published("checkpoint_saved")
         kept = CheckpointStore(at.of.bench.folder.checkpoints, keep=2).load(saved.checkpoint_saved.name)
         assert [file.file for file in kept.files] == ["rank0", "rank1"]
         assert published.weights_published.snapshot.weights_checksum == f"{2:016x}", "of two updates"
@@ -570,7 +572,7 @@ async def test_a_version_that_a_death_breaks_off_is_written_anew_in_the_layout_t
         await at.dies(SECOND, "publish")
         await at.lose(SECOND)
         await at.ask([FIRST], Layout())
-        *_, published = await at.of.bench.told("weights_published", count=2)
+        *_, published = await at.of.bench.published("weights_published", count=2)
         assert [shard.file for shard in published.weights_published.snapshot.shards] == ["rank0"]
         assert at.of.bench.instances[NODES[0]].drops[0] == (2, (0,))
 
@@ -582,7 +584,7 @@ async def test_a_lost_rank_that_cannot_be_replaced_costs_the_incarnation(tmp_pat
         at.of.ranks.permits[FIRST].release()
         at.of.bench.instances[NODES[0]].kill(SECOND)
         name = await at.replace_dead(SECOND)
-        (failed,) = await at.of.bench.told("failed")
+        (failed,) = await at.of.bench.published("failed")
         assert f"resize {name}" in failed.failed.message
         assert (list(failed.failed.grants), failed.failed.fatal) == ([], False)
         assert "resize_failed" not in await at.of.bench.kinds()
@@ -595,5 +597,5 @@ async def test_an_update_that_a_living_rank_refuses_fails_the_iteration(tmp_path
         at.of.ranks.of[FIRST].refuses = "train"
         await at.of.scored(range(4))
         at.of.take(at.of.bench.open_iteration())
-        (failed,) = await at.of.bench.told("failed")
+        (failed,) = await at.of.bench.published("failed")
         assert f"{FIRST} does no train" in failed.failed.message

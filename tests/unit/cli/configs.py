@@ -1,4 +1,4 @@
-"""A small config that is right, for what goes wrong around it."""
+"""A small, valid config, for tests of what goes wrong around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidegate.config.job_config import JobConfig, parse_config
 
 
 def small(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """All of it lies under `tmp_path`, host memory too."""
+    """All its paths are under `tmp_path`, host memory too."""
     (tmp_path / "memory").mkdir(exist_ok=True)
     raw: dict[str, Any] = {
         "job": "small",

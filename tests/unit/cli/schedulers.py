@@ -24,7 +24,7 @@ def log_of(*words: str) -> list[str]:
 
 
 class LeavingScheduler(control_pb2_grpc.ControlServicer):
-    """Tells two rows; the job then ends with a third, and each stream breaks as at a server's stop."""
+    """Sends two rows. Then the job ends with a third row, and each stream breaks like at a server's stop."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -61,7 +61,7 @@ class FailingScheduler(LeavingScheduler):
 
 
 class FaultyScheduler(FailingScheduler):
-    """Cannot tell any event, with the job running on."""
+    """Cannot send any event, while the job runs on."""
 
     async def _leave(self, context: Any) -> None:
         await context.abort(self.code, "KeyError: 'x'")

@@ -21,7 +21,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_what_is_printed_is_simulated_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_scenario_can_be_simulated_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_directory(tmp_path)
     (path := tmp_path / "fitted.yaml").write_text(
         printed(capsys, "calibrate", folder.name, "--output-dir", str(tmp_path))
@@ -56,9 +56,9 @@ def test_each_fitted_value_is_listed_with_what_it_was_fitted_to(
     folder = run_directory(tmp_path)
     text = printed(capsys, "calibrate", folder.name, "--output-dir", str(tmp_path), "-o", form)
     if form == "json":
-        told = json.loads(text)
-        found = {row["key"]: row["source"] for row in told["values"]}
-        assert [row["phase"] for row in told["phases"]] == ["rollout", "inference", "training", "iteration"]
+        output = json.loads(text)
+        found = {row["key"]: row["source"] for row in output["values"]}
+        assert [row["phase"] for row in output["phases"]] == ["rollout", "inference", "training", "iteration"]
         assert found["costs.trainer.fixed_s"].startswith("M: 4 minibatches, median 0.00")
     else:
         (line,) = (line for line in text.splitlines() if line.startswith("costs.inference.rate_tokens_per_s"))
@@ -66,18 +66,16 @@ def test_each_fitted_value_is_listed_with_what_it_was_fitted_to(
         assert "\nPHASE      MEASURED S  SIMULATED S  ERROR PERCENT\n" in text
 
 
-def test_a_job_that_did_not_finish_and_one_that_there_is_not_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unfinished_job_and_an_unknown_job_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_directory(tmp_path)
     (folder / "result.json").unlink()
     assert main(["calibrate", folder.name, "--output-dir", str(tmp_path)]) == 2
-    assert "holds no run to its end" in capsys.readouterr().err
+    assert "holds no finished run" in capsys.readouterr().err
     assert main(["calibrate", "another", "--output-dir", str(tmp_path)]) == 2
     assert "no job 'another'" in capsys.readouterr().err
 
 
-def test_a_run_that_is_named_twice_counts_for_no_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_directory(tmp_path)
     assert main(["calibrate", folder.name, folder.name, "--output-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "tidegate: job is named twice: name each run once, or it counts for several\n"

@@ -1,4 +1,4 @@
-"""What a resumed run finds in its folder, written by the actor's own store: the newest checkpoint, or none."""
+"""The checkpoint that a resumed run finds in its folder, written by the actor's own store: the newest one, or none."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         newest_checkpoint(tmp_path)
 
 
-def test_only_a_resumed_run_goes_on_from_what_it_finds(tmp_path: Path) -> None:
+def test_only_a_resumed_run_starts_from_the_checkpoint_in_its_folder(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path))
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
         save(first.folder.checkpoints, incarnation=1, next_iteration=1)

@@ -1,4 +1,4 @@
-"""Claiming a job's folder: one run at a time, nothing removed unasked, nothing left behind."""
+"""Claiming a job's folder: one run at a time, removals only on request, nothing left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidegate.v1 import control_pb2
 
 
 def run_once(tmp_path: Path, start: Start = Start.FRESH, *, now_unix_s: float = 0.0) -> int:
-    """The boot of a run that came and went."""
+    """The boot of a run that has ended."""
     with claim_folder(load_job(small_config(tmp_path)), start, now_unix_s=now_unix_s) as claim:
         return claim.boot
 
@@ -68,7 +68,7 @@ def test_only_what_may_hold_a_password_is_private(tmp_path: Path) -> None:
     assert set(files.values()) == {0o600, 0o644}
 
 
-def test_nothing_is_left_in_host_memory_and_what_a_kill_left_there_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_nothing_is_left_in_host_memory_and_the_rest_of_a_killed_run_goes_at_the_next_start(tmp_path: Path) -> None:
     memory = host_memory_folder(small_config(tmp_path))
     (memory / "snapshots").mkdir(parents=True)
     with claim_folder(load_job(small_config(tmp_path)), Start.FRESH, now_unix_s=0.0):
@@ -86,7 +86,7 @@ def test_a_second_launcher_is_refused_while_the_first_runs(tmp_path: Path) -> No
         pass
 
 
-def test_a_job_that_runs_is_told_as_running_by_its_launchers_pid_until_that_leaves(tmp_path: Path) -> None:
+def test_a_running_job_is_refused_with_its_launchers_pid_until_that_leaves(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     refuse_running(JobFolder.of(config))
     with (
@@ -111,7 +111,7 @@ def test_a_forced_start_removes_the_older_run(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_a_folder_that_is_no_jobs_is_never_removed(tmp_path: Path) -> None:
+def test_a_folder_without_a_job_is_never_removed(tmp_path: Path) -> None:
     precious = tmp_path / "jobs" / "small" / "thesis.txt"
     precious.parent.mkdir(parents=True)
     precious.write_text("years of work")
@@ -176,7 +176,7 @@ FLOAT32 = {"engine": "sglang", "sglang": {"python": "python", "dtype": "float32"
     ],
     ids=["another engine", "another precision"],
 )
-def test_a_resumed_run_may_not_change_who_draws_its_samples(
+def test_a_resumed_run_may_not_change_the_engine_that_draws_its_samples(
     before: dict[str, Any], after: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with claim_folder(load_job(small_config(tmp_path, rollout=before)), Start.FRESH, now_unix_s=0.0):
@@ -200,7 +200,7 @@ def test_a_resumed_run_may_change_the_machinery(tmp_path: Path) -> None:
         assert claim.config.checkpoint.every == 2
 
 
-def test_a_resumed_run_may_change_the_schedule_of_the_rate_only_where_it_says_whose_holds(tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_the_rate_schedule_only_where_budget_mismatch_says_which_holds(tmp_path: Path) -> None:
     run_once(tmp_path)
     section = {"budget_updates": 99}
     with (

@@ -1,4 +1,4 @@
-"""The command's face: exit codes, messages for people, one form for people and one for programs."""
+"""The command as a user sees it: exit codes, messages for people, one form for people and one for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """The output folder of a job that is over."""
+    """The output folder of a finished job."""
     config = small_config(tmp_path)
     folder = JobFolder.of(config)
     folder.attempt().logs.mkdir(parents=True)
@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_config_that_is_wrong_is_told_with_exit_code_2_and_starts_nothing(
+def test_a_wrong_config_ends_with_exit_code_2_and_starts_nothing(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes, want = WRONG[case]
@@ -148,7 +148,7 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
         (["logs", "a", "--follow", "--attempt", "1"], "--attempt: not allowed with argument --follow; `tidegate logs"),
     ],
 )
-def test_usage_that_is_wrong_is_one_line_with_its_remedy_and_ends_with_2(
+def test_wrong_usage_is_one_line_with_its_remedy_and_ends_with_2(
     arguments: list[str], want: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -166,12 +166,12 @@ def test_help_is_on_stdout_and_no_fault(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("layout", ["tp", "tp=two", "xp=2", "tp=0", "vpp=2"])
-def test_a_layout_that_is_none_is_told_with_the_axes_there_are(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_layout_is_refused_with_the_list_of_axes(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "small", "--layout", layout]) == 2
     assert f"'{layout}' is no layout such as tp=2,dp=2, of tp, pp, dp, cp, ep, vpp" in capsys.readouterr().err
 
 
-def test_a_job_that_is_unknown_names_those_there_are(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_job_is_refused_with_the_list_of_jobs(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "smal", "--output-dir", str(finished)]) == 2
     assert "no job 'smal'" in (said := capsys.readouterr().err)
     assert "there: small" in said
@@ -186,14 +186,14 @@ def test_a_job_that_is_unknown_names_those_there_are(finished: Path, capsys: pyt
         ["scale", "small", "--layout", "tp=2"],
     ],
 )
-def test_what_only_a_live_job_can_do_fails_with_1(
+def test_commands_to_a_finished_job_fail_with_1(
     arguments: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments, "--output-dir", str(finished)]) == 1
     assert "job small is finished; only a running job" in capsys.readouterr().err
 
 
-def test_an_endpoint_that_nobody_serves_is_told_as_a_killed_run(
+def test_an_endpoint_without_a_server_is_reported_as_a_killed_run(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (finished / "small" / "result.json").unlink()
@@ -234,7 +234,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
     assert f"there is no folder {tmp_path / 'nosuch'}" in capsys.readouterr().err
 
 
-def test_a_followed_job_that_is_over_is_told_with_its_end(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_a_finished_job_ends_with_its_end_line(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("events", "logs"):
         assert main([command, "small", "--follow", "--output-dir", str(finished)]) == 0
         assert capsys.readouterr().err == "job small finished: all done\n"
@@ -272,7 +272,7 @@ def test_logs_of_all_sources_come_in_order_of_time(finished: Path, capsys: pytes
     assert "there are actor@n0, scheduler" in capsys.readouterr().err
 
 
-def test_doctor_finds_this_machine_fit_and_gives_a_remedy_for_what_is_not(
+def test_doctor_finds_this_machine_fit_and_gives_a_remedy_for_each_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = json.loads(answer(capsys, "doctor", "-o", "json"))

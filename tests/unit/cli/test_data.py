@@ -1,4 +1,4 @@
-"""A job on data that cannot be right is refused before anything starts, with the line or the reward that is wrong."""
+"""A job on wrong data is refused before anything starts. The message names the line or the reward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "an answer that is an object": ([RIGHT | {"answer": {"a": 1}}], {}, "train.jsonl:1: the answer is {'a': 1}"),
     "no data": ([RIGHT], {"train": "nowhere.jsonl"}, "no data at "),
     "a chat template that is none": ([RIGHT], {"chat_template": "words.json.jinja"}, "words.json.jinja cannot be read"),
-    "a tokenizer without a chat template": ([RIGHT], {"chat_template": "tokenizer"}, "the tokenizer came with none"),
+    "a tokenizer without a chat template": ([RIGHT], {"chat_template": "tokenizer"}, "the tokenizer has no template"),
     "a checksum of other data": ([RIGHT], {"checksum": "abc"}, "but data.checksum is abc: use the data"),
     "a reward that does not import": ([RIGHT], function("grade:score"), "grade:score cannot be imported: ModuleNotFou"),
     "a reward that is not there": ([RIGHT], function("grading:scroe"), "grading:scroe cannot be imported: Attribut"),
@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_told_with_exit_code_2_and_starts_nothing(
+def test_wrong_data_and_rewards_end_with_exit_code_2_and_start_nothing(
     case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows, changes, want = WRONG[case]
@@ -133,7 +133,7 @@ EVALUATION: dict[str, tuple[list[Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", EVALUATION)
-def test_what_is_wrong_with_the_evaluations_data_is_told_before_anything_starts(
+def test_wrong_data_of_the_evaluation_is_refused_before_anything_starts(
     case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows, changes, want = EVALUATION[case]
@@ -196,7 +196,7 @@ def test_a_started_job_is_held_to_the_data_that_it_started_with(tmp_path: Path) 
         pass
 
 
-def test_the_example_is_right(tmp_path: Path) -> None:
+def test_the_own_data_example_passes_the_check(tmp_path: Path) -> None:
     path = Path(__file__).resolve().parents[3] / "examples" / "own_data" / "job.yaml"
     job = asyncio.run(with_checked_data(load_job(load_config(path))))
     assert job.config.data is not None

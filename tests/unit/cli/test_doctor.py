@@ -1,4 +1,4 @@
-"""What the doctor says of disk: a folder that is not there yet is on the disk of the nearest one that is."""
+"""The doctor's check of the disk. A folder that does not exist yet is on the disk of its nearest existing parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cli.doctor import Health, disk, examine
 MORE_THAN_ANY_DISK = 2**80
 
 
-def test_too_little_disk_for_the_streams_is_warned_of_with_the_remedy(tmp_path: Path) -> None:
+def test_too_little_disk_for_the_streams_gives_a_warning_with_the_remedy(tmp_path: Path) -> None:
     found = disk(tmp_path / "not" / "yet", least_bytes=MORE_THAN_ANY_DISK)
     assert found.health is Health.WARN
     assert "which the streams of a job reserve" in found.remedy

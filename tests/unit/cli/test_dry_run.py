@@ -1,4 +1,4 @@
-"""`tidegate run --dry-run` says what a start would say, prints a config that is one, and starts nothing."""
+"""`tidegate run --dry-run` reports what a start would report, prints a valid config, and starts nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return capsys.readouterr().out
 
 
-def test_what_is_printed_is_a_config_of_the_same_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_text_is_a_config_of_the_same_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = small_file(tmp_path)
     text = printed(capsys, path, "algorithm.clip_high=0.28")
     (again := tmp_path / "again" / "small.yaml").parent.mkdir()
@@ -36,7 +36,7 @@ def test_what_is_printed_is_a_config_of_the_same_job(tmp_path: Path, capsys: pyt
     assert list((tmp_path / "memory").iterdir()) == []
 
 
-def test_each_value_tells_where_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_printed_value_has_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, small_file(tmp_path), "algorithm.group_size=4").splitlines()
     assert "  group_size: 4  # override algorithm.group_size" in lines
     assert "  clip_low: 0.2" in lines
@@ -66,7 +66,7 @@ def test_overrides_may_stand_before_and_after_flags(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("arguments", [["--dry"], ["get", "jobs", "--follow"], ["describe", "small", "seed=1"]])
-def test_what_no_command_knows_is_still_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_is_still_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("tidegate: ")
 
@@ -96,7 +96,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_start_would_refuse_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_refuses_what_a_start_would_refuse(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, want = REFUSED[case]
     assert main(["run", str(small_file(tmp_path)), *arguments, "--dry-run"]) == 2
     said = capsys.readouterr()
@@ -105,7 +107,7 @@ def test_what_a_start_would_refuse_is_refused(case: str, tmp_path: Path, capsys:
     assert not (tmp_path / "jobs").exists()
 
 
-def test_an_older_run_is_told_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_older_run_is_reported_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(small_file(tmp_path))
     with claim_folder(load_job(config), Start.FRESH, now_unix_s=0.0):
         assert main(["run", str(small_file(tmp_path)), "--dry-run"]) == 2
@@ -122,9 +124,7 @@ def test_an_older_run_is_told_and_stays(tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(JobFolder.of(config).root.rglob("*")) == before
 
 
-def test_what_is_seldom_meant_is_warned_of_beside_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_stand_beside_the_printed_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert small(tmp_path)["actor"] == {"learning_rate": 1e-3}
     assert main(["run", str(small_file(tmp_path)), "--dry-run"]) == 0
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The file of a job's events: whole lines, each event once, no password, whatever cut off the writer before."""
+"""The file of a job's events: whole lines, each event once, no password, whatever cut off the former writer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert [row.event for row in read_events(tmp_path / "events.jsonl")] == [an_event(1), an_event(2)]
 
 
-def test_who_goes_on_knows_the_last_event_by_its_place_and_id(tmp_path: Path) -> None:
+def test_a_later_writer_knows_the_last_event_by_its_place_and_id(tmp_path: Path) -> None:
     assert (EventFile(tmp_path / "events.jsonl").sequence, EventFile(tmp_path / "events.jsonl").event_id) == (0, "")
     EventFile(tmp_path / "events.jsonl").append(7, an_event(3))
     again = EventFile(tmp_path / "events.jsonl")
@@ -36,7 +36,7 @@ def test_who_goes_on_knows_the_last_event_by_its_place_and_id(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rest", ['{"stream_sequence": "2", "ev', "\0\0\0", '{"a": 1}'])
-def test_a_line_that_was_cut_off_is_not_read_and_goes_when_the_next_is_written(tmp_path: Path, rest: str) -> None:
+def test_a_line_cut_off_is_not_read_and_goes_when_the_next_is_written(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "events.jsonl"
     EventFile(path).append(1, an_event(1))
     with path.open("a") as lines:

@@ -1,4 +1,4 @@
-"""A picture of an iteration is a line to a person, however many sequences it has."""
+"""A picture of an iteration is one line for a person, however many sequences it has."""
 
 from __future__ import annotations
 

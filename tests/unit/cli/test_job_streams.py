@@ -58,14 +58,14 @@ async def test_events_go_on_after_the_last_one_seen_when_the_scheduler_starts_ag
     assert scheduler.asked_after == [0, 1]
 
 
-async def test_a_fault_of_a_live_scheduler_is_told_and_not_asked_for_ever(job: Any) -> None:
+async def test_a_fault_of_a_live_scheduler_ends_the_stream_with_its_error(job: Any) -> None:
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         async with served(claim.folder, FaultyScheduler(claim.folder)):
             with pytest.raises(PeerRefused, match="KeyError"):
                 _ = [row async for row in job_streams.events(claim.folder, follow=True)]
 
 
-async def test_a_run_that_was_killed_before_anything_happened_has_no_events_and_is_not_waited_for(job: Any) -> None:
+async def test_a_run_killed_before_its_first_event_ends_the_stream_at_once(job: Any) -> None:
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
         pass
     with pytest.raises(NotRunning):

@@ -1,4 +1,4 @@
-"""The result of a run: its figures, its file, its iterations' times."""
+"""The result of a run: its figures, its file, and the times of its iterations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_run_without_iterations_has_no_reward() -> None:
     assert (summary["iterations"], summary["reward_first"], summary["reward_last"]) == (0, None, None)
 
 
-def test_the_file_holds_all_of_it(tmp_path: Path) -> None:
+def test_the_result_file_has_the_whole_outcome(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     written = outcome(row(0, 0.25))
     written.write(path)
@@ -89,7 +89,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_an_iteration_lasts_from_the_report_before_it_or_from_the_weights_it_began_with() -> None:
     loaded, reported = events_pb2.WeightsLoaded(), events_pb2.IterationReported()
-    told = [
+    history = [
         event(loaded, 10.0),
         event(reported, 12.0, iteration=0),
         event(loaded, 12.5, iteration=1),
@@ -97,4 +97,4 @@ def test_an_iteration_lasts_from_the_report_before_it_or_from_the_weights_it_beg
         event(loaded, 30.0, incarnation=2, iteration=1),
         event(reported, 31.0, incarnation=2, iteration=1),
     ]
-    assert iteration_seconds(told) == {0: 2.0, 1: 1.0}
+    assert iteration_seconds(history) == {0: 2.0, 1: 1.0}

@@ -1,4 +1,4 @@
-"""`tidegate plan`: a job's iteration foreseen under each policy and from several placements, and nothing started."""
+"""`tidegate plan` predicts a job's iteration under each policy and from several placements, and starts nothing."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_the_scenario_has_the_jobs_work_and_what_its_config_assumes(tmp_path: Pa
     assert scenario.costs.engine.gpus_per_engine == 1
 
 
-def test_a_reproducible_job_is_foreseen_in_numbers_of_copies_that_divide_its_shards(tmp_path: Path) -> None:
-    """6 sequences are a minibatch, so that without shards dynarl grows the trainer to 6 copies."""
+def test_a_reproducible_job_is_predicted_with_numbers_of_copies_that_divide_its_shards(tmp_path: Path) -> None:
+    """A minibatch has 6 sequences, so without shards dynarl grows the trainer to 6 copies."""
     raw = small(tmp_path, cluster=SIXTEEN)
     raw["algorithm"] |= {"prompts_per_iteration": 24, "group_size": 2, "n_minibatches": 8, "max_new_tokens": 50}
     raw["actor"]["layout"], raw["inference"] = {"dp": 2}, {"layout": {"dp": 2}}
@@ -94,47 +94,47 @@ def test_a_reproducible_job_is_foreseen_in_numbers_of_copies_that_divide_its_sha
     assert found == {None: {2, 6}, 8: {2, 4}}
 
 
-def test_every_policy_is_foreseen_from_every_placement_against_static_as_configured(
+def test_every_policy_is_predicted_from_every_placement_relative_to_static_as_configured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = json.loads(planned(tmp_path, capsys, "-o", "json"))
-    assert [row["policy"] for row in told["predictions"]] == [*NAMES] * 3
-    first = told["predictions"][0]
+    output = json.loads(planned(tmp_path, capsys, "-o", "json"))
+    assert [row["policy"] for row in output["predictions"]] == [*NAMES] * 3
+    first = output["predictions"][0]
     assert (first["placement"], first["policy"], first["saved_percent"]) == (AS_CONFIGURED, "static", 0.0)
-    assert told["best"]["iteration_s"] <= first["iteration_s"]
-    assert told["best_static"]["policy"] == "static"
+    assert output["best"]["iteration_s"] <= first["iteration_s"]
+    assert output["best_static"]["policy"] == "static"
     assert not (tmp_path / "jobs").exists()
 
 
-def test_what_a_policy_cannot_run_is_told_in_its_row_and_once_below(
+def test_a_policy_that_cannot_run_has_the_reason_in_its_row_and_once_below(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = planned(tmp_path, capsys)
-    (row,) = [line for line in told.splitlines() if line.startswith("most trains") and "rlinf" in line]
+    output = planned(tmp_path, capsys)
+    (row,) = [line for line in output.splitlines() if line.startswith("most trains") and "rlinf" in line]
     assert row.split()[-2:] == ["-", "-"]
-    assert "not from most trains: rlinf: the actor's dp=3 does not divide 4 prompts a minibatch" in told
+    assert "not from most trains: rlinf: the actor's dp=3 does not divide 4 prompts a minibatch" in output
 
 
-def test_each_assumption_tells_where_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = planned(tmp_path, capsys, "assumptions.costs.update_s=0.5")
-    lines = {line.split()[0]: line.split() for line in told.splitlines() if line.startswith("assumptions.")}
+def test_each_assumption_has_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = planned(tmp_path, capsys, "assumptions.costs.update_s=0.5")
+    lines = {line.split()[0]: line.split() for line in output.splitlines() if line.startswith("assumptions.")}
     assert lines["assumptions.costs.update_s"][1:] == ["0.5", "override", "assumptions.costs.update_s"]
     assert lines["assumptions.costs.communicators_s"][1:] == ["0.37", "default"]
-    assert "`tidegate calibrate` fits them to a run of the job" in told
+    assert "`tidegate calibrate` fits them to a run of the job" in output
 
 
-def told_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, dict[str, Any]]:
+def listed_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for row in json.loads(planned(tmp_path, capsys, "-o", "json", *more))["assumptions"]}
 
 
-def test_reshards_are_priced_by_what_the_jobs_model_moves_and_what_else_would_is_not_listed(
+def test_reshards_are_priced_by_the_bytes_of_the_jobs_model_and_unused_keys_are_not_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the published rate a model of two layers moves in no time, at a byte a second in none that ends soon."""
+    """A model of two layers moves in no time at the published rate. At a byte a second it takes far too long."""
     slow = "assumptions.costs.reshard_bytes_per_s=1000"
     fast, slowed = (json.loads(planned(tmp_path, capsys, "-o", "json", *more)) for more in ((), (slow,)))
     (quick_s, slow_s) = (
-        {row["policy"]: row["iteration_s"] for row in told["predictions"][:4]} for told in (fast, slowed)
+        {row["policy"]: row["iteration_s"] for row in output["predictions"][:4]} for output in (fast, slowed)
     )
     assert slow_s["static"] == quick_s["static"], "nothing moves"
     assert slow_s["dynarl"] > quick_s["dynarl"] + 1
@@ -146,10 +146,10 @@ def test_reshards_are_priced_by_what_the_jobs_model_moves_and_what_else_would_is
     assert 2 * 4 * 16 * 16 < size["value"] < 20_000, "the layers' weights, norms and a vocabulary of the task's words"
 
 
-def test_seconds_of_a_reshard_that_the_config_gives_stand_for_what_it_moves(
+def test_seconds_of_a_reshard_in_the_config_replace_its_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = told_assumptions(tmp_path, capsys, "assumptions.costs.reshard_s=9")
+    rows = listed_assumptions(tmp_path, capsys, "assumptions.costs.reshard_s=9")
     assert rows["assumptions.costs.reshard_s"]["value"] == 9
     assert "assumptions.costs.reshard_bytes_per_s" not in rows
     assert rows["model.num_parameters"] == {
@@ -159,7 +159,7 @@ def test_seconds_of_a_reshard_that_the_config_gives_stand_for_what_it_moves(
     }
 
 
-def test_a_model_that_is_not_here_is_told_and_each_reshard_takes_the_assumed_seconds(
+def test_for_a_missing_model_each_reshard_takes_the_assumed_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = eight(tmp_path, model={"path": str(tmp_path / "nowhere"), "max_seq_len": 80})
@@ -167,14 +167,14 @@ def test_a_model_that_is_not_here_is_told_and_each_reshard_takes_the_assumed_sec
     assert main(["plan", str(path), "-o", "json"]) == 0
     rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["assumptions"]}
     assert rows["assumptions.costs.reshard_s"]["value"] == 1.25
-    told = rows["model.num_parameters"]
-    assert told["value"] is None
-    assert told["source"].startswith("each reshard takes reshard_s: ")
-    assert str(tmp_path / "nowhere") in told["source"]
+    output = rows["model.num_parameters"]
+    assert output["value"] is None
+    assert output["source"].startswith("each reshard takes reshard_s: ")
+    assert str(tmp_path / "nowhere") in output["source"]
 
 
 def test_every_assumption_of_a_config_is_one_of_its_scenarios(tmp_path: Path) -> None:
-    """But the two sizes that policies price reshards with, which the model says here."""
+    """Except for the two sizes that policies price reshards with, which the model gives here."""
     config = small_config(tmp_path)
     own = {"costs": COST_KEYS.values(), "lengths": LENGTH_KEYS.values()}
     for section, keys in own.items():
@@ -182,7 +182,7 @@ def test_every_assumption_of_a_config_is_one_of_its_scenarios(tmp_path: Path) ->
         assert sorted(keys) == sorted(known)
 
 
-def test_a_calibrated_scenarios_model_is_what_reshards_move(tmp_path: Path) -> None:
+def test_reshards_move_the_model_of_a_calibrated_scenario(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     raw = {
         "cluster": {"nodes": {"n0": 2}, "placement": {"rollout": "0-1"}},
@@ -202,8 +202,8 @@ def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumpti
         "lengths: {median_tokens: 9, min_tokens: 1, max_tokens: 64}\n"
         "costs: {engine: {gpus_per_engine: 1}, trainer: {fixed_s: 0.25}}\n"
     )
-    told = json.loads(planned(tmp_path, capsys, "--calibrated", str(path), "-o", "json"))
-    rows = {row["key"]: row for row in told["assumptions"]}
+    output = json.loads(planned(tmp_path, capsys, "--calibrated", str(path), "-o", "json"))
+    rows = {row["key"]: row for row in output["assumptions"]}
     assert rows["costs.trainer.fixed_s"]["value"] == 0.25
     assert rows["lengths.median_tokens"] == {
         "key": "lengths.median_tokens",
@@ -212,7 +212,7 @@ def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumpti
     }
 
 
-def test_a_config_that_is_wrong_is_told_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_config_of_plan_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, scenario = str(small_file(tmp_path)), str(tmp_path / "scenario.yaml")
     Path(scenario).write_text("cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\nlenths: {}\n")
     (fits_not := tmp_path / "other.yaml").write_text("cluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\n")

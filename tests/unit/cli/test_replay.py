@@ -1,4 +1,4 @@
-"""`tidegate simulate --replay`: a job's recorded events in a table or as JSON, and what is no record told."""
+"""`tidegate simulate --replay`: a job's recorded events as a table or JSON, and errors for files that are no record."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def submitted(tmp_path: Path, config_json: str) -> Path:
     return tmp_path
 
 
-def test_a_record_is_told_again_to_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_is_replayed_to_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = submitted(tmp_path, small_config(tmp_path).model_dump_json())
     assert main(["simulate", "--replay", str(folder), "--compare", "static,dynarl"]) == 0
-    told = capsys.readouterr().out
-    assert told == (
+    output = capsys.readouterr().out
+    assert output == (
         "static would have changed no assignment\ndynarl would have changed no assignment\n\n"
         "small: 1 events, 0 commands to leads under the job's own policy; 0 of 0 answers in the record are to one of "
         "them\n"
@@ -66,7 +66,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_given_wrong_is_one_line_with_exit_code_2_and_nothing_else(
+def test_wrong_input_is_one_line_with_exit_code_2_and_nothing_else(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submitted(tmp_path, small_config(tmp_path).model_dump_json())
@@ -88,7 +88,7 @@ def test_a_record_of_another_release_names_the_event(tmp_path: Path, capsys: pyt
     assert "event 1, launcher/1/1: JobSubmitted.config_json" in capsys.readouterr().err
 
 
-def test_what_a_kill_left_of_the_last_line_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_last_line_cut_off_by_a_kill_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = submitted(tmp_path, small_config(tmp_path).model_dump_json())
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"stream_sequ')

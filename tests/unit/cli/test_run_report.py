@@ -1,4 +1,4 @@
-"""What people and other programs are given of runs: figures, a page, a trace, all of the same spans."""
+"""The outputs of runs for people and other programs: figures, a page, a trace, all from the same spans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def page_data(document: str) -> Any:
     return json.loads(found[1])
 
 
-def test_figures_are_told_against_the_first_policy_and_the_bound() -> None:
+def test_figures_are_relative_to_the_first_policy_and_the_bound() -> None:
     static, tide = summaries(RUNS)
     assert (static.speedup, tide.speedup) == (1.0, 1.25)
     assert (static.over_bound_percent, tide.over_bound_percent) == pytest.approx((100.0, 60.0))
@@ -37,14 +37,14 @@ def test_shares_of_gpu_time_add_up_to_100_percent_in_one_order_for_all() -> None
 
 
 def test_json_has_each_policys_figures_decisions_and_every_assumption() -> None:
-    told = as_json(scenario(), RUNS)
-    assert json.loads(json.dumps(told)) == told
-    assert [each["policy"] for each in told["policies"]] == ["static", "tide"]
+    output = as_json(scenario(), RUNS)
+    assert json.loads(json.dumps(output)) == output
+    assert [each["policy"] for each in output["policies"]] == ["static", "tide"]
     want: dict[str, object] = {"at_s": 8 / 3, "rollout_gpus": 0, "actor_gpus": 2, "inference_gpus": 1}
     want |= {"predicted_end_s": 9.5, "reason": "the tail is thin"}
-    assert told["policies"][1]["decisions"] == [want]
-    assert (told["compared_with"], told["bound_s"]) == ("static", 5.0)
-    assert all(row["source"] for row in told["assumptions"])
+    assert output["policies"][1]["decisions"] == [want]
+    assert (output["compared_with"], output["bound_s"]) == ("static", 5.0)
+    assert all(row["source"] for row in output["assumptions"])
 
 
 def test_an_assumption_that_the_scenario_gives_says_so_beside_its_default() -> None:
@@ -73,13 +73,13 @@ def test_a_traces_spans_fill_each_gpus_time_exactly() -> None:
     assert end_us == 8e6
 
 
-def test_a_trace_tells_decisions_with_their_reasons() -> None:
-    told = [event for event in as_trace(RUNS)["traceEvents"] if event["ph"] == "i"]
-    assert [(event["pid"], event["ts"]) for event in told] == [
+def test_a_trace_has_decisions_with_their_reasons() -> None:
+    output = [event for event in as_trace(RUNS)["traceEvents"] if event["ph"] == "i"]
+    assert [(event["pid"], event["ts"]) for event in output] == [
         (1, pytest.approx(10e6 / 3)),
         (3, pytest.approx(8e6 / 3)),
     ]
-    assert told[0]["args"] == {"reason": "the tail is thin", "predicted_end_s": 9.5}
+    assert output[0]["args"] == {"reason": "the tail is thin", "predicted_end_s": 9.5}
 
 
 def test_a_page_needs_nothing_besides_itself() -> None:

@@ -1,4 +1,4 @@
-"""`tidegate simulate`: four forms of one result, and what was given wrong told before anything runs."""
+"""`tidegate simulate`: four forms of one result. Wrong input is reported before anything runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_overrides_count_wherever_they_stand(scenario: str, capsys: pytest.Captu
     assert {row["key"]: row["value"] for row in rows["assumptions"]}["costs.sync.fixed_s"] == 7
 
 
-def test_a_fault_of_an_engine_that_does_not_run_then_is_told_by_its_policy(
+def test_a_fault_of_an_engine_that_does_not_run_then_is_reported_by_its_policy(
     scenario: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = "faults=[{at_s: 1.5, kind: engine, engine: 99}]"
@@ -75,14 +75,14 @@ def test_a_fault_of_an_engine_that_does_not_run_then_is_told_by_its_policy(
 
 
 def test_a_policys_rules_are_the_scenarios(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of collocated phases: three placements and home, three moves."""
+    """The moves of collocated phases: three placements and the way home make three moves."""
     given = [[scenario, "--policy", "static", f"scheduler.static.collocated={on}"] for on in ("false", "true")]
-    told = [printed(capsys, *arguments, "-o", "json") for arguments in given]
-    assert [json.loads(text)["policies"][0]["num_moves"] for text in told] == [0, 3]
+    outputs = [printed(capsys, *arguments, "-o", "json") for arguments in given]
+    assert [json.loads(text)["policies"][0]["num_moves"] for text in outputs] == [0, 3]
 
 
 @pytest.mark.parametrize(("given", "want"), [([], "tide"), (["scheduler.policy=static"], "static")])
-def test_the_policy_is_the_scenarios_else_ours(
+def test_the_policy_is_the_scenarios_or_tide(
     given: list[str], want: str, scenario: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert json.loads(printed(capsys, scenario, "-o", "json", *given))["compared_with"] == want
@@ -100,9 +100,9 @@ def test_every_cost_is_listed_with_its_value_and_source_when_asked(
     scenario: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = printed(capsys, scenario, "--policy", "static")
-    told = printed(capsys, scenario, "--policy", "static", "--assumptions", "costs.trainer.exponent=0.3")
+    output = printed(capsys, scenario, "--policy", "static", "--assumptions", "costs.trainer.exponent=0.3")
     assert "costs.trainer.exponent" not in without
-    (line,) = [line for line in told.splitlines() if line.startswith("costs.trainer.exponent")]
+    (line,) = [line for line in output.splitlines() if line.startswith("costs.trainer.exponent")]
     assert line.split()[1:6] == ["0.3", "given;", "by", "default", "0.4,"]
 
 
@@ -219,7 +219,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_given_wrong_is_one_line_with_exit_code_2_and_nothing_else(
+def test_wrong_input_is_one_line_with_exit_code_2_and_nothing_else(
     case: str, scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "lengths.txt"
@@ -235,10 +235,10 @@ def test_what_is_given_wrong_is_one_line_with_exit_code_2_and_nothing_else(
     assert said.out == ""
 
 
-def test_an_iteration_that_does_not_end_is_told_by_its_policy_with_exit_code_1(
+def test_an_iteration_that_does_not_end_is_reported_by_its_policy_with_exit_code_1(
     scenario: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of the rollout's GPUs are lost."""
+    """A node loss takes all of the rollout's GPUs."""
     faults = ", ".join(f"{{at_s: 1, kind: gpu, gpu: {gpu}}}" for gpu in range(2, 6))
     assert main(["simulate", scenario, "--policy", "static", f"faults=[{faults}]"]) == 1
     said = capsys.readouterr()
@@ -277,7 +277,7 @@ def test_an_output_that_takes_nothing_ends_with_1_and_no_traceback(case: str, fo
     command = [sys.executable, "-m", "cli", "simulate", scenario, "--policy", "static", "-o", form]
     ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(out)
-    told = (
+    message = (
         "tidegate: [Errno 28] No space left on device: the output is incomplete; make room, and run the command again\n"
     )
-    assert (ended.returncode, ended.stderr) == (1, "" if case == "nobody reads" else told)
+    assert (ended.returncode, ended.stderr) == (1, "" if case == "nobody reads" else message)

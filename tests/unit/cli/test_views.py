@@ -1,4 +1,4 @@
-"""What is shown while a job runs: JSON lines where nobody watches, bars on a terminal, neither ever ending a run."""
+"""The output while a job runs: JSON lines without a terminal, bars on one. Neither ever ends a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 class ClosedTerminal(Terminal):
-    """As after a SIGHUP: every write fails."""
+    """A terminal after a SIGHUP: every write fails."""
 
     def write(self, text: str) -> int:
         raise OSError(5, "Input/output error")

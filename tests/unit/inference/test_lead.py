@@ -53,7 +53,7 @@ class FakeRank:
                 yield loaded(call)
             case "score":
                 self.num_asked += 1
-                self._changes.tell()
+                self._changes.notify()
                 await self._permits.acquire()
                 groups = [self._score(group) for group in call.score.groups]
                 self.scored.append(tuple(group.prompt for group in groups))
@@ -139,7 +139,7 @@ async def test_groups_are_scored_by_all_ranks_together_and_sent_on_whole(tmp_pat
     async with scoring(tmp_path) as of:
         await of.generated(range(4))
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         for want_prompt, group in enumerate(await of.on_stream()):
             want = generated_group(want_prompt)
             for sample in want.samples:
@@ -155,11 +155,11 @@ async def test_a_group_is_scored_as_soon_as_it_is_there(tmp_path: Path) -> None:
         for prompt in (2, 0, 3, 1):
             await of.generated([prompt])
             await of.bench.changes.until(lambda prompt=prompt: prompt in of.watch.prompts("ack"))  # type: ignore[misc]
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert [group.prompt for group in await of.on_stream()] == [2, 0, 3, 1]
-        progress = await of.bench.told("progress", count=4)
+        progress = await of.bench.published("progress", count=4)
         assert [each.progress.num_done for each in progress] == [1, 2, 3, 4]
-        assert {each.backlog.num_messages for each in await of.bench.told("backlog", count=4)} == {0}
+        assert {each.backlog.num_messages for each in await of.bench.published("backlog", count=4)} == {0}
 
 
 @pytest.mark.parametrize(("order", "want"), [("fixed", (0, 1, 2, 3)), ("arrival", (2, 0, 3, 1))])
@@ -168,13 +168,13 @@ async def test_pictures_tell_which_groups_the_actor_gets_in_its_order(
 ) -> None:
     async with scoring(tmp_path, algorithm={"minibatch_order": order}) as of:
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        (first,) = await of.bench.told("inferring")
+        (first,) = await of.bench.published("inferring")
         assert inferring_of(first.inferring) == Inferring()
         for prompt in (2, 0, 3, 1):
             await of.generated([prompt])
             await of.bench.changes.until(lambda prompt=prompt: prompt in of.watch.prompts("ack"))  # type: ignore[misc]
-        await of.bench.told("iteration_reported")
-        pictures = await of.bench.told("inferring", count=2)
+        await of.bench.published("iteration_reported")
+        pictures = await of.bench.published("inferring", count=2)
         last = inferring_of(pictures[-1].inferring)
         rate = last.rate_tokens_per_s_per_gpu
         assert last == Inferring(want, is_busy=False, rate_tokens_per_s_per_gpu=rate)
@@ -185,7 +185,7 @@ async def test_a_group_is_acknowledged_only_after_its_scored_form_is_on_the_stre
     async with scoring(tmp_path) as of:
         await of.generated(range(4))
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         for prompt in range(4):
             assert of.watch.acts.index(("publish scored", prompt)) < of.watch.acts.index(("ack", prompt))
 
@@ -197,7 +197,7 @@ async def test_the_reference_policy_is_loaded_beside_the_policy_and_its_log_prob
         await of.generated(range(4), version=2)
         up = of.bench.scale_up(weights=snapshot(2), reference=snapshot(0))
         of.new_lead(up, of.bench.open_iteration(version=2))
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert of.ranks[FIRST].loads == of.ranks[SECOND].loads == [(0, True), (2, False)]
         for group in await of.on_stream():
             for sample in group.samples:
@@ -212,10 +212,10 @@ async def test_a_group_of_the_iteration_drawn_from_another_version_is_dead_lette
         await of.generated([0], version=7)
         await of.generated([1])
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        (letter,) = await of.bench.told("dead_lettered")
+        (letter,) = await of.bench.published("dead_lettered")
         want = "prompt 0 of iteration 0 was drawn from version 7, but its iteration is of version 0"
         assert letter.dead_lettered.reason == want
-        await of.bench.told("progress")
+        await of.bench.published("progress")
         assert [group.prompt for group in await of.on_stream()] == [1]
         assert [kept.reason for kept in await of.bench.bus.dead_letters.list(JOB)] == [want]
 
@@ -224,7 +224,7 @@ async def test_a_group_of_no_prompt_of_the_iteration_is_dead_lettered_with_what_
     async with scoring(tmp_path) as of:
         await of.generated([7])
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        (letter,) = await of.bench.told("dead_lettered")
+        (letter,) = await of.bench.published("dead_lettered")
         assert letter.dead_lettered.reason == "prompt 7 is not of iteration 0, which takes 0-3"
 
 
@@ -236,7 +236,7 @@ async def test_an_iteration_goes_on_until_the_groups_that_replace_others_are_sco
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
         await of.generated([4, 0, 1, 3])
         await of.generated([2], rewards=(0.5, 0.5))
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert sorted(group.prompt for group in await of.on_stream()) == [0, 1, 2, 3, 4]
 
 
@@ -245,7 +245,7 @@ async def test_groups_that_the_actor_drops_are_sent_on_as_they_are(tmp_path: Pat
         await of.generated([1, 3], rewards=(0.5, 0.5))
         await of.generated([0, 2])
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert sorted(prompt for prompts in of.ranks[FIRST].scored for prompt in prompts) == [0, 2]
         on_stream = {group.prompt: group for group in await of.on_stream()}
         assert [on_stream[prompt] for prompt in (1, 3)] == [
@@ -263,10 +263,10 @@ async def test_a_new_lead_knows_from_the_stream_which_groups_are_still_to_come(t
         await of.bench.changes.until(lambda: sorted(of.watch.prompts("ack")) == [0, 1, 2, 3])
         await old.aclose()
         of.new_lead(of.load(0), of.bench.open_iteration())
-        await of.bench.told("weights_loaded")
+        await of.bench.published("weights_loaded")
         assert "iteration_reported" not in await of.bench.kinds()
         await of.generated([4])
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3, 4]
 
 
@@ -277,7 +277,7 @@ async def test_groups_of_older_incarnations_and_iterations_are_let_go_unscored(t
         await of.generated(range(4, 8), incarnation=2, iteration=1, version=1)
         up = of.bench.scale_up(weights=snapshot(1, incarnation=2), incarnation=2)
         of.new_lead(up, of.bench.open_iteration(1, incarnation=2))
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         groups = await of.on_stream()
         assert [(group.incarnation, group.iteration, group.prompt) for group in groups] == [
             (2, 1, prompt) for prompt in range(4, 8)
@@ -293,9 +293,9 @@ async def test_groups_of_a_newer_incarnation_wait_until_it_is_there(tmp_path: Pa
         assert of.ranks[FIRST].scored == []
         lead.take(of.load(0, incarnation=2))
         lead.take(of.bench.open_iteration(incarnation=2))
-        await of.bench.told("weights_loaded")
+        await of.bench.published("weights_loaded")
         await of.bench.clock.advance(1.0)
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert [group.incarnation for group in await of.on_stream()] == [2] * 4
 
 
@@ -309,7 +309,7 @@ async def test_a_rank_lost_puts_the_groups_back_and_they_are_scored_after_the_ne
         assert "failed" not in await of.bench.kinds(), "its instance tells the death"
         of.permit()
         lead.take(of.bench.scale_up(of.bench.grants(term=2), weights=snapshot(0)))
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert [group.prompt for group in await of.on_stream()] == [0, 1, 2, 3]
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
 
@@ -317,11 +317,11 @@ async def test_a_rank_lost_puts_the_groups_back_and_they_are_scored_after_the_ne
 async def test_a_rank_whose_node_gives_no_answer_is_told_by_the_lead(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)))
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         of.bench.instances[NODES[1]].is_silent = True
         lead.take(of.bench.open_iteration())
         await of.generated(range(4))
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert [grant.gpu for grant in failed.failed.grants] == [SECOND]
         assert not failed.failed.fatal
 
@@ -331,7 +331,7 @@ async def test_a_group_delivered_again_after_it_was_scored_is_neither_scored_nor
 ) -> None:
     async with scoring(tmp_path) as of:
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         of.watch.lost_acks.add(0)
         await of.generated([0])
         await of.bench.changes.until(lambda: of.watch.prompts("ack") == [0])
@@ -339,7 +339,7 @@ async def test_a_group_delivered_again_after_it_was_scored_is_neither_scored_nor
         await of.bench.clock.advance(ACK_WAIT_S)
         await of.bench.changes.until(lambda: of.watch.prompts("ack") == [0, 0])
         await of.generated([1, 2, 3])
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
         assert [prompt for call in of.ranks[FIRST].scored for prompt in call] == [0, 1, 2, 3]
 
@@ -354,9 +354,9 @@ async def test_a_new_lead_scores_what_the_old_one_had_in_hand_and_nothing_twice(
         await old.aclose()
         of.permit()
         of.new_lead(of.load(0), of.bench.open_iteration())
-        await of.bench.told("weights_loaded")
+        await of.bench.published("weights_loaded")
         await of.bench.clock.advance(ACK_WAIT_S)
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
         assert of.ranks[FIRST].scored == [(0,), (1, 2, 3)]
 
@@ -365,10 +365,10 @@ async def test_nothing_is_scored_before_weights_are_held(tmp_path: Path) -> None
     async with scoring(tmp_path) as of:
         await of.generated(range(4))
         lead = of.new_lead(of.bench.scale_up(), of.bench.open_iteration())
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         assert of.ranks[FIRST].num_asked == 0
         lead.take(of.load(0))
-        await of.bench.told("iteration_reported")
+        await of.bench.published("iteration_reported")
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
 
 
@@ -381,5 +381,5 @@ async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(
         lead = of.new_lead(of.bench.scale_up(weights=snapshot(3)), of.bench.open_iteration(version=3))
         lead.take(commands_pb2.CloseIterationRequest(header=of.bench.header(), iteration=0))
         lead.take(of.load(4))
-        await of.bench.told("weights_loaded")
+        await of.bench.published("weights_loaded")
         assert [instance.drops for instance in of.bench.instances.values()] == [[(3, want)], [(3, want)]]

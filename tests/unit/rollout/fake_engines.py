@@ -73,7 +73,7 @@ class FakeEngine:
             raise WorkerRefused(self.refusal)
         requests = call.generate.requests
         self.asked += [decode_sample_id(request.id) for request in requests]
-        self._changes.tell()
+        self._changes.notify()
         assert self._version is not None, "asked to generate before it holds weights"
         for number, request in enumerate(requests):
             await self.permits.acquire()
@@ -85,7 +85,7 @@ class FakeEngine:
             # Whoever asks for the next one has taken this one.
             if sample.finish != samples_pb2.FINISH_REASON_ABORT:
                 self.made.append(decode_sample_id(request.id))
-            self._changes.tell()
+            self._changes.notify()
 
 
 def response(job: Job, request: wire.GenerationRequest, *, version: int) -> samples_pb2.Sample:

@@ -128,7 +128,7 @@ def evaluating(tmp_path: Path, engines: Engines) -> Any:
 
 
 async def told(of: RolloutBench, *, count: int = 1) -> list[events_pb2.EvaluationReported]:
-    return [event.evaluation_reported for event in await of.told("evaluation_reported", count=count)]
+    return [event.evaluation_reported for event in await of.published("evaluation_reported", count=count)]
 
 
 async def undisturbed(tmp_path: Path) -> events_pb2.EvaluationReported:
@@ -142,7 +142,7 @@ async def test_a_lead_evaluates_with_all_engines_and_puts_nothing_on_the_stream(
     engines = Engines()
     async with evaluating(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        (generated,) = await of.told("iteration_reported")
+        (generated,) = await of.published("iteration_reported")
         give(of, of.evaluate())
         (report,) = await told(of)
         assert (report.version, report.num_prompts, report.samples_per_prompt) == (0, 3, 4)
@@ -153,7 +153,7 @@ async def test_a_lead_evaluates_with_all_engines_and_puts_nothing_on_the_stream(
         assert await of.bus.samples.published(JOB, Stage.GENERATED, incarnation=1, iteration=0) == {0, 1, 2, 3}
         assert generated.iteration_reported.generated.num_samples == 8
         assert (of.folder.evaluations / "version000000.jsonl").is_file()
-        progress = [event.progress for event in await of.told("progress", count=7)]
+        progress = [event.progress for event in await of.published("progress", count=7)]
         assert [(each.phase, each.num_done, each.num_total) for each in progress[4:]] == [
             ("evaluate", done, 3) for done in (1, 2, 3)
         ]
@@ -206,10 +206,10 @@ async def test_an_evaluation_that_fails_is_taken_up_again_with_the_next_weights(
     engines = Engines()
     async with evaluating(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)))
-        await of.told("layout_committed")
+        await of.published("layout_committed")
         engines.of[FIRST].refusal = "not now"
         give(of, of.evaluate())
-        (failed,) = await of.told("failed")
+        (failed,) = await of.published("failed")
         assert failed.failed.message.startswith("the evaluation of version 0: ")
         engines.of[FIRST].refusal = ""
         give(of, commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
@@ -226,7 +226,7 @@ async def test_a_newer_incarnation_ends_an_evaluation(tmp_path: Path) -> None:
             engines.open(gpu)
         lead.take(commands_pb2.LoadWeightsRequest(header=of.header(incarnation=2), weights=snapshot(0, incarnation=2)))
         lead.take(of.open_iteration(incarnation=2))
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
         assert "evaluation_reported" not in await of.kinds()
 
 

@@ -16,7 +16,7 @@ from tidegate.v1 import samples_pb2
 async def test_a_silent_engine_is_shown_as_last_seen(tmp_path: Path) -> None:
     async with rollout(tmp_path, Engines()) as of:
         lead = give(of, of.scale_up(weights=snapshot(0)))
-        await of.told("layout_committed")
+        await of.published("layout_committed")
         groups: GroupsInProgress[samples_pb2.Sample] = GroupsInProgress(1, 0, (0,), 1)
         (sample,) = groups.take(1)
         engine = EngineProgress(held={sample}, lengths={sample: 7}, kv_capacity_tokens=100)

@@ -48,7 +48,7 @@ class HeldPublishing:
     async def publish(self, stage: Stage, group: samples_pb2.SampleGroup) -> bool:
         if group.prompt == self._prompt:
             self.is_holding, self.group = True, group
-            self._changes.tell()
+            self._changes.notify()
             await self.let_go.wait()
         return await self._samples.publish(stage, group)
 
@@ -89,7 +89,7 @@ def all_ids(of: RolloutBench, *, incarnation: int = 1, iteration: int = 0) -> li
 
 async def assert_whole_iteration(of: RolloutBench, *, version: int = 0, iteration: int = 0) -> None:
     """Every group once, each response the one that its seed gives, and the report equal to the stream."""
-    report = (await of.told("iteration_reported"))[-1]
+    report = (await of.published("iteration_reported"))[-1]
     groups = await groups_on_stream(of, iteration=iteration)
     ids = [decode_sample_id(sample.id) for group in groups for sample in group.samples]
     assert ids == all_ids(of, iteration=iteration)
@@ -114,7 +114,7 @@ async def test_every_group_is_published_whole_and_once_by_all_engines_together(t
         await assert_whole_iteration(of)
         assert sorted(engines.of[FIRST].made + engines.of[SECOND].made) == all_ids(of)
         assert len(engines.of[FIRST].made) == len(engines.of[SECOND].made)
-        progress = await of.told("progress", count=4)
+        progress = await of.published("progress", count=4)
         assert [(each.progress.num_done, each.progress.num_total) for each in progress] == [
             (n, 4) for n in (1, 2, 3, 4)
         ]
@@ -129,9 +129,9 @@ async def test_pictures_tell_of_every_sequence_from_the_first_to_the_last(tmp_pa
         for engine in (engines.of[FIRST], engines.of[SECOND]):
             for _ in range(len(all_ids(of))):
                 engine.permits.release()
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
 
-        pictures = [generation_of(each.generation) for each in await of.told("generation", count=2)]
+        pictures = [generation_of(each.generation) for each in await of.published("generation", count=2)]
         kinds = await of.kinds()
 
     assert {each.num_groups for each in pictures} == {of.config.algorithm.prompts_per_iteration}
@@ -146,7 +146,7 @@ async def test_the_layout_is_announced_with_its_transition_and_every_member(tmp_
     async with rollout(tmp_path, Engines()) as of:
         request = of.scale_up(weights=snapshot(0))
         give(of, request)
-        (committed,) = await of.told("layout_committed")
+        (committed,) = await of.published("layout_committed")
         assert await of.kinds() == ["gpus_acquired", "layout_committed"]
         assert committed.transition_id == "start"
         assert list(committed.layout_committed.grants) == list(request.members)
@@ -209,7 +209,7 @@ async def test_a_new_lead_makes_only_what_the_stream_lacks(tmp_path: Path) -> No
     engines.num_permits = {FIRST: 2, SECOND: 0}
     async with rollout(tmp_path, engines) as of:
         old = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        await of.told("progress")
+        await of.published("progress")
         await old.aclose()
         asked_before = {gpu: len(engine.asked) for gpu, engine in engines.of.items()}
         new = of.new_lead()
@@ -228,10 +228,10 @@ async def test_a_new_lead_that_finds_all_groups_on_the_stream_reports_at_once(tm
     engines = Engines()
     async with rollout(tmp_path, engines) as of:
         old = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
         await old.aclose()
         of.new_lead().take(of.open_iteration())
-        first, second = await of.told("iteration_reported", count=2)
+        first, second = await of.published("iteration_reported", count=2)
         assert first.iteration_reported == second.iteration_reported
         assert len(engines.of[FIRST].asked) + len(engines.of[SECOND].asked) == 8
 
@@ -249,7 +249,7 @@ async def test_the_iteration_does_not_end_while_a_group_is_being_published(tmp_p
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.changes.until(lambda: held[0].is_holding)
         engines.open(SECOND)
-        await of.told("progress", count=3)
+        await of.published("progress", count=3)
         assert "iteration_reported" not in await of.kinds()
         held[0].let_go.set()
         await assert_whole_iteration(of)
@@ -289,7 +289,7 @@ class HeldRewards(LongIsRight):
 
     def reward(self, prompt: Prompt, response_text: str) -> float:
         self.is_asked = True
-        self._loop.call_soon_threadsafe(self._changes.tell)
+        self._loop.call_soon_threadsafe(self._changes.notify)
         assert self.let_go.wait(timeout=PATIENCE_S), "nobody could let go: the loop waits for the reward"
         return self._task.reward(prompt, response_text)
 
@@ -302,7 +302,7 @@ async def test_a_slow_reward_delays_nothing_else_of_the_lead(tmp_path: Path) -> 
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.changes.until(lambda: rewards.is_asked)
         lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
-        await of.told("weights_loaded")
+        await of.published("weights_loaded")
         rewards.let_go.set()
         await assert_whole_iteration(of)
 
@@ -319,7 +319,7 @@ REPLACED = {"filter_zero_std": True, "max_extra_prompts": 40}
 
 async def assert_enough_with_spread(of: RolloutBench, groups: list[Any]) -> None:
     """The shortest run of prompts that holds as many groups with spread as the iteration wants; all reported."""
-    report = (await of.told("iteration_reported"))[-1].iteration_reported
+    report = (await of.published("iteration_reported"))[-1].iteration_reported
     assert report.generated == fate_of([decode_sample_id(sample.id) for group in groups for sample in group.samples])
     assert [group.prompt for group in groups] == list(range(len(groups)))
     spread = [has_spread(rewards_of(group)) for group in groups]
@@ -331,10 +331,10 @@ async def test_groups_without_spread_are_replaced_by_the_prompts_that_follow(tmp
     async with rollout(tmp_path, Engines(), algorithm=REPLACED) as of:
         replacing(of)
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
         groups = await groups_on_stream(of)
         await assert_enough_with_spread(of, groups)
-        progress = [each.progress for each in await of.told("progress", count=len(groups))]
+        progress = [each.progress for each in await of.published("progress", count=len(groups))]
         assert [each.num_done for each in progress] == list(range(1, len(groups) + 1))
         assert progress[-1].num_total == len(groups)
 
@@ -342,7 +342,7 @@ async def test_groups_without_spread_are_replaced_by_the_prompts_that_follow(tmp
 async def test_no_more_groups_are_replaced_than_there_are_extra_prompts(tmp_path: Path) -> None:
     async with rollout(tmp_path, Engines(), algorithm=REPLACED | {"max_extra_prompts": 1}) as of:
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
         groups = await groups_on_stream(of)
         assert [group.prompt for group in groups] == [0, 1, 2, 3, 4]
         assert not any(has_spread(rewards_of(group)) for group in groups)
@@ -352,21 +352,21 @@ async def test_a_new_lead_replaces_the_same_groups(tmp_path: Path) -> None:
     async with rollout(tmp_path / "whole", Engines(), algorithm=REPLACED) as of:
         replacing(of)
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
         want = await groups_on_stream(of)
     engines = Engines()
     engines.num_permits = {FIRST: 7, SECOND: 0}
     async with rollout(tmp_path / "broken", engines, algorithm=REPLACED) as of:
         old = replacing(of)
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        await of.told("progress", count=2)
+        await of.published("progress", count=2)
         await old.aclose()
         new = replacing(of)
         for gpu in (FIRST, SECOND):
             engines.open(gpu)
         new.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
         new.take(of.open_iteration())
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
         got = await groups_on_stream(of)
         await assert_enough_with_spread(of, got)
         assert [(each.prompt, list(each.samples)) for each in got] == [
@@ -390,10 +390,10 @@ async def test_what_a_lead_before_published_of_a_group_decides_whether_it_is_rep
         other.samples[0].reward = 1.0
         await of.bus.samples.publish(Stage.GENERATED, other)
         held[0].let_go.set()
-        await of.told("iteration_reported")
+        await of.published("iteration_reported")
         groups = await groups_on_stream(of)
         assert [group.prompt for group in groups] == list(range(8)), "all of equal rewards but the one on the stream"
-        (progress, *_) = reversed(await of.told("progress", count=8))
+        (progress, *_) = reversed(await of.published("progress", count=8))
         assert (progress.progress.num_done, progress.progress.num_total) == (8, 8)
 
 
@@ -402,7 +402,7 @@ async def test_an_engine_generates_only_once_it_holds_the_version_of_the_iterati
     async with rollout(tmp_path, engines) as of:
         lead = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration(1, version=1))
         lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(1)))
-        (loaded_event,) = await of.told("weights_loaded")
+        (loaded_event,) = await of.published("weights_loaded")
         assert loaded_event.weights_loaded.checksum == snapshot(1).checksum
         await assert_whole_iteration(of, version=1, iteration=1)
 
@@ -412,12 +412,12 @@ async def test_a_newer_incarnation_ends_what_was_running_and_makes_all_anew(tmp_
     engines.num_permits = {FIRST: 2, SECOND: 0}
     async with rollout(tmp_path, engines) as of:
         lead = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
-        await of.told("progress")
+        await of.published("progress")
         for gpu in (FIRST, SECOND):
             engines.open(gpu)
         lead.take(commands_pb2.LoadWeightsRequest(header=of.header(incarnation=2), weights=snapshot(0, incarnation=2)))
         lead.take(of.open_iteration(incarnation=2))
-        (report,) = await of.told("iteration_reported")
+        (report,) = await of.published("iteration_reported")
         assert report.incarnation == 2
         assert report.iteration_reported.generated == fate_of(all_ids(of, incarnation=2))
         assert len(await groups_on_stream(of, incarnation=1)) == 1
@@ -427,10 +427,10 @@ async def test_a_request_that_an_engine_refuses_fails_the_component_with_its_wor
     engines = Engines()
     async with rollout(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)))
-        await of.told("layout_committed")
+        await of.published("layout_committed")
         engines.of[FIRST].refusal = "the prompt is longer than max_seq_len=80"
         give(of, of.open_iteration())
-        (failed,) = await of.told("failed")
+        (failed,) = await of.published("failed")
         assert "longer than max_seq_len=80" in failed.failed.message
 
 
@@ -438,11 +438,11 @@ async def test_an_engine_whose_node_gives_no_answer_is_told_by_the_lead_and_the_
     engines = Engines()
     async with rollout(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)))
-        await of.told("layout_committed")
+        await of.published("layout_committed")
         of.instances[NODES[0]].is_silent = True
         give(of, of.open_iteration())
         await assert_whole_iteration(of)
-        (failed,) = await of.told("failed")
+        (failed,) = await of.published("failed")
         assert [grant.gpu for grant in failed.failed.grants] == [FIRST]
         assert engines.of[FIRST].asked == []
 
@@ -451,11 +451,11 @@ async def test_weights_that_are_not_the_published_ones_fail_the_component(tmp_pa
     engines = Engines()
     async with rollout(tmp_path, engines) as of:
         lead = give(of, of.scale_up(weights=snapshot(0)))
-        await of.told("layout_committed")
+        await of.published("layout_committed")
         engines.of[SECOND].lies_about_weights = True
         lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(1)))
         with pytest.raises(AssertionError, match="n1/2 loaded version 1 with checksum of something else"):
-            await of.told("weights_loaded")
+            await of.published("weights_loaded")
 
 
 @pytest.mark.parametrize(("kl_coefficient", "want"), [(0.0, ()), (0.1, (0,))], ids=["without KL", "with KL"])
@@ -466,7 +466,7 @@ async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(
         lead = give(of, of.scale_up(weights=snapshot(1)), of.open_iteration(1, version=1))
         lead.take(commands_pb2.CloseIterationRequest(header=of.header(), iteration=1))
         lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(2)))
-        await of.told("weights_loaded")
+        await of.published("weights_loaded")
         assert [instance.drops for instance in of.instances.values()] == [[(1, want)], [(1, want)]]
 
 
@@ -476,7 +476,7 @@ async def test_released_engines_are_told_with_what_stayed_held(tmp_path: Path) -
         lead = give(of, up)
         down = commands_pb2.ScaleDownRequest(header=of.header(transition="stop"), grants=up.grants)
         lead.take(down)
-        (released,) = await of.told("gpus_released")
+        (released,) = await of.published("gpus_released")
         assert (released.transition_id, released.gpus_released.held_bytes) == ("stop", 0)
         assert list(released.gpus_released.grants) == list(up.grants)
         assert await of.instances[NODES[0]].workers(JOB) == ()

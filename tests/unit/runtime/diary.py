@@ -1,4 +1,4 @@
-"""A lead that writes down what it does, and its host over the store in memory, whose clock only a test moves."""
+"""A lead that notes its acts, and its host over the store in memory. Only a test moves the store's clock."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 LEAD_TTL_MS, LEASE_TTL_MS = 30, 60
-"""By the store's clock and the host's, which stand still; a host looks after a third of it, by the real one."""
+"""The TTL by the store's and the host's clock, which stand still. A host checks every third of it by the real clock."""
 ROLE = Role.INFERENCE
 
 
 class Idle:
-    """A worker that answers all."""
+    """A worker that answers every call."""
 
     async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
         yield replied(call)
 
 
 class DiaryLead(Lead):
-    """Writes down what it does; all fails with `failure`, iterations last until `may_end`."""
+    """Notes its acts. Every act fails with `failure` if it is set. Iterations last until `may_end`."""
 
     def __init__(self, tools: LeadTools, changes: Changes) -> None:
         super().__init__(tools)
@@ -49,7 +49,7 @@ class DiaryLead(Lead):
 
     def write(self, line: str) -> None:
         self.diary.append(line)
-        self._changes.tell()
+        self._changes.notify()
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
         self.write(f"scale up in {self.incarnation}")
@@ -82,7 +82,7 @@ class DiaryLead(Lead):
 
 
 class Diary:
-    """Makes leads that tell `changes` what they write."""
+    """Makes leads that report their notes to `changes`."""
 
     changes: Changes
 
@@ -94,7 +94,7 @@ class Diary:
 
 
 class WatchedStore(CellStore):
-    """Tells of each look at the lead and each renewed lease. While it is away nothing is answered, and nothing done."""
+    """Reports each look at the lead and each renewed lease. While it is away it answers nothing and does nothing."""
 
     def __init__(self, server: MemoryServer, changes: Changes) -> None:
         super().__init__(MemoryCells(server))
@@ -112,24 +112,24 @@ class WatchedStore(CellStore):
         self._answer(is_away=self.is_away)
         was_in_force = await super().renew(holder, ttl_ms=ttl_ms)
         self.num_renewals += 1
-        self._changes.tell()
+        self._changes.notify()
         return was_in_force
 
     async def renew_lead(self, lead: LeadRecord, *, ttl_ms: int) -> LeadRecord | None:
         try:
             return await super().renew_lead(lead, ttl_ms=ttl_ms)
         finally:
-            self._changes.tell()
+            self._changes.notify()
 
     def _answer(self, *, is_away: bool) -> None:
         if is_away:
             self.num_refused += 1
-            self._changes.tell()
+            self._changes.notify()
             raise StoreUnavailable("nobody answers")
 
 
 class Hosting:
-    """One instance's host at work, and what its cluster does around it."""
+    """One instance's host, and the events of the cluster around it."""
 
     def __init__(self, opened: Bench[DiaryLead, Idle], server: MemoryServer) -> None:
         self.bench = opened
@@ -162,21 +162,21 @@ class Hosting:
         return host
 
     async def elected(self, *, count: int = 1) -> int:
-        """The epoch of the so-many-th election."""
-        return (await self.bench.told("lead_elected", count=count))[-1].lead_elected.epoch
+        """The epoch of the election with this number."""
+        return (await self.bench.published("lead_elected", count=count))[-1].lead_elected.epoch
 
     async def lead_in_force(self) -> LeadRecord:
-        """Asked by the other node's instance, which leads then only if nobody did."""
+        """The lead in force. The other node's instance asks, and so leads only if no instance did."""
         other = instance_id(ROLE, NODES[1])
         return await self.store.campaign(JOB, ROLE, instance=other, endpoint="asks", ttl_ms=LEAD_TTL_MS)
 
     async def next_beat(self) -> None:
-        """A whole turn of a host: the second renewal from now comes after it."""
+        """Waits for a whole turn of a host: the second renewal from now comes after it."""
         seen = self.store.num_renewals
         await self.bench.changes.until(lambda: self.store.num_renewals >= seen + 2)
 
     async def refused(self, *, count: int = 1) -> None:
-        """A store that is away was asked so many times more."""
+        """Waits until an absent store was asked this many more times."""
         seen = self.store.num_refused
         await self.bench.changes.until(lambda: self.store.num_refused >= seen + count)
 

@@ -1,4 +1,4 @@
-"""What an instance tells when the stream of events is full: figures are left out, anything else fails with a remedy."""
+"""A full stream of events: figures are left out, and any other event fails with a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidegate.v1 import events_pb2
 JOB = JobId("full")
 
 
-async def test_on_a_full_stream_figures_are_left_out_and_what_counts_fails_with_the_key_to_raise() -> None:
+async def test_a_full_stream_leaves_out_figures_and_fails_other_events_with_the_key_to_raise() -> None:
     bus = MemoryBus(BusLimits(events_max_bytes=200))
     await bus.streams.open_job(JOB)
     source = EventSource("actor@n0", role=Role.ACTOR, boot=1, now_ns=lambda: 1)

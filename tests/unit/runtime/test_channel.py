@@ -1,4 +1,4 @@
-"""Frames come out whole, in order and once, however the bytes arrive; what is no frame ends the channel."""
+"""Frames come out whole, in order and once, however the bytes arrive. Bytes that are not a frame end the channel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_frames_cut_anywhere_come_out_whole_and_in_order(texts: list[str], cut: 
         assert received == calls
 
 
-def test_nothing_in_time_is_none(pair: Pair) -> None:
+def test_receive_returns_none_when_no_frame_comes_in_time(pair: Pair) -> None:
     channel = BlockingChannel(pair[1], wire.WorkerCall)
     assert channel.receive(0) is None
     pair[0].sendall(frame(call(1))[:-1])
@@ -67,7 +67,7 @@ async def test_both_ends_understand_each_other(pair: Pair) -> None:
         pytest.param(b"\x00", "closed", id="an end in the middle of a frame"),
     ],
 )
-async def test_what_is_no_frame_ends_the_channel(pair: Pair, data: bytes, want: str) -> None:
+async def test_bytes_that_are_not_a_frame_end_the_channel(pair: Pair, data: bytes, want: str) -> None:
     ours, theirs = pair
     service = await AsyncChannel.open(ours.dup(), wire.WorkerReply)
     worker = BlockingChannel(theirs, wire.WorkerCall)
@@ -82,7 +82,7 @@ async def test_what_is_no_frame_ends_the_channel(pair: Pair, data: bytes, want: 
     service.close()
 
 
-def test_sending_to_one_who_is_gone_is_refused(pair: Pair) -> None:
+def test_a_send_to_a_closed_channel_is_refused(pair: Pair) -> None:
     worker = BlockingChannel(pair[1], wire.WorkerCall)
     pair[0].close()
     with pytest.raises(ChannelClosed):

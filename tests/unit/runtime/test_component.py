@@ -1,4 +1,4 @@
-"""The face of a component over real gRPC: a command takes effect once, and what cannot be taken is said in words."""
+"""A component over real gRPC: a command takes effect once, and a refusal says why in words."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_all_commands_of_an_iteration_are_taken(tmp_path: Path) -> None:
         assert (await of.stub.CloseIteration(close)).result.accepted
         down = commands_pb2.ScaleDownRequest(header=bench.header(), grants=up.grants)
         assert (await of.stub.ScaleDown(down)).result.accepted
-        await bench.told("gpus_released")
+        await bench.published("gpus_released")
         assert [line for line in of.lead.diary if line != "supersede"] == [
             "scale up in 1",
             "begin 0",
@@ -129,7 +129,7 @@ async def test_all_commands_of_an_iteration_are_taken(tmp_path: Path) -> None:
     ],
     ids=["a wrong epoch", "another job", "an older incarnation"],
 )
-async def test_a_command_that_does_not_fit_is_refused_in_words_and_may_come_again(
+async def test_a_refused_command_gets_the_reason_and_may_come_again(
     tmp_path: Path, header: dict[str, Any], want: str
 ) -> None:
     async with served(tmp_path) as of:
@@ -145,7 +145,7 @@ async def test_a_command_that_does_not_fit_is_refused_in_words_and_may_come_agai
         await of.until("load 1", "load 2")
 
 
-async def test_a_component_that_does_not_move_while_it_works_refuses_to(tmp_path: Path) -> None:
+async def test_a_component_that_cannot_move_while_it_works_refuses_migrate(tmp_path: Path) -> None:
     async with served(tmp_path) as of:
         up = of.hosted.bench.scale_up()
         request = commands_pb2.MigrateRequest(header=up.header, members=up.members, layout=up.layout)
@@ -181,7 +181,7 @@ async def test_a_component_that_does_not_generate_refuses_to_evaluate(tmp_path: 
 
 
 @pytest.mark.parametrize("call", ["Suspend", "Resume", "HoldTraining", "OrderGroups"])
-async def test_what_this_release_does_not_do_is_unimplemented(tmp_path: Path, call: str) -> None:
+async def test_calls_that_this_release_does_not_support_are_unimplemented(tmp_path: Path, call: str) -> None:
     async with served(tmp_path) as of:
         request = getattr(commands_pb2, f"{call}Request")(header=of.hosted.bench.header())
         with pytest.raises(PeerRefused, match=f"{call} is only in the schema") as refused:

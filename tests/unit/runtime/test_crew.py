@@ -1,4 +1,4 @@
-"""The workers of a component as its lead sees them: who is a member, whose node is called, what a failure ends."""
+"""The workers of a component as its lead sees them: the members, the nodes that are called, the effect of a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELLO = wire.WorkerCall(abort=wire.Abort())
 
 
 class Echo:
-    """Answers with its GPU, in two replies; refuses updates."""
+    """Answers with its GPU, in two replies, and refuses updates."""
 
     def __init__(self, grant: Grant) -> None:
         self.grant = grant
@@ -114,7 +114,7 @@ async def test_a_worker_that_died_in_a_call_is_no_member_any_more(cluster: Clust
     assert crew.members == (ON_N1,)
 
 
-async def test_whose_instance_gives_no_answer_is_no_member_any_more_and_named_by_its_grant(cluster: Cluster) -> None:
+async def test_a_worker_whose_instance_gives_no_answer_is_removed_and_named_by_its_grant(cluster: Cluster) -> None:
     crew = cluster.crew()
     await crew.start([ON_N0, ON_N1], transition="start")
     cluster.instances[NODES[0]].is_silent = True
@@ -199,7 +199,7 @@ async def test_a_new_lead_finds_the_workers_that_run_and_passes_over_nodes_that_
     assert heir.members == (ON_N0,)
 
 
-async def test_seats_are_in_rank_order_at_the_store_of_the_first_member(cluster: Cluster) -> None:
+async def test_rendezvous_is_in_rank_order_at_the_store_of_the_first_member(cluster: Cluster) -> None:
     seats = await cluster.crew().rendezvous([ON_N1, ON_N0], timeout_s=7.0)
     host, port = await cluster.instances[NODES[1]].store_address(ON_N1)
     assert seats == [wire.Rendezvous(rank=rank, world_size=2, host=host, port=port, timeout_s=7.0) for rank in range(2)]
@@ -216,7 +216,7 @@ async def test_each_worker_loads_a_version_from_its_own_node(cluster: Cluster) -
         assert (load.version, load.reference, list(load.files)) == (4, True, ["rank00000"])
 
 
-async def test_a_snapshot_whose_files_do_not_give_its_checksum_is_loaded_by_nobody(cluster: Cluster) -> None:
+async def test_a_snapshot_with_a_wrong_checksum_is_never_loaded(cluster: Cluster) -> None:
     crew = cluster.crew()
     await crew.start([ON_N0], transition="start")
     wrong = types_pb2.Snapshot()

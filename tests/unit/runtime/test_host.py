@@ -1,4 +1,4 @@
-"""An instance's life: it joins, keeps its lease, leads while its epoch lasts, tells deaths, and leaves in order."""
+"""An instance's life: it joins, keeps its lease, leads while its epoch lasts, reports deaths, and leaves in order."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HERE, ELSEWHERE = (instance_id(ROLE, node) for node in NODES)
 async def test_an_instance_joins_before_it_leads(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start(boot=3)
-        (elected,) = await of.bench.told("lead_elected")
+        (elected,) = await of.bench.published("lead_elected")
         assert elected.lead_elected == events_pb2.LeadElected(instance=HERE, endpoint="at-n0", epoch=1)
         assert await of.bench.kinds() == ["instance_joined", "lead_elected"]
-        (joined,) = await of.bench.told("instance_joined")
+        (joined,) = await of.bench.published("instance_joined")
         assert joined.instance_joined == events_pb2.InstanceJoined(instance=HERE, endpoint="at-n0", boot=3)
         assert host.lead_for(1, incarnation=1) is of.bench.leads[0]
 
@@ -41,12 +41,12 @@ async def test_a_lead_goes_on_under_one_epoch_as_long_as_it_renews(tmp_path: Pat
         assert (await of.bench.kinds()).count("lead_elected") == 1
 
 
-async def test_the_lease_is_kept_also_by_one_that_does_not_lead(tmp_path: Path) -> None:
+async def test_an_instance_that_does_not_lead_keeps_its_lease_too(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         other = await of.other_client()
         await other.campaign(JOB, ROLE, instance=ELSEWHERE, endpoint="at-n1", ttl_ms=10**6)
         of.start()
-        await of.bench.told("instance_joined")
+        await of.bench.published("instance_joined")
         of.server.pass_ms(LEASE_TTL_MS)
         await of.next_beat()
         assert await other.expired() == ()
@@ -57,7 +57,7 @@ async def test_while_another_leads_commands_are_refused(tmp_path: Path) -> None:
         other = await of.other_client()
         await other.campaign(JOB, ROLE, instance=ELSEWHERE, endpoint="at-n1", ttl_ms=LEAD_TTL_MS)
         host = of.start()
-        await of.bench.told("instance_joined")
+        await of.bench.published("instance_joined")
         await of.next_beat()
         with pytest.raises(CommandRefused, match="inference@n0 does not lead inference"):
             host.lead_for(1, incarnation=1)
@@ -74,7 +74,7 @@ async def test_a_command_of_another_epoch_is_refused_with_both_numbers(tmp_path:
             host.lead_for(7, incarnation=1)
 
 
-async def test_one_that_lost_its_epoch_stops_leading_and_may_lead_again_later(tmp_path: Path) -> None:
+async def test_a_lead_that_lost_its_epoch_stops_leading_and_may_lead_again_later(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start()
         await of.elected()
@@ -99,7 +99,7 @@ async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(t
         of.start(NODES[0])
         first = await of.elected()
         second = of.start(NODES[1])
-        await of.bench.told("instance_joined", count=2)
+        await of.bench.published("instance_joined", count=2)
         await of.next_beat()
         with pytest.raises(CommandRefused):
             second.lead_for(first, incarnation=1)
@@ -108,25 +108,25 @@ async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(t
         assert await of.elected(count=2) == first + 1
 
 
-async def test_leaving_resigns_gives_the_lease_back_and_says_so(tmp_path: Path) -> None:
+async def test_an_instance_that_leaves_resigns_gives_its_lease_back_and_reports_it(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         of.start(boot=4)
         await of.elected()
         await of.stop()
-        (lost,) = await of.bench.told("instance_lost")
+        (lost,) = await of.bench.published("instance_lost")
         assert lost.instance_lost == events_pb2.InstanceLost(instance=HERE, boot=4)
         assert (await of.lead_in_force()).instance == ELSEWHERE, "nobody led any more"
         of.server.pass_ms(10 * LEASE_TTL_MS)
         assert await of.store.expired() == ()
 
 
-async def test_the_death_of_a_worker_is_told_once_with_its_grant_and_status(tmp_path: Path) -> None:
+async def test_the_death_of_a_worker_is_reported_once_with_its_grant_and_status(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start()
         epoch = await of.elected()
         host.lead_for(epoch, incarnation=6)
         await host.report_death(Grant(GpuId("n0/3"), Token(2, 9)), -9)
-        (failed,) = await of.bench.told("failed")
+        (failed,) = await of.bench.published("failed")
         assert failed.incarnation == 6, "of the last command that was let in"
         assert failed.failed.what == events_pb2.Failed.WHAT_WORKER
         assert [(grant.gpu, grant.token.term, grant.token.counter) for grant in failed.failed.grants] == [
@@ -138,20 +138,20 @@ async def test_the_death_of_a_worker_is_told_once_with_its_grant_and_status(tmp_
         assert (await of.bench.kinds()).count("failed") == 1
 
 
-async def test_a_lost_answer_of_the_store_is_no_end_and_the_epoch_told_is_the_one_in_force(tmp_path: Path) -> None:
+async def test_after_a_lost_answer_of_the_store_the_published_epoch_is_the_one_in_force(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         of.start()
-        await of.bench.told("instance_joined")
+        await of.bench.published("instance_joined")
         of.server.num_answers_to_lose = 3
         await of.bench.changes.until(lambda: of.server.num_answers_to_lose == 0)
         await of.next_beat()
         record = await of.lead_in_force()
-        told = [
+        epochs = [
             event.lead_elected.epoch
             async for _, event in of.bench.bus.events.read(JOB)
             if event.HasField("lead_elected")
         ]
-        assert told[-1] == record.epoch
+        assert epochs[-1] == record.epoch
 
 
 async def test_a_store_that_restarted_is_joined_again_once_it_is_adopted(tmp_path: Path) -> None:
@@ -168,12 +168,12 @@ async def test_a_store_that_restarted_is_joined_again_once_it_is_adopted(tmp_pat
         host.lead_for(epoch, incarnation=1)
 
 
-async def test_an_instance_whose_lease_lapsed_joins_again_for_it_may_have_been_counted_as_lost(tmp_path: Path) -> None:
+async def test_an_instance_whose_lease_lapsed_joins_again(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start(boot=2)
         epoch = await of.elected()
         await of.store.release(HERE)
-        first, again = await of.bench.told("instance_joined", count=2)
+        first, again = await of.bench.published("instance_joined", count=2)
         assert again.instance_joined == first.instance_joined
         host.lead_for(epoch, incarnation=1)
         await of.next_beat()
@@ -199,7 +199,7 @@ async def test_a_lead_that_could_not_renew_for_as_long_as_its_epoch_lasts_stops_
         assert await of.elected(count=2) == epoch + 1
 
 
-async def test_a_store_that_goes_away_while_it_is_attached_to_is_no_end(tmp_path: Path) -> None:
+async def test_a_host_survives_a_store_that_goes_away_while_it_attaches(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         of.start()
         await of.elected()

@@ -1,4 +1,4 @@
-"""What every lead does alike: commands in order and once, iterations that end with what replaces them, failures."""
+"""The common part of every lead: commands in order and once, iterations that a newer one ends, failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Leading:
         await self.bench.changes.until(lambda: self.lead.diary[-len(lines) :] == list(lines))
 
     async def failed(self) -> events_pb2.Event:
-        return (await self.bench.told("failed"))[-1]
+        return (await self.bench.published("failed"))[-1]
 
 
 @asynccontextmanager
@@ -64,10 +64,10 @@ async def test_a_command_that_comes_again_is_worked_on_once(tmp_path: Path) -> N
         await of.until("load 1", "load 2", "load 3")
 
 
-async def test_what_an_earlier_lead_left_running_is_ended_before_the_first_command(tmp_path: Path) -> None:
+async def test_work_that_an_earlier_lead_left_running_is_ended_before_the_first_command(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         of.lead.take(of.bench.scale_up())
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         await of.lead.aclose()
         heir = of.bench.new_lead()
         heir.take(of.load(1))
@@ -103,7 +103,7 @@ async def test_an_iteration_that_opens_ends_the_one_before(tmp_path: Path) -> No
         assert of.lead.iteration == 1
 
 
-async def test_after_an_iteration_that_ended_by_itself_there_is_nothing_to_end(tmp_path: Path) -> None:
+async def test_an_iteration_that_ended_by_itself_is_not_superseded(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         of.lead.may_end.set()
         of.lead.take(of.bench.open_iteration(0))
@@ -129,12 +129,12 @@ async def test_closing_waits_until_the_iteration_is_done(tmp_path: Path) -> None
         await of.until("begin 0", "end 0", "close 0")
 
 
-async def test_a_layout_is_told_as_acquired_then_committed_in_its_transition(tmp_path: Path) -> None:
+async def test_a_layout_is_published_as_acquired_then_committed_in_its_transition(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         request = of.bench.scale_up(of.bench.grants()[1:], members=of.bench.grants())
         of.lead.take(request)
-        (committed,) = await of.bench.told("layout_committed")
-        (acquired,) = await of.bench.told("gpus_acquired")
+        (committed,) = await of.bench.published("layout_committed")
+        (acquired,) = await of.bench.published("gpus_acquired")
         assert await of.bench.kinds() == ["gpus_acquired", "layout_committed"]
         assert (acquired.transition_id, committed.transition_id) == ("start", "start")
         assert list(acquired.gpus_acquired.grants) == list(request.grants)
@@ -163,7 +163,7 @@ async def test_a_layout_is_told_as_acquired_then_committed_in_its_transition(tmp
         "a command's refusal",
     ],
 )
-async def test_work_that_fails_is_told_and_ends_the_job_only_when_it_would_fail_again(
+async def test_work_that_fails_is_reported_and_ends_the_job_only_when_it_would_fail_again(
     tmp_path: Path, failure: Exception, want_fatal: bool
 ) -> None:
     async with leading(tmp_path) as of:
@@ -190,7 +190,7 @@ async def test_a_start_that_fails_names_its_gpus_also_when_a_worker_died(tmp_pat
         assert "the worker of n1/3 died" in failed.message
 
 
-async def test_an_iteration_that_fails_is_told_with_its_number(tmp_path: Path) -> None:
+async def test_an_iteration_that_fails_is_reported_with_its_number(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         of.lead.failure = ValueError("no such thing")
         of.lead.may_end.set()
@@ -200,7 +200,7 @@ async def test_an_iteration_that_fails_is_told_with_its_number(tmp_path: Path) -
         assert (failed.incarnation, failed.iteration) == (1, 2)
 
 
-async def test_an_iteration_that_a_machine_broke_off_is_taken_up_once_the_component_holds_its_weights(
+async def test_an_interrupted_iteration_starts_again_once_the_component_has_its_weights(
     tmp_path: Path,
 ) -> None:
     async with leading(tmp_path) as of:
@@ -222,14 +222,14 @@ async def test_an_iteration_that_fails_again_and_again_without_a_death_is_given_
         of.lead.may_end.set()
         of.lead.take(of.bench.open_iteration(2))
         for number in range(1, 3):
-            await of.bench.told("failed", count=number)
+            await of.bench.published("failed", count=number)
             of.lead.take(of.load(2))
         with pytest.raises(AssertionError, match=r"iteration 2 \(3 times in a row\): no answer"):
-            await of.bench.told("iteration_reported")
+            await of.bench.published("iteration_reported")
 
 
 @pytest.mark.parametrize("where", ["a command", "an iteration"])
-async def test_that_an_instance_gives_no_answer_is_told_with_the_grants_of_its_workers(
+async def test_an_instance_without_an_answer_is_reported_with_the_grants_of_its_workers(
     tmp_path: Path, where: str
 ) -> None:
     async with leading(tmp_path) as of:
@@ -245,7 +245,7 @@ async def test_that_an_instance_gives_no_answer_is_told_with_the_grants_of_its_w
 async def test_workers_on_a_node_that_gives_no_answer_are_stopped_once_it_does(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         of.lead.take(of.bench.scale_up())
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         away = of.bench.instances[NODES[1]]
         away.is_silent = True
         clear = commands_pb2.ScaleDownRequest(header=of.bench.header(), grants=encode_grants(of.bench.grants()[1:]))
@@ -253,16 +253,16 @@ async def test_workers_on_a_node_that_gives_no_answer_are_stopped_once_it_does(t
         of.lead.take(of.load(1))
         await of.until("load 1")
         away.is_silent = False
-        (released,) = await of.bench.told("gpus_released")
+        (released,) = await of.bench.published("gpus_released")
         assert list(released.gpus_released.grants) == list(clear.grants)
         assert await away.workers(JOB) == ()
         assert "failed" not in await of.bench.kinds()
 
 
-async def test_members_on_a_node_that_gives_a_new_lead_no_answer_are_told(tmp_path: Path) -> None:
+async def test_members_on_a_node_that_gives_a_new_lead_no_answer_are_reported(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         of.lead.take(of.bench.scale_up())
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         await of.lead.aclose()
         of.bench.instances[NODES[1]].is_silent = True
         command = of.load(1)
@@ -272,18 +272,18 @@ async def test_members_on_a_node_that_gives_a_new_lead_no_answer_are_told(tmp_pa
         assert decode_grants(failed.grants) == of.bench.grants()[1:]
 
 
-async def test_workers_that_an_earlier_lead_started_and_did_not_announce_are_started_anew(tmp_path: Path) -> None:
+async def test_workers_that_an_earlier_lead_started_and_did_not_announce_are_started_again(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         first, second = of.bench.grants()
         await of.bench.instances[NODES[0]].start_workers(JOB, "start", [first])
         of.lead.take(of.bench.scale_up())
-        await of.bench.told("layout_committed")
+        await of.bench.published("layout_committed")
         assert of.bench.instances[NODES[0]].started == [first, first], "its state is unknown: a start may be refused"
         assert of.bench.instances[NODES[1]].started == [second]
 
 
 @pytest.mark.parametrize("where", ["a command", "an iteration"])
-async def test_a_death_is_left_for_its_instance_to_tell(tmp_path: Path, where: str) -> None:
+async def test_a_lead_leaves_the_report_of_a_death_to_its_instance(tmp_path: Path, where: str) -> None:
     async with leading(tmp_path) as of:
         of.lead.failure = WorkerGone("the worker of n1/3 died")
         of.lead.may_end.set()

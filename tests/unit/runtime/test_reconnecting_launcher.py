@@ -18,7 +18,7 @@ PATIENCE_S = 20.0
 
 
 async def answer_of_a_new_worker(launcher: ReconnectingLauncher, folder: Path) -> str:
-    """Its process id, as it says."""
+    """The process id that a new worker reports."""
     with worker_fds() as (ours, fds):
         worker = await launcher.launch(spec("echo", folder / "log"), fds)
     channel = await AsyncChannel.open(ours, wire.WorkerReply)
@@ -48,7 +48,7 @@ async def test_after_the_fork_server_was_restarted_workers_start_on_the_new_one(
         await launcher.close()
 
 
-async def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_refused_launch_is_not_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "fork.sock"
     launcher = ReconnectingLauncher(path, timeout_s=PATIENCE_S)
     try:
@@ -58,7 +58,7 @@ async def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
         await launcher.close()
 
 
-async def test_without_a_fork_server_the_launch_says_where_nobody_listens(tmp_path: Path) -> None:
+async def test_without_a_fork_server_the_launch_fails_with_the_path(tmp_path: Path) -> None:
     launcher = ReconnectingLauncher(tmp_path / "fork.sock", timeout_s=0.0)
     with (
         worker_fds() as (_, fds),

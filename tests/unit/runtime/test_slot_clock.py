@@ -13,7 +13,7 @@ STATES = ["training", "generating", waiting_for("prompts")]
 
 
 class Hands:
-    """A clock that is moved by hand."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000

@@ -1,4 +1,4 @@
-"""Snapshots of a node: brought once, verified, served only from inside, refused from superseded writers."""
+"""A node's snapshots: fetched once, verified, served only from inside the root, refused from superseded writers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB, HERE, THERE = JobId("demo"), NodeId("n1"), NodeId("n0")
 
 
 class Elsewhere:
-    """The other nodes' files, in memory; counts the reads, and can be held back."""
+    """The other nodes' files, in memory. It counts the reads, and a test can block it."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)
@@ -70,7 +70,7 @@ def store(root: Path, source: Elsewhere) -> SnapshotStore:
 FILES = {"rank-0": b"weights of rank 0", "rank-1": b"weights of rank 1"}
 
 
-async def test_a_snapshot_is_brought_once_however_many_ask(tmp_path: Path) -> None:
+async def test_a_snapshot_is_fetched_once_however_many_ask(tmp_path: Path) -> None:
     source = Elsewhere(FILES)
     source.go.clear()
     kept = store(tmp_path, source)
@@ -86,7 +86,7 @@ async def test_a_snapshot_is_brought_once_however_many_ask(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sent", [b"weights of rank X", b"weights", b"weights of rank 0, and more"])
-async def test_what_is_not_as_its_writer_said_never_gets_its_name(tmp_path: Path, sent: bytes) -> None:
+async def test_a_file_that_differs_from_its_writers_report_never_gets_its_name(tmp_path: Path, sent: bytes) -> None:
     source = Elsewhere(FILES | {"rank-0": sent})
     kept = store(tmp_path, source)
     with pytest.raises(SnapshotUnavailable, match="rank-0"):
@@ -147,7 +147,7 @@ async def test_a_superseded_writer_is_refused_and_old_versions_stay_welcome(tmp_
         kept.file_to_serve(JOB, incarnation=1, version=6, file="rank-0", grants=encode_grants(grants(7)))
 
 
-async def test_older_versions_are_dropped_but_for_those_to_keep(tmp_path: Path) -> None:
+async def test_older_versions_are_dropped_except_those_to_keep(tmp_path: Path) -> None:
     kept = store(tmp_path, Elsewhere(FILES))
     for version in (0, 1, 2, 3):
         await kept.fetch(snapshot(FILES, version=version), timeout_s=5)

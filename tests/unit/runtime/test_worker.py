@@ -34,15 +34,15 @@ def calls(service: Service, *bodies: wire.WorkerCall) -> None:
 
 
 def answers(service: Service) -> list[tuple[int, bool, str]]:
-    """(call, last, body or error) of all that was answered."""
-    told = []
+    """(call, last, body or error) of all answers."""
+    replies = []
     while (reply := service.receive(0)) is not None:
-        told.append((reply.call_id, reply.last, reply.error or reply.WhichOneof("body") or ""))
-    return told
+        replies.append((reply.call_id, reply.last, reply.error or reply.WhichOneof("body") or ""))
+    return replies
 
 
 class Countdown:
-    """An engine: Generate asks for so many steps, each step answers one token of every open call."""
+    """An engine: Generate requests a number of steps. Each step answers one token of every open call."""
 
     def __init__(self) -> None:
         self._left: dict[int, int] = {}
@@ -102,7 +102,7 @@ def test_an_engine_steps_until_it_has_nothing_to_do(ends: tuple[Service, WorkerC
 
 
 class Silent:
-    """Answers nothing by itself."""
+    """Answers no call by itself."""
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         return iter(())
@@ -115,7 +115,7 @@ def test_a_call_that_its_handler_leaves_open_is_answered_empty(ends: tuple[Servi
     assert answers(service) == [(0, True, ""), (1, True, ""), (2, True, "")]
 
 
-def test_each_span_is_told_once_and_names_what_was_done(ends: tuple[Service, WorkerChannel]) -> None:
+def test_each_span_is_reported_once_and_names_the_work(ends: tuple[Service, WorkerChannel]) -> None:
     service, worker = ends
     calls(service, wire.WorkerCall(save=wire.Save()), wire.WorkerCall(publish=wire.Publish()), stop())
     run_worker(worker, Silent(), waits_for="minibatch")

@@ -111,7 +111,7 @@ class WireCluster:
         """To the lead: taken, and worked on at once."""
         self.before_send(request)
         self.sent.append(request)
-        self.changes.tell()
+        self.changes.notify()
         name = InstanceId(endpoint.removeprefix("at-"))
         await self._work(name, Role(name.partition("@")[0]), request)
         return commands_pb2.CommandResult(accepted=True)
@@ -167,12 +167,12 @@ class WatchedStore(CellStore):
 
     async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
         saved = await super().save(job, payload, expected_write=expected_write, version=version)
-        self._changes.tell()
+        self._changes.notify()
         return saved
 
     async def release(self, holder: InstanceId) -> None:
         await super().release(holder)
-        self._changes.tell()
+        self._changes.notify()
 
 
 class _WatchedConsumer:
@@ -203,7 +203,7 @@ class _WatchedDelivery:
     async def ack(self) -> None:
         if self._cluster.before_ack(self._delivery):
             await self._delivery.ack()
-        self._cluster.changes.tell()
+        self._cluster.changes.notify()
 
     async def nak(self, *, delay_s: float = 0.0) -> None:
         await self._delivery.nak(delay_s=delay_s)

@@ -55,7 +55,7 @@ class Peers:
 
     def _note(self, endpoint: str) -> None:
         self.asked.append(endpoint)
-        self._changes.tell()
+        self._changes.notify()
 
 
 class Issuing:
