@@ -32,7 +32,7 @@ from tidegate.megatron.attention import GatheringAttention
 from tidegate.megatron.batching import Limits, replica_batches
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider, InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
-from tidegate.megatron.lr import held_rates
+from tidegate.megatron.lr import group_rates
 from tidegate.megatron.packing import Packing, TokenCap
 from tidegate.megatron.thd import te_attention
 from tidegate.megatron.updates import Update
@@ -107,7 +107,7 @@ class MegatronTrainer:
     @property
     def learning_rates(self) -> tuple[float, ...]:
         """The rates that this rank's optimizer really has, each different rate of its groups once."""
-        return held_rates(self.elastic.state.skeleton.optimizer.param_groups)
+        return group_rates(self.elastic.state.skeleton.optimizer.param_groups)
 
     def reset_optimizer(self) -> None:
         """Reset Adam's moments: the moments of one objective mean nothing for the next."""

@@ -51,7 +51,7 @@ from tidegate.elastic.state.stamp import Note
 OnPoint = Callable[[str], None]
 """The trainer calls this as it reaches each named point. Tests end processes there."""
 POINTS = (
-    "asked",
+    "requested",
     "agreed",
     "introduced",
     "planned",
@@ -138,7 +138,7 @@ class Preparation:
             raise ReshardAborted(f"the layout stays as it was: {error}") from error
 
     def _run(self, name: str, source: StateLocation, mesh: Mesh, progress: Progress) -> PreparedReshard:
-        self._on_point("asked")
+        self._on_point("requested")
         watch = self._watch
         world, hosts = self._cache.world, self._cache.hosts
         sources = Sources(source, world.me, hosts, self._reader)

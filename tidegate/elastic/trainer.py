@@ -266,7 +266,7 @@ class ElasticTrainer:
         if self._location is None:
             raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
         if (self._location.epoch, self._location.mesh) == (self.world.membership.epoch, mesh):
-            raise LayoutRefused(f"{mesh.layout} on ranks {mesh.ranks} is the layout already: go on training in it")
+            raise LayoutRefused(f"{mesh.layout} on ranks {mesh.ranks} is the layout already: continue training in it")
         preparation = Preparation(self._cache, self._settings, self._reader, self._on_point)
         return preparation.run(name, self._location, mesh, self._progress)
 

@@ -87,8 +87,8 @@ class _Part(NamedTuple):
     rows: slice
     columns: slice | None
     """None: the whole width, stored as one run of elements."""
-    held_row: int
-    held: slice
+    target_row: int
+    target_columns: slice
     """Columns of the rank's matrix."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,9 +97,9 @@ class _Part(NamedTuple):
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         part = self.of(source)
         if self.columns is None:
-            target[0, self.held].copy_(part.reshape(-1))
+            target[0, self.target_columns].copy_(part.reshape(-1))
         else:
-            target[self.held_row : self.held_row + part.shape[0], self.held].copy_(part)
+            target[self.target_row : self.target_row + part.shape[0], self.target_columns].copy_(part)
 
 
 def _parts(tensor: TensorOf, parameter: Parameter, shard: Shard) -> Iterator[_Part]:
@@ -111,8 +111,8 @@ def _parts(tensor: TensorOf, parameter: Parameter, shard: Shard) -> Iterator[_Pa
                 yield from _of_rows(piece, prod(parameter.shape[1:]), run.first, run.first + run.size, row)
             else:
                 columns = slice(piece.logical, piece.logical + piece.size)
-                held = slice(piece.local, piece.local + piece.size)
-                yield _Part(slice(row, row + run.size), columns, run.first, held)
+                target_columns = slice(piece.local, piece.local + piece.size)
+                yield _Part(slice(row, row + run.size), columns, run.first, target_columns)
             row += run.size
 
 

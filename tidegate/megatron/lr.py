@@ -71,7 +71,7 @@ def assign_learning_rate(param_groups: Iterable[dict[str, Any]], rate: float) ->
         group["lr"] = rate * group.get("lr_mult", 1.0)
 
 
-def held_rates(param_groups: Iterable[dict[str, Any]]) -> tuple[float, ...]:
+def group_rates(param_groups: Iterable[dict[str, Any]]) -> tuple[float, ...]:
     """The different rates of the groups, the lowest first."""
     return tuple(sorted({float(group["lr"]) for group in param_groups}))
 

@@ -80,11 +80,11 @@ def _forward_step(
         tokens_BS = torch.from_numpy(batch.tokens_BS).to(device)
         rows = None if batch.lengths is None else Unpadded.of(batch.lengths, batch.shape, device)
         if rows is None:
-            given = {"input_ids": own_part(tokens_BS, groups.cp), "position_ids": None}
+            inputs = {"input_ids": own_part(tokens_BS, groups.cp), "position_ids": None}
         else:
-            given = {"input_ids": rows.taken_out(tokens_BS), "position_ids": rows.position_ids_1T}
-            given["packed_seq_params"] = rows.params
-        output = chunk(attention_mask=None, **given)
+            inputs = {"input_ids": rows.taken_out(tokens_BS), "position_ids": rows.position_ids_1T}
+            inputs["packed_seq_params"] = rows.params
+        output = chunk(attention_mask=None, **inputs)
 
         def loss_of(logits_BQV: torch.Tensor) -> tuple[torch.Tensor, int, Any]:
             if rows is not None:

@@ -229,14 +229,14 @@ def _compare_ends(
     unchecked: list[TensorKey] = []
     for key, (want, *others) in after.items():
         # Some ranks of a source stage may be dead; the target is always whole.
-        held = [reading for reading in before.get(key, []) if is_complete or reading.num_elements == want.num_elements]
-        if not held and not is_complete:
+        known = [reading for reading in before.get(key, []) if is_complete or reading.num_elements == want.num_elements]
+        if not known and not is_complete:
             unchecked.append(key)
-        elif not held:
+        elif not known:
             raise CertificateMismatch(
                 f"{key[0]} {key[1]}: ranks {want.ranks} of the target hold it, and no rank of the source did"
             )
-        for reading in (*held, *others):
+        for reading in (*known, *others):
             if reading[:2] != want[:2]:
                 raise CertificateMismatch(
                     f"{key[0]} {key[1]}: target ranks {want.ranks} hold {want.num_elements} elements with the sum "

@@ -82,9 +82,9 @@ class Part:
 
     def __post_init__(self) -> None:
         self._check_ends()
-        held, expected = _by_tensor(self.source_holdings), _by_tensor(self.target_holdings)
+        sources, expected = _by_tensor(self.source_holdings), _by_tensor(self.target_holdings)
         for copy in (*self.local, *self.sends):
-            _check_place(copy, held, copy.source_offset, copy.source_stride, "holds")
+            _check_place(copy, sources, copy.source_offset, copy.source_stride, "holds")
         arriving: defaultdict[tuple[str, StateKind], list[RegionCopy]] = defaultdict(list)
         for copy in (*self.local, *self.receives):
             _check_place(copy, expected, copy.target_offset, copy.target_stride, "needs")
@@ -132,11 +132,11 @@ class Part:
     @property
     def minimum_bytes(self) -> int:
         """The bytes that the rank needs and did not hold, counted from its holdings and not from the copies."""
-        held = {(holding.name, holding.kind): holding.blocks for holding in self.source_holdings}
+        sources = {(holding.name, holding.kind): holding.blocks for holding in self.source_holdings}
         missing = 0
         for want in self.target_holdings:
             num_elements = sum(block.num_elements for block in want.blocks)
-            kept = overlaps_of(held.get((want.name, want.kind), ()), want.blocks)
+            kept = overlaps_of(sources.get((want.name, want.kind), ()), want.blocks)
             missing += (num_elements - sum(box.rows * box.cols for box in kept)) * want.itemsize
         return missing
 

@@ -43,10 +43,10 @@ def with_optimizer(
         ep = -1 if parameter.expert is None else parameter.expert.ep_rank(mesh.layout.ep)
         for stage, chunk in _places(parameter, mesh, homes) if parameter.trainable else ():
             buffers.setdefault((stage, chunk, ep), []).append(parameter)
-    for (stage, _, ep), held in sorted(buffers.items(), key=lambda entry: entry[0]):
+    for (stage, _, ep), buffer in sorted(buffers.items(), key=lambda entry: entry[0]):
         for tp_rank in range(mesh.layout.tp):
             ranks = mesh.holders(stage, tp=tp_rank, ep=None if ep < 0 else ep)
-            _deal_out(held, ranks, mesh.layout.tp, ranges)
+            _deal_out(buffer, ranks, mesh.layout.tp, ranges)
     return State(mesh, DistributedOptimizer(ranges, states, step_itemsize))
 
 
@@ -60,12 +60,12 @@ def _places(parameter: Parameter, mesh: Mesh, homes: Sequence[tuple[int, int]]) 
 
 
 def _deal_out(
-    held: Iterable[Parameter], ranks: tuple[int, ...], tp: int, ranges: dict[int, dict[str, FlatRange]]
+    buffer: Iterable[Parameter], ranks: tuple[int, ...], tp: int, ranges: dict[int, dict[str, FlatRange]]
 ) -> None:
     """Divide one buffer over the ranks that have a replica each."""
     starts: list[tuple[Parameter, int, int]] = []
     end = 0
-    for parameter in held:
+    for parameter in buffer:
         start = -(-end // PARAMETER_STEP) * PARAMETER_STEP
         end = start + shard_of(parameter.shape, parameter.cut, tp=tp, tp_rank=0).num_elements
         starts.append((parameter, start, end))
