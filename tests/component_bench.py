@@ -193,7 +193,7 @@ async def _unless_dead(slot: _Slot[W], replies: AsyncIterator[wire.WorkerReply])
 
 @dataclass
 class Bench(Generic[L, W]):
-    """One component of one job. `workers` are all that ever started, in order of their start, by GPU."""
+    """One component of one job, with its leads, in the order of their start."""
 
     config: JobConfig
     role: Role

@@ -78,12 +78,12 @@ class EngineFeatures:
     """The features of this engine, in this version and on this device, beyond the protocol's minimum.
 
     repeats_draws: a request's seed decides its draws, whatever other requests are in the batch.
-    num_untold_tokens: a request that is aborted in a pause, or while it is retracted, may lose this many last tokens.
+    max_lost_tokens: a request that is aborted in a pause, or while it is retracted, may lose this many last tokens.
     """
 
     name: str
     repeats_draws: bool
-    num_untold_tokens: int = 0
+    max_lost_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

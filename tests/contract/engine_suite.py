@@ -1,4 +1,4 @@
-"""What every generation engine must do, whichever it is. A subclass gives the `subject` fixture."""
+"""The contract suite of generation engines. A subclass provides the `subject` fixture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT = SamplingParams(max_new_tokens=12, seed=7)
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine awake with weights version 1, which are `weights(1)`; it runs `num_slots` requests at once."""
+    """An awake engine with version 1 of the weights, `weights(1)`. It runs `num_slots` requests at once."""
 
     engine: Engine
     config: ModelConfig
@@ -40,16 +40,18 @@ class Subject:
 
     @property
     def short(self) -> SamplingParams:
-        """12 tokens that come out the same again."""
+        """Sampling of 12 tokens that is reproducible."""
         return replace(SHORT, temperature=1.0 if self.engine.features.repeats_draws else 0)
 
     @property
     def long(self) -> SamplingParams:
-        """100 tokens that come out the same again."""
+        """Sampling of 100 tokens that is reproducible."""
         return replace(self.short, max_new_tokens=100)
 
     def assert_same(self, response: Response, want: Response) -> None:
-        """To the bit where the engine repeats draws; elsewhere the batch around a request may round its numbers."""
+        """Compare to the bit where the engine repeats draws.
+
+        Elsewhere other requests in the batch may change the rounding."""
         assert (response.tokens, response.versions) == (want.tokens, want.versions)
         nearness = 0.0 if self.engine.features.repeats_draws else 2e-5
         assert response.log_probs == pytest.approx(want.log_probs, rel=0, abs=nearness)
@@ -58,7 +60,7 @@ class Subject:
 class EngineSuite:
     """The contract of `services.rollout.engine.Engine`."""
 
-    def test_every_request_comes_out_once_also_when_they_outnumber_the_slots(self, subject: Subject) -> None:
+    def test_every_request_comes_out_once_even_with_more_requests_than_slots(self, subject: Subject) -> None:
         names = [f"r{index}" for index in range(2 * subject.num_slots + 1)]
         finished = run(subject.engine, *(request_of(name) for name in names))
         assert sorted(finished) == sorted(names)
@@ -100,7 +102,7 @@ class EngineSuite:
         assert finished["other"].response.tokens != finished["a"].response.tokens
 
     def test_the_same_request_comes_out_the_same_again(self, subject: Subject) -> None:
-        """Drawn by its seed where the engine repeats draws, else greedily."""
+        """The request draws by its seed where the engine repeats draws; else it is greedy."""
         finished = run(
             subject.engine, request_of("a", sampling=subject.short), request_of("same", sampling=subject.short)
         )
@@ -155,7 +157,7 @@ class EngineSuite:
             subject.engine.abort([RequestId("a"), RequestId("gone")])
         assert list(finish(subject.engine)) == ["a"]
 
-    def test_an_id_that_is_inside_is_refused_and_is_free_again_once_out(self, subject: Subject) -> None:
+    def test_an_id_that_is_inside_is_refused_and_can_be_used_again_afterwards(self, subject: Subject) -> None:
         subject.engine.submit(request_of("a"))
         with pytest.raises(RequestRefused, match="request a: this id is inside"):
             subject.engine.submit(request_of("a"))
@@ -197,7 +199,9 @@ class EngineSuite:
             subject.engine.submit(request_of(sampling=ended, partial=done))
 
     @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-    def test_a_paused_engine_makes_no_token_and_goes_on_where_it_was(self, subject: Subject, mode: PauseMode) -> None:
+    def test_a_paused_engine_makes_no_token_and_continues_at_the_same_place(
+        self, subject: Subject, mode: PauseMode
+    ) -> None:
         want = run(subject.engine, request_of(sampling=subject.long))["a"].response.tokens
         subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
@@ -227,7 +231,7 @@ class EngineSuite:
         assert num_inside(subject.engine) == 0
 
     @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-    def test_an_abort_in_a_pause_hands_back_what_was_made_before(self, subject: Subject, mode: PauseMode) -> None:
+    def test_an_abort_in_a_pause_hands_back_the_tokens_made_before(self, subject: Subject, mode: PauseMode) -> None:
         whole = run(subject.engine, request_of(sampling=subject.long))["a"].response
         subject.engine.submit(request_of(sampling=subject.long))
         generate_until_used(subject.engine, 20)
@@ -235,12 +239,12 @@ class EngineSuite:
         (aborted,) = subject.engine.abort()
         assert aborted.finish_reason is FinishReason.ABORT
         num_made = len(aborted.response.tokens)
-        assert 20 - subject.engine.features.num_untold_tokens <= 3 + num_made < 103
+        assert 20 - subject.engine.features.max_lost_tokens <= 3 + num_made < 103
         assert aborted.response.tokens == whole.tokens[:num_made]
 
     @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
     def test_an_abort_of_one_in_a_pause_has_the_others_make_no_token(self, subject: Subject, mode: PauseMode) -> None:
-        """A token would be of version 2, which is there only while the engine is paused."""
+        """A token made in the pause would have version 2, which the engine has only during the pause."""
         for name in ("a", "b"):
             subject.engine.submit(request_of(name, sampling=subject.long))
         generate_until_used(subject.engine, 60)
@@ -254,7 +258,7 @@ class EngineSuite:
         assert [span.version for span in finished["b"].response.versions] == [1, 3]
         assert finished["b"].response.versions[-1].end == 100
 
-    def test_an_abort_in_a_pause_finds_what_was_sent_the_moment_before(self, subject: Subject) -> None:
+    def test_an_abort_in_a_pause_finds_a_request_sent_just_before(self, subject: Subject) -> None:
         names = [f"r{index}" for index in range(2 * subject.num_slots)]
         for name in names:
             subject.engine.submit(request_of(name, sampling=subject.long))
@@ -333,7 +337,7 @@ class EngineSuite:
             subject.engine.sleep()
         assert list(finish(subject.engine)) == ["a"]
 
-    def test_a_sleeping_engine_holds_nothing_and_takes_nothing(self, subject: Subject) -> None:
+    def test_a_sleeping_engine_has_no_weights_and_accepts_no_request(self, subject: Subject) -> None:
         subject.engine.sleep()
         subject.engine.sleep()
         assert (subject.engine.version, dict(subject.engine.checksums())) == (None, {})

@@ -1,4 +1,4 @@
-"""Where the store's contract is tried: a server in memory and a real one, each with what a test does to a server."""
+"""The servers for the store's contract: one in memory and a real one, each with the faults that a test can cause."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class World(Protocol):
     async def pass_ms(self, duration_ms: int) -> None: ...
 
     async def restart(self) -> None:
-        """The server comes back with its data."""
+        """Restart the server with its data."""
         ...
 
     def lose_next_answer(self) -> None:
-        """The next write takes effect and its client never hears of it."""
+        """Let the next write take effect, but lose its answer."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class MemoryWorld:
 
 
 class RedisWorld:
-    """A real server, emptied, behind a proxy that can lose answers."""
+    """An empty real server behind a proxy that can lose answers."""
 
     def __init__(self, server: EmbeddedServer, restart: Callable[[], Awaitable[None]]) -> None:
         self._server = server
@@ -107,7 +107,7 @@ class RedisWorld:
 
 
 class LossyProxy:
-    """Forwards a port. It lets a request that holds `lost_request` through, and cuts the connection at its answer."""
+    """Forwards a port. It passes a request that contains `lost_request`, and cuts the connection at its answer."""
 
     def __init__(self, port: int, *, lost_request: bytes) -> None:
         self.num_answers_to_lose = 0

@@ -54,22 +54,22 @@ JOBS = itertools.count(1)
 
 @dataclass
 class Bench:
-    """One bus with an open job, and what only a test does to it."""
+    """One bus with an open job, and the actions that only tests need."""
 
     bus: MemoryBus | NatsBus
     job: JobId
     publish_raw: Callable[[str, bytes], Awaitable[None]]
-    told: list[DeadLetter]
+    dead_letters: list[DeadLetter]
 
     async def on_dead_letter(self, letter: DeadLetter) -> None:
-        self.told.append(letter)
+        self.dead_letters.append(letter)
 
 
 Open = Callable[[BusLimits], Awaitable[Bench]]
 
 
 class MovingClock:
-    """A clock that whoever sleeps moves."""
+    """A clock that sleepers move."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -251,10 +251,10 @@ async def test_an_event_is_never_dead_lettered_for_being_handed_back_often(bench
         delivery = await consumer.next(timeout_s=PATIENT_S)
         assert delivery is not None
         await delivery.nak()
-    assert bench.told == []
+    assert bench.dead_letters == []
 
 
-async def test_an_event_that_says_nothing_is_refused_before_it_is_sent(bench: Bench) -> None:
+async def test_an_event_without_a_body_is_refused_before_it_is_sent(bench: Bench) -> None:
     empty = progress(source(), bench.job, 1)
     empty.ClearField("progress")
     with pytest.raises(WireError, match=r"Event\.body is missing"):
@@ -447,7 +447,7 @@ async def test_an_undecodable_group_becomes_a_dead_letter_and_holds_nobody_up(be
     )
     assert [delivery.group.prompt for delivery in await consumer.fetch(10, timeout_s=PATIENT_S)] == [2]
     letters = await bench.bus.dead_letters.list(bench.job)
-    assert letters == bench.told
+    assert letters == bench.dead_letters
     assert [(letter.subject, letter.size_bytes) for letter in letters] == [
         (subject, len(payload)) for subject, payload, _ in poison.values()
     ]
@@ -462,7 +462,7 @@ async def test_an_undecodable_event_becomes_a_dead_letter_and_the_next_one_is_de
     delivery = await consumer.next(timeout_s=PATIENT_S)
     assert delivery is not None
     assert delivery.sequence == 2
-    assert [letter.subject for letter in bench.told] == [f"tg.events.{bench.job}"]
+    assert [letter.subject for letter in bench.dead_letters] == [f"tg.events.{bench.job}"]
     assert [num_done(event) async for _, event in bench.bus.events.read(bench.job)] == [1]
 
 
@@ -475,7 +475,7 @@ async def test_a_group_delivered_too_often_becomes_a_dead_letter_that_says_so(be
         (delivery,) = await consumer.fetch(1, timeout_s=PATIENT_S)
         await delivery.nak()
     assert await consumer.fetch(1, timeout_s=SOON_S) == []
-    assert [letter.reason for letter in bench.told] == [
+    assert [letter.reason for letter in bench.dead_letters] == [
         "delivered 2 times and never acknowledged; see what its consumer logged"
     ]
     assert await consumer.num_waiting() == 0
@@ -490,7 +490,7 @@ async def test_a_replayed_dead_letter_is_delivered_again_as_if_new(bench: Bench)
     await delivery.dead_letter("reward: no such task\n'größer'")
     assert await consumer.fetch(1, timeout_s=SOON_S) == []
     (letter,) = await bench.bus.dead_letters.list(bench.job)
-    assert letter == bench.told[0]
+    assert letter == bench.dead_letters[0]
     assert letter.reason == "reward: no such task\n'größer'"
     await bench.bus.dead_letters.replay(bench.job, letter.id)
     (again,) = await consumer.fetch(1, timeout_s=PATIENT_S)
@@ -636,7 +636,7 @@ async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_re
                 prompts.append(delivery.group.prompt)
                 await delivery.ack()
             deliveries = await consumer.fetch(2, timeout_s=SOON_S)
-        # 1 may come again: its acknowledgement was in the memory of what was killed.
+        # 1 may come again: its acknowledgement was in the killed process's memory.
         assert {2, 3} <= set(prompts) <= {1, 2, 3}
         await second.ack()
         assert await bus.samples.published(job, Stage.GENERATED, incarnation=1, iteration=0) == {1, 2, 3}

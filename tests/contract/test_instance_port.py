@@ -1,4 +1,4 @@
-"""What a lead may ask of an instance, asked of one in this process and of one behind gRPC."""
+"""The requests of a lead to an instance, sent to one in this process and to one behind gRPC."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ GPUS = tuple(GpuId(f"node-a/{index}") for index in range(4))
 ONE, TWO = InstanceId("actor@node-a"), InstanceId("actor@node-b")
 PROBE = InstanceId("actor@node-p")
 UNUSED = Token(1, 0)
-"""What a GPU has before its first grant, when it was registered in term 1."""
+"""The token of a GPU before its first grant, when it was registered in term 1."""
 LONG_MS = 60_000
 EMPTY = StoreContents((), ())
 
@@ -72,7 +72,7 @@ async def world(request: pytest.FixtureRequest, servers: EmbeddedServers) -> Asy
 
 @pytest.fixture
 async def store(world: World) -> CellStore:
-    """Open under term 1, with `GPUS` registered."""
+    """A store that is open under term 1, with `GPUS` registered."""
     client = await opened(world, term=1)
     await client.register(GPUS)
     return client
@@ -168,7 +168,7 @@ GUARDED_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
 
 
 async def refused(clients: Mapping[str, CellStore]) -> set[str]:
-    """The calls, each by its own client, that StoreNotAdopted answered."""
+    """The calls, each by its own client, that raised StoreNotAdopted."""
     names = set()
     for name, client in clients.items():
         with suppress(StoreNotAdopted):
@@ -488,7 +488,7 @@ class TestLeases:
 
 
 async def in_force(store: CellStore, role: Role = Role.ACTOR) -> LeadRecord:
-    """Who leads, asked by one that would itself only if nobody did."""
+    """The present lead. The caller becomes lead itself if there is none."""
     return await store.campaign(JOB, role, instance=PROBE, endpoint="p:1", ttl_ms=LONG_MS)
 
 
@@ -600,7 +600,7 @@ class TestCommandsAndBoots:
 
 
 class TestLostAnswers:
-    """A write that took effect and whose answer was lost is repeated by the store's client, and counts once."""
+    """The store's client repeats a write that took effect and whose answer was lost. The write counts once."""
 
     async def test_a_plan_whose_answer_is_lost_counts_once(self, world: World, store: CellStore) -> None:
         world.lose_next_answer()

@@ -1,4 +1,4 @@
-"""What every way of starting a worker promises, asked of the fork server and of plain subprocesses."""
+"""The contract of worker launchers, for the fork server and for plain subprocesses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Channel = AsyncChannel[wire.WorkerReply]
 
 @pytest.fixture(scope="module")
 def fork_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    # Longer than a Unix socket's address: a node's folder may lie anywhere.
+    # Use a path longer than a Unix socket's address: a node's folder may be anywhere.
     folder = tmp_path_factory.mktemp("node") / ("long" * 30)
     folder.mkdir()
     with fork_server(folder / "fork.sock"):
@@ -59,7 +59,7 @@ async def started(launcher: WorkerLauncher, wanted: WorkerSpec) -> AsyncIterator
 
 
 async def asked(channel: Channel, what: str) -> str:
-    """What the echo worker says about itself; waits until it is ready."""
+    """The echo worker's report about itself, once it is ready."""
     assert (await channel.receive()).call_id == 0
     await channel.send(wire.WorkerCall(call_id=1, start_engine=wire.StartEngine(config_json=what)))
     return (await channel.receive()).started.detail
@@ -86,7 +86,7 @@ async def test_a_worker_has_its_own_descriptors_and_no_others(launcher: WorkerLa
         started(launcher, spec("echo", tmp_path / "log")) as (_, channel),
     ):
         kinds = ast.literal_eval(await asked(channel, "fds"))
-    # Standard input; the log twice; the channel (twice, once for the watcher), the holds and the store's listener.
+    # The descriptors: standard input; the log twice; the channel twice (once for the watcher); the holds; the listener.
     assert [kind for kind in kinds if not kind.startswith("/proc")] == [
         "/dev/null",
         str(tmp_path / "log"),

@@ -94,7 +94,7 @@ class SglangEngine:
         return EngineFeatures(
             name=f"sglang {features.version}",
             repeats_draws=features.repeats_draws,
-            num_untold_tokens=TOKENS_A_MESSAGE - 1,
+            max_lost_tokens=TOKENS_A_MESSAGE - 1,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""What the rank processes of the scorer's tests run; each returns a dict of arrays by `<what>/<group>/<sample>`."""
+"""The functions of rank processes in the scorer's tests. Each returns arrays by `<kind>/<group>/<sample>`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.parallel import ParallelRanks
 
 RATE = 0.05
-"""Of the one update between the reference and the policy: enough for their log-probabilities to differ plainly."""
+"""The learning rate of the update between reference and policy: their log-probabilities must differ clearly."""
 
 
 def groups() -> list[list[list[int]]]:
@@ -60,7 +60,8 @@ def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: st
 
 
 def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) -> Results:
-    """A scorer of any layout loads both versions that another one published, then the policy's again as the next."""
+    """A scorer of any layout loads both versions of another layout, then the policy's weights again as the next
+    version."""
     with world(context, layout) as ranks:
         scorer = _scorer(ranks, small_job.trainer_settings())
         refusal = ""
@@ -95,7 +96,7 @@ def _scorer(ranks: ParallelRanks, settings: TrainerSettings) -> MegatronScorer:
 
 
 def _by_actor(actor: MegatronTrainer, what: str) -> Results:
-    """Group by group, so that its micro-batches are cut as the scorer's are."""
+    """The actor's log-probabilities, group by group, so that its micro-batches are those of the scorer."""
     return {
         f"{what}/{number}/{sample}": values
         for number, group in enumerate(groups())
@@ -109,7 +110,7 @@ def _publish(actor: MegatronTrainer, folder: Path) -> None:
 
 
 def _elsewhere(context: RankContext, actor: MegatronTrainer) -> RankContext:
-    """Where the ranks meet next: the store of the actor's world has their socket."""
+    """The next rendezvous of the ranks, because the store of the actor's world has their socket."""
     server = listening_socket() if context.rank == 0 else None
     mine = str(server.getsockname()[1]).encode() if server else b""
     said = actor.elastic.world.gather(actor.elastic.world.membership.members, mine)
@@ -121,6 +122,6 @@ def _named(what: str, log_probs: LogProbs) -> Results:
 
 
 def _turned(log_probs: LogProbs) -> LogProbs:
-    """Of groups scored in reverse order, under their own numbers."""
+    """The log-probabilities of groups that were scored in reverse order, under their own numbers."""
     last = len(groups()) - 1
     return {(last - group, sample): values for (group, sample), values in log_probs.items()}

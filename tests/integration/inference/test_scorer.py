@@ -1,4 +1,4 @@
-"""The scorer against the actor: the same bits in the same layout, 1e-4 across layouts, from snapshots only."""
+"""The scorer and the actor agree: to the bit in the same layout, and within 1e-4 across layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks import RankServer, Results, rank_server
 SCORING = "tests.integration.inference.scoring"
 LAYOUTS = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "tp2 in bf16": {"tp": 2}}
 TOLERANCE = 1e-4
-"""Across layouts sums are in another order; the issue allows this much in fp32."""
+"""The tolerance in fp32 across layouts, in which sums have another order."""
 
 Published = dict[str, tuple[Path, Results]]
 
@@ -28,7 +28,7 @@ def ranks() -> Iterator[RankServer]:
 
 @pytest.fixture(scope="module")
 def published(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """What each layout's actor published, and what it and a scorer beside it computed."""
+    """Each layout's published snapshots, and the results of its actor and of a scorer beside it."""
     runs: Published = {}
     for name, layout in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("snapshots")
@@ -40,7 +40,7 @@ def published(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Pu
 
 
 def merged(ranks_got: list[Results]) -> Results:
-    """What all ranks computed; those that computed the same must agree to the bit."""
+    """The results of all ranks. Ranks with the same values must agree to the bit."""
     whole: Results = {}
     for results in ranks_got:
         for key, values in results.items():
@@ -50,7 +50,7 @@ def merged(ranks_got: list[Results]) -> Results:
 
 
 def of(results: Results, what: str) -> Results:
-    """One kind of log-probabilities, for every sample of every group."""
+    """One kind of log-probabilities, by group and sample."""
     found = {key.removeprefix(f"{what}/"): values for key, values in results.items() if key.startswith(f"{what}/")}
     want = {f"{number}/{sample}": len(seq) for number, group in enumerate(groups()) for sample, seq in enumerate(group)}
     assert {key: len(values) for key, values in found.items()} == want

@@ -22,7 +22,7 @@ PROMPTS = [(5, 17, 3), (9,), tuple((7 * position) % TINY.vocab_size for position
 
 
 def generate_and_score(context: RankContext, *, tied: bool, temperature: float) -> Results:
-    """For each prompt the engine's log-probabilities of its response, and the trainer's of the same tokens."""
+    """For each prompt, the engine's log-probabilities of its response and the trainer's of the same tokens."""
     config = replace(TINY, tied_embeddings=tied)
     weights = dict(random_weights(config, padding_rows=PADDED_VOCAB - config.vocab_size))
     sampling = SamplingParams(max_new_tokens=60, temperature=temperature, seed=11)

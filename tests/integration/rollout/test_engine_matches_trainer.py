@@ -1,4 +1,4 @@
-"""The embedded engine and Megatron give the same tokens the same log-probabilities, from the same tensors."""
+"""The embedded engine and Megatron compute the same log-probabilities from the same tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose engine does not start says why, to whoever asked it to."""
+"""A worker whose engine does not start refuses the call with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidegate.types import GpuId
 from tidegate.v1 import workers_pb2 as wire
 
 
-def test_an_engine_that_does_not_start_is_told_with_its_end_and_its_log(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_is_reported_with_its_end_and_its_log(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no memory left\nexit 3\n")
     python.chmod(0o755)

@@ -1,7 +1,6 @@
-"""Ranks of a trainer whose weights are the list of updates that made them, so that a test can read what was trained.
+"""Fake ranks of a trainer. Their weights are the list of their updates, so that a test can read the trained updates.
 
-They are resharded as the real ones are: what is prepared lies beside what is in force, until the one is committed or
-the other goes on.
+They reshard as the real ranks do: the prepared state stays beside the state in force until a commit or an abort.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from tidegate.v1 import workers_pb2 as wire
 
 PLENTY = 1_000_000
 _TOGETHER = ("train", "prepare_reshard", "commit_reshard", "abort_reshard")
-"""What only members of an epoch do."""
+"""The calls that only members of an epoch accept."""
 
 
 @dataclass(slots=True)
 class State:
-    """What one set of ranks trains: the weights are those of the first, who speaks for all."""
+    """The state of one set of ranks. The weights are those of the first rank, which all ranks share."""
 
     layout: Layout
     ranks: tuple[int, ...]
@@ -36,7 +35,7 @@ class State:
 
 
 class FakeRank:
-    """One rank; the first writes the snapshots. Of its updates, as many as `num_nonfinite` says come to nothing."""
+    """One rank; the first rank writes the snapshots. Its next `num_nonfinite` updates are not applied."""
 
     def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore, ranks: Ranks) -> None:
         self.grant = grant
@@ -44,19 +43,19 @@ class FakeRank:
         self.resharded: list[str] = []
         self.prepared: State | None = None
         self.refuses = ""
-        """The kind of call that it refuses."""
+        """The kind of call that the rank refuses."""
         self.hangs_in = ""
-        """The kind of call in which it hangs once, until whoever asked gives up; its peers leave the epoch."""
+        """The kind of call in which the rank hangs once, until the caller gives up. Its peers leave the epoch."""
         self.num_refused = 0
         self.stays_in = ""
-        """The kind of call in which it stays until it is killed."""
+        """The kind of call in which the rank stays until it is killed."""
         self.is_staying = False
         self.is_late = False
-        """It comes to the next commit when the others have given it up."""
+        """Whether the rank comes too late to the next commit: its peers have left the epoch."""
         self.strays = False
-        """Its state is of other progress than its peers'."""
+        """Whether the rank's learning-rate progress differs from its peers'."""
         self.rate_factor = 1.0
-        """Of the rate that its optimizer takes, over what it is told."""
+        """The rate of its optimizer, divided by the requested rate."""
         self.is_in_epoch = False
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
@@ -131,14 +130,14 @@ class FakeRank:
 
     @property
     def lr_mark(self) -> str:
-        """Of the learning-rate progress that its weights were made with."""
+        """The mark of the learning-rate progress of its weights."""
         if self.strays and self.trained:
             return "9 steps after 9 updates"
         return self._ranks.marks.get(self.weights[-1], "") if self.weights else ""
 
     @property
     def _rate(self) -> float:
-        """Of the last update that was applied, as its optimizer has it."""
+        """The optimizer's rate in the last applied update."""
         return self._ranks.rates.get(self.weights[-1], 0.0) * self.rate_factor if self.weights else 0.0
 
     @property
@@ -209,7 +208,7 @@ class FakeRank:
 
 
 class Ranks:
-    """All that started, the newest of each GPU. `permits` are those of every rank's updates."""
+    """All started ranks, the newest of each GPU. Each update of a rank takes one of its `permits`."""
 
     memory_bytes = 1 << 20
 
@@ -217,9 +216,9 @@ class Ranks:
         self.of: dict[str, FakeRank] = {}
         self.permits: dict[str, asyncio.Semaphore] = {}
         self.marks: dict[str, str] = {}
-        """The learning-rate progress after each update that was applied."""
+        """The learning-rate progress after each applied update."""
         self.rates: dict[str, float] = {}
-        """The rate of each."""
+        """The rate of each applied update."""
         self._num_permits = num_permits
 
     def make(self, job: Job, grant: Grant, changes: Changes) -> FakeRank:
@@ -228,11 +227,11 @@ class Ranks:
         return self.of[grant.gpu]
 
     def trained(self) -> FakeRank:
-        """Any of those that hold the newest weights."""
+        """A rank with the newest weights."""
         return max(self.of.values(), key=lambda rank: len(rank.weights))
 
     def lose_epoch(self) -> None:
-        """As when one is not heard of by the others for too long."""
+        """Take all ranks out of the epoch, as when one of them gives no answer for too long."""
         for rank in self.of.values():
             rank.is_in_epoch = False
 
@@ -241,7 +240,7 @@ class Ranks:
             rank.num_nonfinite = count
 
     def same(self) -> FakeRank:
-        """Any of them, once it is sure that all were asked for the same."""
+        """Any rank, after a check that all ranks got the same updates."""
         first, *others = self.of.values()
         for other in others:
             assert [train.SerializeToString(deterministic=True) for train in other.trained] == [

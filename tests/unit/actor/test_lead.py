@@ -62,10 +62,10 @@ async def test_pictures_show_each_update_at_its_begin_and_at_its_end(tmp_path: P
             permits.release()
         await of.scored([2, 3])
         await of.report()
-        told = [event.training async for _, event in of.bench.bus.events.read(JOB) if event.HasField("training")]
+        pictures = [event.training async for _, event in of.bench.bus.events.read(JOB) if event.HasField("training")]
 
     assert begun == [Seen(0, 0, is_at_boundary=True), Seen(0, 2, is_at_boundary=False)]
-    last = training_of(told[-1])
+    last = training_of(pictures[-1])
     assert (last.num_minibatches_done, last.num_taken, last.is_at_boundary) == (2, 4, True)
     assert [(each.layout, each.rate_tokens_per_s > 0) for each in last.measured] == [(Layout(dp=2), True)]
     assert begun[0].update_s is None
@@ -87,7 +87,7 @@ async def test_samples_reach_every_rank_with_their_advantages_and_log_probabilit
             assert list(sample.engine_log_probs) == [-0.5] * len(want)
 
 
-async def test_responses_cut_by_the_length_limit_are_masked_when_asked_for(tmp_path: Path) -> None:
+async def test_responses_cut_by_the_length_limit_are_masked_where_the_config_says_so(tmp_path: Path) -> None:
     async with training(tmp_path, algorithm={"mask_truncated": True}) as of:
         for prompt in range(4):
             group = scored_group(prompt)
@@ -178,7 +178,7 @@ async def test_a_group_of_a_future_incarnation_or_iteration_is_delayed_ever_long
         assert "dead_lettered" not in await of.bench.kinds()
 
 
-async def test_groups_that_wait_for_their_minibatch_are_reported_in_progress(tmp_path: Path) -> None:
+async def test_groups_that_wait_for_their_minibatch_get_in_progress_acks(tmp_path: Path) -> None:
     async with training(tmp_path, runtime={"ack_wait_s": 0.03}) as of:
         of.start()
         await of.scored([1, 3])
@@ -207,7 +207,7 @@ async def test_a_group_of_an_older_incarnation_is_acknowledged_untrained(tmp_pat
     ],
     ids=["of another size", "of another version", "of no prompt of the iteration"],
 )
-async def test_a_group_that_does_not_belong_is_dead_lettered_with_what_the_iteration_takes(
+async def test_a_foreign_group_is_dead_lettered_with_the_prompts_that_the_iteration_takes(
     tmp_path: Path, prompt: int, fields: dict[str, Any], want: str
 ) -> None:
     async with training(tmp_path) as of:
@@ -218,7 +218,7 @@ async def test_a_group_that_does_not_belong_is_dead_lettered_with_what_the_itera
         assert of.ranks.same().trained == []
 
 
-async def test_groups_of_equal_rewards_are_filtered_when_asked_for_and_accounted(tmp_path: Path) -> None:
+async def test_groups_of_equal_rewards_are_filtered_and_accounted_where_the_config_says_so(tmp_path: Path) -> None:
     async with training(tmp_path, algorithm={"filter_zero_std": True}) as of:
         await of.scored([0, 2, 3], rewards=(1.0, 1.0))
         await of.scored([1])
@@ -234,7 +234,7 @@ async def test_groups_of_equal_rewards_are_filtered_when_asked_for_and_accounted
 REPLACED = {"filter_zero_std": True, "max_extra_prompts": 3}
 
 
-async def test_groups_without_spread_are_filtered_and_others_take_their_places_in_order_of_prompts(
+async def test_groups_without_spread_are_filtered_and_replaced_in_order_of_prompts(
     tmp_path: Path,
 ) -> None:
     async with training(tmp_path, algorithm=REPLACED) as of:
@@ -253,7 +253,7 @@ async def test_groups_without_spread_are_filtered_and_others_take_their_places_i
         assert sorted(of.watch.prompts("ack")) == [0, 1, 2, 3, 4, 5]
 
 
-async def test_when_extra_prompts_run_out_the_groups_with_spread_are_trained_as_they_are(tmp_path: Path) -> None:
+async def test_when_extra_prompts_run_out_the_remaining_groups_with_spread_are_trained(tmp_path: Path) -> None:
     async with training(tmp_path, algorithm=REPLACED) as of:
         of.start()
         await of.scored([1, 2, 4, 5], rewards=(1.0, 1.0))
@@ -264,7 +264,7 @@ async def test_when_extra_prompts_run_out_the_groups_with_spread_are_trained_as_
         assert list(report.filtered) == [fate_of(ids(1, 2, 4, 5), reason="zero_std")]
 
 
-async def test_an_iteration_without_any_spread_trains_nothing_and_accounts_for_all(tmp_path: Path) -> None:
+async def test_an_iteration_without_any_spread_trains_nothing_and_accounts_for_all_samples(tmp_path: Path) -> None:
     async with training(tmp_path, algorithm=REPLACED) as of:
         of.start()
         await of.scored(range(7), rewards=(0.0, 0.0))
@@ -321,7 +321,7 @@ async def test_an_update_that_is_not_finite_discards_its_samples_and_training_go
         assert [row["committed"] for row in of.journal()] == [False, True]
 
 
-async def test_every_update_has_an_id_and_a_number_of_its_own_also_after_one_that_was_discarded(
+async def test_every_update_has_its_own_id_and_number_even_after_a_discarded_one(
     tmp_path: Path,
 ) -> None:
     async with training(tmp_path) as of:
@@ -392,7 +392,7 @@ async def test_an_iteration_ends_with_its_report_then_the_checkpoint_then_the_ne
         assert store.load("inc001-it000001").ledger.num_trained == 8
 
 
-async def test_only_as_many_checkpoints_stay_as_are_to_be_kept(tmp_path: Path) -> None:
+async def test_only_the_configured_number_of_checkpoints_is_kept(tmp_path: Path) -> None:
     async with training(tmp_path, checkpoint={"keep": 1}) as of:
         of.take(of.bench.scale_up())
         for iteration in range(2):
@@ -404,7 +404,7 @@ async def test_only_as_many_checkpoints_stay_as_are_to_be_kept(tmp_path: Path) -
         assert store.names() == ["inc001-it000002"]
 
 
-async def test_a_checkpoint_lets_the_stream_forget_what_it_covers(tmp_path: Path) -> None:
+async def test_a_checkpoint_purges_the_groups_that_it_covers_from_the_stream(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         await of.scored(range(4))
         of.start()
@@ -415,7 +415,7 @@ async def test_a_checkpoint_lets_the_stream_forget_what_it_covers(tmp_path: Path
         assert held == frozenset()
 
 
-async def test_checkpoints_come_as_often_as_asked_for_and_after_the_last_iteration(tmp_path: Path) -> None:
+async def test_checkpoints_are_saved_at_the_configured_interval_and_after_the_last_iteration(tmp_path: Path) -> None:
     async with training(tmp_path, checkpoint={"every": 2}) as of:
         of.take(of.bench.scale_up())
         for iteration in range(3):
@@ -428,7 +428,7 @@ async def test_checkpoints_come_as_often_as_asked_for_and_after_the_last_iterati
         assert (await of.bench.kinds()).count("checkpoint_saved") == 2
 
 
-async def test_the_last_checkpoint_is_exported_before_it_is_told(tmp_path: Path) -> None:
+async def test_the_last_checkpoint_is_exported_before_it_is_announced(tmp_path: Path) -> None:
     async with training(tmp_path, checkpoint={"export": True}) as of:
         of.take(of.bench.scale_up())
         for iteration in range(3):
@@ -441,7 +441,7 @@ async def test_the_last_checkpoint_is_exported_before_it_is_told(tmp_path: Path)
         assert json.loads(exported.read_text()) == [saved.checkpoint_saved.name] == ["inc001-it000003"]
 
 
-async def test_a_resume_from_the_last_checkpoint_exports_it_before_its_version_is_told(tmp_path: Path) -> None:
+async def test_a_resume_from_the_last_checkpoint_exports_it_before_its_version_is_published(tmp_path: Path) -> None:
     async with training(tmp_path, checkpoint={"export": True}) as of:
         old = of.take(of.bench.scale_up())
         for iteration in range(3):
@@ -463,7 +463,7 @@ async def test_a_resume_from_the_last_checkpoint_exports_it_before_its_version_i
         assert json.loads(exported.read_text()) == ["inc001-it000003"]
 
 
-async def test_a_resume_takes_the_checkpoint_up_in_a_higher_incarnation(tmp_path: Path) -> None:
+async def test_a_resume_continues_from_the_checkpoint_in_a_higher_incarnation(tmp_path: Path) -> None:
     async with training(tmp_path, actor={"lr_warm_up_samples": 16}) as of:
         await of.scored(range(4))
         old = of.start()
@@ -506,7 +506,7 @@ async def test_a_resume_in_the_incarnation_of_the_checkpoint_is_refused(tmp_path
         assert "incarnation 1 does not follow the checkpoint's 1" in failed.failed.message
 
 
-async def test_a_checkpoint_that_is_not_there_fails_before_any_worker_starts(tmp_path: Path) -> None:
+async def test_a_missing_checkpoint_fails_before_any_worker_starts(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(of.bench.scale_up(checkpoint="inc001-it000009"))
         (failed,) = await of.bench.published("failed")
@@ -548,7 +548,7 @@ async def test_a_job_may_end_in_the_middle_of_the_warm_up(tmp_path: Path) -> Non
         assert not {"weights_published", "failed"} & set(await of.bench.kinds())
 
 
-async def test_the_actor_loads_no_weights(tmp_path: Path) -> None:
+async def test_the_actor_refuses_to_load_weights(tmp_path: Path) -> None:
     async with training(tmp_path) as of:
         of.take(commands_pb2.LoadWeightsRequest(header=of.bench.header(), weights=snapshot(0)))
         (failed,) = await of.bench.published("failed")

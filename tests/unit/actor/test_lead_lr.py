@@ -1,4 +1,4 @@
-"""The actor's lead and the learning rate: what a minibatch moves, what a checkpoint carries, what a resume finds."""
+"""The learning rate in the actor's lead: over minibatches, in checkpoints and after a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tidegate.v1 import workers_pb2 as wire
 
 LINEAR = {"decay": "linear", "minimum": 1e-4}
 BUDGET = 6
-"""Of the bench's job: 3 iterations of 2 minibatches."""
+"""The budget of the bench's job: 3 iterations of 2 minibatches."""
 
 
 def rate(step: int) -> float:
@@ -31,13 +31,12 @@ def rate(step: int) -> float:
 
 
 async def one_iteration(of: Training, iteration: int, *, incarnation: int = 1, **scored: Any) -> dict[str, float]:
-    """The metrics of its report."""
+    """Run one iteration. Returns the metrics of its report."""
     first = 4 * iteration
     await of.scored(range(first, first + 4), incarnation=incarnation, iteration=iteration, version=iteration, **scored)
     of.take(of.bench.open_iteration(iteration, incarnation=incarnation))
     of.close(iteration, incarnation=incarnation)
-    told = await of.bench.published("weights_published", count=iteration + 1 + incarnation)
-    assert told
+    await of.bench.published("weights_published", count=iteration + 1 + incarnation)
     *_, report = await of.bench.published("iteration_reported", count=iteration + 1)
     return dict(report.iteration_reported.metrics)
 
@@ -46,7 +45,7 @@ def rates(of: Training) -> list[float]:
     return [train.learning_rate for train in of.ranks.same().trained]
 
 
-async def test_the_rate_falls_by_a_step_a_minibatch_and_the_report_says_how_far_it_is(tmp_path: Path) -> None:
+async def test_the_rate_falls_by_one_step_per_minibatch_and_the_report_has_the_progress(tmp_path: Path) -> None:
     async with training(tmp_path, actor={"lr_schedule": LINEAR}) as of:
         of.take(of.bench.scale_up())
         for iteration in range(3):
@@ -58,7 +57,7 @@ async def test_the_rate_falls_by_a_step_a_minibatch_and_the_report_says_how_far_
 
 
 @pytest.mark.parametrize(("policy", "want_steps", "want_shortfall"), [("hold", 2, 2), ("advance", 4, 0)])
-async def test_minibatches_that_are_filtered_away_hold_or_advance(
+async def test_filtered_minibatches_hold_or_advance_the_schedule_as_configured(
     policy: str, want_steps: int, want_shortfall: int, tmp_path: Path
 ) -> None:
     schedule = LINEAR | {"empty_batch": policy}
@@ -71,14 +70,14 @@ async def test_minibatches_that_are_filtered_away_hold_or_advance(
         assert (metrics["lr_nominal"], metrics["lr_updates"]) == (4, 2)
 
 
-async def test_an_empty_minibatch_that_passes_the_budget_is_warned_of_and_no_later_update(tmp_path: Path) -> None:
+async def test_an_empty_minibatch_that_passes_the_budget_gives_the_only_warning(tmp_path: Path) -> None:
     schedule = LINEAR | {"empty_batch": "advance", "budget_updates": 1}
-    with capture_logs() as told:
+    with capture_logs() as lines:
         async with training(tmp_path, algorithm={"filter_zero_std": True}, actor={"lr_schedule": schedule}) as of:
             of.take(of.bench.scale_up())
             await one_iteration(of, 0, rewards=(1.0, 1.0))
             await one_iteration(of, 1, rewards=(0.0, 1.0))
-    (warning,) = (line for line in told if line["event"] == "learning rate")
+    (warning,) = (line for line in lines if line["event"] == "learning rate")
     assert "progress is 2 of a budget of 1 steps" in warning["message"]
 
 
@@ -93,7 +92,7 @@ async def test_planned_minibatches_that_no_group_filled_count_as_empty(tmp_path:
 
 
 @pytest.mark.parametrize(("policy", "want_steps"), [("advance", [0, 1]), ("hold", [0, 0])])
-async def test_an_update_that_is_not_finite_advances_or_holds(
+async def test_a_non_finite_update_advances_or_holds_the_schedule_as_configured(
     policy: str, want_steps: list[int], tmp_path: Path
 ) -> None:
     async with training(tmp_path, actor={"lr_schedule": LINEAR | {"on_skip": policy}}) as of:
@@ -106,7 +105,7 @@ async def test_an_update_that_is_not_finite_advances_or_holds(
 
 
 async def resumed_after_one(of: Training) -> None:
-    """An iteration, the end of its actor, and the next incarnation on its checkpoint."""
+    """Run an iteration, end its actor, and make the lead of the next incarnation."""
     old = of.take(of.bench.scale_up())
     await one_iteration(of, 0)
     await old.aclose()
@@ -126,7 +125,7 @@ async def test_a_resume_goes_on_with_the_rates_of_the_run_that_was_never_interru
 
 
 def without_ledger(of: Training) -> None:
-    """As checkpoints were before there was one."""
+    """Change the checkpoint to the format before the learning-rate ledger."""
     path = of.bench.folder.checkpoints / "inc001-it000001" / "manifest.json"
     raw = json.loads(path.read_text())
     del raw["lr"]
@@ -143,11 +142,11 @@ async def test_a_checkpoint_without_a_ledger_is_refused_with_both_numbers(tmp_pa
 
 
 @pytest.mark.parametrize("policy", ["rebase", "clamp", "keep"])
-async def test_a_checkpoint_without_a_ledger_is_taken_over_by_policy(policy: str, tmp_path: Path) -> None:
+async def test_a_checkpoint_without_a_ledger_is_adopted_by_the_configured_policy(policy: str, tmp_path: Path) -> None:
     async with training(tmp_path, actor={"lr_schedule": LINEAR | {"legacy_policy": policy}}) as of:
         await resumed_after_one(of)
         without_ledger(of)
-        of.ranks.marks.clear()  # the ranks' files are of before, too
+        of.ranks.marks.clear()  # the ranks' files predate the ledger too
         of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000001"))
         await one_iteration(of, 1, incarnation=2)
         assert rates(of) == [rate(2), rate(3)]
@@ -157,7 +156,7 @@ MISMATCHES: dict[str, tuple[str, int]] = {"the config's": ("config", 99), "the c
 
 
 @pytest.mark.parametrize("case", MISMATCHES)
-def test_a_resume_under_another_budget_goes_by_whose_was_chosen(case: str, tmp_path: Path) -> None:
+def test_a_resume_under_another_budget_uses_the_chosen_one(case: str, tmp_path: Path) -> None:
     choice, want_budget = MISMATCHES[case]
     saved = ledger_of(job_config(tmp_path, actor={"lr_schedule": LINEAR}), None)
     checkpoint = Checkpoint(1, 1, Layout(), SampleLedger(1), (), LrUpdate(saved, "1.0.0", 4).committed)
@@ -225,7 +224,7 @@ def test_a_skipped_update_leaves_the_optimizers_their_rate_and_is_refused_where_
         update.check([*reports, wire.UpdateReport(learning_rates=[0.25, 0.5])])
 
 
-def test_the_end_of_the_budget_is_warned_of_once() -> None:
+def test_the_end_of_the_budget_gives_one_warning() -> None:
     ledger = LrLedger(LrSchedule(1e-3, budget=2, decay=Decay.LINEAR, minimum=1e-4), LrRules(4))
     warnings = []
     for number in range(5):

@@ -1,5 +1,7 @@
-"""The actor's lead over fake ranks and the store in memory: a change of GPUs or layout between two updates, in two
-phases, decided by the store; what a failure before and after the decision leads to."""
+"""The actor's lead resizes fake ranks in two phases over the store in memory.
+
+A resize takes place between two updates, and the store decides it. Failures before and after the decision are
+tested."""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ ACTOR = Owner(JOB, Role.ACTOR)
 DEADLINE_MS = 1 << 60
 
 
-class Resized:
-    """A training whose GPUs are the store's, and what the scheduler does to move them."""
+class ResizeBench:
+    """A training whose GPUs are in the store, and the scheduler's side of moving them."""
 
     def __init__(self, of: Training) -> None:
         self.of = of
         self.grants: tuple[Grant, ...] = ()
-        self.wanted: tuple[Grant, ...] = ()
+        self.members_after: tuple[Grant, ...] = ()
         self.layout: Layout | None = None
         self._num_transitions = 0
 
@@ -41,7 +43,7 @@ class Resized:
         return self.of.bench.store
 
     async def plan(self, gpus: Sequence[str], layout: Layout) -> tuple[TransitionId, tuple[Grant, ...]]:
-        """The transition, as far as its GPUs are acquiring or draining; the grants afterwards, in rank order."""
+        """Plan a transition, up to acquiring or draining. Returns its id and the grants after it, in rank order."""
         self._num_transitions += 1
         name = TransitionId(f"{JOB}/1/t{self._num_transitions}")
         have = {grant.gpu: grant for grant in self.grants}
@@ -60,7 +62,7 @@ class Resized:
         return name, tuple((have | come)[GpuId(gpu)] for gpu in gpus)
 
     async def start(self) -> None:
-        """On the first two slots, with the first iteration open and its groups there."""
+        """Start the actor on the first two slots."""
         await self.store.register((GpuId(FIRST), GpuId(SECOND), SPARE))
         name, self.grants = await self.plan([FIRST, SECOND], Layout(dp=2))
         await self.commit_start(name)
@@ -77,7 +79,7 @@ class Resized:
         return found
 
     async def close(self, name: str) -> None:
-        """As the scheduler does past the deadline."""
+        """Close the transition, as the scheduler does past the deadline."""
         transition = await self.stored(name)
         await self.store.close(transition, earned_outcome(transition))
 
@@ -100,17 +102,17 @@ class Resized:
             command = commands_pb2.MigrateRequest(header=header, to=encode_grants(coming), **fields)
             getattr(command, "from").extend(encode_grants(leaving))
         self.of.take(command)
-        self.wanted = members
+        self.members_after = members
 
     async def replace_dead(self, gpu: str) -> TransitionId:
-        """As the scheduler does once the gate of a dead rank's GPU says that it is free."""
+        """Replace a dead rank, as the scheduler does once the gate reports its GPU as free."""
         gpus = [grant.gpu for grant in self.grants]
         await self.lose(gpu)
         assert self.layout is not None, "it was started"
         return await self.ask(gpus, self.layout)
 
     async def lose(self, *gpus: str) -> None:
-        """Their GPUs are free again."""
+        """Free these GPUs after a loss."""
         for record in [record for gpu, record in (await self.store.gpus()).items() if gpu in gpus]:
             if record.state is not GpuState.LOST:
                 await self.store.mark_lost(record.gpu, record.token)
@@ -118,13 +120,13 @@ class Resized:
         self.grants = tuple(grant for grant in self.grants if grant.gpu not in gpus)
 
     async def dies(self, gpu: str, kind: str) -> None:
-        """In a call of this kind, which the others have done, or wait in."""
+        """Kill the rank in a call of this kind, when the other ranks have done it or wait in it."""
         rank = self.of.ranks.of[gpu]
         await self.of.bench.changes.until(lambda: rank.is_staying)
         self.of.bench.instances[node_of(GpuId(gpu))].kill(gpu)
 
     async def committed(self, nth: int = 2) -> events_pb2.Event:
-        """The second one: the first is the start's."""
+        """The nth committed layout. The first is that of the start."""
         return (await self.of.bench.published("layout_committed", count=nth))[-1]
 
     async def failed(self) -> events_pb2.Event:
@@ -134,17 +136,17 @@ class Resized:
 @asynccontextmanager
 async def resized(
     tmp_path: Path, *, num_permits: int = PLENTY, standby: str = "4", **actor: Any
-) -> AsyncIterator[Resized]:
+) -> AsyncIterator[ResizeBench]:
     async with training(tmp_path, num_permits=num_permits, actor={"standby": standby, **actor}) as of:
-        yield Resized(of)
+        yield ResizeBench(of)
 
 
-async def until_asked(at: Resized, count: int) -> None:
+async def until_asked(at: ResizeBench, count: int) -> None:
     ranks = at.of.ranks.of
     await at.of.bench.changes.until(lambda: [ranks[gpu].num_asked for gpu in (FIRST, SECOND)] == [count, count])
 
 
-def permit(at: Resized, count: int) -> None:
+def permit(at: ResizeBench, count: int) -> None:
     for permits in at.of.ranks.permits.values():
         for _ in range(count):
             permits.release()
@@ -172,10 +174,10 @@ async def test_the_actor_changes_between_two_updates_and_goes_on_with_the_same_i
         name = await at.ask(gpus, layout)
         assert at.of.ranks.of[FIRST].resharded == [], "an update is under way"
         permit(at, 1)
-        told = await at.committed()
-        assert (decode_layout(told.layout_committed.layout), told.transition_id) == (layout, name)
-        assert decode_grants(told.layout_committed.grants) == at.wanted
-        assert (told.layout_committed.reshard.moved_bytes, told.layout_committed.reshard.certificate) == (7, "1")
+        event = await at.committed()
+        assert (decode_layout(event.layout_committed.layout), event.transition_id) == (layout, name)
+        assert decode_grants(event.layout_committed.grants) == at.members_after
+        assert (event.layout_committed.reshard.moved_bytes, event.layout_committed.reshard.certificate) == (7, "1")
         permit(at, 2)
         report = await at.of.report()
         assert report.trained == fate_of(ids(0, 1, 2, 3))
@@ -202,7 +204,9 @@ async def test_groups_that_wait_for_their_minibatch_stay_held_through_a_resize(t
         assert sorted(at.of.watch.prompts("ack")) == [0, 1, 2, 3]
 
 
-async def test_whoever_stands_by_is_in_the_world_from_the_start_and_moves_without_a_new_one(tmp_path: Path) -> None:
+async def test_a_standby_is_in_the_world_from_the_start_and_joins_the_layout_without_a_new_epoch(
+    tmp_path: Path,
+) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         spare = at.of.ranks.of[SPARE]
@@ -212,13 +216,13 @@ async def test_whoever_stands_by_is_in_the_world_from_the_start_and_moves_withou
         await at.committed()
         assert at.of.ranks.of[SPARE] is spare, "the same process"
         assert len(spare.worlds) == 1
-        (told,) = [
+        (progress,) = [
             event.progress for event in await at.of.bench.published("progress") if event.progress.phase == "stand_by"
         ]
-        assert (told.num_done, told.num_total, told.metrics["memory_bytes_max"]) == (1, 1, 1 << 20)
+        assert (progress.num_done, progress.num_total, progress.metrics["memory_bytes_max"]) == (1, 1, 1 << 20)
 
 
-async def test_one_that_leaves_stands_by_and_may_come_again(tmp_path: Path) -> None:
+async def test_a_member_that_leaves_becomes_a_standby(tmp_path: Path) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         await at.ask([FIRST], Layout())
@@ -255,27 +259,27 @@ async def test_a_reshard_that_one_member_cannot_prepare_leaves_the_actor_as_it_w
         await at.start()
         at.of.ranks.of[member].refuses = "prepare_reshard"
         await at.ask([FIRST, SECOND], Layout(pp=2))
-        told = await at.failed()
-        assert f"{member} does no prepare_reshard" in told.resize_failed.message
-        assert (await at.stored(told.transition_id)).part(Role.ACTOR).state is PartState.PLANNED
+        event = await at.failed()
+        assert f"{member} does no prepare_reshard" in event.resize_failed.message
+        assert (await at.stored(event.transition_id)).part(Role.ACTOR).state is PartState.PLANNED
         assert all(rank.prepared is None for rank in at.of.ranks.of.values())
-        await at.close(told.transition_id)
+        await at.close(event.transition_id)
         at.of.take(at.of.bench.open_iteration())
         await at.of.scored(range(4))
         assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("member", [FIRST, SECOND, SPARE])
-async def test_a_reshard_in_which_a_member_hangs_is_given_up_and_the_old_layout_goes_on_in_the_next_epoch(
+async def test_a_reshard_in_which_a_member_hangs_is_aborted_and_the_old_layout_continues_in_the_next_epoch(
     tmp_path: Path, member: str
 ) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         at.of.ranks.of[member].hangs_in = "prepare_reshard"
         await at.ask([FIRST, SECOND], Layout(pp=2))
-        told = await at.failed()
-        assert f"{member} did not answer prepare_reshard" in told.resize_failed.message
-        await at.close(told.transition_id)
+        event = await at.failed()
+        assert f"{member} did not answer prepare_reshard" in event.resize_failed.message
+        await at.close(event.transition_id)
         await _trains_in_the_next_epoch(at, [0, 1, 2])
 
 
@@ -284,12 +288,12 @@ async def test_a_standby_that_is_lost_as_the_others_switch_costs_an_epoch_and_no
         await at.start()
         at.of.ranks.of[SPARE].hangs_in = "commit_reshard"
         await at.ask([SECOND, FIRST], Layout(dp=2))
-        assert decode_grants((await at.committed()).layout_committed.grants) == at.wanted
+        assert decode_grants((await at.committed()).layout_committed.grants) == at.members_after
         await _trains_in_the_next_epoch(at, [0, 1, 3])
 
 
-async def _trains_in_the_next_epoch(at: Resized, members: list[int]) -> None:
-    """The first iteration whole, in the second epoch, which is of these members."""
+async def _trains_in_the_next_epoch(at: ResizeBench, members: list[int]) -> None:
+    """The first iteration trains completely, in the second epoch, which has these members."""
     at.of.take(at.of.bench.open_iteration())
     await at.of.scored(range(4))
     assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
@@ -298,16 +302,16 @@ async def _trains_in_the_next_epoch(at: Resized, members: list[int]) -> None:
     assert "failed" not in await at.of.bench.kinds()
 
 
-async def test_nobody_waits_for_a_standby_that_dies_while_an_iteration_trains(tmp_path: Path) -> None:
+async def test_a_standby_that_dies_during_an_iteration_delays_nothing(tmp_path: Path) -> None:
     async with resized(tmp_path, num_permits=0) as at:
         await _in_first_update(at)
         at.of.bench.instances[NODES[1]].kill(SPARE)
         permit(at, 2)
-        await _trained_once(at)
+        await _check_trained_once(at)
         assert len(at.of.ranks.of[FIRST].worlds) == 1
 
 
-async def test_a_resize_that_was_closed_before_its_turn_asks_the_ranks_nothing(tmp_path: Path) -> None:
+async def test_a_resize_that_was_closed_before_its_turn_sends_the_ranks_nothing(tmp_path: Path) -> None:
     async with resized(tmp_path, num_permits=0) as at:
         await at.start()
         await at.of.scored(range(4))
@@ -321,7 +325,7 @@ async def test_a_resize_that_was_closed_before_its_turn_asks_the_ranks_nothing(t
         assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
 
 
-async def test_a_store_that_refuses_the_commit_leaves_the_actor_as_it_was_in_an_epoch_without_who_came(
+async def test_a_store_that_refuses_the_commit_leaves_the_actor_as_it_was_in_an_epoch_without_the_new_members(
     tmp_path: Path,
 ) -> None:
     async with resized(tmp_path) as at:
@@ -388,15 +392,15 @@ async def test_a_stop_does_not_wait_for_a_resize_that_waits_for_an_update(tmp_pa
         assert decode_grants(released.gpus_released.grants) == at.grants
 
 
-async def _in_first_update(at: Resized) -> None:
-    """Up to the first update, which waits for its permits."""
+async def _in_first_update(at: ResizeBench) -> None:
+    """Start, and go up to the first update, which waits for its permits."""
     await at.start()
     await at.of.scored(range(4))
     at.of.take(at.of.bench.open_iteration())
     await until_asked(at, 1)
 
 
-async def _trained_once(at: Resized) -> None:
+async def _check_trained_once(at: ResizeBench) -> None:
     assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
     assert at.of.ranks.of[FIRST].weights == at.of.ranks.of[SECOND].weights == ["1.0.0", "1.0.1"]
     rows = at.of.journal()
@@ -411,10 +415,10 @@ async def test_an_update_whose_rank_died_after_it_was_made_is_not_made_again(tmp
         await at.of.bench.changes.until(lambda: len(at.of.ranks.of[FIRST].trained) == 1)
         at.of.bench.instances[NODES[0]].kill(SECOND)
         await at.replace_dead(SECOND)
-        told = await at.committed()
-        assert decode_grants(told.layout_committed.grants) == at.wanted
+        event = await at.committed()
+        assert decode_grants(event.layout_committed.grants) == at.members_after
         permit(at, 2)
-        await _trained_once(at)
+        await _check_trained_once(at)
         assert len(at.of.ranks.of[FIRST].trained) == 2
         assert sorted(at.of.watch.prompts("ack")) == [0, 1, 2, 3]
 
@@ -432,12 +436,12 @@ async def test_an_update_that_a_death_prevents_is_made_once_the_rank_is_replaced
         first.refuses = ""
         await at.replace_dead(SECOND)
         await at.committed()
-        await _trained_once(at)
+        await _check_trained_once(at)
         assert [list(world.members) for world in first.worlds] == [[0, 1, 2], [0, 2, 3]]
         assert first.resharded == ["prepare_reshard", "commit_reshard"]
 
 
-async def _trains_whole(at: Resized, gpus: Sequence[str]) -> None:
+async def _trains_whole(at: ResizeBench, gpus: Sequence[str]) -> None:
     at.of.take(at.of.bench.open_iteration())
     await at.of.scored(range(4))
     assert (await at.of.report()).trained == fate_of(ids(0, 1, 2, 3))
@@ -445,14 +449,12 @@ async def _trains_whole(at: Resized, gpus: Sequence[str]) -> None:
     assert "failed" not in await at.of.bench.kinds()
 
 
-def _staying(at: Resized, gpu: str, kind: str) -> None:
+def _staying(at: ResizeBench, gpu: str, kind: str) -> None:
     at.of.ranks.of[gpu].stays_in = kind
 
 
 @pytest.mark.parametrize("victim", [FIRST, SECOND], ids=["it leaves", "it stays"])
-async def test_a_member_that_dies_before_the_commit_leaves_the_old_layout_to_be_mended(
-    tmp_path: Path, victim: str
-) -> None:
+async def test_a_member_that_dies_before_the_commit_is_replaced_in_the_old_layout(tmp_path: Path, victim: str) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         _staying(at, victim, "prepare_reshard")
@@ -462,12 +464,12 @@ async def test_a_member_that_dies_before_the_commit_leaves_the_old_layout_to_be_
         await at.close(name)
         await at.lose(SPARE)
         await at.replace_dead(victim)
-        told = (await at.committed()).layout_committed
-        assert (decode_layout(told.layout), decode_grants(told.grants)) == (Layout(dp=2), at.wanted)
+        committed = (await at.committed()).layout_committed
+        assert (decode_layout(committed.layout), decode_grants(committed.grants)) == (Layout(dp=2), at.members_after)
         await _trains_whole(at, [FIRST, SECOND])
 
 
-async def test_one_that_dies_as_it_comes_costs_the_resize_and_an_epoch(tmp_path: Path) -> None:
+async def test_a_new_member_that_dies_before_the_commit_costs_the_resize_and_an_epoch(tmp_path: Path) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         _staying(at, SPARE, "prepare_reshard")
@@ -479,26 +481,24 @@ async def test_one_that_dies_as_it_comes_costs_the_resize_and_an_epoch(tmp_path:
 
 
 @pytest.mark.parametrize("victim", [FIRST, SECOND, SPARE], ids=["it leaves", "it stays", "it comes"])
-async def test_a_member_that_dies_after_the_commit_leaves_the_new_layout_to_be_mended(
-    tmp_path: Path, victim: str
-) -> None:
+async def test_a_member_that_dies_after_the_commit_is_replaced_in_the_new_layout(tmp_path: Path, victim: str) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         _staying(at, victim, "commit_reshard")
         name = await at.ask([SECOND, SPARE], Layout(tp=2))
         await at.dies(victim, "commit_reshard")
-        told = (await at.committed()).layout_committed
-        assert (decode_layout(told.layout), decode_grants(told.grants)) == (Layout(tp=2), at.wanted)
+        committed = (await at.committed()).layout_committed
+        assert (decode_layout(committed.layout), decode_grants(committed.grants)) == (Layout(tp=2), at.members_after)
         await at.of.bench.published("gpus_released")
-        at.grants, at.layout = at.wanted, Layout(tp=2)
+        at.grants, at.layout = at.members_after, Layout(tp=2)
         await at.close(name)
         if victim != FIRST:
             await at.replace_dead(victim)
-            assert decode_grants((await at.committed(nth=3)).layout_committed.grants) == at.wanted
+            assert decode_grants((await at.committed(nth=3)).layout_committed.grants) == at.members_after
         await _trains_whole(at, [SECOND, SPARE])
 
 
-async def test_a_resize_of_whose_members_none_is_left_costs_the_incarnation(tmp_path: Path) -> None:
+async def test_the_death_of_all_members_of_a_new_layout_costs_the_incarnation(tmp_path: Path) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         _staying(at, SPARE, "commit_reshard")
@@ -508,12 +508,12 @@ async def test_a_resize_of_whose_members_none_is_left_costs_the_incarnation(tmp_
         assert "all 1 members died" in failed.failed.message
 
 
-async def test_a_member_that_dies_as_another_is_brought_back_is_brought_back_as_well(tmp_path: Path) -> None:
+async def test_a_member_that_dies_while_another_is_replaced_is_replaced_as_well(tmp_path: Path) -> None:
     async with resized(tmp_path) as at:
         await at.start()
         await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
         await at.committed()
-        at.grants, at.layout = at.wanted, Layout(dp=3)
+        at.grants, at.layout = at.members_after, Layout(dp=3)
         await at.close(f"{JOB}/1/t2")
         at.of.bench.instances[NODES[1]].kill(SPARE)
         _staying(at, SECOND, "prepare_reshard")
@@ -527,7 +527,7 @@ async def test_a_member_that_dies_as_another_is_brought_back_is_brought_back_as_
         await _trains_whole(at, [FIRST, SECOND, SPARE])
 
 
-async def test_a_standby_that_dies_on_the_way_to_the_next_epoch_is_left_behind(tmp_path: Path) -> None:
+async def test_a_standby_that_dies_while_it_joins_the_next_epoch_is_excluded_from_a_further_one(tmp_path: Path) -> None:
     async with resized(tmp_path, standby="4-5") as at:
         await at.start()
         _staying(at, SPARE, "prepare_reshard")
@@ -542,7 +542,7 @@ async def test_a_standby_that_dies_on_the_way_to_the_next_epoch_is_left_behind(t
 
 @pytest.mark.parametrize("kind", ["save", "publish"])
 @pytest.mark.parametrize("victim", [FIRST, SECOND])
-async def test_what_a_death_breaks_off_at_an_iterations_end_is_done_again_by_all_ranks(
+async def test_a_save_or_publish_that_a_death_interrupts_is_done_again_by_all_ranks(
     tmp_path: Path, kind: str, victim: str
 ) -> None:
     async with resized(tmp_path) as at:
@@ -557,11 +557,11 @@ async def test_what_a_death_breaks_off_at_an_iterations_end_is_done_again_by_all
         kept = CheckpointStore(at.of.bench.folder.checkpoints, keep=2).load(saved.checkpoint_saved.name)
         assert [file.file for file in kept.files] == ["rank0", "rank1"]
         assert published.weights_published.snapshot.weights_checksum == f"{2:016x}", "of two updates"
-        assert decode_grants(published.weights_published.snapshot.grants) == at.wanted
+        assert decode_grants(published.weights_published.snapshot.grants) == at.members_after
         assert "failed" not in await at.of.bench.kinds()
 
 
-async def test_a_version_that_a_death_breaks_off_is_written_anew_in_the_layout_that_is_in_force_then(
+async def test_a_publish_that_a_death_interrupts_is_done_again_in_the_layout_of_that_time(
     tmp_path: Path,
 ) -> None:
     async with resized(tmp_path) as at:

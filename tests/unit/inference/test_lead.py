@@ -1,4 +1,4 @@
-"""The inference's lead over fake ranks: each group scored once, by its own version, through losses and repeats."""
+"""The inference's lead over fake ranks scores each group once, by its own version, despite losses and repeats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLENTY = 1_000_000
 
 
 class FakeRank:
-    """Scores its share of the samples, one call for each permit: -(version + 1) a token, the reference at -100."""
+    """Scores its part of the samples, one call per permit: -(version + 1) per token, and -100 for the reference."""
 
     def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore) -> None:
         self.grant = grant
@@ -75,7 +75,7 @@ class FakeRank:
 
 
 class Scoring:
-    """The bench with its ranks, the newest of each GPU, and what was done on the stream."""
+    """The bench with its ranks (the newest of each GPU) and the watched sample stream."""
 
     def __init__(self, *, num_permits: int) -> None:
         self.ranks: dict[str, FakeRank] = {}
@@ -111,7 +111,7 @@ class Scoring:
             await self.bench.bus.samples.publish(Stage.GENERATED, generated_group(prompt, **fields))
 
     async def on_stream(self) -> list[samples_pb2.SampleGroup]:
-        """All scored groups, in the order in which they were published."""
+        """All scored groups, in the order of publishing."""
 
         async def never(letter: object) -> None:
             raise AssertionError(f"dead letter {letter}")
@@ -135,7 +135,7 @@ async def scoring(tmp_path: Path, *, num_permits: int = PLENTY, **sections: Any)
         yield made
 
 
-async def test_groups_are_scored_by_all_ranks_together_and_sent_on_whole(tmp_path: Path) -> None:
+async def test_groups_are_scored_by_all_ranks_together_and_published_whole(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         await of.generated(range(4))
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
@@ -149,7 +149,7 @@ async def test_groups_are_scored_by_all_ranks_together_and_sent_on_whole(tmp_pat
         assert of.ranks[FIRST].scored == of.ranks[SECOND].scored
 
 
-async def test_a_group_is_scored_as_soon_as_it_is_there(tmp_path: Path) -> None:
+async def test_a_group_is_scored_as_soon_as_it_arrives(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
         for prompt in (2, 0, 3, 1):
@@ -163,7 +163,7 @@ async def test_a_group_is_scored_as_soon_as_it_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("order", "want"), [("fixed", (0, 1, 2, 3)), ("arrival", (2, 0, 3, 1))])
-async def test_pictures_tell_which_groups_the_actor_gets_in_its_order(
+async def test_pictures_show_the_groups_for_the_actor_in_its_order(
     tmp_path: Path, order: str, want: tuple[int, ...]
 ) -> None:
     async with scoring(tmp_path, algorithm={"minibatch_order": order}) as of:
@@ -190,7 +190,7 @@ async def test_a_group_is_acknowledged_only_after_its_scored_form_is_on_the_stre
             assert of.watch.acts.index(("publish scored", prompt)) < of.watch.acts.index(("ack", prompt))
 
 
-async def test_the_reference_policy_is_loaded_beside_the_policy_and_its_log_probabilities_are_sent_on(
+async def test_the_reference_policy_is_loaded_beside_the_policy_and_its_log_probabilities_are_published(
     tmp_path: Path,
 ) -> None:
     async with scoring(tmp_path) as of:
@@ -220,7 +220,9 @@ async def test_a_group_of_the_iteration_drawn_from_another_version_is_dead_lette
         assert [kept.reason for kept in await of.bench.bus.dead_letters.list(JOB)] == [want]
 
 
-async def test_a_group_of_no_prompt_of_the_iteration_is_dead_lettered_with_what_it_takes(tmp_path: Path) -> None:
+async def test_a_group_of_a_foreign_prompt_is_dead_lettered_with_the_prompts_that_the_iteration_takes(
+    tmp_path: Path,
+) -> None:
     async with scoring(tmp_path) as of:
         await of.generated([7])
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
@@ -240,7 +242,7 @@ async def test_an_iteration_goes_on_until_the_groups_that_replace_others_are_sco
         assert sorted(group.prompt for group in await of.on_stream()) == [0, 1, 2, 3, 4]
 
 
-async def test_groups_that_the_actor_drops_are_sent_on_as_they_are(tmp_path: Path) -> None:
+async def test_groups_that_the_actor_filters_are_published_without_log_probabilities(tmp_path: Path) -> None:
     async with scoring(tmp_path, algorithm={"filter_zero_std": True}) as of:
         await of.generated([1, 3], rewards=(0.5, 0.5))
         await of.generated([0, 2])
@@ -255,7 +257,7 @@ async def test_groups_that_the_actor_drops_are_sent_on_as_they_are(tmp_path: Pat
         assert await of.num_unsettled() == 0
 
 
-async def test_a_new_lead_knows_from_the_stream_which_groups_are_still_to_come(tmp_path: Path) -> None:
+async def test_a_new_lead_learns_from_the_stream_which_groups_are_missing(tmp_path: Path) -> None:
     async with scoring(tmp_path, algorithm=REPLACED) as of:
         old = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
         await of.generated([0, 1, 2])
@@ -270,7 +272,7 @@ async def test_a_new_lead_knows_from_the_stream_which_groups_are_still_to_come(t
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3, 4]
 
 
-async def test_groups_of_older_incarnations_and_iterations_are_let_go_unscored(tmp_path: Path) -> None:
+async def test_groups_of_older_incarnations_and_iterations_are_acknowledged_unscored(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         await of.generated([4], incarnation=1, iteration=1, version=1)
         await of.generated([0], incarnation=2, iteration=0)
@@ -285,7 +287,7 @@ async def test_groups_of_older_incarnations_and_iterations_are_let_go_unscored(t
         assert await of.num_unsettled() == 0
 
 
-async def test_groups_of_a_newer_incarnation_wait_until_it_is_there(tmp_path: Path) -> None:
+async def test_groups_of_a_newer_incarnation_wait_until_it_begins(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         await of.generated(range(4), incarnation=2)
         lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
@@ -299,7 +301,7 @@ async def test_groups_of_a_newer_incarnation_wait_until_it_is_there(tmp_path: Pa
         assert [group.incarnation for group in await of.on_stream()] == [2] * 4
 
 
-async def test_a_rank_lost_puts_the_groups_back_and_they_are_scored_after_the_next_scale_up(tmp_path: Path) -> None:
+async def test_the_groups_of_a_lost_rank_are_scored_after_the_next_scale_up(tmp_path: Path) -> None:
     async with scoring(tmp_path, num_permits=0) as of:
         await of.generated(range(4))
         lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
@@ -314,7 +316,7 @@ async def test_a_rank_lost_puts_the_groups_back_and_they_are_scored_after_the_ne
         assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
 
 
-async def test_a_rank_whose_node_gives_no_answer_is_told_by_the_lead(tmp_path: Path) -> None:
+async def test_the_lead_reports_a_rank_whose_node_gives_no_answer(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)))
         await of.bench.published("layout_committed")
@@ -344,7 +346,7 @@ async def test_a_group_delivered_again_after_it_was_scored_is_neither_scored_nor
         assert [prompt for call in of.ranks[FIRST].scored for prompt in call] == [0, 1, 2, 3]
 
 
-async def test_a_new_lead_scores_what_the_old_one_had_in_hand_and_nothing_twice(tmp_path: Path) -> None:
+async def test_a_new_lead_scores_the_groups_that_the_old_one_had_not_finished_and_none_twice(tmp_path: Path) -> None:
     async with scoring(tmp_path, num_permits=1) as of:
         await of.generated([0])
         old = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
@@ -361,7 +363,7 @@ async def test_a_new_lead_scores_what_the_old_one_had_in_hand_and_nothing_twice(
         assert of.ranks[FIRST].scored == [(0,), (1, 2, 3)]
 
 
-async def test_nothing_is_scored_before_weights_are_held(tmp_path: Path) -> None:
+async def test_nothing_is_scored_before_weights_are_loaded(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         await of.generated(range(4))
         lead = of.new_lead(of.bench.scale_up(), of.bench.open_iteration())

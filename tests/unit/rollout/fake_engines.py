@@ -1,4 +1,4 @@
-"""Engines that make each response from its request's seed alone, as fast as they are let, and their lead on a bench."""
+"""Fake engines, which make each response from its request's seed when they get a permit, and their lead on a bench."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLENTY = 1_000_000
 
 
 class FakeEngine:
-    """Makes each response from its request's seed alone, one for each permit."""
+    """Makes each response from its request's seed, one per permit."""
 
     def __init__(self, job: Job, grant: Grant, changes: Changes, *, num_permits: int) -> None:
         self.grant = grant
@@ -58,7 +58,7 @@ class FakeEngine:
                     yield reply
 
     def _load(self) -> wire.EngineLoad:
-        """It runs all that it has; each is a token long until it is whole."""
+        """The load: it runs all requests inside, each with one token until its response is complete."""
         inside = [sample for sample in self.asked if sample not in self.made]
         return wire.EngineLoad(
             num_running=len(inside),
@@ -82,14 +82,14 @@ class FakeEngine:
                 self.aborts_first = False
                 sample.finish = samples_pb2.FINISH_REASON_ABORT
             yield replied(call, wire.Generated(sample=sample), last=number + 1 == len(requests))
-            # Whoever asks for the next one has taken this one.
+            # When the caller asks for the next reply, it has taken this one.
             if sample.finish != samples_pb2.FINISH_REASON_ABORT:
                 self.made.append(decode_sample_id(request.id))
             self._changes.notify()
 
 
 def response(job: Job, request: wire.GenerationRequest, *, version: int) -> samples_pb2.Sample:
-    """A right answer for even seeds, the start of one for odd ones."""
+    """A right answer for an even seed, and the begin of one for an odd seed."""
     text = task_of(job).demonstration(request.seed % 50).response
     tokens = job.tokenizer.encode_response(text)
     if request.seed % 2:
@@ -104,7 +104,7 @@ def response(job: Job, request: wire.GenerationRequest, *, version: int) -> samp
 
 
 class Engines:
-    """All that started, the newest of each GPU; `num_permits` is what a new one of a GPU may make."""
+    """All started engines, the newest of each GPU. A new engine of a GPU gets `num_permits` permits."""
 
     def __init__(self) -> None:
         self.num_permits = {FIRST: PLENTY, SECOND: PLENTY}
@@ -127,7 +127,7 @@ def rollout(tmp_path: Path, engines: Engines, **options: Any) -> AbstractAsyncCo
 
 
 def give(of: RolloutBench, *commands: Command) -> RolloutLead:
-    """To the lead that there is, or a first one."""
+    """Give commands to the present lead, or to a new one if there is none."""
     lead = of.leads[-1] if of.leads else of.new_lead()
     for command in commands:
         lead.take(command)
@@ -135,7 +135,7 @@ def give(of: RolloutBench, *commands: Command) -> RolloutLead:
 
 
 async def engine_at_work(of: RolloutBench, engines: Engines, gpu: str, *, num_made: int) -> FakeEngine:
-    """Once it was asked for responses and has made so many."""
+    """The engine, once it has requests and has made `num_made` responses."""
 
     def works() -> bool:
         engine = engines.of.get(gpu)

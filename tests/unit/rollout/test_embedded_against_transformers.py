@@ -24,7 +24,7 @@ PROMPTS = {"one token": [9], "short": [5, 17, 3, 3, 41], "over a block of keys":
 
 
 def llama(config: ModelConfig) -> LlamaForCausalLM:
-    """The same random weights as `engine_of(config)`, taken apart by hand."""
+    """The same random weights as those of `engine_of(config)`, unfused by hand."""
     model = LlamaForCausalLM(
         LlamaConfig(
             num_hidden_layers=config.num_layers,

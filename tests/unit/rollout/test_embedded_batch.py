@@ -1,4 +1,4 @@
-"""Which sequences get a slot and when, and how the engine reports it."""
+"""The order in which sequences get slots, and the engine's load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def placed(sequences: list[Sequence]) -> list[tuple[str, int | None]]:
     return [(sequence.request.id, sequence.slot) for sequence in sequences]
 
 
-def test_the_longest_waiting_get_the_lowest_free_slots() -> None:
+def test_the_sequences_that_waited_longest_get_the_lowest_free_slots() -> None:
     batch = batch_of("abcde", num_slots=3)
     assert placed(batch.admit()) == [("a", 0), ("b", 1), ("c", 2)]
     assert batch.admit() == []
@@ -31,7 +31,7 @@ def test_the_longest_waiting_get_the_lowest_free_slots() -> None:
     assert placed(batch.admit()) == [("d", 0), ("e", 2)]
 
 
-def test_a_retracted_sequence_goes_before_those_that_waited_behind_it() -> None:
+def test_a_retracted_sequence_keeps_its_place_in_the_order_of_submission() -> None:
     batch = batch_of("abc", num_slots=2)
     batch.admit()
     batch.retract()
@@ -43,7 +43,7 @@ def test_a_continued_sequence_runs_prompt_and_partial_and_then_only_its_last_tok
     sequence = Sequence.begin(request_of(prompt=[5, 6]))
     assert sequence.uncached_tokens() == (5, 6)
     sequence.append(9, log_prob=-0.5, version=1)
-    assert sequence.uncached_tokens() == (5, 6, 9), "retracted: everything again"
+    assert sequence.uncached_tokens() == (5, 6, 9), "after a retraction all tokens run again"
     sequence.num_cached = 2
     assert sequence.uncached_tokens() == (9,)
 
@@ -75,7 +75,7 @@ def test_a_freed_slot_is_filled_at_the_next_step() -> None:
     assert engine.load().num_running == 1
 
 
-def test_a_poll_waits_no_longer_than_it_was_told() -> None:
+def test_a_poll_waits_no_longer_than_wait_s() -> None:
     now_s = iter(range(100))
     engine = EmbeddedEngine(TINY, clock=lambda: float(next(now_s)))
     engine.update_weights(1, random_weights(TINY))

@@ -1,4 +1,4 @@
-"""A sequence is the same to the bit whatever is around it, wherever it is interrupted and wherever it goes on."""
+"""A sequence has the same bits in any batch, at any interruption, and in any engine that continues it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 def mixed_requests() -> list[GenerationRequest]:
-    """Prompts from 1 to 90 tokens and responses that end at different times, over block edges."""
+    """Requests with prompts of 1 to 90 tokens and responses that end at different times, across block edges."""
     return [
         request_of(
             f"r{index}",
@@ -135,7 +135,7 @@ def stopped_after(engine: EmbeddedEngine, request: GenerationRequest, *, num_ste
 
 
 class ScheduleMachine:
-    """Plays a random history on one engine and collects what comes out, continuing every abort."""
+    """Plays a random history on one engine, continues every aborted request, and collects the responses."""
 
     def __init__(self) -> None:
         self.engine = engine_of(max_running_requests=3)

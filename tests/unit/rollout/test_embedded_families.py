@@ -1,4 +1,4 @@
-"""The embedded engine generates what transformers generates, for every family that there is."""
+"""The embedded engine generates the same tokens as transformers, for every model family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights_of(checkpoint: HuggingFaceCheckpoint) -> Iterator[tuple[str, torch.T
 
 
 def loaded(folder: Path, name: str) -> tuple[EmbeddedEngine, Any]:
-    """The engine, and the model that its weights are of."""
+    """The engine, and the transformers model with the same weights."""
     model = save(folder, name)
     checkpoint = open_checkpoint(folder)
     engine = EmbeddedEngine(replace(checkpoint.model, max_seq_len=160), max_running_requests=4)

@@ -1,4 +1,4 @@
-"""Draws follow the distribution, and depend on (seed, position) alone."""
+"""Draws follow the distribution, and depend only on seed and position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.rollout.engine import SamplingParams
 LOGITS = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -3.0, 1.5, 0.25])
 NUM_DRAWS = 20_000
 CHI_SQUARE_7_LIMIT = 24.32
-"""7 degrees of freedom, p = 0.001: exceeded by 1 in 1000 correct samplers; the seeds are fixed."""
+"""The limit for 7 degrees of freedom and p = 0.001: 1 in 1000 correct samplers exceeds it. The seeds are fixed."""
 
 
 def draw_of(*, seed: int = 0, position: int = 0, temperature: float = 1.0, top_p: float = 1.0) -> Draw:

@@ -1,4 +1,4 @@
-"""A set of weights is taken whole or refused, and padding rows are held but never read."""
+"""A set of weights is accepted whole or refused. Padding rows are kept but never read."""
 
 from __future__ import annotations
 

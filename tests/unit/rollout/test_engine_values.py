@@ -1,4 +1,4 @@
-"""The values that go into and come out of an engine are valid when made."""
+"""The values of requests and responses are checked when they are created."""
 
 from __future__ import annotations
 

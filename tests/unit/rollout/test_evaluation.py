@@ -1,4 +1,4 @@
-"""What an evaluation asks, what it makes of the answers, and how the lead goes through one."""
+"""The requests and figures of an evaluation, and the lead's way through one."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_responses_that_hold_a_right_
             assert pass_at(k, num_samples=num_samples, num_right=num_right) == pytest.approx(want)
 
 
-def test_pass_at_k_is_near_what_drawing_k_responses_comes_to() -> None:
-    """The closed form of the paper, 1 - (1 - p)^k, is what it is unbiased for."""
+def test_pass_at_k_is_an_unbiased_estimate() -> None:
+    """Its expectation is the paper's closed form, 1 - (1 - p)^k."""
     random, num_samples, k, p = Random(0), 20, 5, 0.1
     estimates = []
     for _ in range(20_000):
@@ -59,7 +59,7 @@ def right(job: Job, prompt: int) -> str:
 
 
 def responses(job: Job, prompt: int, *, num_right: int, num_samples: int = 4) -> list[samples_pb2.Sample]:
-    """The right ones first, the others cut short."""
+    """Responses to a prompt: first the right ones, then wrong ones that are cut."""
     answer, wrong = job.tokenizer.encode_response(right(job, prompt)), job.tokenizer.encode_response("liftoff")[:1]
     stop, length = samples_pb2.FINISH_REASON_STOP, samples_pb2.FINISH_REASON_LENGTH
     return [
@@ -96,7 +96,7 @@ async def test_figures_are_by_reward_and_the_same_whichever_prompt_was_answered_
     )
 
 
-async def test_what_was_answered_is_written_for_a_person_a_line_a_prompt(tmp_path: Path) -> None:
+async def test_responses_are_written_with_one_line_per_prompt(tmp_path: Path) -> None:
     job, evaluation = evaluation_of(tmp_path, samples_per_prompt=2, pass_at=[1])
     for prompt in (2, 1, 0):
         await evaluation.take(prompt, responses(job, prompt, num_right=1, num_samples=2))
@@ -123,28 +123,28 @@ def test_requests_have_their_own_sampling_and_seeds_that_no_version_changes(tmp_
     assert not seeds & {job.sampling_seed(SampleId(1, 6, prompt, draw)) for prompt in range(3) for draw in range(4)}
 
 
-def evaluating(tmp_path: Path, engines: Engines) -> Any:
+def evaluation_bench(tmp_path: Path, engines: Engines) -> Any:
     return rollout(tmp_path, engines, evaluation=SECTION)
 
 
-async def told(of: RolloutBench, *, count: int = 1) -> list[events_pb2.EvaluationReported]:
+async def reports(of: RolloutBench, *, count: int = 1) -> list[events_pb2.EvaluationReported]:
     return [event.evaluation_reported for event in await of.published("evaluation_reported", count=count)]
 
 
 async def undisturbed(tmp_path: Path) -> events_pb2.EvaluationReported:
-    async with evaluating(tmp_path, Engines()) as of:
+    async with evaluation_bench(tmp_path, Engines()) as of:
         give(of, of.scale_up(weights=snapshot(0)), of.evaluate())
-        (report,) = await told(of)
+        (report,) = await reports(of)
         return report
 
 
 async def test_a_lead_evaluates_with_all_engines_and_puts_nothing_on_the_stream(tmp_path: Path) -> None:
     engines = Engines()
-    async with evaluating(tmp_path, engines) as of:
+    async with evaluation_bench(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         (generated,) = await of.published("iteration_reported")
         give(of, of.evaluate())
-        (report,) = await told(of)
+        (report,) = await reports(of)
         assert (report.version, report.num_prompts, report.samples_per_prompt) == (0, 3, 4)
         want = {SampleId(1, 0, prompt, draw) for prompt in range(3) for draw in range(4)}
         made = [engines.of[gpu].made[4:] for gpu in (FIRST, SECOND)]
@@ -159,22 +159,22 @@ async def test_a_lead_evaluates_with_all_engines_and_puts_nothing_on_the_stream(
         ]
 
 
-async def test_an_engine_lost_in_an_evaluation_changes_nothing_of_it(tmp_path: Path) -> None:
+async def test_an_engine_lost_in_an_evaluation_changes_no_figure(tmp_path: Path) -> None:
     want = await undisturbed(tmp_path / "undisturbed")
     engines = Engines()
     engines.num_permits[FIRST] = 2
-    async with evaluating(tmp_path, engines) as of:
+    async with evaluation_bench(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)), of.evaluate())
         await engine_at_work(of, engines, FIRST, num_made=2)
         of.instances[NODES[0]].kill(FIRST)
-        assert await told(of) == [want]
+        assert await reports(of) == [want]
 
 
 async def test_a_new_lead_evaluates_anew_to_the_same_figures(tmp_path: Path) -> None:
     want = await undisturbed(tmp_path / "undisturbed")
     engines = Engines()
     engines.num_permits = {FIRST: 0, SECOND: 4}
-    async with evaluating(tmp_path, engines) as of:
+    async with evaluation_bench(tmp_path, engines) as of:
         old = give(of, of.scale_up(weights=snapshot(0)), of.evaluate())
         await engine_at_work(of, engines, SECOND, num_made=4)
         await old.aclose()
@@ -183,28 +183,28 @@ async def test_a_new_lead_evaluates_anew_to_the_same_figures(tmp_path: Path) -> 
         new = of.new_lead()
         new.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
         new.take(of.evaluate())
-        assert await told(of) == [want]
-        assert all(engine.num_aborts for engine in engines.of.values()), "what the old lead asked for was ended"
+        assert await reports(of) == [want]
+        assert all(engine.num_aborts for engine in engines.of.values()), "the old lead's requests were aborted"
 
 
 async def test_an_evaluation_waits_for_the_report_of_its_iteration(tmp_path: Path) -> None:
-    """A new lead may be asked for both, one right after the other."""
+    """A new lead may get both requests at once."""
     engines = Engines()
     engines.num_permits = {FIRST: 0, SECOND: 0}
-    async with evaluating(tmp_path, engines) as of:
+    async with evaluation_bench(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration(), of.evaluate())
         await engine_at_work(of, engines, FIRST, num_made=0)
         for gpu in (FIRST, SECOND):
             engines.open(gpu)
-        await told(of)
+        await reports(of)
         kinds = await of.kinds()
         assert kinds.index("iteration_reported") < kinds.index("evaluation_reported")
 
 
-async def test_an_evaluation_that_fails_is_taken_up_again_with_the_next_weights(tmp_path: Path) -> None:
+async def test_a_failed_evaluation_is_repeated_with_the_next_weights(tmp_path: Path) -> None:
     want = await undisturbed(tmp_path / "undisturbed")
     engines = Engines()
-    async with evaluating(tmp_path, engines) as of:
+    async with evaluation_bench(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)))
         await of.published("layout_committed")
         engines.of[FIRST].refusal = "not now"
@@ -213,13 +213,13 @@ async def test_an_evaluation_that_fails_is_taken_up_again_with_the_next_weights(
         assert failed.failed.message.startswith("the evaluation of version 0: ")
         engines.of[FIRST].refusal = ""
         give(of, commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(0)))
-        assert await told(of) == [want]
+        assert await reports(of) == [want]
 
 
 async def test_a_newer_incarnation_ends_an_evaluation(tmp_path: Path) -> None:
     engines = Engines()
     engines.num_permits = {FIRST: 0, SECOND: 0}
-    async with evaluating(tmp_path, engines) as of:
+    async with evaluation_bench(tmp_path, engines) as of:
         lead = give(of, of.scale_up(weights=snapshot(0)), of.evaluate())
         await engine_at_work(of, engines, FIRST, num_made=0)
         for gpu in (FIRST, SECOND):
@@ -230,7 +230,7 @@ async def test_a_newer_incarnation_ends_an_evaluation(tmp_path: Path) -> None:
         assert "evaluation_reported" not in await of.kinds()
 
 
-async def test_held_out_prompts_of_a_task_are_as_many_as_asked_for(tmp_path: Path) -> None:
+async def test_a_task_has_the_configured_number_of_held_out_prompts(tmp_path: Path) -> None:
     job, _ = evaluation_of(tmp_path)
     exercises = await open_exercises(job)
     assert exercises.num_prompts is None

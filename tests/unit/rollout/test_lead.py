@@ -1,4 +1,4 @@
-"""The rollout's lead over fake engines: whole groups, once, through losses, newcomers and changes of the lead."""
+"""The rollout's lead over fake engines publishes whole groups once, despite lost and new engines and new leads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tidegate.v1 import workers_pb2 as wire
 
 
 class HeldPublishing:
-    """The sample stream, with the publishing of one prompt's group held up until `let_go`."""
+    """The sample stream. It delays the publishing of one prompt's group until `let_go`."""
 
     def __init__(self, samples: SampleStream, changes: Changes, *, prompt: int) -> None:
         self.let_go = asyncio.Event()
@@ -66,7 +66,7 @@ class HeldPublishing:
 
 
 async def groups_on_stream(of: RolloutBench, *, incarnation: int = 1, iteration: int = 0) -> list[Any]:
-    """What the stream holds of an iteration, in order of prompt; nothing of it is acknowledged."""
+    """The groups of an iteration on the stream, in the order of prompts. None is acknowledged."""
 
     async def never(letter: object) -> None:
         raise AssertionError(f"dead letter {letter}")
@@ -88,7 +88,7 @@ def all_ids(of: RolloutBench, *, incarnation: int = 1, iteration: int = 0) -> li
 
 
 async def assert_whole_iteration(of: RolloutBench, *, version: int = 0, iteration: int = 0) -> None:
-    """Every group once, each response the one that its seed gives, and the report equal to the stream."""
+    """Check that each group is there once, that each response follows from its seed, and that the report matches."""
     report = (await of.published("iteration_reported"))[-1]
     groups = await groups_on_stream(of, iteration=iteration)
     ids = [decode_sample_id(sample.id) for group in groups for sample in group.samples]
@@ -120,7 +120,7 @@ async def test_every_group_is_published_whole_and_once_by_all_engines_together(t
         ]
 
 
-async def test_pictures_tell_of_every_sequence_from_the_first_to_the_last(tmp_path: Path) -> None:
+async def test_pictures_show_every_sequence_from_the_first_picture_to_the_last(tmp_path: Path) -> None:
     engines = Engines()
     engines.num_permits = {FIRST: 1, SECOND: 0}
     async with rollout(tmp_path, engines) as of:
@@ -162,10 +162,12 @@ async def test_an_engine_lost_in_the_middle_of_a_call_has_its_requests_made_by_t
         of.instances[NODES[0]].kill(FIRST)
         await assert_whole_iteration(of)
         assert set(engines.of[SECOND].made) >= set(lost.asked) - set(lost.made)
-        assert not set(engines.of[SECOND].made) & set(lost.made), "what came in before the loss is not made again"
+        assert not set(engines.of[SECOND].made) & set(lost.made), (
+            "responses that arrived before the loss are not made again"
+        )
 
 
-async def test_with_every_engine_lost_the_iteration_waits_for_one_that_comes(tmp_path: Path) -> None:
+async def test_with_every_engine_lost_the_iteration_waits_for_a_new_engine(tmp_path: Path) -> None:
     engines = Engines()
     engines.num_permits = {FIRST: 0, SECOND: 0}
     async with rollout(tmp_path, engines) as of:
@@ -179,7 +181,7 @@ async def test_with_every_engine_lost_the_iteration_waits_for_one_that_comes(tmp
         await assert_whole_iteration(of)
 
 
-async def test_an_engine_that_comes_in_the_middle_of_an_iteration_takes_part(tmp_path: Path) -> None:
+async def test_a_new_engine_takes_part_in_the_running_iteration(tmp_path: Path) -> None:
     engines = Engines()
     engines.num_permits[FIRST] = 0
     async with rollout(tmp_path, engines, rollout={"max_running_requests": 2}) as of:
@@ -188,12 +190,12 @@ async def test_an_engine_that_comes_in_the_middle_of_an_iteration_takes_part(tmp
         held = await engine_at_work(of, engines, FIRST, num_made=0)
         give(of, of.scale_up([second], members=[first, second], weights=snapshot(0)))
         await of.changes.until(lambda: SECOND in engines.of and len(engines.of[SECOND].made) == 6)
-        assert len(held.asked) == 2, "no engine holds more than it can run, and a few"
+        assert len(held.asked) == 2, "an engine holds only a few requests more than it can run"
         engines.open(FIRST)
         await assert_whole_iteration(of)
 
 
-async def test_what_an_engine_aborted_is_made_again(tmp_path: Path) -> None:
+async def test_a_response_that_an_engine_aborted_is_made_again(tmp_path: Path) -> None:
     engines = Engines()
     engines.num_permits[FIRST] = 0
     async with rollout(tmp_path, engines) as of:
@@ -220,7 +222,7 @@ async def test_a_new_lead_makes_only_what_the_stream_lacks(tmp_path: Path) -> No
         await assert_whole_iteration(of)
         again = [sample for gpu, engine in engines.of.items() for sample in engine.asked[asked_before[gpu] :]]
         assert sorted(again) == [sample for sample in all_ids(of) if sample.prompt != 0]
-        assert all(engine.num_aborts for engine in engines.of.values()), "what the old lead asked for was ended"
+        assert all(engine.num_aborts for engine in engines.of.values()), "the old lead's requests were aborted"
         assert of.instances[NODES[0]].started == [of.grants()[0]], "workers outlive their lead"
 
 
@@ -256,7 +258,7 @@ async def test_the_iteration_does_not_end_while_a_group_is_being_published(tmp_p
 
 
 class LongIsRight:
-    """The task, with every answer of several words right."""
+    """The task, except that every answer of several words is right."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -278,7 +280,7 @@ class LongIsRight:
 
 
 class HeldRewards(LongIsRight):
-    """The task, with rewards that take until `let_go`."""
+    """The task, except that rewards wait for `let_go`."""
 
     def __init__(self, task: Task, changes: Changes) -> None:
         super().__init__(task)
@@ -290,7 +292,7 @@ class HeldRewards(LongIsRight):
     def reward(self, prompt: Prompt, response_text: str) -> float:
         self.is_asked = True
         self._loop.call_soon_threadsafe(self._changes.notify)
-        assert self.let_go.wait(timeout=PATIENCE_S), "nobody could let go: the loop waits for the reward"
+        assert self.let_go.wait(timeout=PATIENCE_S), "the event loop waits for the reward"
         return self._task.reward(prompt, response_text)
 
 
@@ -308,7 +310,7 @@ async def test_a_slow_reward_delays_nothing_else_of_the_lead(tmp_path: Path) -> 
 
 
 def replacing(of: RolloutBench) -> RolloutLead:
-    """A lead of a job in which many groups have no spread."""
+    """The lead of a job in which many groups have no spread."""
     lead = of.new_lead()
     lead.job = replace(lead.job, task=LongIsRight(task_of(lead.job)))
     return lead
@@ -318,7 +320,7 @@ REPLACED = {"filter_zero_std": True, "max_extra_prompts": 40}
 
 
 async def assert_enough_with_spread(of: RolloutBench, groups: list[Any]) -> None:
-    """The shortest run of prompts that holds as many groups with spread as the iteration wants; all reported."""
+    """Check that the groups are the shortest run with enough groups with spread, and that all are reported."""
     report = (await of.published("iteration_reported"))[-1].iteration_reported
     assert report.generated == fate_of([decode_sample_id(sample.id) for group in groups for sample in group.samples])
     assert [group.prompt for group in groups] == list(range(len(groups)))
@@ -374,7 +376,7 @@ async def test_a_new_lead_replaces_the_same_groups(tmp_path: Path) -> None:
         ]
 
 
-async def test_what_a_lead_before_published_of_a_group_decides_whether_it_is_replaced(tmp_path: Path) -> None:
+async def test_an_earlier_leads_copy_of_a_group_decides_whether_it_is_replaced(tmp_path: Path) -> None:
     held: list[HeldPublishing] = []
 
     def wrap(samples: SampleStream, changes: Changes) -> SampleStream:
@@ -392,7 +394,9 @@ async def test_what_a_lead_before_published_of_a_group_decides_whether_it_is_rep
         held[0].let_go.set()
         await of.published("iteration_reported")
         groups = await groups_on_stream(of)
-        assert [group.prompt for group in groups] == list(range(8)), "all of equal rewards but the one on the stream"
+        assert [group.prompt for group in groups] == list(range(8)), (
+            "all groups have equal rewards, except the one on the stream"
+        )
         (progress, *_) = reversed(await of.published("progress", count=8))
         assert (progress.progress.num_done, progress.progress.num_total) == (8, 8)
 
@@ -407,7 +411,7 @@ async def test_an_engine_generates_only_once_it_holds_the_version_of_the_iterati
         await assert_whole_iteration(of, version=1, iteration=1)
 
 
-async def test_a_newer_incarnation_ends_what_was_running_and_makes_all_anew(tmp_path: Path) -> None:
+async def test_a_newer_incarnation_ends_running_requests_and_makes_all_responses_anew(tmp_path: Path) -> None:
     engines = Engines()
     engines.num_permits = {FIRST: 2, SECOND: 0}
     async with rollout(tmp_path, engines) as of:
@@ -423,7 +427,7 @@ async def test_a_newer_incarnation_ends_what_was_running_and_makes_all_anew(tmp_
         assert len(await groups_on_stream(of, incarnation=1)) == 1
 
 
-async def test_a_request_that_an_engine_refuses_fails_the_component_with_its_words(tmp_path: Path) -> None:
+async def test_a_refused_request_fails_the_component_with_the_engines_message(tmp_path: Path) -> None:
     engines = Engines()
     async with rollout(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)))
@@ -434,7 +438,7 @@ async def test_a_request_that_an_engine_refuses_fails_the_component_with_its_wor
         assert "longer than max_seq_len=80" in failed.failed.message
 
 
-async def test_an_engine_whose_node_gives_no_answer_is_told_by_the_lead_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_the_lead_reports_an_engine_whose_node_gives_no_answer_and_the_others_go_on(tmp_path: Path) -> None:
     engines = Engines()
     async with rollout(tmp_path, engines) as of:
         give(of, of.scale_up(weights=snapshot(0)))
@@ -470,7 +474,7 @@ async def test_closing_an_iteration_frees_older_versions_but_not_the_reference(
         assert [instance.drops for instance in of.instances.values()] == [[(1, want)], [(1, want)]]
 
 
-async def test_released_engines_are_told_with_what_stayed_held(tmp_path: Path) -> None:
+async def test_released_engines_are_reported_with_the_memory_that_stays_held(tmp_path: Path) -> None:
     async with rollout(tmp_path, Engines()) as of:
         up = of.scale_up(weights=snapshot(0))
         lead = give(of, up)

@@ -1,4 +1,4 @@
-"""What SGLang is told and what is read of its answers: pure, no server."""
+"""Requests to SGLang and the reading of its answers, without a server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PARTIAL = Response(tokens=(9, 8), log_probs=(-0.5, -0.25), versions=(VersionSpan
 
 
 def reply(**changes: Any) -> dict[str, Any]:
-    """Three tokens of versions 3 and 4, ended by a stop token."""
+    """A reply with three tokens of versions 3 and 4, ended by a stop token."""
     meta = {
         "output_token_logprobs": [[-1.0, 4, None], [-2.0, 5, None], [-3.0, 6, None]],
         "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
@@ -71,7 +71,7 @@ def parameter_named(name: str) -> Parameter:
     return next(each for each in model_parameters(TINY, padded_vocab=TINY.vocab_size) if each.name == name)
 
 
-def test_a_continued_request_sends_its_tokens_as_prompt_and_asks_only_for_what_is_left() -> None:
+def test_a_continued_request_sends_its_tokens_as_prompt_and_asks_only_for_the_remaining_tokens() -> None:
     sampling = SamplingParams(max_new_tokens=12, temperature=0.5, top_p=0.75, seed=2**64 - 1, stop_token_ids=(2, 60))
     assert generate_body(request_of(sampling=sampling, partial=PARTIAL), rid="7") == {
         "rid": "7",
@@ -135,7 +135,7 @@ def test_a_load_and_checksums_are_read_by_name() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, {}, {"loads": [], "ranks": []}, {"loads": [{}], "ranks": [{}]}], ids=str)
-def test_what_is_no_load_or_no_checksums_is_unreadable(wrong: Any) -> None:
+def test_an_invalid_load_or_invalid_checksums_are_unreadable(wrong: Any) -> None:
     with pytest.raises(ReplyUnreadable, match="SGLang's load cannot be read"):
         load_of(wrong)
     with pytest.raises(ReplyUnreadable, match="SGLang's checksums cannot be read"):
@@ -171,8 +171,8 @@ def test_padding_rows_are_not_sent_and_are_zeros_in_what_is_held() -> None:
 
 
 def test_the_config_is_llamas_and_ends_responses_at_no_token() -> None:
-    told = served_config(TINY, dtype="bfloat16")
-    assert (told["architectures"], told["eos_token_id"], told["torch_dtype"]) == (
+    config = served_config(TINY, dtype="bfloat16")
+    assert (config["architectures"], config["eos_token_id"], config["torch_dtype"]) == (
         ["LlamaForCausalLM"],
         None,
         "bfloat16",
@@ -188,7 +188,7 @@ def test_the_config_is_llamas_and_ends_responses_at_no_token() -> None:
     ],
     ids=["experts", "no family's shape", "a Qwen2 with wide heads"],
 )
-def test_a_model_that_sglang_would_not_compute_as_we_do_is_refused(model: ModelConfig, message: str) -> None:
+def test_a_model_that_sglang_would_compute_differently_is_refused(model: ModelConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         served_config(model, dtype="bfloat16")
 
@@ -213,7 +213,7 @@ def test_a_bucket_names_nothing_of_megatron_which_replaces_torchs_reader_of_stor
     assert torch.equal(pickle.loads(written)[0][1], torch.ones(2))
 
 
-def test_a_set_that_is_not_whole_is_refused_before_anything_is_sent() -> None:
+def test_an_incomplete_set_of_weights_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(WeightsRefused, match="1 of 15 tensors are missing"):
         weight_set(TINY, version=2, dtype=torch.float32, tensors=random_weights(TINY)[:-1])
     numbers = [(name, tensor.long()) for name, tensor in random_weights(TINY)]
@@ -222,7 +222,7 @@ def test_a_set_that_is_not_whole_is_refused_before_anything_is_sent() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.24.post1", "0.6.0rc1"])
-def test_a_version_with_the_api_is_taken(version: str) -> None:
+def test_a_version_with_the_api_is_accepted(version: str) -> None:
     info = {"version": version, "enable_deterministic_inference": True}
     assert features_of(info).version == version
     assert features_of(info).repeats_draws
@@ -236,7 +236,7 @@ def test_a_version_with_the_api_is_taken(version: str) -> None:
         ("None", "'None' is not a version number"),
     ],
 )
-def test_a_version_without_it_is_refused_with_the_remedy(version: str, message: str) -> None:
+def test_a_version_without_the_api_is_refused_with_the_remedy(version: str, message: str) -> None:
     with pytest.raises(EngineFailed, match=message):
         features_of({"version": version})
 
@@ -258,7 +258,7 @@ def test_on_cuda_a_server_takes_its_own_slots_gpu_and_draws_by_seed() -> None:
     assert "base-gpu-id" not in server_options(settings_of(), Path("model"), SglangClient(4321, "secret"))
 
 
-def test_its_ranks_meet_at_a_file_and_its_sockets_lie_in_its_scratch() -> None:
+def test_a_servers_ranks_meet_at_a_file_and_its_sockets_are_in_its_scratch_folder() -> None:
     environment = server_environment(settings_of(), SglangClient(4321, "secret"))
     assert environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "file:///memory/ranks"
     assert environment["TMPDIR"] == "/memory"

@@ -1,4 +1,4 @@
-"""Small models with random weights, and the few moves that tests of an engine make."""
+"""Small models with random weights, and helpers for tests of engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = ModelConfig(
 
 
 def random_weights(config: ModelConfig, *, seed: int = 0, padding_rows: int = 3) -> list[tuple[str, torch.Tensor]]:
-    """A full set, norms around 1; the padding rows would win every draw if anything read them."""
+    """A full set of weights with norms around 1. If the engine read padding rows, they would win every draw."""
     generator = torch.Generator().manual_seed(seed)
     tensors = []
     for parameter in model_parameters(config, padded_vocab=config.vocab_size):
@@ -48,7 +48,7 @@ def random_weights(config: ModelConfig, *, seed: int = 0, padding_rows: int = 3)
 
 
 def engine_of(config: ModelConfig = TINY, *, max_running_requests: int = 8, weights_seed: int = 0) -> EmbeddedEngine:
-    """Awake, with random weights as version 1."""
+    """An engine that is awake, with random weights as version 1."""
     engine = EmbeddedEngine(config, max_running_requests=max_running_requests)
     engine.update_weights(1, random_weights(config, seed=weights_seed))
     return engine
@@ -70,7 +70,7 @@ def request_of(
 
 
 def finish(engine: Engine) -> dict[str, Generation]:
-    """Poll until nothing is inside; AssertionError when an id comes out twice."""
+    """Poll until nothing is inside. Raises AssertionError when an id comes out twice."""
     finished: dict[str, Generation] = {}
     while num_inside(engine):
         for generation in engine.poll(wait_s=1.0):
@@ -86,7 +86,7 @@ def run(engine: Engine, *requests: GenerationRequest) -> dict[str, Generation]:
 
 
 def generate_until_used(engine: Engine, num_tokens: int) -> None:
-    """Poll until the cache holds that many tokens, while all that is inside stays unfinished."""
+    """Poll until the cache holds that many tokens. No request may finish before that."""
     while engine.load().num_used_tokens < num_tokens:
         assert not engine.poll(), "a request finished before the cache held the tokens asked for"
 
