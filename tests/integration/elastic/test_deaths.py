@@ -35,7 +35,7 @@ DEATHS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "while an update is applied, with the last common copy two behind": (
         {"point": APPLYING, "dies_in": 3, "copies": "node", "copy_every": 4},
-        "(2,) {2: 'its own copy', 3: 'its own copy'} 2 32",
+        "(2,) {2: 'its own copy', 3: 'its own copy'} 2 16",
     ),
     "in a switch that was committed, with a copy at a peer": (
         {"point": "switched", "shared": False, "copies": "peer"},
