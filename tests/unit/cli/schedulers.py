@@ -45,7 +45,7 @@ class LeavingScheduler(control_pb2_grpc.ControlServicer):
         await self._leave(context)
 
     async def _not_asked(self, request: Any, context: Any) -> Any:
-        raise AssertionError("nobody who follows asks this")
+        raise AssertionError("a follower never calls this")
 
     CancelJob = ListGpus = ListDeadLetters = ReplayDeadLetter = DropDeadLetter = ResizeActor = _not_asked
 

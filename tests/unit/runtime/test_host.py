@@ -62,7 +62,7 @@ async def test_while_another_leads_commands_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CommandRefused, match="inference@n0 does not lead inference"):
             host.lead_for(1, incarnation=1)
         of.server.pass_ms(LEAD_TTL_MS)
-        assert await of.elected() == 2, "whoever led is gone: its time is over"
+        assert await of.elected() == 2, "the former lead is gone: its time is over"
         host.lead_for(2, incarnation=1)
 
 
