@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from services.scheduler.decide.expectations import next_due_ms
-from services.scheduler.decide.proposing import proposal_of
+from services.scheduler.decide.proposals import proposal_of
 from services.scheduler.decide.turn import begin, finish
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide.proposing import Proposed, proposal_of
+from services.scheduler.decide.proposals import Proposed, proposal_of
 from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of

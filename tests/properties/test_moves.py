@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide import proposing
+from services.scheduler.decide import proposals as deciding
 from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Proposal
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
@@ -193,7 +193,7 @@ def check_replayed(steps: list[Step], engine_size: int) -> None:
                 now_ms,
                 drive.policy,
                 events=events,
-                propose=lambda on, _policy, _now_ms: proposing.Proposed(next(proposals), on.remembered),
+                propose=lambda on, _policy, _now_ms: deciding.Proposed(next(proposals), on.remembered),
             )
             assert repr(made.decision) == repr(want)
             state, events = decode_state(encode_state(made.after)), []

@@ -1,7 +1,7 @@
 """`decide(state, now_ms)`: what to ask for now, and why. Pure: no clock, no I/O, no memory but the state.
 
 1. The policy proposes where GPUs should be.
-2. `moving` says what that needs, `iterating` and `steering` what the open iteration needs.
+2. `moving` says what that needs, `iteration_commands` and `steering_commands` what the open iteration needs.
 3. `expectations` lets through what was not issued already.
 
 `turn` calls it, and then `after_decision`, which notes the decision in the state.
@@ -21,10 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from services.scheduler.decide.expectations import due, issued
-from services.scheduler.decide.iterating import wanted_iteration
+from services.scheduler.decide.iteration_commands import wanted_iteration
 from services.scheduler.decide.moving.moves import wanted_moves
-from services.scheduler.decide.proposing import Proposed, proposal_of
-from services.scheduler.decide.steering import wanted_steering
+from services.scheduler.decide.proposals import Proposed, proposal_of
+from services.scheduler.decide.steering_commands import wanted_steering
 from services.scheduler.decide.wanted import Wanted
 from services.scheduler.evolve.absences import noted
 from services.scheduler.policy import Policy, Proposal

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from services.scheduler.decide.decision import Decision, Propose, after_decision, decide
 from services.scheduler.decide.pacing import Pace
-from services.scheduler.decide.proposing import proposal_of
+from services.scheduler.decide.proposals import proposal_of
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.evolve.recovering import recovered
 from services.scheduler.policy import Policy

@@ -3,9 +3,9 @@
 - Rollout: an engine lives and dies whole. The others go on. The component is down only when none is left.
 - Inference: it is one world of ranks. Losing one rank loses all, and they start again under the same lead.
 - Actor: it is one world that holds the training state. From the first iteration on, a rank's death leaves it impaired:
-  its other ranks keep the state, and the lead's work (an update, a save, a publish) waits. `resizing` brings the rank
-  back in the same incarnation. An iteration allows MAX_DEATHS deaths. Any other loss, or a failure of that, supersedes
-  the incarnation. The next incarnation starts from the last checkpoint, at most `max_actor_restarts` times.
+  its other ranks keep the state, and the lead's work (an update, a save, a publish) waits. `layout_changes` brings the
+  rank back in the same incarnation. An iteration allows MAX_DEATHS deaths. Any other loss, or a failure of that,
+  supersedes the incarnation. The next incarnation starts from the last checkpoint, at most `max_actor_restarts` times.
 
 When a rank dies in a resize, nobody knows yet whether the store has committed the resize. The lead's report comes
 before or after the report of the death and says in which layout the actor lacks the rank. Until then the dead ranks are

@@ -5,11 +5,11 @@ or alive. It comes before or after the report of a death. A change that a policy
 
 Invariants:
 - Of several resizes that a person asks for during another, the last one is made next.
-  [test_resizing: the_last_word_counts]
-- No resize is for a GPU that is no slot of the actor. [test_resizing: impossible_layout_is_refused]
-- The actor's layout in the state changes only by its lead's report. [test_resizing: open_until_the_lead_switched]
+  [test_layout_changes: the_last_word_counts]
+- No resize is for a GPU that is no slot of the actor. [test_layout_changes: impossible_layout_is_refused]
+- The actor's layout in the state changes only by its lead's report. [test_layout_changes: open_until_the_lead_switched]
 - A person's resize that failed is not made again by itself and leaves the actor as it was.
-  [test_resizing: cannot_be_prepared]
+  [test_layout_changes: cannot_be_prepared]
 - Resizes alone cost no incarnation, no sample and no failed start. [test_scheduler: resizes_alone]
 """
 

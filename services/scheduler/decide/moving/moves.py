@@ -5,9 +5,9 @@ changes while it works. A GPU goes from one component to another by two transiti
 as the store says that the GPU is free.
 
 Each step follows from the store's record and the components' reports, never from earlier commands. The `kind` of a
-transition's part says which steps it takes: those in `starting`, `leaving` or `resizing`. An open transition goes where
-it was planned to go, whatever the policy proposes meanwhile. Past its deadline it goes no further; the same three
-modules say when that ends the job and when it leaves the component as it was.
+transition's part says which steps it takes: those in `starts`, `releases` or `layout_changes`. An open transition goes
+where it was planned to go, whatever the policy proposes meanwhile. Past its deadline it goes no further; the same
+three modules say when that ends the job and when it leaves the component as it was.
 
 A component gets lost GPUs back in these steps:
 1. The store counts them as lost.
@@ -27,11 +27,11 @@ Invariants:
 
 from __future__ import annotations
 
-from services.scheduler.decide.moving.leaving import emptied, planned_release, planned_stop
-from services.scheduler.decide.moving.reclaiming import reclaimed
-from services.scheduler.decide.moving.resizing import changed, planned_resize
-from services.scheduler.decide.moving.starting import planned_start, started
-from services.scheduler.decide.moving.stepping import close
+from services.scheduler.decide.moving.layout_changes import changed, planned_resize
+from services.scheduler.decide.moving.reclaims import reclaimed
+from services.scheduler.decide.moving.releases import emptied, planned_release, planned_stop
+from services.scheduler.decide.moving.starts import planned_start, started
+from services.scheduler.decide.moving.steps import close
 from services.scheduler.decide.wanted import Wanted
 from services.scheduler.policy import Proposal
 from services.scheduler.state import commands as cmd

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.decide.proposing import proposal_of
+from services.scheduler.decide.proposals import proposal_of
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.shell.codecs.plain import to_plain
 from services.scheduler.shell.codecs.state_codec import STATE_FORMAT, decode_state, encode_state, event_of, job_spec

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.decide.expectations import next_due_ms
-from services.scheduler.decide.proposing import chosen, placement_of, proposal_of
+from services.scheduler.decide.proposals import chosen, placement_of, proposal_of
 from services.scheduler.decide.turn import turn
 from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules

@@ -6,7 +6,7 @@ A stop and a suspension take the same steps:
 3. Each is released when its holder or its gate says that it is free.
 4. The component's part is committed.
 
-A component that keeps some GPUs changes its layout first, by the steps of `resizing`.
+A component that keeps some GPUs changes its layout first, by the steps of `layout_changes`.
 
 Past its deadline a stop ends the job. A suspension past its deadline is closed: GPUs that are not released stay as they
 were. Where the component is down by then, they are taken back.
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler.decide.moving.starting import pause
-from services.scheduler.decide.moving.stepping import advance, change_deadline_ms, close, commit, plan
+from services.scheduler.decide.moving.starts import pause
+from services.scheduler.decide.moving.steps import advance, change_deadline_ms, close, commit, plan
 from services.scheduler.decide.wanted import Wanted, header, waiting
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase

@@ -22,15 +22,15 @@ Invariants:
 - A GPU leaves the store's record only after the layout without it is in force.
   [test_moving: release_that_arrives_before_its_layout]
 - Past its deadline a resize that is not in force is closed, and the component goes on as it was.
-  [test_resizing: costs_the_resize_at_its_deadline]
+  [test_layout_changes: costs_the_resize_at_its_deadline]
 - A resize that the store has committed stays open until the lead has switched.
-  [test_resizing: open_until_the_lead_switched]
+  [test_layout_changes: open_until_the_lead_switched]
 """
 
 from __future__ import annotations
 
-from services.scheduler.decide.moving.starting import pause, ranked, scale_up
-from services.scheduler.decide.moving.stepping import (
+from services.scheduler.decide.moving.starts import pause, ranked, scale_up
+from services.scheduler.decide.moving.steps import (
     advance,
     change_deadline_ms,
     close,

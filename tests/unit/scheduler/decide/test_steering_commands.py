@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.scheduler.decide.proposing import proposal_of
+from services.scheduler.decide.proposals import proposal_of
 from services.scheduler.policy import Proposal
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.decide.seeing import situation_of
+from services.scheduler.decide.situations import situation_of
 from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase

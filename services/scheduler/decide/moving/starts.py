@@ -2,7 +2,7 @@
 
 - The rollout takes whole engines as they become free, while others work. An inference that works takes whole copies.
 - Every other start takes all its GPUs at once.
-- A component that comes into another layout resizes, by the steps of `resizing`.
+- A component that comes into another layout resizes, by the steps of `layout_changes`.
 - Replicas that died come back in the same layout (`replace`), by the steps of a start.
 - A suspended actor resumes from the state that it kept.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler.decide.moving.stepping import (
+from services.scheduler.decide.moving.steps import (
     advance,
     change_deadline_ms,
     close,
