@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
-from services.scheduler.state.layouts import as_engines, engine_size
+from services.scheduler.state.layouts import engine_size, replicas
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import Fate, Placed, Snapshot
 from simulator.changes import Change, change_of
@@ -286,7 +286,7 @@ class Cluster:
         gpus = {role: tuple(grant.gpu for grant in lead.members) for role, lead in self._leads.items()}
         layout = self._leads[Role.ACTOR].layout
         trainer = Placed(gpus[Role.ACTOR], layout) if layout else None
-        return Assignment(as_engines(gpus[Role.ROLLOUT], engine_size(self.spec)), trainer, gpus[Role.INFERENCE])
+        return Assignment(replicas(gpus[Role.ROLLOUT], engine_size(self.spec)), trainer, gpus[Role.INFERENCE])
 
 
 def _fate(samples: Sequence[int]) -> Fate:

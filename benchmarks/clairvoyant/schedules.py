@@ -23,7 +23,7 @@ from benchmarks.carrying import Carrying
 from services.scheduler.policy.situation import Choice
 from services.scheduler.policy.stages import Split
 from services.scheduler.policy.tide.foresight import TideRules
-from services.scheduler.state.layouts import as_engines, engine_size, most_copies, replica_size
+from services.scheduler.state.layouts import engine_size, most_copies, replica_size, replicas
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.units import but_for
 from services.scheduler.state.values import Placed
@@ -172,7 +172,7 @@ class _Steering:
         pool = but_for(self._cluster, {*taken, *stays})
         more = pool[: split.num_trainer_gpus - len(trainer)]
         pool = pool[len(more) :]
-        new = as_engines(tuple(pool), self._engine)[: split.num_engines - len(engines)]
+        new = replicas(tuple(pool), self._engine)[: split.num_engines - len(engines)]
         pool = but_for(pool, {gpu for gpus in new for gpu in gpus})
         inference = (*stays, *pool[: split.num_inference_gpus - len(stays)])
         return Assignment((*engines, *new), self._placed((*trainer, *more)), inference)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from services.scheduler.policy import Policy
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.layouts import most_copies, replica_size, with_dp
+from services.scheduler.state.layouts import most_copies, replica_size, replicas, with_dp
 from services.scheduler.state.remembered import Assignment, as_configured
 from services.scheduler.state.units import but_for, in_units
 from services.scheduler.state.values import JobSpec, Placed
@@ -154,7 +154,7 @@ def _copies(spec: JobSpec, role: Role, placed: Placed, gone: Set[GpuId]) -> Iter
     """Its whole copies in rank order, then those that the rest of the broken ones makes: as many as there is a layout
     for, then ever fewer."""
     size = replica_size(placed.layout)
-    copies = [placed.gpus[start : start + size] for start in range(0, len(placed.gpus), size)]
+    copies = replicas(placed.gpus, size)
     whole = [gpu for copy in copies if gone.isdisjoint(copy) for gpu in copy]
     broken = [gpu for copy in copies if not gone.isdisjoint(copy) for gpu in copy if gpu not in gone]
     gpus = (*whole, *in_units(broken, size, len(broken)))

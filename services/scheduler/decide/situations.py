@@ -23,7 +23,7 @@ import numpy as np
 from services.scheduler.decide.homes import moved
 from services.scheduler.policy.situation import Inference, Situation, Trainer
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.layouts import as_engines, engine_size
+from services.scheduler.state.layouts import engine_size, replicas
 from services.scheduler.state.observed import AWAY, ENDED, QUEUED, Engine, Generation, Inferring, Ints, Training
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.ownership.records import GpuState
@@ -153,7 +153,7 @@ def _untold(told: Generation, held: tuple[GpuId, ...], stays: Sequence[bool], si
     if not told.engines or len(known) == len(held):
         return ()
     empty = replace(told.engines[0], gpus=(), num_running=0, num_waiting=0, num_kv_tokens=0, rate_tokens_per_s=0.0)
-    return tuple(replace(empty, gpus=gpus) for gpus in as_engines(tuple(g for g in held if g not in known), size))
+    return tuple(replace(empty, gpus=gpus) for gpus in replicas(tuple(g for g in held if g not in known), size))
 
 
 def _replaced(places: Ints, stays: np.typing.NDArray[np.bool_]) -> Ints:

@@ -36,8 +36,16 @@ import numpy as np
 
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
-from services.scheduler.state.layouts import as_engines, engine_size, largest_dp, most_copies, placed_gpus, replica_size
-from services.scheduler.state.remembered import Assignment, EngineGpus, PolicyMemory, as_configured
+from services.scheduler.state.layouts import (
+    Replica,
+    engine_size,
+    largest_dp,
+    most_copies,
+    placed_gpus,
+    replica_size,
+    replicas,
+)
+from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec
 from tidegate.types import GpuId, NodeId, Role, node_of
 
@@ -241,14 +249,14 @@ def _assigned(situation: Situation, split: Split) -> Assignment:
     return Assignment(engines, most_copies(layout, gpus, num_shards=spec.num_logical_shards), inference)
 
 
-def _everywhere(spec: JobSpec) -> tuple[EngineGpus, ...]:
+def _everywhere(spec: JobSpec) -> tuple[Replica, ...]:
     """The configured engines, and as many on the other components' GPUs as fit on each node."""
     size = engine_size(spec)
     lent = (*spec.placement[Role.ACTOR].gpus, *spec.placement[Role.INFERENCE].gpus)
     by_node: dict[NodeId, list[GpuId]] = {}
     for gpu in lent:
         by_node.setdefault(node_of(gpu), []).append(gpu)
-    more = (engine for gpus in by_node.values() for engine in as_engines(tuple(gpus), size))
+    more = (engine for gpus in by_node.values() for engine in replicas(tuple(gpus), size))
     return (*as_configured(spec).engines, *more)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.state.layouts import as_engines, engine_size, most_copies, placed_gpus
+from services.scheduler.state.layouts import engine_size, most_copies, placed_gpus, replicas
 from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import Role
@@ -39,7 +39,7 @@ class PhasesPolicy:
             why, at = "all minibatches are done, everything where it is placed", as_configured(spec)
         elif situation.num_unfinished:
             why = f"{situation.num_unfinished} sequences are unfinished"
-            at = Assignment(as_engines(placed_gpus(spec), engine_size(spec)), trainer=None, inference=())
+            at = Assignment(replicas(placed_gpus(spec), engine_size(spec)), trainer=None, inference=())
         elif not situation.is_inferred:
             why = f"{len(situation.inference.inferring.ready)} of {situation.generation.num_groups} groups are inferred"
             whole = _largest(spec, Role.INFERENCE)

@@ -27,9 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.state.layouts import as_engines, engine_size, placed_gpus, replica_size, with_dp
+from services.scheduler.state.layouts import Replica, engine_size, placed_gpus, replica_size, replicas, with_dp
 from services.scheduler.state.observed import Engine
-from services.scheduler.state.remembered import Assignment, EngineGpus, PolicyMemory, as_configured
+from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
 
@@ -65,7 +65,7 @@ class RLinfMemory(PolicyMemory):
 class _Left:
     """The engines that the rollout keeps. `waits_for`: why the actor stays blocked; empty where it does not."""
 
-    engines: tuple[EngineGpus, ...]
+    engines: tuple[Replica, ...]
     waits_for: str = ""
 
 
@@ -111,7 +111,7 @@ class RLinfPolicy:
     def _opened(self, situation: Situation) -> tuple[Assignment, RLinfMemory]:
         spec, pre = situation.spec, self.rules.use_pre_process_policy
         home = as_configured(spec)
-        lent = as_engines(spec.placement[Role.ACTOR].gpus, engine_size(spec)) if pre else ()
+        lent = replicas(spec.placement[Role.ACTOR].gpus, engine_size(spec)) if pre else ()
         opened = Assignment((*lent, *home.engines), None if pre else home.trainer, home.inference)
         return opened, RLinfMemory(is_begun=not pre)
 
@@ -150,7 +150,7 @@ class RLinfPolicy:
         )
         return _answered(assignment, memory, num_done, reason)
 
-    def _rollout_left(self, situation: Situation, assigned: tuple[EngineGpus, ...], waits_before_last: bool) -> _Left:
+    def _rollout_left(self, situation: Situation, assigned: tuple[Replica, ...], waits_before_last: bool) -> _Left:
         engines = _in_placement_order(situation.spec, situation.engines)
         if situation.num_unfinished == 0:
             return _Left(())
@@ -209,7 +209,7 @@ def _largest_growth(situation: Situation, num_gpus: int) -> int:
 
 
 def _available(
-    situation: Situation, engines: tuple[EngineGpus, ...], inference: tuple[GpuId, ...]
+    situation: Situation, engines: tuple[Replica, ...], inference: tuple[GpuId, ...]
 ) -> tuple[GpuId, ...]:
     """Placed GPUs that no component has and that are neither lost nor in an open transition, in the order of
     placement."""
@@ -229,7 +229,7 @@ def _grown(situation: Situation, available: tuple[GpuId, ...]) -> Placed | None:
     return Placed((*(placed.gpus if placed else ()), *available[:growth]), grown)
 
 
-def _in_placement_order(spec: JobSpec, engines: tuple[Engine, ...]) -> tuple[EngineGpus, ...]:
+def _in_placement_order(spec: JobSpec, engines: tuple[Engine, ...]) -> tuple[Replica, ...]:
     rank = {gpu: index for index, gpu in enumerate(placed_gpus(spec))}
     return tuple(
         sorted((engine.gpus for engine in engines), key=lambda gpus: [rank.get(gpu, len(rank)) for gpu in gpus])

@@ -15,11 +15,22 @@ from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Grant, Layout, Role
 
 Replica = tuple[GpuId, ...]
+"""The GPUs of one replica, in rank order."""
 
 
-def replicas(gpus: tuple[GpuId, ...], layout: Layout) -> tuple[Replica, ...]:
-    size = layout.num_ranks // layout.dp
-    return tuple(gpus[start : start + size] for start in range(0, len(gpus), size))
+def replica_size(layout: Layout) -> int:
+    """GPUs of one replica."""
+    return layout.num_ranks // layout.dp
+
+
+def engine_size(spec: JobSpec) -> int:
+    """GPUs of one engine."""
+    return replica_size(spec.placement[Role.ROLLOUT].layout)
+
+
+def replicas(gpus: tuple[GpuId, ...], size: int) -> tuple[Replica, ...]:
+    """Replicas of so many consecutive GPUs each. GPUs that do not fill the last one are left out."""
+    return tuple(gpus[start : start + size] for start in range(0, len(gpus) - size + 1, size))
 
 
 def replicas_of(component: Component) -> tuple[Replica, ...]:
@@ -43,7 +54,7 @@ def stays(component: Component, placed: Placed) -> tuple[Replica, ...]:
     if component.layout is None or replace(component.layout, dp=1) != replace(placed.layout, dp=1):
         return ()
     own = replicas_of(component)
-    if own == (there := replicas(placed.gpus, placed.layout)):
+    if own == (there := replicas(placed.gpus, replica_size(placed.layout))):
         return own
     wanted = {frozenset(each) for each in there}
     return tuple(each for each in own if frozenset(each) in wanted)

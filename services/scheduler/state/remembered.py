@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from services.scheduler.state.layouts import as_engines, engine_size
+from services.scheduler.state.layouts import Replica, engine_size, replicas
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
-
-EngineGpus = tuple[GpuId, ...]
-"""Those of one engine, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class Assignment:
     """Which GPUs each component should have; those in none are to be free. `trainer` is None while it should have
     none."""
 
-    engines: tuple[EngineGpus, ...]
+    engines: tuple[Replica, ...]
     trainer: Placed | None
     inference: tuple[GpuId, ...]
 
@@ -57,7 +54,7 @@ class Assignment:
 
 def as_configured(spec: JobSpec) -> Assignment:
     return Assignment(
-        engines=as_engines(spec.placement[Role.ROLLOUT].gpus, engine_size(spec)),
+        engines=replicas(spec.placement[Role.ROLLOUT].gpus, engine_size(spec)),
         trainer=spec.placement[Role.ACTOR],
         inference=spec.placement[Role.INFERENCE].gpus,
     )

@@ -26,7 +26,7 @@ from services.scheduler.decide.wanted import Wanted, header, waiting
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Target
-from services.scheduler.state.layouts import Replica, in_rank_order, num_gpus, replicas_of, stays
+from services.scheduler.state.layouts import Replica, in_rank_order, stays
 from services.scheduler.state.values import Placed
 from tidegate.ownership.records import Move, MoveState, Part, PartKind, Transition
 from tidegate.types import Grant, Role
@@ -66,7 +66,7 @@ def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_
         state,
         _moves(state, role, grants),
         part,
-        reason=f"the {role} gives {len(grants)} of {num_gpus(replicas_of(component))} GPUs back",
+        reason=f"the {role} gives {len(grants)} of {len(component.grants)} GPUs back",
         now_ms=now_ms,
         deadline_ms=change_deadline_ms(state),
         target=target,

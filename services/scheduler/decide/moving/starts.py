@@ -34,7 +34,7 @@ from services.scheduler.evolve.resizes import is_free
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import Component, Target
-from services.scheduler.state.layouts import Replica, comes, in_rank_order, num_gpus, stays
+from services.scheduler.state.layouts import Replica, comes, in_rank_order, stays
 from services.scheduler.state.values import Placed, Snapshot
 from tidegate.ownership.records import Move, MoveState, Part, PartKind, Transition
 from tidegate.types import CommandId, GpuId, Grant, Layout, Role, instance_id, node_of
@@ -93,7 +93,7 @@ def _waiting_for(state: ClusterState, role: Role, free: tuple[Replica, ...]) -> 
     instances = ", ".join(instance_id(role, node) for node in absent)
     what = f"{instances} to join" if absent else f"a lead of the {role}"
     if state.components[role].is_up:
-        return Wanted((), (f"{num_gpus(free)} GPUs of the {role} wait for {what}",))
+        return Wanted((), (f"{sum(map(len, free))} GPUs of the {role} wait for {what}",))
     return waiting(state, role, "instances" if absent else "lead", what=what, is_of_gpus=bool(absent))
 
 

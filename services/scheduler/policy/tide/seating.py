@@ -19,8 +19,8 @@ from __future__ import annotations
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.stages import Split
 from services.scheduler.policy.tide.cluster import copy_size
-from services.scheduler.state.layouts import as_engines, engine_size, largest_dp, most_copies, replica_size
-from services.scheduler.state.remembered import Assignment, EngineGpus
+from services.scheduler.state.layouts import Replica, engine_size, largest_dp, most_copies, replica_size, replicas
+from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.units import but_for, by_node, in_units
 from tidegate.types import GpuId, NodeId, Role, node_of
 
@@ -60,7 +60,7 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
     )
 
 
-def _kept(situation: Situation, engines: list[EngineGpus], num: int, near: set[NodeId]) -> list[EngineGpus]:
+def _kept(situation: Situation, engines: list[Replica], num: int, near: set[NodeId]) -> list[Replica]:
     """`num` of the engines, in their own order."""
     if len(engines) <= num:
         return engines
@@ -70,7 +70,7 @@ def _kept(situation: Situation, engines: list[EngineGpus], num: int, near: set[N
         of_node.setdefault(node_of(engine[0]), []).append(cached.get(engine, 0))
     mean = {node: sum(tokens) / len(tokens) for node, tokens in of_node.items()}
 
-    def leaves_later(engine: EngineGpus) -> tuple[bool, float, str, int]:
+    def leaves_later(engine: Replica) -> tuple[bool, float, str, int]:
         node = node_of(engine[0])
         return node not in near, mean[node], node, cached.get(engine, 0)
 
@@ -78,9 +78,9 @@ def _kept(situation: Situation, engines: list[EngineGpus], num: int, near: set[N
     return [engine for engine in engines if engine not in leaving]
 
 
-def _new_engines(pool: list[GpuId], size: int, num: int) -> list[EngineGpus]:
+def _new_engines(pool: list[GpuId], size: int, num: int) -> list[Replica]:
     if num <= 0:
         return []
-    inside = [engine for node in by_node(pool) for engine in as_engines(node, size)]
-    across = as_engines(tuple(but_for(pool, [gpu for engine in inside for gpu in engine])), size)
+    inside = [engine for node in by_node(pool) for engine in replicas(node, size)]
+    across = replicas(tuple(but_for(pool, [gpu for engine in inside for gpu in engine])), size)
     return [*inside, *across][:num]

@@ -12,7 +12,7 @@ from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Absence, Component, Suspended, Working
-from services.scheduler.state.layouts import as_engines
+from services.scheduler.state.layouts import replicas
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.fake_parts import JOB, gpu

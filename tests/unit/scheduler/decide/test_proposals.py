@@ -21,7 +21,7 @@ from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.layouts import as_engines
+from services.scheduler.state.layouts import replicas
 from services.scheduler.state.observed import QUEUED, Inferring, Seen, Training
 from services.scheduler.state.remembered import Assignment, PolicyMemory, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
@@ -31,7 +31,7 @@ from tests.unit.scheduler.situations import generation, gpus, job, seen
 from tidegate.types import Layout, Role
 
 HOME = spec().placement
-LENT = Assignment(as_engines((gpu("n0", 0), gpu("n1", 0), *HOME[Role.ROLLOUT].gpus), 1), None, ())
+LENT = Assignment(replicas((gpu("n0", 0), gpu("n1", 0), *HOME[Role.ROLLOUT].gpus), 1), None, ())
 ALL_ROLLOUT = {Role.ACTOR: None, Role.ROLLOUT: Placed(LENT.gpus, Layout(dp=5)), Role.INFERENCE: None}
 PRE = RLinfPolicy(RLinfRules(max_running_requests=8, auto_scheduler=True, use_pre_process_policy=True))
 
@@ -140,7 +140,7 @@ BACK: dict[str, tuple[dict[str, Any], Assignment, str]] = {
     ),
     "minibatches and no trainer": (
         {"num_done": 1},
-        Assignment(as_engines(gpus(2, 6), 1), None, gpus(6, 8)),
+        Assignment(replicas(gpus(2, 6), 1), None, gpus(6, 8)),
         "1 minibatches are not trained and nobody has a GPU for them: everything where it is placed, against forgetful",
     ),
 }
@@ -173,7 +173,7 @@ def test_a_component_without_work_needs_no_gpus_and_gpus_on_their_way_are_waited
     nobody = Forgetful(Assignment((), None, ()))
     done = seen(job_spec, as_configured(job_spec), num_done=2, num_taken=8)
     assert set(chosen(nobody, done).proposal.placement.values()) == {None}
-    engines = Assignment(as_engines(gpus(2, 5), 1), None, ())
+    engines = Assignment(replicas(gpus(2, 5), 1), None, ())
     moving = seen(job_spec, engines, num_unfinished=3, moving=gpus(5, 6))
     assert chosen(nobody, moving).proposal.reason == "forgetful"
 

@@ -18,7 +18,7 @@ from services.scheduler.policy.dynarl import DynaRLMemory, DynaRLPolicy, DynaRLR
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.stages import Split, expected_length, outlook, slowest_stage_s
 from services.scheduler.state.costs import LengthLaw
-from services.scheduler.state.layouts import as_engines
+from services.scheduler.state.layouts import replicas
 from services.scheduler.state.observed import CUT, ENDED, QUEUED, Generation, TrainerRate
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
@@ -31,7 +31,7 @@ PAIRS = job(actor=2, rollout=4, inference=2, prompts=8, group_size=2, minibatche
 SIXES = job(actor=2, rollout=4, inference=2, prompts=12, minibatches=2)
 """6 sequences a minibatch, which 3 copies divide."""
 HOME = as_configured(SPEC)
-EVERYWHERE = Assignment((*as_engines(gpus(2, 6), 1), *as_engines(gpus(0, 2), 1), *as_engines(gpus(6, 8), 1)), None, ())
+EVERYWHERE = Assignment((*replicas(gpus(2, 6), 1), *replicas(gpus(0, 2), 1), *replicas(gpus(6, 8), 1)), None, ())
 MEASURED = (TrainerRate(Layout(dp=2), 8.0), TrainerRate(Layout(dp=4), 16.0))
 POLICY = DynaRLPolicy(DynaRLRules())
 LOW_SINCE = Remembered(iteration=0, assignment=EVERYWHERE, own=DynaRLMemory(low_since_ms=1000))
@@ -116,11 +116,11 @@ def test_a_busy_moment_starts_the_count_of_low_seconds_again() -> None:
 def test_components_get_their_own_gpus_back_and_the_fullest_engines_stay() -> None:
     moved = POLICY.choose(with_kv(early(), 1)).assignment
     # Engines on 2 (full) and 3 stay; inference has its 6-7, the actor its 0-1 and two of the rollout's.
-    want = Assignment(as_engines(gpus(2, 4), 1), Placed((*gpus(0, 2), *gpus(4, 6)), Layout(dp=4)), gpus(6, 8))
+    want = Assignment(replicas(gpus(2, 4), 1), Placed((*gpus(0, 2), *gpus(4, 6)), Layout(dp=4)), gpus(6, 8))
     assert moved == want
 
 
-LATE = Assignment(as_engines(gpus(2, 6), 1), Placed(gpus(0, 2), Layout(dp=2)), gpus(6, 8))
+LATE = Assignment(replicas(gpus(2, 6), 1), Placed(gpus(0, 2), Layout(dp=2)), gpus(6, 8))
 
 
 def late(*, num_done: int, is_at_boundary: bool, num_unfinished: int = 2, **fields: Any) -> Situation:
@@ -169,7 +169,7 @@ def test_the_trainer_has_no_more_copies_than_a_minibatch_has_sequences() -> None
 def test_a_trainer_gets_only_copies_that_divide_its_shards_and_is_not_suspended() -> None:
     """A person has it train as three copies of a job of four logical shards; three engines stay."""
     spec = replace(PAIRS, num_logical_shards=4)
-    three = Assignment(as_engines(gpus(3, 6), 1), Placed(gpus(0, 3), Layout(dp=3)), gpus(6, 8))
+    three = Assignment(replicas(gpus(3, 6), 1), Placed(gpus(0, 3), Layout(dp=3)), gpus(6, 8))
     remembered = Remembered(iteration=0, assignment=three, own=DynaRLMemory(is_begun=True, pending_engines=3))
     moved = POLICY.choose(seen(spec, three, num_unfinished=2, num_done=1, remembered=remembered))
     assert moved.assignment == replace(three, trainer=Placed(gpus(0, 2), Layout(dp=2)))
@@ -207,7 +207,7 @@ def test_with_request_priority_the_longest_prompts_go_first(priority: bool, want
 
 def test_gpus_that_make_no_copy_of_the_trainer_go_to_inference_or_stay_in_engines() -> None:
     spec = job(actor=4, rollout=4, inference=1, actor_tp=4, prompts=8, minibatches=2)
-    everywhere = Assignment(as_engines(gpus(0, 9), 1), None, ())
+    everywhere = Assignment(replicas(gpus(0, 9), 1), None, ())
     situation = seen(spec, everywhere, num_unfinished=4)
     # 9 - 2 engines - 1 = 6: dp 1, and 2 more for inference
     assert split_of(situation, 2) == Split(num_engines=2, num_trainer_gpus=4, num_inference_gpus=3)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.scheduler.policy.rlinf import RLinfMemory, RLinfPolicy, RLinfRules, valid_dp
-from services.scheduler.state.layouts import as_engines
-from services.scheduler.state.remembered import Assignment, EngineGpus, Remembered, as_configured
+from services.scheduler.state.layouts import Replica, replicas
+from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.situations import after, gpus, job, seen
 from tidegate.types import Layout
@@ -37,8 +37,8 @@ def actor(*parts: tuple[int, int]) -> Placed:
     return Placed(held, Layout(tp=4, dp=len(held) // 4))
 
 
-def engines(first: int) -> tuple[EngineGpus, ...]:
-    return as_engines(gpus(first, 56), 2)
+def engines(first: int) -> tuple[Replica, ...]:
+    return replicas(gpus(first, 56), 2)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def test_inference_gives_all_of_its_gpus_or_none() -> None:
 
 def opened(spec: JobSpec, *, unfinished: int, unsubmitted: int = 0, pre: bool = True) -> tuple[Assignment, bool]:
     """Where everything is to be, and whether the actor may go."""
-    lent = Assignment((*as_engines(gpus(0, 16), 2), *HOME.engines), None, INFERENCE)
+    lent = Assignment((*replicas(gpus(0, 16), 2), *HOME.engines), None, INFERENCE)
     situation = seen(
         spec, lent, num_unfinished=unfinished, num_unsubmitted=unsubmitted, remembered=Remembered(), max_running=4096
     )
@@ -156,7 +156,7 @@ def opened(spec: JobSpec, *, unfinished: int, unsubmitted: int = 0, pre: bool = 
 
 
 def test_the_actors_gpus_generate_until_half_of_the_sequences_are_done() -> None:
-    lent = Assignment((*as_engines(gpus(0, 16), 2), *HOME.engines), None, INFERENCE)
+    lent = Assignment((*replicas(gpus(0, 16), 2), *HOME.engines), None, INFERENCE)
     assert opened(SPEC, unfinished=4097) == (lent, False)
     assert opened(SPEC, unfinished=4096) == (HOME, True)
     assert opened(SPEC, unfinished=4096, unsubmitted=1) == (lent, False)

@@ -15,9 +15,9 @@ from services.scheduler.policy.situation import Situation, Trainer
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.layouts import as_engines, largest_dp, most_copies, replica_size, with_dp
+from services.scheduler.state.layouts import Replica, largest_dp, most_copies, replica_size, replicas, with_dp
 from services.scheduler.state.observed import Engine, Inferring, Training
-from services.scheduler.state.remembered import Assignment, EngineGpus, Remembered, as_configured
+from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import Placed
 from tests.unit.scheduler.fake_parts import JOB
 from tests.unit.scheduler.situations import gpus, job, seen
@@ -35,7 +35,7 @@ def changed(**fields: Any) -> Situation:
     return replace(whole(), **fields)
 
 
-def with_gpus(held: EngineGpus) -> tuple[Engine, ...]:
+def with_gpus(held: Replica) -> tuple[Engine, ...]:
     """The first engine has others."""
     engines = whole().engines
     return (replace(engines[0], gpus=held), *engines[1:])
@@ -157,7 +157,7 @@ def test_a_policy_recalls_its_own_memory_and_no_other_policys() -> None:
 
 
 def test_gpus_that_do_not_fill_an_engine_are_left_out() -> None:
-    assert as_engines(gpus(0, 5), 2) == (gpus(0, 2), gpus(2, 4))
+    assert replicas(gpus(0, 5), 2) == (gpus(0, 2), gpus(2, 4))
 
 
 def test_copies_that_the_experts_do_not_divide_over_make_no_layout() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from services.scheduler.policy.stages import Split
 from services.scheduler.policy.tide.cluster import fitting, gpus_there
 from services.scheduler.policy.tide.seating import seated
-from services.scheduler.state.layouts import as_engines
+from services.scheduler.state.layouts import replicas
 from services.scheduler.state.remembered import Assignment, as_configured
 from services.scheduler.state.values import Placed
 from tests.unit.scheduler.fake_parts import gpu
@@ -20,7 +20,7 @@ NODES = tuple(gpu(f"n{node}", index) for node in range(2) for index in range(8))
 
 def across_nodes(spec_gpus: tuple[GpuId, ...] = NODES) -> Assignment:
     """Everything generates, on two nodes of eight GPUs."""
-    return Assignment(as_engines(spec_gpus, 2), None, ())
+    return Assignment(replicas(spec_gpus, 2), None, ())
 
 
 def sit(assignment: Assignment, *, num_unfinished: int = 8, kv: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
