@@ -24,9 +24,10 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from simulator.cost_model import Costs
 from simulator.model import ModelSection
-from simulator.policies import NAMES, policies_of
+from simulator.policies import policies_of
 from simulator.reshard_costs import change_of, moved_bytes
 from simulator.scenario import Scenario, load_scenario
+from tidegate.config.sections.scheduler import POLICIES
 from tidegate.types import Layout, NodeId, gpu_id
 
 SCENARIO = Path(__file__).parents[1] / "examples" / "scenarios" / "published_64gpu.yaml"
@@ -112,7 +113,7 @@ def policies(scenario: Scenario, wrong: Wrong | None = None) -> dict[str, Policy
     section = scenario.scheduler
     priority = section.dynarl.model_copy(update={"request_priority": True})
     of_priority = section.model_copy(update={"policy": "dynarl", "dynarl": priority})
-    own = policies_of(NAMES, scenario) | {"dynarl_priority": policy_of(of_priority)}
+    own = policies_of(POLICIES, scenario) | {"dynarl_priority": policy_of(of_priority)}
     return {name: Misled(policy, wrong) for name, policy in own.items()} if wrong else own
 
 

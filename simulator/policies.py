@@ -8,16 +8,14 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Sequence
-from typing import get_args
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.state.values import JobSpec
 from simulator.job_spec import job_of
 from simulator.scenario import Scenario, ScenarioError
-from tidegate.config.sections.scheduler import SchedulerSection
+from tidegate.config.sections.scheduler import POLICIES, SchedulerSection
 
-NAMES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
 _LEAST_LIKENESS = 0.5
 """The smallest ratio of difflib for a hint. Below it two names share only a few letters."""
 
@@ -40,10 +38,10 @@ def policies_of(names: Sequence[str], scenario: Scenario) -> dict[str, Policy]:
 def policies_by_name(names: Sequence[str], section: SchedulerSection, spec: JobSpec) -> dict[str, Policy]:
     """The policies with the section's rules. ScenarioError as `policies_of`."""
     for name in names:
-        if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=_LEAST_LIKENESS)
+        if name not in POLICIES:
+            near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=_LEAST_LIKENESS)
             hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise ScenarioError(f"no policy is called {name!r}{hint} (known: {', '.join(NAMES)})")
+            raise ScenarioError(f"no policy is called {name!r}{hint} (known: {', '.join(POLICIES)})")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ScenarioError(f"policy {', '.join(twice)} is named twice: compare each once")
     made = {name: policy_of(section.model_copy(update={"policy": name})) for name in names}

@@ -25,7 +25,6 @@ from simulator.cost_model import Costs
 from simulator.iteration import SimulatedIteration
 from simulator.lengths import LengthSection
 from simulator.model import ModelSection
-from simulator.policies import NAMES
 from simulator.run import Run, simulate
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
 from simulator.world import Unfinished
@@ -33,6 +32,7 @@ from tidegate.config.checks.faults import fault_line
 from tidegate.config.gpu_lists import gpu_list
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.sections.costs import MEDIAN_SHARE
+from tidegate.config.sections.scheduler import POLICIES
 from tidegate.types import Role
 
 PROMPT_SHARE = 200 / 1024
@@ -148,7 +148,7 @@ def basis_of_calibration(scenario: Scenario) -> PredictionBasis:
 def predictions(config: JobConfig, known: PredictionBasis) -> tuple[Prediction, ...]:
     """The forecasts by placement, then by policy. The first one is `static` as configured."""
     return tuple(
-        _predicted(start, name, scenario_of(start.config, known)) for start in starts(config) for name in NAMES
+        _predicted(start, name, scenario_of(start.config, known)) for start in starts(config) for name in POLICIES
     )
 
 

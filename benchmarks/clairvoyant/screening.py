@@ -45,7 +45,7 @@ class Screen:
     def __init__(self, simulated: SimulatedIteration) -> None:
         spec = simulated.spec
         gpus = simulated.scenario.cluster.gpus()
-        opened = Assignment(as_engines(gpus, engine_size(spec)), None, ())
+        opened = Assignment(replicas(gpus, engine_size(spec)), None, ())
         self._situation = simulated.situations.situation(simulated.world(opened), Remembered())
         self._cluster: Cluster = cluster_of(self._situation, opened, gpus_there(self._situation))
         self._num_minibatches = spec.num_minibatches

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from cli.jobs import job_folder
 from cli.usage import Parser, seed
 from tidegate.config.job_config import ConfigError
+from tidegate.config.sections.scheduler import POLICIES
 from tidegate.launcher.event_file import BadRecord, read_record
 from tidegate.v1 import control_pb2
 
@@ -68,9 +70,7 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_form(simulate, "table", "json", "html", "perfetto")
     which = simulate.add_mutually_exclusive_group()
-    which.add_argument(
-        "--policy", metavar="P", help="static, rlinf, dynarl or tide (default: the scenario's policy, or tide)"
-    )
+    which.add_argument("--policy", metavar="P", help=f"{_either(POLICIES)} (default: the scenario's policy, or tide)")
     which.add_argument(
         "--compare",
         type=lambda text: text.split(","),
@@ -107,3 +107,7 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_form(parser: argparse.ArgumentParser, *forms: str) -> None:
     """The first form is the default."""
     parser.add_argument("-o", dest="form", choices=forms, default=forms[0], help="form of the output")
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

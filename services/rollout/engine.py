@@ -243,3 +243,11 @@ class Engine(Generates, Pauses, HoldsWeights, Protocol):
 
     def close(self) -> None:
         """End its processes and free its memory. It takes no calls afterwards. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """An engine as its start returns it. `memory_bytes` is the resident memory of all processes that run for it."""
+
+    engine: Engine
+    memory_bytes: int

@@ -10,7 +10,7 @@ import pytest
 from services.rollout.embedded.probe import CANDIDATE_ROWS
 from tests.component_bench import job_config, task_of
 from tidegate.attempts import AttemptFolder
-from tidegate.config.checks.job import MAX_RUNNING_REQUESTS
+from tidegate.config.engines.embedded import MAX_RUNNING_REQUESTS
 from tidegate.config.job_config import ConfigError
 from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
 from tidegate.launcher.readme import README

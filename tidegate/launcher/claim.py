@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.attempts import AttemptFolder, begin_attempt
+from tidegate.config.engines.registry import deciding
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import leave_out_schedule
 from tidegate.config.sections.lr import RESUME_KEYS
@@ -212,7 +213,6 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
 
     The tokenizer is the folder's own after the first start. Data may lie elsewhere under the same checksum.
     """
-    rollout = config.rollout
     dumped = {
         section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
     }
@@ -223,8 +223,7 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
         del dumped["data"]["train"], dumped["data"]["chat_template"]
     for reward in dumped["rewards"]:
         del reward["import_from"]
-    dtype = rollout.sglang.dtype if rollout.engine == "sglang" else None
-    return dumped | {"rollout": {"engine": rollout.engine, "sglang": {"dtype": dtype}}}
+    return dumped | {"rollout": deciding(config.rollout)}
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any], where: str = "") -> Iterator[str]:

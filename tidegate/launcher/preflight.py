@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
+from tidegate.config.engines.kind import Environment
+from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
 from tidegate.huggingface.checkpoint_weights import check_copy
-from tidegate.huggingface.sglang_support import check_servable, check_version
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.ownership.records import StoreUnavailable
@@ -40,31 +41,34 @@ async def check_servers(config: JobConfig, start: Start) -> None:
 
 
 async def check_engine(job: Job) -> None:
-    """CannotStart when SGLang cannot serve the model, or its environment has no SGLang that Tidegate can drive."""
+    """CannotStart when the engine cannot serve the model, or its environment has no version that Tidegate can drive."""
     rollout = job.config.rollout
-    if rollout.engine != "sglang":
-        return
+    kind = kind_of(rollout)
     try:
-        check_servable(job.model)
+        kind.check_model(job.model)
     except ValueError as error:
-        raise CannotStart(f"rollout.engine=sglang cannot generate with this model: {error}") from error
-    python = rollout.sglang.python
-    remedy = "name the interpreter of an environment with SGLang (`make .venv-sglang` makes one)"
+        raise CannotStart(f"rollout.engine={rollout.engine} cannot generate with this model: {error}") from error
+    if (environment := kind.environment()) is not None:
+        await _check_environment(environment)
+
+
+async def _check_environment(of: Environment) -> None:
+    named, package = f"{of.key}={of.python}", of.package
     try:
         process = await asyncio.create_subprocess_exec(
-            *(python, "-I", "-c", "import importlib.metadata; print(importlib.metadata.version('sglang'))"),
+            *(of.python, "-I", "-c", f"import importlib.metadata; print(importlib.metadata.version({package!r}))"),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
     except OSError as error:
-        raise CannotStart(f"rollout.sglang.python={python} cannot be run ({error.strerror}): {remedy}") from error
+        raise CannotStart(f"{named} cannot be run ({error.strerror}): {of.remedy}") from error
     output, _ = await process.communicate()
     if process.returncode != 0:
-        raise CannotStart(f"rollout.sglang.python={python} has no package sglang: {remedy}")
+        raise CannotStart(f"{named} has no package {package}: {of.remedy}")
     try:
-        check_version(output.decode().strip())
+        of.check_version(output.decode().strip())
     except ValueError as error:
-        raise CannotStart(f"rollout.sglang.python={python}: {error}; or {remedy}") from error
+        raise CannotStart(f"{named}: {error}; or {of.remedy}") from error
 
 
 async def check_weights(job: Job) -> None:

@@ -23,7 +23,7 @@ Files of the job, over all its attempts:
   endpoint.json     the address of the live job; private, removed when the job is over
   launcher.lock     locked while the job runs
   nodes/            NODE/gate/: which process may use each GPU
-  engines/          NODE/INDEX/: config and log of SGLang's server on that slot, if SGLang generates
+  engines/          NODE/INDEX/: config and log of the engine's server on that slot, if it has one
   servers/          data of the embedded NATS and Redis, private: --resume needs it
 
 Files of each start and each --resume, in attempts/001/, attempts/002/, ...; latest/ is a link to the newest:

@@ -208,9 +208,7 @@ def _largest_growth(situation: Situation, num_gpus: int) -> int:
     return max((growth for growth in growths if growth <= num_gpus), default=0)
 
 
-def _available(
-    situation: Situation, engines: tuple[Replica, ...], inference: tuple[GpuId, ...]
-) -> tuple[GpuId, ...]:
+def _available(situation: Situation, engines: tuple[Replica, ...], inference: tuple[GpuId, ...]) -> tuple[GpuId, ...]:
     """Placed GPUs that no component has and that are neither lost nor in an open transition, in the order of
     placement."""
     trainer = situation.trainer.placed

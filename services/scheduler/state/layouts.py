@@ -18,28 +18,16 @@ Replica = tuple[GpuId, ...]
 """The GPUs of one replica, in rank order."""
 
 
-def replica_size(layout: Layout) -> int:
-    """GPUs of one replica."""
-    return layout.num_ranks // layout.dp
-
-
-def engine_size(spec: JobSpec) -> int:
-    """GPUs of one engine."""
-    return replica_size(spec.placement[Role.ROLLOUT].layout)
-
-
 def replicas(gpus: tuple[GpuId, ...], size: int) -> tuple[Replica, ...]:
-    """Replicas of so many consecutive GPUs each. GPUs that do not fill the last one are left out."""
+    """Replicas of `size` consecutive GPUs each. GPUs that do not fill the last one are left out."""
     return tuple(gpus[start : start + size] for start in range(0, len(gpus) - size + 1, size))
 
 
 def replicas_of(component: Component) -> tuple[Replica, ...]:
     """The replicas that work."""
-    return replicas(tuple(grant.gpu for grant in component.grants), component.layout) if component.layout else ()
-
-
-def num_gpus(found: tuple[Replica, ...]) -> int:
-    return sum(map(len, found))
+    if component.layout is None:
+        return ()
+    return replicas(tuple(grant.gpu for grant in component.grants), replica_size(component.layout))
 
 
 def whole(component: Component, dead: set[Grant]) -> tuple[Grant, ...]:
@@ -62,7 +50,7 @@ def stays(component: Component, placed: Placed) -> tuple[Replica, ...]:
 
 def comes(component: Component, placed: Placed) -> tuple[Replica, ...]:
     """The replicas of `placed` that the component lacks, in rank order."""
-    wanted = replicas(placed.gpus, placed.layout)
+    wanted = replicas(placed.gpus, replica_size(placed.layout))
     if (stay := stays(component, placed)) == wanted:
         return ()
     there = {frozenset(each) for each in stay}
@@ -83,7 +71,7 @@ def engine_size(spec: JobSpec) -> int:
 
 
 def replica_size(layout: Layout) -> int:
-    """How many GPUs one data-parallel copy has."""
+    """How many GPUs one replica has."""
     return layout.num_ranks // layout.dp
 
 
@@ -110,11 +98,6 @@ def most_copies(
 def largest_dp(layout: Layout, most: int, *, num_shards: int | None = None) -> int:
     """The largest number of data-parallel copies, at most `most`, that has a layout; 0 where none has."""
     return next((dp for dp in range(most, 0, -1) if with_dp(layout, dp, num_shards=num_shards)), 0)
-
-
-def as_engines(gpus: tuple[GpuId, ...], size: int) -> tuple[Replica, ...]:
-    """Engines of consecutive GPUs. GPUs that do not fill the last engine are left out."""
-    return tuple(gpus[start : start + size] for start in range(0, len(gpus) - size + 1, size))
 
 
 def placed_gpus(spec: JobSpec) -> tuple[GpuId, ...]:

@@ -12,7 +12,6 @@ from cli.__main__ import main
 from services.scheduler.policy.registry import policy_of
 from simulator.iteration import SimulatedIteration
 from simulator.model import ModelSection
-from simulator.policies import NAMES
 from simulator.predictions import (
     AS_CONFIGURED,
     COST_KEYS,
@@ -26,6 +25,7 @@ from simulator.run import simulate
 from simulator.scenario import parse_scenario
 from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.config.job_config import JobConfig, parse_config
+from tidegate.config.sections.scheduler import POLICIES
 
 EIGHT = {"nodes": {"n0": 8}, "component_placement": {"actor": "0-3", "rollout": "4-6", "inference": 7}}
 SIXTEEN = {"nodes": {"n0": 16}, "component_placement": {"actor": "0-1", "rollout": "2-13", "inference": "14-15"}}
@@ -98,7 +98,7 @@ def test_every_policy_is_predicted_from_every_placement_relative_to_static_as_co
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = json.loads(planned(tmp_path, capsys, "-o", "json"))
-    assert [row["policy"] for row in output["predictions"]] == [*NAMES] * 3
+    assert [row["policy"] for row in output["predictions"]] == [*POLICIES] * 3
     first = output["predictions"][0]
     assert (first["placement"], first["policy"], first["saved_percent"]) == (AS_CONFIGURED, "static", 0.0)
     assert output["best"]["iteration_s"] <= first["iteration_s"]

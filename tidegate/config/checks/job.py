@@ -8,16 +8,11 @@ Each text gives the key, the numbers and the remedy. An empty list means that th
 from __future__ import annotations
 
 from tidegate.config.checks.lr import lr_warnings
+from tidegate.config.engines.registry import kind_of
 from tidegate.config.gpu_lists import gpu_indices, list_fault
 from tidegate.config.sections.job import JobSections
 from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
-
-MAX_RUNNING_REQUESTS = 256
-"""The most requests that an embedded engine runs at once.
-
-It is the largest batch for which the engine's `probe` checks that rows repeat bit for bit.
-"""
 
 
 def job_faults(config: JobSections) -> list[str]:
@@ -171,25 +166,8 @@ def microbatch_faults(config: JobSections) -> list[str]:
 
 
 def rollout_faults(config: JobSections) -> list[str]:
-    faults = []
     rollout, deadline_s = config.rollout, config.runtime.command_deadline_s
-    if rollout.engine == "embedded" and rollout.max_running_requests > MAX_RUNNING_REQUESTS:
-        faults.append(
-            f"rollout.max_running_requests={rollout.max_running_requests} is more than an embedded engine generates at "
-            f"once: lower it to {MAX_RUNNING_REQUESTS} or less, and give the rollout more GPUs for more"
-        )
-    if rollout.engine == "sglang" and not rollout.sglang.python:
-        faults.append(
-            "rollout.engine=sglang needs rollout.sglang.python, the interpreter of an environment with SGLang, such as "
-            ".venv-sglang/bin/python (`make .venv-sglang` makes it)"
-        )
-    start_s = rollout.sglang.start_timeout_s
-    if rollout.engine == "sglang" and start_s >= deadline_s:
-        faults.append(
-            f"rollout.sglang.start_timeout_s={start_s:g} is not below runtime.command_deadline_s={deadline_s:g}, the "
-            "deadline of the command that starts the server: lower the first or raise the second"
-        )
-    return faults
+    return kind_of(rollout).faults(max_running_requests=rollout.max_running_requests, command_deadline_s=deadline_s)
 
 
 def config_warnings(config: JobSections) -> tuple[str, ...]:
@@ -213,11 +191,7 @@ def config_warnings(config: JobSections) -> tuple[str, ...]:
             "actor.warm_up.steps=0: the model starts from random weights and learns only where random responses earn "
             f"some reward; {remedy}name a checkpoint by model.path"
         )
-    if config.rollout.engine == "sglang" and config.cluster.device == "cpu":
-        warnings.append(
-            "rollout.engine=sglang samples without seeds on a CPU: another run of this job has other responses; set it "
-            "to embedded for reproducible runs"
-        )
+    warnings += kind_of(config.rollout).warnings(device=config.cluster.device)
     if idle := _unused_gpus(config):
         warnings.append(
             f"cluster.component_placement leaves {len(idle)} of {len(config.cluster.gpus())} GPUs to no component: "

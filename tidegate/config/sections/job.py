@@ -12,6 +12,7 @@ from pydantic import Field
 
 from tidegate.config.base import ConfigPath, Count, GpuList, Nodes, NonNegativeFloat, Positive, PositiveFloat
 from tidegate.config.base import Section as _Section
+from tidegate.config.engines.registry import RolloutSection
 from tidegate.config.gpu_lists import gpu_indices
 from tidegate.config.sections.costs import AssumptionsSection
 from tidegate.config.sections.data import DataSection, RewardSection
@@ -157,26 +158,6 @@ class ActorSection(_Section):
     max_skipped_updates: Count = 3
     """The most consecutive updates that are skipped for a non-finite gradient. One more ends the job."""
     warm_up: WarmUpSection = WarmUpSection()
-
-
-class SglangSection(_Section):
-    """A real SGLang server for each engine, in an environment of its own."""
-
-    python: ConfigPath = ""
-    """The interpreter of that environment, relative to the config's folder. `engine: sglang` needs it."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    start_timeout_s: PositiveFloat = 110.0
-    """The time limit of a server's start. A command waits for it, so it is below `runtime.command_deadline_s`."""
-
-
-class RolloutSection(_Section):
-    """Generation, with one engine a GPU."""
-
-    max_running_requests: Positive = 32
-    num_reward_workers: Positive = 2
-    """Processes that compute the rewards of `data`. A built-in task needs none."""
-    engine: Literal["embedded", "sglang"] = "embedded"
-    sglang: SglangSection = SglangSection()
 
 
 class InferenceSection(_Section):

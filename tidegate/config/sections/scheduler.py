@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -70,6 +70,10 @@ class SchedulerSection(Section):
     rlinf: RLinfSection = RLinfSection()
     dynarl: DynaRLSection = DynaRLSection()
     tide: TideSection = TideSection()
+
+
+POLICIES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
+"""The names that `scheduler.policy` can have."""
 
 
 def moving_fault(section: SchedulerSection) -> str | None:

@@ -214,7 +214,7 @@ def test_a_component_that_is_down_does_not_wait_for_gpus_that_the_actor_has() ->
 
 
 def test_an_assignment_is_kept_except_for_lost_gpus_and_their_copies() -> None:
-    assigned = Assignment(as_engines(gpus(4, 8), 2), Placed(gpus(0, 4), Layout(tp=2, dp=2)), gpus(8, 10))
+    assigned = Assignment(replicas(gpus(4, 8), 2), Placed(gpus(0, 4), Layout(tp=2, dp=2)), gpus(8, 10))
     gone = frozenset((*gpus(0, 1), *gpus(5, 6), *gpus(8, 9)))
     left = without(assigned, home(lost(SPEC, tuple(gone))).spec, gone, ANY)
     assert left == Assignment((gpus(6, 8),), Placed(gpus(2, 4), Layout(tp=2)), gpus(9, 10))

@@ -1,0 +1,47 @@
+"""The engines that a config can name: the section on the rollout, and what makes an engine's kind of it.
+
+`services.rollout.engines` starts an engine of each name. [test_engine_registry: every_engine_of_the_config]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from tidegate.config.base import Positive, Section
+from tidegate.config.engines.embedded import Embedded
+from tidegate.config.engines.kind import EngineKind
+from tidegate.config.engines.sglang import SglangSection
+
+
+class RolloutSection(Section):
+    """Generation, with one engine a GPU."""
+
+    max_running_requests: Positive = 32
+    num_reward_workers: Positive = 2
+    """Processes that compute the rewards of `data`. A built-in task needs none."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SglangSection = SglangSection()
+
+
+KINDS: Mapping[str, Callable[[RolloutSection], EngineKind]] = {
+    "embedded": lambda rollout: Embedded(),
+    "sglang": lambda rollout: rollout.sglang,
+}
+
+DECIDES_SAMPLES: Mapping[str, tuple[str, ...]] = {"sglang": ("dtype",)}
+"""The keys of engines' own sections on which the samples depend."""
+
+
+def kind_of(rollout: RolloutSection) -> EngineKind:
+    """The kind of the engine that the section names."""
+    return KINDS[rollout.engine](rollout)
+
+
+def deciding(rollout: RolloutSection) -> dict[str, Any]:
+    """The values of the section on which the samples depend. Keys of other engines are None."""
+    found: dict[str, Any] = {"engine": rollout.engine}
+    for engine, keys in DECIDES_SAMPLES.items():
+        section = getattr(rollout, engine).model_dump(mode="json")
+        found[engine] = {key: section[key] if engine == rollout.engine else None for key in keys}
+    return found
