@@ -152,9 +152,9 @@
   }
 
   function step(layout) {
-    const wanted = ((view[1] - view[0]) / (layout.right - layout.left)) * 70;
-    const power = 10 ** Math.floor(Math.log10(wanted));
-    return [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= wanted);
+    const target = ((view[1] - view[0]) / (layout.right - layout.left)) * 70;
+    const power = 10 ** Math.floor(Math.log10(target));
+    return [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= target);
   }
 
   function drawAxis(pen, layout) {
