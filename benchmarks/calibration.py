@@ -1,10 +1,13 @@
-"""How far a calibrated simulator is from the job it was calibrated on: `python -m benchmarks.calibration [--json]`.
+"""The error of a calibrated simulator against its job: `python -m benchmarks.calibration [--json]`.
 
 The demo's job runs eight times on this machine, one after the other, each with a seed of its own. The costs are fitted
-to the second, fourth and sixth, so that a machine that becomes slower or faster meanwhile is so on both sides; the
-other five are compared with the fitted scenario, simulated under the static policy with five seeds. An iteration's
-seconds are the median of a run's; `relative_error` is that of the median of five simulated iterations from the median
-of five runs. `--quick`: one run to fit to and two to compare with, of four iterations after a short warm-up.
+to the second, fourth and sixth run, so that a change of the machine's speed affects both sides. The other five runs are
+compared with the fitted scenario, which is simulated under the static policy with five seeds. The seconds of a run are
+the median of its iterations:
+
+    relative_error = |median(simulated_s) / median(real_s) - 1|
+
+`--quick`: one run to fit to and two to compare, each with four iterations after a short warm-up.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from tidegate.recorded import RecordedRun, joined, recorded
 DEMO = Path(__file__).resolve().parent.parent / "tidegate" / "demo.yaml"
 QUICK = ("algorithm.iterations=4", "actor.warm_up.steps=20")
 FITTED, FITTED_QUICK = (1, 3, 5), (1,)
-"""Of the runs in their order."""
+"""The numbers of the runs to fit to."""
 NUM_COMPARED, NUM_COMPARED_QUICK = 5, 2
 
 
 def run_of(seed: int, folder: Path, changes: tuple[str, ...]) -> RecordedRun:
-    """The demo's job, from nothing to its end."""
-    given = [str(DEMO), f"seed={seed}", f"output_dir={folder}", *changes]
-    subprocess.run([sys.executable, "-m", "cli", "run", *given], check=True, capture_output=True)
+    """Run the demo's job from its start to its end."""
+    words = [str(DEMO), f"seed={seed}", f"output_dir={folder}", *changes]
+    subprocess.run([sys.executable, "-m", "cli", "run", *words], check=True, capture_output=True)
     return recorded(folder / "demo")
 
 

@@ -1,9 +1,11 @@
-"""How soon a death is noticed, and how soon the work goes on: `python -m benchmarks.death [--json] [--quick] [--save]`.
+"""The time until a death is noticed and until the work continues: `python -m benchmarks.death [--json] [--quick]`.
 
-A job of many short iterations runs on two nodes; again and again one of its processes is killed with SIGKILL in the
-middle of an iteration, and the events that follow tell when. A worker's death is noticed by its service's pidfd. A
-killed service is started again by the launcher, and shows itself by its next start; one that hangs (SIGSTOP) shows only
-by its lease, whose length is configuration.
+A job of many short iterations runs on two nodes. The benchmark kills one process after another with SIGKILL in the
+middle of an iteration, and takes the times from the events that follow:
+- A worker's death is noticed by its service through a pidfd.
+- The launcher restarts a killed service, whose next start is the event.
+- A service that hangs (SIGSTOP) is noticed only by the end of its lease. Its length is configuration.
+`--save` keeps the result.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ _GO_ON: Condition = lambda event: event.WhichOneof("body") == "iteration_reporte
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Who dies, and by which later events it is seen: `noticed`, then `recovered`.
+    """The process that dies, and the later events of the notice and the recovery.
 
-    A service dies at most `max_runs` times: the launcher gives up one that ends more than five times in a minute.
+    A service dies at most `max_runs` times: the launcher gives up a service that ends more than five times in a minute.
     """
 
     name: str
@@ -60,7 +62,7 @@ DEATHS = (
 
 
 async def measure(num_runs: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by death and by what was waited for."""
+    """Seconds by death, then by `noticed` and `recovered`."""
     seconds: dict[str, dict[str, list[float]]] = {death.name: {"noticed": [], "recovered": []} for death in DEATHS}
     raw = small_job("death", algorithm__iterations=10_000, runtime__max_actor_restarts=10_000)
     raw["runtime"] |= {"lease_ttl_s": LEASE_TTL_S}
@@ -80,7 +82,7 @@ async def measure(num_runs: int) -> dict[str, dict[str, list[float]]]:
 
 
 async def _hang(job: RunningJob) -> float:
-    """Seconds from a service's hanging to the word that its lease expired."""
+    """Seconds from the stop of a service to the report that its lease expired."""
     hung = job.service("services.inference", "n0")
     hung_ns = time.time_ns()
     hung.send_signal(signal.SIGSTOP)
@@ -97,7 +99,7 @@ def _after(unix_ns: int, condition: Condition) -> Condition:
 
 
 def main() -> int:
-    options = arguments("How soon a death is noticed, and how soon the work goes on.")
+    options = arguments("The time until a death is noticed, and until the work continues.")
     seconds = asyncio.run(measure(2 if options.quick else 7))
     cases = [
         {"case": name, "what": what} | spread(values)

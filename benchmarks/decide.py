@@ -1,11 +1,14 @@
-"""How long a decision takes, on one core: `python -m benchmarks.decide [--json] [--quick] [--save]`.
+"""The time of one decision on one core: `python -m benchmarks.decide [--json] [--quick] [--save]`.
 
-1,024 GPUs, 512 engines that run 4,096 sequences together while as many wait. The moments are those at which the
-scheduler of a simulated iteration decides while nearly as many run as ever do, spread over them evenly; a policy that
-keeps GPUs from the rollout then runs fewer. Timed is a whole `turn` without events: the situation is made, the policy
-chooses, what its choice needs becomes commands, and the state notes them. The figures are `tide`'s. The cases have
-every policy's, and apart from them those decisions of the whole iteration that move GPUs, which are few and take
-longest. DynaRL publishes under 200 ms for its planning.
+The cluster has 1,024 GPUs: 512 engines run 4,096 sequences, and as many wait. The benchmark takes the decisions of a
+simulated iteration at moments at which nearly the largest number of sequences runs, spread evenly. A policy that keeps
+GPUs from the rollout runs fewer sequences then. The timed part is a whole `turn` without events:
+1. the situation is made;
+2. the policy chooses;
+3. the choice becomes commands;
+4. the state records them. The figures are those of `tide`. The cases have every policy. Decisions that move GPUs are
+   separate cases, since they are
+few and take longest. DynaRL publishes under 200 ms for its planning.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from simulator.scheduled import Scheduled
 NUM_GPUS = 1024
 RUNNING_AN_ENGINE = 8
 NEARLY = 0.95
-"""Of the sequences that run at most, so many do at the moments that are timed."""
+"""The share of the largest number of running sequences from which on a moment is timed."""
 MOMENTS, QUICK_MOMENTS = 400, 60
 SEED = 0
 TIMED = "tide"
@@ -40,8 +43,8 @@ Moment = tuple[ClusterState, int]
 
 @dataclass
 class Watch:
-    """The states that were decided on while most sequences ran, and those from which GPUs were moved, with the times of
-    their decisions."""
+    """Collects states with the times of their decisions: those with nearly the most running sequences (`moments`), and
+    those whose decision moved GPUs (`moves`)."""
 
     num_running: int = 0
     moments: list[Moment] = field(default_factory=list)
@@ -52,14 +55,14 @@ class Watch:
         if self.last is not None and self.last[0].remembered.assignment != state.remembered.assignment:
             self.moves.append(self.last)
         self.last = state, now_ms
-        told = state.seen.generation
-        running = sum(engine.num_running for engine in told.engines) if told is not None else 0
+        generation = state.seen.generation
+        running = sum(engine.num_running for engine in generation.engines) if generation is not None else 0
         self.num_running = max(self.num_running, running)
         if running >= NEARLY * self.num_running and self._is_another(now_ms):
             self.moments.append((state, now_ms))
 
     def _is_another(self, now_ms: int) -> bool:
-        """Decisions at one instant see the same iteration: the first of them stands for all."""
+        """All decisions at one instant see the same iteration, so only the first one counts."""
         return not self.moments or now_ms > self.moments[-1][1]
 
     def spread(self, count: int) -> list[Moment]:
@@ -83,7 +86,7 @@ def milliseconds(policy: Policy, moments: Sequence[Moment]) -> list[float]:
 
 
 def main() -> int:
-    options = arguments("How long a decision takes.")
+    options = arguments("The time of one decision.")
     overrides = [*cluster_of(NUM_GPUS), f"costs.engine.max_running={RUNNING_AN_ENGINE}"]
     scenario = load_scenario(SCENARIO, overrides)
     cases: list[dict[str, Any]] = []

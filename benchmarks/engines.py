@@ -1,9 +1,12 @@
 """A real SGLang on the CPU beside the embedded engine: `python -m benchmarks.engines [--json] [--quick] [--save]`.
 
-Both hold the same random weights of a small model and generate the same greedy requests. Told are the server's start,
-its memory (resident, summed over its processes: pages that they share count for each), a weight update, tokens a second
-alone and in a batch, and how far SGLang's log-probabilities lie from the embedded engine's (fp32), as long as both
-choose the same tokens. The speeds say nothing of SGLang where it is at home. SGLANG_PYTHON names its interpreter.
+Both have the same random weights of a small model and generate the same greedy requests. The figures are
+- the time of the server's start and of a weight update;
+- the server's memory: resident, summed over its processes, so that shared pages count once for each process;
+- tokens a second alone and in a batch;
+- the distance of SGLang's log-probabilities from those of the embedded engine (fp32), as long as both choose the same
+  tokens.
+The speeds on a CPU say nothing about SGLang on GPUs. SGLANG_PYTHON names its interpreter.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ MODEL = ModelConfig(
 )
 BATCH = 16
 NUM_TOKENS = 256
-"""Of each response: a second or so alone."""
+"""The tokens of each response. A single response takes about a second."""
 
 
 def weights_of(model: ModelConfig) -> list[tuple[str, torch.Tensor]]:
@@ -70,7 +73,7 @@ def timed(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[float,
 
 
 def drift(engine: EmbeddedEngine, requests: Sequence[GenerationRequest], responses: dict[str, Response]) -> list[float]:
-    """|SGLang's - ours|, of each token that both choose with the same tokens before it."""
+    """|SGLang's log-probability - ours| for each token that both choose after the same tokens."""
     distances = []
     _, ours = timed(engine, requests)
     for name, response in responses.items():

@@ -1,6 +1,7 @@
 """One iteration on 1,024 GPUs, 8,192 sequences of up to 32k tokens: its seconds and the peak memory of this process.
 
-`python -m benchmarks.iteration_large` prints one JSON object; `iteration_sim` runs it for the memory of it alone.
+`python -m benchmarks.iteration_large` prints one JSON object. `iteration_sim` runs it in a process of its own to
+measure its memory.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Published throughputs of three models on 64 and 128 GPUs, and the scenarios that are set beside them.
+"""Published throughputs of three models on 64 and 128 GPUs, and the scenarios that are compared with them.
 
-Published (DynaRL, K tokens/s read off its figures, about 2 %; its trainer's and rollout's moves in seconds) is what
-`PUBLISHED` and `MODELS` hold. Not published, and so assumed, before any policy was run on it:
-- every model has the 7B job's prompts, lengths, engines of two GPUs and minibatches, on 128 GPUs too;
-- a model's steps, passes and updates all take the 7B's times over one factor: its published throughput on 64 GPUs over
-  the 7B's, verl's or, where verl ran out of memory, RLinf's;
-- a rollout's move is released and acquired in the 7B's proportion;
-- a trainer's published move is that of twice the copies it starts from, to a layout that is new: what its plan's bytes
-  do not take of it is setup and communicators, in the 7B's proportion;
-- the trainer has the 7B's TP 4, the 1.5B, which has two key/value heads, TP 2.
-128 GPUs are then a prediction. `VARIED` are the ranges in which the assumptions are tried one at a time, and `WRONG`
-what the policies are told wrongly, one thing at a time, of an iteration that stays as it is.
+`PUBLISHED` and `MODELS` have the published numbers: DynaRL's throughputs in K tokens/s, read from its figures to about
+2 %, and the seconds of its trainer's and rollout's moves. The rest is assumed. These assumptions were fixed before any
+policy ran on them:
+- Every model has the prompts, lengths, engines of two GPUs and minibatches of the 7B job, on 128 GPUs too.
+- All steps, passes and updates of a model take the times of the 7B model, divided by one factor: the model's published
+  throughput on 64 GPUs over that of the 7B model, with verl or, where verl ran out of memory, with RLinf.
+- The release and the acquisition share the time of a rollout's move as in the 7B job.
+- A published move of the trainer doubles its copies, to a new layout. The part that the bytes of the plan do not
+  explain is setup and communicators, in the proportion of the 7B job.
+- The trainer has TP 4 as in the 7B job. The 1.5B model has two key/value heads and therefore TP 2.
+The results on 128 GPUs are predictions. `VARIED` has the ranges of the assumptions, which are varied one at a time.
+`WRONG` has the wrong rates and lengths that the policies see, one at a time, while the iteration stays the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.wrong_rates import Misled, Wrong
+from benchmarks.wrong_rates import MisinformedPolicy, Wrong
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from simulator.cost_model import Costs
@@ -36,7 +37,7 @@ REFERENCE_GPUS = 64
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """K tokens/s; None where it ran out of memory."""
+    """K tokens/s of each system. None: it ran out of memory."""
 
     verl: float | None
     rlinf: float
@@ -46,8 +47,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Seconds of one move of the trainer, by GPUs, and of the rollout's median move; `section` is its shape, from
-    config.json of the Qwen2.5 of that size."""
+    """A model, and by number of GPUs the seconds of one move of the trainer and of the rollout's median move.
+
+    `section` is its shape, from config.json of Qwen2.5 in that size.
+    """
 
     name: str
     section: ModelSection
@@ -100,36 +103,38 @@ WRONG = (
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """One assumption changed, or one thing told wrongly."""
+    """One changed assumption, or one wrong value that the policies see."""
 
-    told: str
+    name: str
     overrides: tuple[str, ...] = ()
     wrong: Wrong | None = None
 
 
 def policies(scenario: Scenario, wrong: Wrong | None = None) -> dict[str, Policy]:
-    """The scheduler's own by their names, with the scenario's rules, and dynarl with its request priority; told wrongly
-    where something is."""
+    """The scheduler's policies by name, with the scenario's rules, and dynarl with its request priority.
+
+    `wrong`: the wrong values that all of them see.
+    """
     section = scenario.scheduler
     priority = section.dynarl.model_copy(update={"request_priority": True})
     of_priority = section.model_copy(update={"policy": "dynarl", "dynarl": priority})
     own = policies_of(POLICIES, scenario) | {"dynarl_priority": policy_of(of_priority)}
-    return {name: Misled(policy, wrong) for name, policy in own.items()} if wrong else own
+    return {name: MisinformedPolicy(policy, wrong) for name, policy in own.items()} if wrong else own
 
 
 def scenario_of(model: Model, num_gpus: int, overrides: Sequence[str] = ()) -> Scenario:
-    given = [
+    words = [
         *cluster_of(num_gpus, model.tp),
         *_shape(model),
         *_speeds(speed_of(model)),
         *_moves(model, num_gpus),
         *overrides,
     ]
-    return load_scenario(SCENARIO, [f"name={model.name}-{num_gpus}", *given])
+    return load_scenario(SCENARIO, [f"name={model.name}-{num_gpus}", *words])
 
 
 def cluster_of(num_gpus: int, tp: int = 4) -> Iterator[str]:
-    """The 7B job's placement, 16 : 40 : 8, on as many nodes of eight."""
+    """The placement of the 7B job, 16 : 40 : 8, on nodes of eight GPUs."""
     nodes = ", ".join(f"n{node}: 8" for node in range(num_gpus // 8))
     actor, inference = num_gpus // 4, num_gpus * 7 // 8
     yield f"cluster.nodes={{{nodes}}}"
@@ -140,7 +145,7 @@ def cluster_of(num_gpus: int, tp: int = 4) -> Iterator[str]:
 
 
 def speed_of(model: Model) -> float:
-    """How many times as fast as the 7B."""
+    """The speed of a model relative to the 7B model."""
     own, reference = PUBLISHED[model.name, REFERENCE_GPUS], PUBLISHED["7B", REFERENCE_GPUS]
     if own.verl is None or reference.verl is None:
         return own.rlinf / reference.rlinf
@@ -148,11 +153,11 @@ def speed_of(model: Model) -> float:
 
 
 def variations() -> Iterator[Variation]:
-    """One assumption at a time; the first leaves all as it is."""
+    """All variations, one assumption at a time. The first one changes nothing."""
     yield Variation("as it is")
     for key, values in VARIED:
         yield from (Variation(f"{key}={value}", overrides=(f"{key}={value}",)) for value in values)
-    yield from (Variation(told, wrong=wrong) for told, wrong in WRONG)
+    yield from (Variation(name, wrong=wrong) for name, wrong in WRONG)
 
 
 def _speeds(speed: float) -> Iterator[str]:
@@ -167,7 +172,7 @@ def _speeds(speed: float) -> Iterator[str]:
 
 
 def doubled_bytes(model: Model, num_gpus: int) -> int:
-    """That the busiest rank moves when the trainer gets as many copies again as it starts from."""
+    """The bytes that the busiest rank moves when the trainer doubles its copies."""
     copies = num_gpus // 4 // model.tp
     gpus = tuple(gpu_id(NodeId(f"n{index // 8}"), index % 8) for index in range(num_gpus // 2))
     before, after = (Layout(tp=model.tp, dp=times * copies) for times in (1, 2))

@@ -1,10 +1,13 @@
 """Policies on changed iterations: `python -m benchmarks.iteration_settings [--json] [--quick] [--save]`.
 
-`SETTINGS` are what is changed of the published iteration, one thing at a time: an assumption, the cluster, or how much
-there is to do. Rates and lengths are known to the policies, and no constant of theirs was chosen on these seeds. A case
-holds each policy's median seconds over the seeds, the best of those that are not `tide`, and its time over that of
-`tide`, seed by seed, with the range; the figures are the median and the least of the settings. `static_split` keeps the
-placement, `rlinf_wait` has RLinf's wait.
+`SETTINGS` has changes of the published iteration, one at a time: an assumption, the cluster, or the amount of work. The
+policies know rates and lengths, and no constant of theirs was chosen on these seeds. A case has the median seconds of
+each policy over the seeds, and the best policy besides `tide`:
+
+    tide_vs_best_other = min(seconds of the other policies) / seconds of tide
+
+with its median and range over the seeds. The figures are the median and the smallest of the settings. `static_split`
+keeps the placement, and `rlinf_wait` has RLinf's wait.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ GOALS = {"tide_vs_best_other": ">= 1.03", "tide_vs_best_other_worst": ">= 0.98"}
 
 
 def short(num_gpus: int, prompts: int, median_tokens: int, *, tp: int = 4) -> tuple[str, ...]:
-    """An iteration with less to do."""
+    """An iteration with less work."""
     sizes = (f"algorithm.prompts_per_iteration={prompts}", f"lengths.median_tokens={median_tokens}")
     return (*cluster_of(num_gpus, tp), *sizes)
 
@@ -63,8 +66,8 @@ def main() -> int:
     options = arguments("Policies on changed iterations, simulated.")
     seeds = QUICK_SEEDS if options.quick else SEEDS
     with ProcessPoolExecutor() as pool:
-        asked = {name: [pool.submit(seconds_of, name, seed) for seed in seeds] for name in SETTINGS}
-    cases = [case_of(name, [each.result() for each in runs]) for name, runs in asked.items()]
+        futures = {name: [pool.submit(seconds_of, name, seed) for seed in seeds] for name in SETTINGS}
+    cases = [case_of(name, [each.result() for each in runs]) for name, runs in futures.items()]
     found = spread([case["tide_vs_best_other"] for case in cases])
     report = Report(
         name="iteration_settings",
@@ -77,7 +80,7 @@ def main() -> int:
 
 
 def seconds_of(name: str, seed: int) -> dict[str, float]:
-    """Of the iteration under each policy."""
+    """The seconds of the iteration under each policy."""
     scenario = load_scenario(SCENARIO, SETTINGS[name])
     seconds: dict[str, float] = {}
     for policy_name, policy in _all_policies(scenario):
@@ -88,7 +91,7 @@ def seconds_of(name: str, seed: int) -> dict[str, float]:
 
 
 def case_of(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """`rows`: as of `seconds_of`, a seed each."""
+    """The case of one setting. `rows` has the result of `seconds_of` for each seed."""
     medians = {policy: median(row[policy] for row in rows) for policy in rows[0]}
     others = [policy for policy in medians if policy != "tide"]
     over = spread([min(row[policy] for policy in others) / row["tide"] for row in rows])

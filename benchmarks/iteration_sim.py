@@ -1,14 +1,19 @@
 """The published 64-GPU iteration under each policy: `python -m benchmarks.iteration_sim [--json] [--quick] [--save]`.
 
-One scenario file, `examples/scenarios/published_64gpu.yaml`, holds every cost for every policy; its fields were fixed
-on seeds 0 to 9, so the comparison runs on 10 to 19. A ratio is of runs on the same lengths; figures are medians over
-the seeds, `_min` and `_max` the range. `X_vs_Y` is Y's time over X's, `X_over_Y` X's over Y's; `clairvoyant` is the
-best schedule that a search found which knows the lengths and pays for every switch.
-The comparison counts only while `static_off_published`, `dynarl_off_published` and `dynarl_priority_off_published` meet
-their goals: how far the baselines' medians are from the published 985 s, 1.34 and 1.46.
-The cases are the seeds and, but for a quick run, each model and number of GPUs beside what is published of it
-(`iteration_models`): our ratios with the fields as they are, and their range when each assumption is varied in its own
-or something is told wrongly to the policies; then the ratios under each of these variations.
+One scenario file, `examples/scenarios/published_64gpu.yaml`, has the costs for every policy. Its fields were fixed on
+seeds 0 to 9, so the comparison runs on seeds 10 to 19. A ratio compares runs on the same lengths:
+
+    X_vs_Y   = seconds of Y / seconds of X
+    X_over_Y = seconds of X / seconds of Y
+
+Figures are medians over the seeds, and `_min` and `_max` their range. `clairvoyant` is the best schedule of a search
+that knows the lengths and pays for every switch. The comparison counts only while `static_off_published`,
+`dynarl_off_published` and `dynarl_priority_off_published` meet their goals: the distances of the baselines' medians
+from the published 985 s, 1.34 and 1.46.
+
+The cases are the seeds. A full run also has a case for each model and number of GPUs of `iteration_models`: our ratios,
+their range over all variations, and the published ratios; then our ratios under each variation. A variation changes one
+assumption, or one value that the policies see.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ SEEDS = range(10, 20)
 PUBLISHED_S, PUBLISHED_DYNARL, PUBLISHED_PRIORITY = 985.0, 1.34, 1.46
 VARIED_SEEDS = (10,)
 EVALUATIONS, QUICK_EVALUATIONS = 200, 18
-"""Schedules that the search for a clairvoyant one runs."""
+"""The number of schedules that the clairvoyant search runs."""
 
 GOALS = {
     "static_off_published": "<= 0.05",
@@ -50,7 +55,8 @@ GOALS = {
 
 
 def compared(scenario: Scenario, seed: int, *, directly: bool = False, wrong: Wrong | None = None) -> dict[str, float]:
-    """Seconds of the iteration under each policy, and the bound; `wrong`: what all of them are told wrongly."""
+    """The seconds of the iteration under each policy, and the bound. `wrong`: the wrong values that all policies
+    see."""
     seconds: dict[str, float] = {}
     for name, policy in policies(scenario, wrong).items():
         run = simulate(scenario, policy, name=name, seed=seed, directly=directly)
@@ -60,7 +66,7 @@ def compared(scenario: Scenario, seed: int, *, directly: bool = False, wrong: Wr
 
 
 def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
-    """`seconds` as of `compared`."""
+    """The ratios of the result of `compared`."""
     others = {name: each for name, each in seconds.items() if name not in ("tide", "bound", "clairvoyant")}
     return {
         **{f"{name}_vs_static": seconds["static"] / each for name, each in others.items() if name != "static"},
@@ -79,7 +85,7 @@ def figures_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def distances(figures: Mapping[str, float], static_s: float) -> dict[str, float]:
-    """Of the baselines' medians from what is published, as shares of it."""
+    """The relative distances of the baselines' medians from the published numbers."""
     return {
         "static_off_published": abs(static_s / PUBLISHED_S - 1),
         "dynarl_off_published": abs(figures["dynarl_vs_static"] / PUBLISHED_DYNARL - 1),
@@ -88,7 +94,8 @@ def distances(figures: Mapping[str, float], static_s: float) -> dict[str, float]
 
 
 def clairvoyant(scenario: Scenario, seed: int, *, is_quick: bool = False) -> Found:
-    """Searched from what every policy did too, but for collocated phases, in which nothing overlaps."""
+    """The best schedule. A full search begins also at the schedules of all policies but collocated phases, in which
+    nothing overlaps."""
     if is_quick:
         return clairvoyant_schedule(scenario, seed=seed, evaluations=QUICK_EVALUATIONS)
     others = {name: policy for name, policy in policies(scenario).items() if name not in ("static", "tide")}
@@ -97,20 +104,20 @@ def clairvoyant(scenario: Scenario, seed: int, *, is_quick: bool = False) -> Fou
 
 
 def costs_of_simulating(scenario: Scenario) -> dict[str, float]:
-    """Of one published iteration under `tide`, the slowest, and of the large one in a process of its own."""
+    """The cost of simulating: one published iteration under `tide`, the slowest policy, and the large iteration in a
+    process of its own."""
     policy = policies(scenario)["tide"]
     began = time.perf_counter()
     simulate(scenario, policy, seed=SEEDS[0])
     took_s = time.perf_counter() - began
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "benchmarks.iteration_large"], capture_output=True, text=True, check=True
     )
-    return {"sim_s": took_s, **json.loads(said.stdout)}
+    return {"sim_s": took_s, **json.loads(done.stdout)}
 
 
 def beside_published(model: Model, num_gpus: int) -> list[dict[str, Any]]:
-    """Our ratios, with the lowest and the highest when the assumptions are varied, and the published ones; then our
-    ratios under each variation."""
+    """A row of our ratios, their range over all variations and the published ratios; then a row for each variation."""
     found = list(_varied(model, num_gpus))
     (_, base_row), *others = found
     published = PUBLISHED[model.name, num_gpus]
@@ -133,19 +140,19 @@ def beside_published(model: Model, num_gpus: int) -> list[dict[str, Any]]:
         "published_dynarl_vs_base": published.dynarl / base,
     }
     by_variation = [
-        {"case": f"{case}, {told}", **{key: value for key, value in row.items() if "_vs_" in key}}
-        for told, row in others
+        {"case": f"{case}, {name}", **{key: value for key, value in row.items() if "_vs_" in key}}
+        for name, row in others
     ]
     return [whole, *by_variation]
 
 
 def _varied(model: Model, num_gpus: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """What was varied, and the ratios with it."""
+    """The name of each variation, and the ratios with it."""
     for each in variations():
         scenario = scenario_of(model, num_gpus, each.overrides)
         rows = [compared(scenario, seed, directly=True, wrong=each.wrong) for seed in VARIED_SEEDS]
         medians = {key: median(ratios(row)[key] for row in rows) for key in ratios(rows[0])}
-        yield each.told, medians | {"static_s": median(row["static"] for row in rows)}
+        yield each.name, medians | {"static_s": median(row["static"] for row in rows)}
 
 
 def main() -> int:

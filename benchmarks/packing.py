@@ -1,15 +1,18 @@
-"""Packing under a token cap, and what it gains: `python -m benchmarks.packing [--json] [--quick] [--save]`.
+"""The cost and the gain of packing under a token cap: `python -m benchmarks.packing [--json] [--quick] [--save]`.
 
-Packed are 8,192 lognormal lengths for 64 ranks under three caps, in this process; `pack_s` is the median of the slowest
-case, timed from the lengths to every rank's micro-batches. `waste` is the share of the positions run that hold no
-token, and `waste_kk` the same of a plain Karmarkar-Karp rule (`benchmarks/packing_rules.py`), both of the case in which
-ours does worst beside it; where the rule's micro-batches are over the cap, as right-padded ones are, its waste is the
-lower one of these and of those with as many more as keep the cap.
+The benchmark packs 8,192 lognormal lengths for 64 ranks under three caps, in this process.
+- `pack_s` is the median of the slowest case, from the lengths to every rank's micro-batches.
+- `waste` is the share of computed positions without a token.
+- `waste_kk` is the waste of a plain Karmarkar-Karp rule (`benchmarks/packing_rules.py`). Its right-padded micro-batches
+  may exceed the cap. Then its waste is the smaller one of these and of more micro-batches that keep the cap.
+Both wastes are those of the case in which ours compares worst with the rule.
 
-`tokens_per_s_ratio` is of tokens a second in whole updates of the demo's model on one rank, under a cap over a fixed
-number of sequences that fits the same cap at the longest sample (`benchmarks/packing_step.py`), medians of steps that
-take turns. A fixed number is of samples that follow one another in the minibatch, padded to the longest of them;
-`tokens_per_s_ratio_by_length` is over such ones sorted by length, which is what the actor does without a cap.
+    tokens_per_s_ratio = tokens/s under a cap / tokens/s with a fixed number of sequences
+
+is measured in whole updates of the demo's model on one rank, as medians of steps that take turns. The fixed number fits
+the same cap with the longest sample (`benchmarks/packing_step.py`). Its micro-batches have consecutive samples of the
+minibatch, padded to the longest of them. `tokens_per_s_ratio_by_length` compares with samples sorted by length, which
+is the actor's way without a cap.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from tidegate.model_config import ModelConfig
 NUM_LENGTHS = 8192
 NUM_RANKS = 64
 MEDIAN, SIGMA, LONGEST = 600, 1.0, 8192
-"""Tokens of a sample: a mean of about 950, and a tail that ends at the longest context."""
+"""The tokens of a sample: a mean of about 950, and a tail up to the longest context."""
 CAPS = (8192, 16384, 32768)
 SIDES = ("fixed", "fixed_by_length", "capped")
 QWEN25_7B = ModelConfig(
@@ -67,7 +70,7 @@ def pack_case(max_tokens: int, num_runs: int) -> dict[str, Any]:
 
 
 def of_packing(suffix: str, ranks: Ranks, lengths: Sequence[int], cap: TokenCap) -> dict[str, float]:
-    """`rank_cost_over_mean` is of the rank that computes most."""
+    """`rank_cost_over_mean` is that of the rank with the most work."""
     sizes = [[positions(batch, lengths, cap) for batch in own] for own in ranks]
     costs = [
         sum(size * (cap.token_cost + size // max(len(batch), 1)) for batch, size in zip(own, own_sizes, strict=True))
@@ -82,7 +85,7 @@ def of_packing(suffix: str, ranks: Ranks, lengths: Sequence[int], cap: TokenCap)
 
 
 def step_case(found: list[Results]) -> dict[str, Any]:
-    """Of one layout's ranks; a step lasts until the last of them is done."""
+    """The case of one layout's ranks. A step lasts until the last rank is done."""
     num_tokens = found[0]["num_tokens"]
     case: dict[str, Any] = {"case": f"updates of the demo's model, dp={len(found)}"}
     rates = {}
@@ -125,7 +128,7 @@ def main() -> int:
             "pack_s": "<= 0.05",
             "waste": f"<= {waste_kk:.4f}",
             "tokens_per_s_ratio": ">= 1.5",
-            # The cap is to be worth setting for who has it off; the least that a busy machine gave was 1.4.
+            # A user without a cap should gain by setting one. The smallest ratio on a busy machine was 1.4.
             "tokens_per_s_ratio_by_length": ">= 1.2",
         },
         cases=[*packed, *steps],

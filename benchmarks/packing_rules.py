@@ -1,9 +1,10 @@
-"""The rule that packing is measured against: Karmarkar and Karp's differencing on sums of lengths, applied twice.
+"""The rule that packing is compared with: Karmarkar and Karp's differencing on sums of lengths, applied twice.
 
-As verl deals a batch out and cuts it (`verl/utils/seqlen_balancing.py`; slime and SkyRL do likewise): samples go to
-ranks in equal numbers with even sums of tokens; a rank's K is the largest number of caps that any rank's tokens fill;
-each rank's samples go into K micro-batches with even sums. The rule knows no padding, so that right-padded its
-micro-batches may be over the cap; with `keeps_cap`, K grows until none is.
+verl distributes and cuts a batch in this way (`verl/utils/seqlen_balancing.py`); slime and SkyRL do the same:
+1. Samples go to ranks in equal numbers with even sums of tokens.
+2. K is the largest number of caps that any rank's tokens fill.
+3. Each rank's samples go into K micro-batches with even sums.
+The rule ignores padding, so right-padded micro-batches may exceed the cap. With `keeps_cap`, K grows until none does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tidegate.megatron.largest_differencing import even_parts
 from tidegate.megatron.packing import TokenCap
 
 Ranks = list[list[list[int]]]
-"""Of each rank its micro-batches, as indices of samples."""
+"""The micro-batches of each rank, as indices of samples."""
 
 
 def by_karmarkar_karp(lengths: Sequence[int], cap: TokenCap, *, num_ranks: int, keeps_cap: bool) -> Ranks:
@@ -34,10 +35,10 @@ def by_karmarkar_karp(lengths: Sequence[int], cap: TokenCap, *, num_ranks: int, 
 
 
 def positions(batch: Sequence[int], lengths: Sequence[int], cap: TokenCap) -> int:
-    """Of a right-padded micro-batch; an empty one is run as a row of the least length."""
+    """The positions of a right-padded micro-batch. An empty one runs as a row of the smallest length."""
     return max(len(batch), 1) * max((cap.row_length(lengths[index]) for index in batch), default=cap.pad_multiple)
 
 
 def waste(ranks: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], cap: TokenCap) -> float:
-    """The share of all positions that are run and hold no token."""
+    """The share of computed positions without a token."""
     return 1 - sum(lengths) / sum(positions(batch, lengths, cap) for own in ranks for batch in own)

@@ -1,9 +1,10 @@
 """Times GRPO updates of the demo's model: micro-batches of a fixed number of sequences, and under a token cap.
 
-All sides have the same positions to fill: the fixed number is what fits if every sample is as long as one may be, of
-samples that follow one another (`fixed`) or of the longest first (`fixed_by_length`, as the actor without a cap). One
-tree of ranks trains the same minibatches by each side in turn, in the actor's own trainer. Invariants: a step begins
-when all ranks are ready and ends with the last of them; the first minibatch warms up and is in no time.
+All sides may use the same number of positions. The fixed number of sequences is the number that fits with the longest
+legal sample. Its micro-batches have consecutive samples (`fixed`) or samples sorted by length, the longest first
+(`fixed_by_length`, the actor's way without a cap). One tree of ranks trains the same minibatches with each side in
+turn, in the actor's own trainer. A step begins when all ranks are ready and ends with the last of them. The first
+minibatch is a warm-up and is not timed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tidegate.types import Layout
 
 DEMO = Path(__file__).resolve().parent.parent / "tidegate" / "demo.yaml"
 MAX_SEQ_LEN = 1024
-"""The demo's own 80 leave no room for a tail."""
+"""Longer than the demo's own 80 tokens, which leave no room for a tail."""
 MAX_TOKENS = 4096
 NUM_SEQUENCES = MAX_TOKENS // MAX_SEQ_LEN
 NUM_PROMPT_TOKENS = 16
@@ -39,8 +40,8 @@ SIGMA = 1.0
 
 
 def measure_step(context: RankContext, *, num_runs: int, num_samples: int) -> Results:
-    """By side: when each step began and ended on the host's monotonic clock, its micro-batches and positions on this
-    rank; and the tokens of each minibatch."""
+    """By side: the begin and the end of each step on the host's monotonic clock, its micro-batches and its positions on
+    this rank. Also the tokens of each minibatch."""
     shape = load_job(load_sources(Sources([DEMO])).config).model
     model = replace(shape, max_seq_len=MAX_SEQ_LEN)
     world = join(context, open_store(context), epoch=1, members=tuple(range(context.world_size)))
@@ -84,7 +85,7 @@ def sides_of(model: ModelConfig) -> dict[str, Limits]:
 
 
 class InOrder(GrpoMinibatch):
-    """Its micro-batches are of samples that follow one another, as a minibatch is cut where no one sorts it."""
+    """Micro-batches of consecutive samples: a minibatch that is cut without sorting."""
 
     def micro_batches(self, place: ReplicaPlace) -> list[TrainBatch]:
         indices = range(len(self.samples))
@@ -96,7 +97,7 @@ class InOrder(GrpoMinibatch):
 
 
 def drawn_samples(seed: int, count: int, vocab_size: int) -> list[TrainSample]:
-    """With responses of lognormal lengths."""
+    """Samples with responses of lognormal lengths."""
     draw = np.random.default_rng(seed)
     longest = MAX_SEQ_LEN - NUM_PROMPT_TOKENS
     lengths = np.clip(draw.lognormal(np.log(MEDIAN_RESPONSE), SIGMA, count), 1, longest).astype(int)

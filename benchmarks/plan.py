@@ -1,11 +1,14 @@
-"""How long one rank plans its part of a reshard, on one core: `python -m benchmarks.plan [--json] [--quick] [--save]`.
+"""The time in which one rank plans its part of a reshard, on one core: `python -m benchmarks.plan [--json] [--quick]`.
 
-Models of real shapes, bf16 with fp32 main parameters and Adam moments under the distributed optimizer, whose ranges are
-made as Megatron's buffers make them and are read before the clock starts, as a job would have them. Timed is all that a
-rank does from these inputs to its frozen, validated part: its sends, its receives, its local copies; nothing is kept
-between runs. A case's figure is the median of its slowest rank among those tried.
-`bytes_over_minimum` is what all tried ranks receive over what they want and did not hold, which is worked out here by
-comparing each rank's own two shards, without the planner.
+The models have real shapes: bf16 with fp32 main parameters and Adam moments under the distributed optimizer. The
+optimizer's ranges are those of Megatron's buffers. They are read before the clock starts, as in a job. The timed part
+is all work of a rank from these inputs to its frozen, validated part: its sends, its receives and its local copies.
+Nothing is kept between runs. The figure of a case is the median of its slowest rank among those tried.
+
+    bytes_over_minimum = received bytes / bytes in the target that the rank did not hold in the source
+
+is summed over all tried ranks. The denominator is computed here from each rank's own two shards, without the planner.
+`--save` keeps the result.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def mesh(layout: Layout, chunks: tuple[tuple[int, ...], ...], first: int = 0) ->
 
 
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
-    """As equal as they can be."""
+    """Stages that are as equal as possible."""
     return (tuple(num_layers // pp + (stage < num_layers % pp) for stage in range(pp)),)
 
 
@@ -139,7 +142,7 @@ def main() -> int:
             "bytes_over_minimum": "<= 1.0",
         },
         cases=cases,
-        against="bytes that a rank wants in the target and did not hold in the source",
+        against="bytes that a rank needs in the target and did not hold in the source",
     )
     return publish(report, options)
 

@@ -1,7 +1,7 @@
-"""What every benchmark says at its end, and where it keeps it.
+"""The report at the end of every benchmark.
 
-The last line of stdout with `--json` is one object: name, figures (units in the keys), goals, whether they were met,
-cases, what it was measured against, commit and machine. `--save` writes the same with the command to `results/`.
+With `--json` the last line of stdout is one object: name, figures (units in the keys), goals, whether they are met,
+cases, the basis of the comparison, commit and machine. `--save` writes the same with the command to `results/`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Report:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest of the runs, and how many there were."""
+    """The median, the smallest and the largest of the runs, and their number."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
@@ -65,7 +65,7 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def publish(report: Report, options: argparse.Namespace) -> int:
-    """Print and save as asked; the exit code: 1 when a goal was missed."""
+    """Print and save the report as the options say. Returns the exit code: 1 if a goal is missed."""
     result = report.to_dict()
     for key, value in report.figures.items():
         print(f"{key:40} {value:10.4g}   {report.goals.get(key, '')}")

@@ -1,11 +1,13 @@
 """A running job's switch of layout, ours and others': `python -m benchmarks.reshard [--json] [--quick] [--save]`.
 
-A GPT in fp32 with Adam changes its layout on forked ranks of this machine, each case in one tree of processes, side
-after side: ours by shared memory, as it comes and into memory taken anew, and by gloo; Megatron's dist_checkpointing
-and torch's checkpoint, to memory and back with groups, model and optimizer built anew; and, for the weights alone,
-Megatron's refit. Every side's result is checked element by element. A side's first switch is told apart (it plans, and
-makes groups and tensors); medians are of the later ones. A figure is that of its worst case. The model has 97.5M
-parameters, or as many layers as the predicted peak leaves room for.
+A GPT in fp32 with Adam changes its layout on forked ranks of this machine. Each case runs in one tree of processes, one
+side after the other:
+- ours by shared memory, into kept memory and into new memory, and ours by gloo;
+- Megatron's dist_checkpointing and torch's checkpoint, to memory and back, with new groups, model and optimizer;
+- for the weights alone, Megatron's refit.
+Every side's result is checked element by element. The first switch of a side is reported separately, since it plans and
+makes groups and tensors. Medians cover the later switches. A figure is that of its worst case. The model has 97.5M
+parameters, or fewer layers if the predicted peak of memory does not fit.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from tidegate.types import Layout
 
 TMPFS = Path("/dev/shm")
 NUM_LAYERS = (12, 8, 4)
-"""To choose from, the largest that fits; every pp of the cases divides them."""
+"""The numbers of layers to choose from. Every pp of the cases divides them."""
 SHARE_OF_MEMORY = 0.8
-"""Of what is available: the prediction leaves out the interpreters, 0.15 GB a rank, and what gloo holds."""
+"""The usable share of the available memory. The prediction leaves out the interpreters, 0.15 GB a rank, and the memory
+of gloo."""
 _TIMEOUT_S = 1800.0
 _OWN_CLOCKS = ("began", "ended")
 
@@ -55,7 +58,7 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model a case has, and why."""
+    """The size of a case's model, and its reason."""
 
     num_layers: int
     is_small: bool
@@ -65,7 +68,7 @@ class Size:
 
 
 def size_of(source: Layout, target: Layout, *, is_quick: bool) -> Size:
-    """The largest model that fits; the smallest there is where none does."""
+    """The largest model that fits. If none fits, the smallest one."""
     budget = int(SHARE_OF_MEMORY * _available_bytes())
     for num_layers in NUM_LAYERS if not is_quick else NUM_LAYERS[-1:]:
         count = num_parameters(model(num_layers, is_small=is_quick))
@@ -96,7 +99,7 @@ def measure(server: RankServer, source: Layout, target: Layout, size: Size, num_
 
 
 def seconds_of(side: str, found: Sequence[Results]) -> dict[str, npt.NDArray[np.float64]]:
-    """By part and in total, run by run, of the slowest rank."""
+    """The seconds of the slowest rank, by part and in total, for each run."""
     began, ended = (np.array([of_rank[f"{side}/{clock}"] for of_rank in found]) for clock in _OWN_CLOCKS)
     parts = {key.partition("/")[2] for of_rank in found for key in of_rank if key.startswith(f"{side}/")}
     of_part = {
@@ -107,7 +110,7 @@ def seconds_of(side: str, found: Sequence[Results]) -> dict[str, npt.NDArray[np.
 
 
 def row_of(source: Layout, target: Layout, size: Size, found: Sequence[Results]) -> dict[str, Any]:
-    """A case's row; medians without the first run."""
+    """The row of a case. Its medians leave the first run out."""
     seconds = {side: seconds_of(side, found) for side in SIDES}
     median = {side: {part: float(np.median(runs[1:])) for part, runs in of.items()} for side, of in seconds.items()}
     ours, fresh = median["tidegate"], median["tidegate_fresh"]
@@ -142,7 +145,7 @@ def row_of(source: Layout, target: Layout, size: Size, found: Sequence[Results])
 
 
 def figures_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each figure the worst case; groups where there are most ranks."""
+    """The worst case of each figure. The figure of groups is that of the case with the most ranks."""
     rows = list(rows)
     worst = {key: min if goal.startswith(">=") else max for key, goal in GOALS.items()}
     figures = {
@@ -157,9 +160,9 @@ def figures_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 def main() -> int:
     options = arguments("A running job's switch of layout, ours and others'.")
-    # torch's store warns of each wait that ends at its deadline, and members look again and again for a decision.
+    # torch's store warns at each wait that reaches its deadline, and members poll for a decision.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # A run that is ended early would else leave gigabytes in memory.
+    # Otherwise a run that ends early would leave gigabytes in memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = []
     with rank_server() as server:
@@ -175,7 +178,7 @@ def main() -> int:
         "dist_checkpointing (fully reshardable) and torch.distributed.checkpoint to tmpfs with groups, model and "
         "optimizer built anew, and megatron.core.resharding for the weights alone, in the same processes"
     )
-    # A small model tells of latencies: no goal is for that.
+    # A small model shows only latencies, so no goal applies to it.
     goals = {} if options.quick else GOALS
     return publish(Report("reshard", figures_of(rows), goals, rows, against), options)
 

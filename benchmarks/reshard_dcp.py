@@ -1,9 +1,9 @@
 """torch's own checkpoint, torch.distributed.checkpoint, to memory and back: weights and Adam's state as DTensors.
 
-Weights are the model's own, cut as Megatron cuts them; gate and up are two tensors, for a DTensor has no blocks. Adam's
-moments are cut over dp too, by the first dim, in memory of their own: what Megatron's optimizer keeps are flat ranges,
-which no DTensor describes, and the way from one to the other is left out. Timed are save, the end of torch's world and
-the new one with its groups, model, DDP and optimizer, the moments' memory, load.
+Weights are those of the model, cut as in Megatron. Gate and up are two tensors, since a DTensor has no blocks. Adam's
+moments are cut over dp too, by the first dim, in memory of their own. Megatron's optimizer keeps flat ranges, which no
+DTensor describes, and the conversion between both is left out. The timed parts are the save, the end of torch's world,
+the new world with its groups, model, DDP and optimizer, the memory of the moments, and the load.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TorchCheckpoint:
         gc.collect()
 
     def _build(self, mesh: Mesh) -> None:
-        """This rank's tensors, of no meaning yet."""
+        """This rank's tensors, without values yet."""
         self._trained = self._job.build(mesh)
         if self._trained is None:
             return
@@ -118,7 +118,7 @@ class TorchCheckpoint:
             yield key, tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _want(self, key: str) -> torch.Tensor:
-        """This rank's part of a tensor's values."""
+        """The values of this rank's part of a tensor."""
         kind, _, rest = key.partition("/")
         name, _, block = rest.partition("#")
         held: Any = self._held[key]
@@ -134,7 +134,7 @@ class TorchCheckpoint:
 def _tensors_of(
     parameter: Parameter,
 ) -> Iterator[tuple[str, StateKind, tuple[int, ...], tuple[Placement, Placement], int | None]]:
-    """(key, kind, shape, placements over tp and dp, which of its blocks it is)."""
+    """(key, kind, shape, placements over tp and dp, index of the block) of each tensor."""
     cut = parameter.cut
     over_tp = Replicate() if isinstance(cut, Whole) else Shard(cut.dim if isinstance(cut, Split) else 0)
     num_blocks = cut.stride if isinstance(cut, Split) else 1

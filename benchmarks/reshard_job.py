@@ -1,7 +1,8 @@
-"""What a job that goes by way of a checkpoint does between save and load: end torch's world, and begin as it starts.
+"""The steps between save and load of a job that changes its layout by a checkpoint: end torch's world and begin
+another.
 
-That is torch's world of the new layout's ranks, Megatron's groups in it, and model, DDP and optimizer without their
-initial values. The start of new processes is not in it.
+The new world has the ranks of the new layout, Megatron's groups, and model, DDP and optimizer without initial values.
+The start of new processes is not included.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ CPU = torch.device("cpu")
 
 
 class MegatronJob:
-    """One rank's; `start`, `build` and `stop` are called by all ranks of the crew alike."""
+    """The job on one rank. All ranks of the crew call `start`, `build` and `stop` together."""
 
     def __init__(self, crew: Crew, state: LogicalState) -> None:
         self._crew = crew
         self._state = state
 
     def start(self, layout: Layout) -> None:
-        """Torch's world of this layout's ranks alone, and Megatron's groups in it."""
+        """Start torch's world of this layout's ranks, and Megatron's groups in it."""
         store = self._crew.new_world()
         if self._crew.rank >= layout.num_ranks:
             return
@@ -51,7 +52,7 @@ class MegatronJob:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
 
     def build(self, mesh: Mesh) -> Trained | None:
-        """None where this rank is not in the mesh."""
+        """Build the model. None: this rank is not in the mesh."""
         if self._crew.rank not in mesh.ranks:
             return None
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -60,5 +61,5 @@ class MegatronJob:
         return Trained(chunks, distributed_optimizer(chunks, adam(), groups), groups)
 
     def stop(self) -> None:
-        """Safe where nothing was started."""
+        """End the world. It does nothing if none was started."""
         parallel.stop()

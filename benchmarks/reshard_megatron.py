@@ -1,9 +1,12 @@
-"""The way without us: Megatron's dist_checkpointing in its fully reshardable form, to memory and back.
+"""The way without Tidegate: Megatron's dist_checkpointing in its fully reshardable form, to memory and back.
 
-One switch is all that a running process would do: save, end torch's world and Megatron's groups, begin those of the new
-layout, build model, DDP and optimizer without initialising them, load. The start of new processes is not in it. Of two
-ways to put the optimizer's state together it is the one that took less than half the other's time here: on the first
-replica instead of on all.
+One switch has all steps of a running process:
+1. save;
+2. end torch's world and Megatron's groups, and begin those of the new layout;
+3. build model, DDP and optimizer without initial values;
+4. load.
+The start of new processes is not included. Megatron can assemble the optimizer's state on the first replica or on all.
+The first way is used here, since it took less than half the time.
 """
 
 from __future__ import annotations

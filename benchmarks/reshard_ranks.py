@@ -1,9 +1,8 @@
-"""Times one switch between two layouts as every side makes it, in one tree of rank processes.
+"""Times one switch between two layouts by every side, in one tree of rank processes.
 
-All ranks run the same sides one after the other, each many times: prepare, meet, switch, the floor, and, after the
-first and the last run, a check of every element. What warms up in a process stays warm for all later runs.
-Invariants: a switch begins when all ranks are ready, and ends with the last of them; nothing of `prepare`, `floor` and
-`check` is in the time.
+All ranks run the sides one after the other, each many times: prepare, meet, switch, floor. After the first and the last
+run every element is checked. Caches that are warm in a process stay warm for all later runs. A switch begins when all
+ranks are ready, and ends with the last of them. The time leaves `prepare`, `floor` and `check` out.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ def measure_case(
     sides: list[str],
     folder: str,
 ) -> Results:
-    """`SIDE/began` and `SIDE/ended` on the host's monotonic clock, `SIDE/PART` in seconds; a run an element."""
+    """`SIDE/began` and `SIDE/ended` on the host's monotonic clock, and `SIDE/PART` in seconds, with one element a
+    run."""
     crew = Crew.of(context, Path(folder))
     state = LogicalState(model(num_layers, is_small=is_small))
     meshes = [

@@ -1,8 +1,8 @@
 """Megatron's own resharding in memory, `megatron.core.resharding`: the parameters alone, both models allocated.
 
-Its planner and executor, over a copy service of two dozen lines: Megatron's own one for gloo wants a CUDA stream, and
-stages in pinned memory what it would send from a GPU, which would double its copies here. The first run plans, the
-later ones find the plan in its cache, whose key leaves out the order of ranks.
+It uses Megatron's planner and executor over a copy service of two dozen lines. Megatron's own copy service for gloo
+needs a CUDA stream and stages GPU data in pinned memory, which would double the copies here. The first run plans. Later
+runs find the plan in Megatron's cache, whose key does not contain the order of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class GlooWithoutStaging(CopyService):  # type: ignore[misc] # megatron-core has no types
-    """Sends from the source's memory and receives into the target's."""
+    """Sends from the memory of the source and receives into that of the target."""
 
     def __init__(self) -> None:
         super().__init__()

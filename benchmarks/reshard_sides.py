@@ -1,8 +1,8 @@
-"""What the benchmark of resharding compares, and where its ranks meet.
+"""The sides that the benchmark of resharding compares, and the meeting of its ranks.
 
-A side is one way from layout to layout: ours, or another. All ranks make it once a case and call it alike.
-Invariants: ranks meet over a store of the harness's own, so that a side may end torch's world and begin another; what a
-switch cost is known by part.
+A side is one way from layout to layout: ours, or another. All ranks make it once for each case and call it in the same
+way. Ranks meet over a store of the harness, so that a side may end torch's world and begin another. The time of a
+switch is known by part.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from tidegate.elastic.plan.layout import Mesh
 
 
 class Side(Protocol):
-    """Before each run `prepare`, then `switch`, `floor`, and sometimes `check`; `close` at the end."""
+    """One way to switch. Each run calls `prepare`, `switch`, `floor` and sometimes `check`. `close` comes at the
+    end."""
 
     def prepare(self, source: Mesh, target: Mesh) -> None:
-        """Have the logical state in the source layout, before each run, whatever the last run left."""
+        """Put the logical state into the source layout before each run, whatever the last run left."""
 
     def switch(self) -> dict[str, float]:
-        """Have it in the target layout; this rank's seconds by part."""
+        """Move the state into the target layout. Returns this rank's seconds by part."""
 
     def floor(self) -> dict[str, float]:
-        """After a switch: this rank's seconds for the same bytes at the least, by pattern; empty where unknown."""
+        """After a switch: this rank's smallest seconds for the same bytes, by pattern. Empty: they are unknown."""
 
     def check(self) -> None:
-        """AssertionError unless this rank's tensors of the target are those of the logical state."""
+        """AssertionError: a target tensor of this rank differs from the logical state."""
 
     def close(self) -> None:
         """Give back all memory, files and connections."""
@@ -42,13 +43,13 @@ class Side(Protocol):
 
 @dataclass(slots=True)
 class Crew:
-    """The ranks of one case, meeting outside torch's world."""
+    """The ranks of one case, which meet outside torch's world."""
 
     rank: int
     size: int
     store: Store
     folder: Path
-    """In memory; the sides' files go there."""
+    """A folder in memory for the files of the sides."""
     timeout_s: float
     _num_meetings: int = 0
     _num_worlds: int = 0
@@ -61,7 +62,7 @@ class Crew:
         return cls(context.rank, context.world_size, store, folder, timeout_s)
 
     def meet(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks are here."""
         self._num_meetings += 1
         key = f"met/{self._num_meetings}"
         if self.store.add(key, 1) == self.size:
@@ -69,14 +70,15 @@ class Crew:
         self.store.wait([f"{key}/all"])
 
     def part(self) -> None:
-        """The last call of all ranks: the one that serves the store ends after the others."""
+        """The last call of all ranks. The rank that serves the store ends after the others."""
         if self.rank:
             self.store.set(f"parted/{self.rank}", "")
         else:
             self.store.wait([f"parted/{rank}" for rank in range(1, self.size)])
 
     def new_world(self) -> Store:
-        """A store for the next torch world; all ranks count alike, those outside it too."""
+        """A store for the next torch world. All ranks call it, also those outside that world, so that their counts
+        agree."""
         self._num_worlds += 1
         return PrefixStore(f"world/{self._num_worlds}", self.store)
 

@@ -1,8 +1,8 @@
-"""The model that the benchmark of resharding moves, what each of its tensors must hold, and what a switch will take.
+"""The model of the resharding benchmark, the values of its tensors, and the predicted memory of a switch.
 
-A logical tensor's values are a window of one random pattern that repeats, at an offset of its own: any rank has any of
-them at memory speed, without asking another. Invariants: two tensors have the same values at no offset; no value is
-negative, as Adam's second moment must be; padding takes no part, for the vocabulary needs none.
+The values of a logical tensor are a window of one repeating random pattern, at an offset of its own. Any rank computes
+any values at memory speed, without another rank. Two tensors never have the same values at one offset. No value is
+negative, as Adam's second moment requires. The vocabulary needs no padding.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 
 NUM_STEPS = 7.0
-"""What every parameter's step count says."""
+"""The step count of every parameter."""
 _PERIOD = 1_048_573
-"""Elements; prime, so that rows of no tensor are a multiple of it apart."""
+"""The elements of the pattern. The number is prime, so that the rows of no tensor are a multiple of it apart."""
 _FP32 = 4
 
 
 def model(num_layers: int, *, is_small: bool = False) -> GptProvider:
-    """97.5M parameters with 12 layers: 6.3M a layer and 22M in both embeddings; the small one has 1/40 of each."""
+    """A model of 97.5M parameters with 12 layers: 6.3M a layer and 22M in both embeddings. A small one has 1/40 of
+    each."""
     width = 128 if is_small else 768
     config = ModelConfig(
         num_layers=num_layers,
@@ -47,7 +48,7 @@ def model(num_layers: int, *, is_small: bool = False) -> GptProvider:
 
 
 def adam() -> OptimizerConfig:
-    """In fp32, sharded over the replicas."""
+    """Adam in fp32, sharded over the replicas."""
     return OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32, use_distributed_optimizer=True)
 
 
@@ -56,13 +57,13 @@ def num_parameters(provider: GptProvider) -> int:
 
 
 def peak_bytes(num_parameters: int, source: Layout, target: Layout) -> dict[str, int]:
-    """By side, of all ranks together; replicas of weights and gradients, moments once, files in memory."""
+    """The peak bytes of all ranks by side: replicas of weights and gradients, moments once, and files in memory."""
     weights, moments = _FP32 * num_parameters, 2 * _FP32 * num_parameters
 
     def trained(layout: Layout) -> int:
         return 2 * weights * layout.dp + moments
 
-    # Each rank gathers, or reads, its whole model's main parameters and moments, and hands on what it makes of them.
+    # Each rank gathers or reads the main parameters and moments of its whole model, and passes its results on.
     whole = max((weights + moments) * layout.dp + trained(layout) for layout in (source, target))
     return {
         "dist_checkpointing": whole + 2 * weights + moments,
@@ -88,7 +89,7 @@ class LogicalState:
         return self._pattern.repeat(repeats)[start : start + prod(shape)].view(shape)
 
     def shard(self, name: str, kind: StateKind, mesh: Mesh, me: int) -> torch.Tensor:
-        """What a member's tensor-parallel shard of it is, flat."""
+        """A member's tensor-parallel shard of the tensor, flat."""
         parameter = self._by_name[name]
         tp_rank = mesh.coordinates(mesh.ranks.index(me)).tp
         shard = shard_of(parameter.shape, parameter.cut, tp=mesh.layout.tp, tp_rank=tp_rank)
@@ -97,12 +98,12 @@ class LogicalState:
         return local
 
     def fill(self, chunks: Sequence[torch.nn.Module], optimizer: Any, mesh: Mesh, me: int) -> None:
-        """A member's weights, and its part of the optimizer's state where there is an optimizer."""
+        """Fill a member's weights, and its part of the optimizer's state if there is an optimizer."""
         for tensor, want, _ in self._held(chunks, optimizer, mesh, me):
             tensor.copy_(want.view(tensor.shape))
 
     def check(self, chunks: Sequence[torch.nn.Module], optimizer: Any, mesh: Mesh, me: int) -> None:
-        """AssertionError where one element is not what it must be."""
+        """AssertionError: an element is wrong."""
         for tensor, want, what in self._held(chunks, optimizer, mesh, me):
             assert torch.equal(tensor.reshape(-1), want), f"{what} in {mesh.layout} at member {me} is not as it was"
 
@@ -118,5 +119,5 @@ class LogicalState:
             for kind, tensor in tensors.items():
                 if kind is StateKind.STEP:
                     yield tensor.detach(), torch.tensor([NUM_STEPS]), f"{kind} of {name}"
-                elif kind is not StateKind.MAIN_PARAM:  # in fp32 these are views of the weights
+                elif kind is not StateKind.MAIN_PARAM:  # In fp32 these are views of the weights.
                     yield tensor.detach(), self.shard(name, kind, mesh, me)[held], f"{kind} of {name}"

@@ -1,9 +1,9 @@
 """Our side: an ElasticTrainer's reshard, by shared memory and by gloo, and its transport for the weights alone.
 
-Nothing is built ahead, so that the first switch makes groups and tensors and the later ones find them, and by default
-the memory too, which the last switch left; one side has it taken anew each time, as the switch to a third layout does.
-After each switch its floor is measured: the same bytes to each rank, without strides, into memory that was just taken,
-by the same means. Weights alone go between tensors that stand there already at both ends, as Megatron's refit has it.
+Nothing is built ahead. The first switch makes groups and tensors, and later ones reuse them. By default they also reuse
+the memory of the last switch. One side allocates it in each switch, as a switch to a third layout does. After each
+switch its floor is measured: the same bytes to each rank by the same means, without strides, into new memory. Weights
+alone move between existing tensors at both ends, as in Megatron's refit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class ByGloo:
-    """Everything is sent."""
+    """Every byte is sent."""
 
     def __init__(self, crew: Crew, state: LogicalState) -> None:
         self._crew = crew
@@ -93,13 +93,13 @@ class ByGloo:
         return Progress(num_updates=int(NUM_STEPS))
 
     def _part(self) -> Part:
-        """Of this rank, in the switch that was."""
+        """This rank's part in the last switch."""
         ends = [location.as_end(adam()) for location in (self._source, self._now())]
         return _part(self._crew, self._state, *ends)
 
 
 class BySharedMemory(ByGloo):
-    """Each rank reads the others' tensors in place."""
+    """Each rank reads the tensors of the others in place."""
 
     def _settings(self) -> ElasticSettings:
         folder = self._crew.folder / type(self).__name__
@@ -123,14 +123,14 @@ class BySharedMemory(ByGloo):
 
 
 class IntoFreshMemory(BySharedMemory):
-    """And none keeps the memory of the layout that it left."""
+    """As `BySharedMemory`, but no rank keeps the memory of its last layout."""
 
     def _settings(self) -> ElasticSettings:
         return replace(super()._settings(), keeps_last=False)
 
 
 class WeightsAlone:
-    """The first switch plans, the later ones have the plan."""
+    """The first switch plans, and later ones reuse the plan."""
 
     def __init__(self, crew: Crew, state: LogicalState) -> None:
         self._crew = crew
@@ -186,7 +186,7 @@ class WeightsAlone:
 
 
 def _join(crew: Crew) -> World:
-    """All ranks of the case, those that stand by too."""
+    """Join all ranks of the case, also those on standby."""
     membership = Membership(1, tuple(range(crew.size)))
     return World.join(membership, me=crew.rank, store=crew.new_world(), device=CPU, timeout_s=crew.timeout_s)
 

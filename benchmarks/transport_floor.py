@@ -1,10 +1,14 @@
-"""The least time that a transport could take for a reshard's traffic, measured on the ranks that reshard.
+"""The shortest time in which a transport could move the traffic of a reshard, measured on the ranks of that reshard.
 
-Every rank moves as many bytes as its part has, all ranks at once, into memory that was just taken: nothing is planned,
-packed or scheduled. By gloo each peer's bytes lie in one contiguous stretch. In shared memory each region of the plan
-does, since a processor's rate depends on the size of what it copies (glibc writes past the caches only what is larger
-than most of the last one); the rate of one single stretch is measured beside it. The slowest rank's seconds are the
-floor; the busiest rank's bytes over them are the rate. The arenas are of the kind that the reshard itself uses.
+Every rank moves as many bytes as its part has, all ranks at once, into new memory. Nothing is planned, packed or
+scheduled. By gloo each peer's bytes are one contiguous stretch. In shared memory each region of the plan is one, since
+a processor's rate depends on the size of a copy: glibc writes past the caches only for copies larger than most of the
+last cache. The rate of one single stretch is measured too.
+
+    floor = seconds of the slowest rank
+    rate  = bytes of the busiest rank / floor
+
+The arenas are of the kind that the reshard itself uses.
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ from tidegate.elastic.model.memory import Arena, ArenaReader, SharedArena
 from tidegate.elastic.plan.plan import Part
 
 _MESSAGE_BYTES = 64 << 20
-"""gloo sends larger messages no faster, and it holds a message's pages while it does."""
+"""The largest message. gloo sends larger messages no faster, and holds their pages meanwhile."""
 Barrier = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank moves."""
+    """The bytes that one rank moves."""
 
     local_bytes: int
     region_sizes: tuple[int, ...]
-    """Bytes of each region that arrives, from this rank or another."""
+    """The bytes of each region that arrives from any rank."""
     sent_bytes: Mapping[int, int]
     received_bytes: Mapping[int, int]
 
@@ -54,8 +58,8 @@ class Traffic:
 
 
 def shared_memory_seconds(sizes: Sequence[int], *, source: SharedArena, target: Arena, barrier: Barrier) -> float:
-    """This rank's seconds for stretches of `sizes` bytes; both arenas are new, the source is filled here and read as
-    another rank's would be."""
+    """This rank's seconds for stretches of `sizes` bytes. Both arenas are new. The source is filled here and read in
+    the same way as that of another rank."""
     size_bytes = max(sum(sizes), 1)
     filled = source.empty(size_bytes, torch.uint8).fill_(1)
     read = ArenaReader().tensor_at(source.place(filled))
@@ -80,7 +84,7 @@ def peer_to_peer_seconds(
     target: Arena,
     barrier: Barrier,
 ) -> float:
-    """This rank's seconds; both arenas are new. Every member calls it with its own traffic."""
+    """This rank's seconds with two new arenas. Every member calls it with its own traffic."""
     sent_bytes = sum(traffic.sent_bytes.values())
     filled = source.empty(max(traffic.local_bytes, sent_bytes, 1), torch.uint8).fill_(1)
     into = _fresh(target, max(traffic.arriving_bytes, 1))
@@ -103,7 +107,7 @@ def peer_to_peer_seconds(
 
 
 def _fresh(arena: Arena, size_bytes: int) -> torch.Tensor:
-    """As a skeleton's memory is when a transfer begins."""
+    """New memory, as that of a skeleton at the beginning of a transfer."""
     tensor = arena.empty(size_bytes, torch.uint8)
     arena.release()
     arena.materialise()

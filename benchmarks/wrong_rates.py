@@ -1,8 +1,7 @@
-"""A policy that is told wrong rates or a wrong law of lengths: what a choice is worth when what it stands on is off.
+"""A policy that sees wrong rates or a wrong law of lengths. It shows the value of a choice on a wrong basis.
 
-Only what the policy is told is changed, in each situation; what the iteration takes is as the scenario says, and so is
-what of it was measured: the trainer's rate in the layouts that it has trained in.
-Invariant: told nothing wrong, it chooses as the policy does.
+Only the values in each situation are changed. The iteration itself follows the scenario, and so do its measurements:
+the trainer's rate in the layouts in which it has trained. With all factors 1 the choices are those of the policy.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from services.scheduler.state.values import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Each as a factor of what is true: the trainer's rates, the rate of decoding, the median length and both spreads
-    of its logarithm."""
+    """Factors of the true values: the trainer's rates, the rate of decoding, the median length, and both spreads of its
+    logarithm."""
 
     trainer: float = 1.0
     decode: float = 1.0
     median: float = 1.0
     sigma: float = 1.0
 
-    def told(self, situation: Situation) -> Situation:
+    def distorted(self, situation: Situation) -> Situation:
         spec, law = situation.spec, situation.lengths
         trainer = tuple((size, rate * self.trainer) for size, rate in spec.rates.trainer)
         return replace(
@@ -42,7 +41,7 @@ class Wrong:
 
 
 @dataclass(frozen=True, slots=True)
-class Misled:
+class MisinformedPolicy:
     policy: Policy
     wrong: Wrong
 
@@ -50,4 +49,4 @@ class Misled:
         self.policy.check(spec)
 
     def choose(self, situation: Situation) -> Choice:
-        return self.policy.choose(self.wrong.told(situation))
+        return self.policy.choose(self.wrong.distorted(situation))

@@ -1,1 +1,1 @@
-"""The best schedule that a search finds when it knows every length: what the policies are held against."""
+"""The best schedule of a search that knows every length. The policies are compared with it."""

@@ -1,12 +1,19 @@
-"""Orders in which the sequences of an iteration may begin when their lengths are known: two families of few parameters.
+"""Orders in which the sequences of an iteration may begin if their lengths are known: two families of few parameters.
 
-- By levels: prompts by a key under lognormal noise, the longest first, some of the shortest so many before each; the
-  members of a prompt together, the longest first. What `tide` chooses from hints is one of these.
-- By slack: groups are due one after the other, the shortest first, every so many decode steps; a sequence's place is
-  when it is due less the steps that it takes. With no steps between two groups it is longest processing time first
-  (Graham 1969), with many the shortest groups come first as wholes.
+- By levels: prompts are sorted by a key with lognormal noise, the longest first. Before each of them come
+  `shorts_a_long` of the shortest prompts. The members of a prompt are together, the longest first. The order that
+  `tide` makes from hints is one of these.
+- By slack: groups are due one after the other, the shortest first, every `pace` decode steps:
 
-Invariants: every sequence is in an order once; the same parameters give the same order.
+      place = due - length
+
+      due     the step at which the sequence's group is due
+      length  the steps of the sequence
+
+  With `pace` 0 it is longest processing time first (Graham 1969). With a large `pace` the shortest groups come first as
+  wholes.
+
+Every order has each sequence once, and the same parameters give the same order.
 """
 
 from __future__ import annotations
@@ -22,14 +29,14 @@ SHARES = (-0.1, -0.05, 0.05, 0.1)
 RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0)
 NOISES = (0.0, 0.05, 0.1, 0.2, 0.3)
 PACES = (-16.0, -8.0, -4.0, 4.0, 8.0, 16.0)
-"""Steps; 512 groups of a 7,000-token law that end evenly in 500 s are 70 apart."""
+"""Changes of the pace, in steps. 512 groups with a median of 7,000 tokens that end evenly over 500 s are 70 apart."""
 MOST_PACE = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """By levels count `key` of `Keys`, `share` of the prompts that are short, and `shorts_a_long`; by slack, which it
-    is where `pace` is not None, that."""
+    """The parameters of an order. With `pace` it is by slack. With `pace` None it is by levels, from the `key` of
+    `Keys`, the `share` of short prompts and `shorts_a_long`."""
 
     key: int = 0
     share: float = 0.25
@@ -41,7 +48,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Keys:
-    """By prompt: its hint, its longest and its mean response; by prompt and member: the length."""
+    """`by_prompt` has the hint, the longest and the mean response of each prompt, `lengths` the length of each
+    member."""
 
     by_prompt: tuple[NDArray[np.float64], ...]
     lengths: NDArray[np.float64]
@@ -54,7 +62,7 @@ class Keys:
 
 
 def sequences_in(order: Order, keys: Keys) -> tuple[int, ...]:
-    """Their numbers."""
+    """The numbers of the sequences in this order."""
     noise = np.random.default_rng(order.noise_seed).standard_normal(len(keys.lengths))
     spread = np.exp(order.noise * noise)
     if order.pace is None:
@@ -66,8 +74,8 @@ def sequences_in(order: Order, keys: Keys) -> tuple[int, ...]:
     return tuple(np.lexsort((-keys.lengths.ravel(), by_sequence)).tolist())
 
 
-def changed(order: Order, scale: float, rng: np.random.Generator) -> Order:
-    """One parameter; `scale` is of the paces."""
+def changed_order(order: Order, scale: float, rng: np.random.Generator) -> Order:
+    """The order with one parameter changed. `scale` is the factor of all paces."""
     match int(rng.integers(4)):
         case 0 if order.pace is None:
             return replace(order, share=min(1.0, max(0.0, order.share + float(rng.choice(SHARES)))))
@@ -75,7 +83,7 @@ def changed(order: Order, scale: float, rng: np.random.Generator) -> Order:
             pace = order.pace + scale * float(rng.choice(PACES))
             return replace(order, pace=min(scale * MOST_PACE, max(0.0, pace)))
         case 2:
-            return anew(scale, rng)
+            return random_order(scale, rng)
         case 1 if rng.integers(2):
             return replace(order, shorts_a_long=float(rng.choice(RATIOS)))
         case 1:
@@ -84,8 +92,8 @@ def changed(order: Order, scale: float, rng: np.random.Generator) -> Order:
             return replace(order, noise=float(rng.choice(NOISES)), noise_seed=int(rng.integers(1000)))
 
 
-def anew(scale: float, rng: np.random.Generator) -> Order:
-    """Of either family."""
+def random_order(scale: float, rng: np.random.Generator) -> Order:
+    """A random order of either family."""
     if rng.integers(2):
         return Order(pace=scale * float(rng.uniform(0.0, MOST_PACE)))
     ratio = float(rng.choice(RATIOS))
@@ -93,7 +101,7 @@ def anew(scale: float, rng: np.random.Generator) -> Order:
 
 
 def _levels(key: NDArray[np.float64], share: float, shorts_a_long: float) -> NDArray[np.int64]:
-    """By prompt, its place."""
+    """The place of each prompt."""
     longest = np.argsort(-key, kind="stable")
     num = round(share * longest.size)
     short, rest = longest[::-1][:num], longest[: longest.size - num]

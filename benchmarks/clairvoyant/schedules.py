@@ -1,15 +1,21 @@
-"""An iteration by a schedule that was made before, carried out on the world: no policy, no situation, no forecast.
+"""Runs an iteration by a fixed schedule on the world, without a policy, situations or forecasts.
 
-A schedule says when the trainer gets its first GPUs, with how many GPUs each minibatch is trained, how many infer in
-each part of it, which minibatches are held back until how many of their groups are there (with the trainer's GPUs lent
-to the rollout meanwhile, or not), and in which order sequences begin and begin again. The engines have what is left.
-Order, whenever something has happened: the trainer's next minibatch is aimed at once the last group of the open one has
-been taken and a release's time is left to its end; then inference and engines follow. What the end of the rollout
-leaves goes to inference, what its end leaves to the trainer.
+A schedule has
+- the time of the trainer's first GPUs;
+- the trainer's GPUs for each minibatch, and the inference's GPUs for each part of a minibatch;
+- the minibatches that wait until a number of their groups is ready, and whether the rollout gets the trainer's GPUs
+  meanwhile;
+- the order in which sequences begin, and begin again.
+The engines have the remaining GPUs.
 
-Invariants: a component that has work has GPUs, and a schedule that asks for more than there are gets what there is; a
-trainer that has a minibatch open keeps its GPUs; moves cost what they cost any policy; the same schedule gives the same
-run.
+Order at each happening:
+1. If the last group of the open minibatch is taken and only the time of a release is left to its end, the next
+   minibatch becomes the target. The trainer gets its GPUs for it.
+2. Inference and engines follow.
+At the end of the rollout its GPUs go to the inference, and at the end of the inference its GPUs go to the trainer.
+
+A component with work has GPUs. A schedule that needs more GPUs than the cluster has gets all there are. A trainer with
+an open minibatch keeps its GPUs. Moves cost the same as under a policy. The same schedule gives the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from benchmarks.carrying import Carrying
+from benchmarks.choice_moves import ChoiceMoves
 from services.scheduler.policy.situation import Choice
 from services.scheduler.policy.stages import Split
 from services.scheduler.policy.tide.foresight import TideRules
@@ -33,33 +39,36 @@ from simulator.world import World
 from tidegate.types import GpuId, Role
 
 LEAD_S = TideRules().lead_s
-"""Engines are told ahead of a minibatch's end as `tide` tells them."""
+"""The time by which a release comes before the end of a minibatch, as in `tide`."""
 STAGES_WAKE, START_WAKE = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`trainer`: GPUs by minibatch. `inference`: GPUs by part of a minibatch, the same number of parts each; a part is
-    over when its share of the minibatch's groups was taken. `waits`: by minibatch, which share of its groups it is held
-    back for; none begins without a group. `lends`: whether the trainer has no GPUs meanwhile. `order`: of all
-    sequences, as they are to begin. `soonest_back`: what engines hand back begins again by when its group ends, as far
-    as the next minibatch needs groups, the longest of the others first; else by `order`."""
-
     start_s: float
+    """The time of the trainer's first GPUs."""
     trainer: tuple[int, ...]
+    """GPUs of the trainer for each minibatch."""
     inference: tuple[int, ...]
+    """GPUs of the inference for each part of a minibatch. All minibatches have the same number of parts. A part ends
+    when its share of the minibatch's groups is taken."""
     order: tuple[int, ...] = ()
+    """All sequences in the order in which they begin."""
     waits: tuple[float, ...] = ()
+    """The share of its groups for which each minibatch waits. None begins without a group."""
     lends: tuple[bool, ...] = ()
+    """Whether the trainer has no GPUs while a minibatch waits."""
     soonest_back: bool = True
+    """The order in which returned sequences begin again. True: the groups that the next minibatch needs, soonest end
+    first, then the others, the longest first. False: `order`."""
 
 
-def steered(simulated: SimulatedIteration, schedule: Schedule) -> World:
-    """The iteration, over."""
-    return _Steering(simulated, schedule).run()
+def run_schedule(simulated: SimulatedIteration, schedule: Schedule) -> World:
+    """The world after the iteration."""
+    return _ScheduleRun(simulated, schedule).run()
 
 
-class _Steering:
+class _ScheduleRun:
     def __init__(self, simulated: SimulatedIteration, schedule: Schedule) -> None:
         self._schedule, self._spec = schedule, simulated.spec
         self._cluster = simulated.scenario.cluster.gpus()
@@ -75,11 +84,11 @@ class _Steering:
         self._is_begun = schedule.start_s <= 0
         self._is_over = False
         opening = Split(0, schedule.trainer[0], schedule.inference[0]) if self._is_begun else Split(0, 0, 0)
-        self._split = self._fitting(opening)
+        self._split = self._legal_split(opening)
         self._trains = True
-        self._assignment = self._dealt(Assignment((), None, ()))
+        self._assignment = self._assigned(Assignment((), None, ()))
         self._world = simulated.world(self._assignment)
-        self._carrying = Carrying(self._world, self._assignment, simulated.workload.group_size)
+        self._moves = ChoiceMoves(self._world, self._assignment, simulated.workload.group_size)
 
     def run(self) -> World:
         world = self._world
@@ -87,10 +96,10 @@ class _Steering:
             world.order_queue(self._schedule.order)
         world.wake_at(self._schedule.start_s, START_WAKE)
         for happening in world.happenings():
-            self._carrying.notice(happening)
+            self._moves.notice(happening)
             self._note(happening)
             if world.all_reported and happening.what is not What.ITERATION_FINISHED:
-                self._steer(happening)
+                self._follow(happening)
         return world
 
     def _note(self, happening: Happening) -> None:
@@ -104,21 +113,21 @@ class _Steering:
             case What.WOKE if happening.number == START_WAKE:
                 self._is_begun = True
 
-    def _steer(self, happening: Happening) -> None:
-        split, trains = self._wanted()
+    def _follow(self, happening: Happening) -> None:
+        split, trains = self._target()
         if (split, trains) == (self._split, self._trains):
             if happening.what not in PROGRESS:
-                self._carrying.carry_on()
+                self._moves.carry_on()
             return
         fewer = split.num_engines < self._split.num_engines and not self._is_over
         self._split, self._trains = split, trains
-        self._assignment = self._dealt(self._assignment)
+        self._assignment = self._assigned(self._assignment)
         if fewer and self._schedule.soonest_back:
             self._world.order_queue(self._order_back())
-        self._carrying.accept(Choice(self._assignment, trains, ""))
+        self._moves.accept(Choice(self._assignment, trains, ""))
 
-    def _wanted(self) -> tuple[Split, bool]:
-        """And whether the trainer may begin its next minibatch."""
+    def _target(self) -> tuple[Split, bool]:
+        """The split by the schedule, and whether the trainer may begin its next minibatch."""
         world, schedule = self._world, self._schedule
         if not self._is_begun:
             return self._split, True
@@ -139,15 +148,15 @@ class _Steering:
             num_trainer, trains = 0 if is_lent else self._split.num_trainer_gpus, False
         else:
             num_trainer, trains = len(self._cluster) if is_inferred else schedule.trainer[coming], True
-        return self._fitting(Split(0, num_trainer, num_inference), is_inferred=is_inferred), trains
+        return self._legal_split(Split(0, num_trainer, num_inference), is_inferred=is_inferred), trains
 
     def _wait(self, minibatch: int) -> float:
-        """Groups."""
+        """The number of groups for which a minibatch waits."""
         share = self._schedule.waits[minibatch] if self._schedule.waits else 0.0
         return share * self._sizes[minibatch]
 
-    def _fitting(self, split: Split, *, is_inferred: bool = False) -> Split:
-        """Trainer first, then inference; the engines have what is left."""
+    def _legal_split(self, split: Split, *, is_inferred: bool = False) -> Split:
+        """The nearest legal split: first the trainer, then the inference. The engines have the remaining GPUs."""
         num = len(self._cluster)
         least = 0 if self._is_over else self._engine
         if not self._is_begun:
@@ -160,9 +169,12 @@ class _Steering:
         engines = (num - trainer - inference) // self._engine
         return Split(engines, trainer, num - trainer - engines * self._engine)
 
-    def _dealt(self, before: Assignment) -> Assignment:
-        """Who has a GPU keeps it; the cluster's first engines go, which are beside the trainer. To choose them by their
-        cache ended no sooner, and has every reshard of a search planned anew."""
+    def _assigned(self, before: Assignment) -> Assignment:
+        """An assignment for the split, in which components keep their GPUs where possible.
+
+        The cluster's first engines leave, since they are next to the trainer. A choice of the engines by their caches
+        ended no sooner, and it needs a new plan for every reshard of a search.
+        """
         split = self._split
         in_place = sorted(before.engines, key=lambda gpus: self._place_of[gpus[0]])
         engines = in_place[max(0, len(in_place) - split.num_engines) :]
@@ -181,8 +193,12 @@ class _Steering:
         return most_copies(self._home, gpus)
 
     def _order_back(self) -> list[int]:
-        """Groups that have begun: those that the next minibatch needs, soonest first, then the others, longest first;
-        and what has not begun by the schedule's order. Of the last minibatch's the longest are first."""
+        """The order in which returned sequences begin again.
+
+        1. Begun groups that the next minibatch needs, soonest end first.
+        2. Other begun groups, the longest first. Those of the last minibatch are all here.
+        3. Groups that have not begun, in the schedule's order.
+        """
         rollout, trainer = self._world.rollout, self._world.trainer
         rollout.advance()
         made, _ = rollout.columns.snapshot({name: engine.steps for name, engine in rollout.engines.items()})

@@ -1,9 +1,8 @@
-"""Thousands of schedules by forecast: with lengths known, what `tide` forecasts plans by screens them without a run.
+"""Screens thousands of schedules by the forecast of `tide`, with known lengths and without a run.
 
-For an order the opening is laid out once (`outlook`), and plans (start, GPUs by minibatch) are searched on it by
-steepest descent from coarse families and drawn ones. A forecast is within some percent of the run, so what it finds
-only begins a search by runs.
-Invariant: the same order and generator give the same plans.
+For each order the beginning of the iteration is computed once (`outlook`). Plans (start, GPUs by minibatch) are
+searched on it by steepest descent, from coarse families and from random plans. A forecast is within a few percent of
+the run, so its best plans are only the beginning of a search by runs. The same order and generator give the same plans.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from services.scheduler.state.remembered import Assignment, Remembered
 from simulator.iteration import SimulatedIteration
 
 DRAWN = 128
-"""Plans drawn an order, beside the family's: half of what a forecast of all takes."""
+"""Random plans for an order, besides those of the family. They take half of the forecast's time."""
 ROUNDS = 6
 MAX_OVERFULL = 1.0
-"""Running sequences a slot in the tail: with `tide`'s 1.25 the search finds plans whose ends are forecast too early."""
+"""Running sequences per slot in the tail. With 1.25 as in `tide`, the search finds plans with too early forecasts."""
 LATEST_START = 0.4
-"""Of the iteration as the forecast has it for the family's median."""
+"""The latest start of a random plan, as a share of the family's median forecast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """As forecast, with the seconds to its last update."""
+    """A plan with its forecast: `end_s` is the time of its last update."""
 
     start_s: float
     trainer: tuple[int, ...]
@@ -40,7 +39,7 @@ class Plan:
 
 
 class Screen:
-    """Of one iteration, as it opens with every GPU in the rollout."""
+    """The screening of one iteration that begins with every GPU in the rollout."""
 
     def __init__(self, simulated: SimulatedIteration) -> None:
         spec = simulated.spec
@@ -53,7 +52,7 @@ class Screen:
         self._lengths = np.array([float(sum(each)) for row in turns for each in row])
 
     def plan(self, order: tuple[int, ...], rng: np.random.Generator) -> Plan:
-        """The best that a search from the family and from drawn plans finds for an order of sequences."""
+        """The best plan for an order of sequences, from the family and from random plans."""
         forecast = self._forecast(order)
         coarse = family(self._cluster, self._num_minibatches, forecast.span_s)
         ends_s, _ = forecast.ends_s(coarse)
@@ -64,7 +63,7 @@ class Screen:
     def near(
         self, order: tuple[int, ...], start_s: float, trainer: tuple[int, ...], inference: tuple[int, ...]
     ) -> Plan:
-        """The best that is found from one plan, under another order."""
+        """The best plan for another order that a search from one plan finds."""
         begin = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
         return _plan(search(self._forecast(order), legal(begin, self._cluster), rounds=ROUNDS))
 

@@ -1,14 +1,16 @@
-"""A good schedule of an iteration whose lengths are known, with every switch at its real cost: searched, not optimal.
+"""Searches a good schedule of an iteration with known lengths. Every switch has its real cost. It may not be optimal.
 
-What is searched are `steering.Schedule`s: more than any policy here chooses among. The search begins at what policies
-did (`tide`, and others), at shapes by the size of the cluster, and at plans that a forecast screened for drawn orders
-of sequences (`screening`); every candidate is run. In the first `APART` runs the beginnings of different origins are
-improved beside each other, so that the first good one does not push out the others; then the best of all are. A step
-changes a few things of one of the best, joins two of them, has the plan for a changed order searched by forecast, or
-draws a schedule anew. The true optimum may be shorter; none is shorter than the bound (`bound`).
+The search covers `schedules.Schedule`, which is more than any policy here can choose. Every candidate is run.
+1. It begins at the schedules of policies (`tide`, and others), at shapes by the size of the cluster, and at plans that
+   a forecast screens for random orders of sequences (`screening`).
+2. In the first `APART` runs it improves the best candidates of each origin, so that the first good one does not
+   displace the others.
+3. After that it improves the best candidates of all origins.
+A step does one of these: it changes a few values of a good schedule, joins two of them, searches a plan for a changed
+order by forecast, or makes a random schedule. The true optimum may be shorter, but never shorter than the bound
+(`simulator.bound`).
 
-Invariants: the same scenario, seed and number of evaluations give the same schedule, and more evaluations none that is
-longer; it is never below the bound.
+The same scenario, seed and number of evaluations give the same schedule. More evaluations never give a longer one.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.clairvoyant.orders import Keys, Order, anew, changed, sequences_in
-from benchmarks.clairvoyant.schedules import Schedule, steered
+from benchmarks.clairvoyant.orders import Keys, Order, changed_order, random_order, sequences_in
+from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from benchmarks.clairvoyant.screening import Screen
 from benchmarks.direct import simulate
 from services.scheduler.policy import Policy
@@ -32,26 +34,28 @@ from simulator.scenario import Scenario
 from tidegate.types import Role
 
 KEPT, KEPT_APART = 4, 2
-"""Of the best; and in the first `APART` runs, of each origin that is no further than `NEAR` from the best of all."""
+"""The number of candidates that the search keeps: of all, and of each origin in the first `APART` runs. An origin
+counts there if its best candidate takes at most `NEAR` times as long as the best of all."""
 APART, NEAR = 80, 1.08
 SCREENED, SCREENED_KEPT = 160, (7, 2)
-"""Orders drawn and forecast, and how many of them are run: by levels, and by slack, whose forecasts are further off.
-The plans for an order take a sixth of a run."""
+"""The number of random orders with a forecast, and how many of them are run: by levels, and by slack. Forecasts by
+slack are less exact. The plans for an order take a sixth of a run."""
 PARTS = 2
-"""Of a minibatch, in each of which inference may have another number of GPUs."""
+"""The parts of a minibatch. The inference may have another number of GPUs in each."""
 SHAPES = ((0.08, (0.18, 0.8), 0.25), (0.13, (0.18, 0.85), 0.25), (0.2, (0.25, 0.85), 0.0))
-"""Start as a share of tide's iteration, trainer GPUs of the first and the last minibatch as shares of all, and the
-share of the shortest prompts that come between the longest."""
+"""The start as a share of tide's iteration; the trainer's GPUs of the first and the last minibatch as shares of all;
+and the share of the shortest prompts that come between the longest."""
 STARTS_S = (-30.0, -10.0, -3.0, -1.0, 1.0, 3.0, 10.0, 30.0)
-"""Of an iteration of 600 s."""
+"""Changes of the start in an iteration of 600 s."""
 WAITS = (-0.3, -0.1, 0.1, 0.3)
-ANEW, JOINED, REPLANNED = 12, 8, 6
-"""One candidate in so many is none of the best ones changed, is of two of them, has its plan searched by forecast."""
+RANDOM, JOINED, REPLANNED = 12, 8, 6
+"""One candidate in this number is random, joins two good ones, or has its plan from a search by forecast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`origin`: where the search began from which it was found; `nth` of the runs it was, from 1."""
+    """A candidate with its time. `origin` names the beginning that led to it, and `nth` is the number of its run from
+    1."""
 
     seconds: float
     schedule: Schedule
@@ -61,7 +65,7 @@ class Found:
 
 
 class _Search:
-    """Of one iteration."""
+    """The search for one iteration."""
 
     def __init__(self, simulated: SimulatedIteration, scale: float) -> None:
         self._simulated, self._scale = simulated, scale
@@ -70,7 +74,7 @@ class _Search:
         self._num_gpus = len(simulated.scenario.cluster.gpus())
         self._unit = replica_size(simulated.spec.placement[Role.ACTOR].layout)
         self._num_minibatches = simulated.spec.num_minibatches
-        # Of the published iteration's tokens a group and an iteration, with which `orders` counts paces.
+        # The paces in `orders` hold for 512 groups of 7,000 tokens, as in the published iteration.
         self._pace_scale = float(self._keys.lengths.mean()) / 7000 * 512 / simulated.workload.num_groups
         self._num_runs = 0
         self.rng = np.random.default_rng(simulated.seed)
@@ -78,7 +82,7 @@ class _Search:
     def run(self, schedule: Schedule, order: Order, origin: str) -> Found:
         self._num_runs += 1
         placed = replace(schedule, order=sequences_in(order, self._keys))
-        return Found(steered(self._simulated, placed).now_s, placed, order, origin, self._num_runs)
+        return Found(run_schedule(self._simulated, placed).now_s, placed, order, origin, self._num_runs)
 
     def shapes(self, own_s: float) -> Iterator[tuple[Schedule, Order, str]]:
         along = np.linspace(0.0, 1.0, self._num_minibatches)
@@ -88,24 +92,28 @@ class _Search:
             yield Schedule(start * own_s, trainer, inference), Order(share=share), "shape"
 
     def screened(self) -> Iterator[tuple[Schedule, Order, str]]:
-        """The best by forecast of drawn orders."""
+        """The plans with the best forecasts for random orders."""
         found = []
         for _ in range(SCREENED):
-            order = anew(self._pace_scale, self.rng)
+            order = random_order(self._pace_scale, self.rng)
             found.append((self._screen.plan(sequences_in(order, self._keys), self.rng), order))
         found.sort(key=lambda each: each[0].end_s)
-        levels, slack = ([each for each in found if (each[1].pace is None) == wanted] for wanted in (True, False))
+        levels, slack = ([each for each in found if (each[1].pace is None) == is_level] for is_level in (True, False))
         for plan, order in (*levels[: SCREENED_KEPT[0]], *slack[: SCREENED_KEPT[1]]):
             schedule = Schedule(plan.start_s, plan.trainer, _in_parts(plan.inference))
             yield _back_as_begun(schedule, order), order, "screened"
 
     def step(self, best: list[Found]) -> Found:
-        """Another candidate."""
+        """Make and run another candidate."""
         rng = self.rng
-        # The better of two drawn ones.
+        # Take the better of two random ones.
         found = best[int(rng.integers(len(best), size=2).min())]
-        if not rng.integers(ANEW):
-            return self.run(self._anew(), anew(self._pace_scale, rng) if rng.integers(2) else found.order, "drawn")
+        if not rng.integers(RANDOM):
+            return self.run(
+                self._random_schedule(),
+                random_order(self._pace_scale, rng) if rng.integers(2) else found.order,
+                "drawn",
+            )
         if not rng.integers(REPLANNED):
             return self._replanned(found)
         if len(best) > 1 and not rng.integers(JOINED):
@@ -115,8 +123,8 @@ class _Search:
             schedule, order = self._changed(schedule, order)
         return self.run(schedule, order, found.origin)
 
-    def _anew(self) -> Schedule:
-        """Anywhere: from some best a better one may be too many steps away."""
+    def _random_schedule(self) -> Schedule:
+        """A random schedule: a better one may be too many steps away from the present best ones."""
         rng = self.rng
         most = max(1, (self._num_gpus - 1) // self._unit)
         trainer = self._unit * np.sort(rng.integers(1, most + 1, self._num_minibatches))
@@ -125,14 +133,14 @@ class _Search:
         return Schedule(start_s, tuple(trainer.tolist()), tuple(inference.tolist()))
 
     def _replanned(self, found: Found) -> Found:
-        order = changed(found.order, self._pace_scale, self.rng)
+        order = changed_order(found.order, self._pace_scale, self.rng)
         own = found.schedule
         plan = self._screen.near(sequences_in(order, self._keys), own.start_s, own.trainer, own.inference[::PARTS])
         schedule = replace(own, start_s=plan.start_s, trainer=plan.trainer, inference=_in_parts(plan.inference))
         return self.run(_back_as_begun(schedule, order), order, found.origin)
 
     def _joined(self, one: Found, other: Found) -> Found:
-        """The numbers of one, the order of the other; or the inference of the other."""
+        """The schedule of one with the order of the other, or with the inference's GPUs of the other."""
         if self.rng.integers(2):
             return self.run(_back_as_begun(one.schedule, other.order), other.order, one.origin)
         return self.run(replace(one.schedule, inference=other.schedule.inference), one.order, one.origin)
@@ -150,11 +158,11 @@ class _Search:
             case 7:
                 return self._held(schedule), order
             case _:
-                order = changed(order, self._pace_scale, rng)
+                order = changed_order(order, self._pace_scale, rng)
                 return _back_as_begun(schedule, order), order
 
     def _held(self, schedule: Schedule) -> Schedule:
-        """Another minibatch held back, or another way of taking back what engines hand back."""
+        """The schedule with another wait of a minibatch, or with another order of returned sequences."""
         rng, num = self.rng, self._num_minibatches
         if not rng.integers(3):
             return replace(schedule, soonest_back=not schedule.soonest_back)
@@ -165,7 +173,7 @@ class _Search:
         return replace(schedule, waits=tuple(waits), lends=tuple(lends))
 
     def _stepped(self, sizes: tuple[int, ...], unit: int) -> tuple[int, ...]:
-        """One of them, or it and all later ones, by one or more units in either direction."""
+        """The sizes, with one of them or one and all later ones changed by one or more units."""
         rng, step = self.rng, unit * max(1, round(self._num_gpus / 16 / unit))
         at, by = int(rng.integers(len(sizes))), int(rng.choice((-step, -unit, unit, step)))
         until = len(sizes) if not rng.integers(3) else at + 1
@@ -180,12 +188,14 @@ def clairvoyant_schedule(
     evaluations: int = 200,
     others: Sequence[tuple[str, Policy]] = (),
 ) -> Found:
-    """`others`: policies from whose schedules it begins too, beside tide's. ValueError for fewer evaluations than the
-    search begins with; errors as `simulate`."""
+    """The best schedule of `evaluations` runs. The search begins also at the schedules of `others`, besides tide's.
+
+    ValueError: fewer evaluations than the search begins with. Other errors are those of `simulate`.
+    """
     policies = (("tide", TidePolicy()), *others)
     fewest = len(policies) + len(SHAPES) + sum(SCREENED_KEPT)
     if evaluations < fewest:
-        raise ValueError(f"evaluations={evaluations}: the search begins with {fewest}, allow as many at least")
+        raise ValueError(f"evaluations={evaluations}: the search begins with {fewest}; allow at least as many")
     runs = {name: simulate(scenario, policy, seed=seed, directly=True) for name, policy in policies}
     own = runs["tide"]
     simulated = SimulatedIteration(scenario, own.seed)
@@ -194,15 +204,15 @@ def clairvoyant_schedule(
     begins += [*search.shapes(own.iteration_s), *search.screened()]
     best = [search.run(*each) for each in begins]
     for nth in range(len(begins), evaluations):
-        best = kept(best, is_apart=nth < APART)
+        best = best_candidates(best, is_apart=nth < APART)
         candidate = search.step(best)
         if all(candidate.seconds != each.seconds for each in best):
             best.append(candidate)
     return min(best, key=_seconds)
 
 
-def kept(found: list[Found], *, is_apart: bool) -> list[Found]:
-    """The best, or the best of each origin, in their order."""
+def best_candidates(found: list[Found], *, is_apart: bool) -> list[Found]:
+    """The best candidates in order: of all, or of each origin."""
     ordered = sorted(found, key=_seconds)
     if not is_apart:
         return ordered[:KEPT]
@@ -218,24 +228,30 @@ def _seconds(found: Found) -> float:
 
 
 def as_schedule(run: Run, simulated: SimulatedIteration) -> Schedule:
-    """What a policy did, its order of prompts left out: the GPUs that train and infer as each minibatch begins."""
+    """The schedule of a policy's run: the GPUs of trainer and inference at the beginning of each minibatch.
+
+    It leaves out the policy's order of prompts.
+    """
     with_trainer = [each for each in run.decisions if each.assignment.trainer is not None]
     begins = [each.at_s for each in run.history if each.what is What.MINIBATCH_STARTED]
     trainer, inference = [], []
     for at_s in begins[: simulated.spec.num_minibatches]:
         latest = [each for each in with_trainer if each.at_s <= at_s][-1].assignment
-        assert latest.trainer is not None, "only such were looked at"
+        assert latest.trainer is not None, "the list has only assignments with a trainer"
         trainer.append(len(latest.trainer.gpus))
         inference.append(max(1, len(latest.inference)))
     return Schedule(with_trainer[0].at_s, tuple(trainer), _in_parts(tuple(inference)))
 
 
 def _back_as_begun(schedule: Schedule, order: Order) -> Schedule:
-    """By slack what comes back has its place in the order, which is by what it still has to do already: soonest first
-    was up to 100 s longer."""
+    """The schedule with the right order of returned sequences.
+
+    In an order by slack they keep their places, which count the remaining work already. Soonest first took up to 100 s
+    longer.
+    """
     return replace(schedule, soonest_back=order.pace is None)
 
 
 def _in_parts(inference: tuple[int, ...]) -> tuple[int, ...]:
-    """From GPUs by minibatch."""
+    """GPUs by part, from GPUs by minibatch."""
     return tuple(each for each in inference for _ in range(PARTS))

@@ -1,4 +1,4 @@
-"""The searched schedule of an iteration whose lengths are known."""
+"""The best schedule that the search finds for an iteration with known lengths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.clairvoyant.orders import Order
-from benchmarks.clairvoyant.schedules import Schedule, steered
-from benchmarks.clairvoyant.search import Found, as_schedule, clairvoyant_schedule, kept
+from benchmarks.clairvoyant.schedules import Schedule, run_schedule
+from benchmarks.clairvoyant.search import Found, as_schedule, best_candidates, clairvoyant_schedule
 from benchmarks.direct import simulate
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.situation import Situation
@@ -38,7 +38,7 @@ PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/publis
 OTHERS = (("dynarl", DynaRLPolicy(DynaRLRules())),)
 
 
-def test_it_is_within_two_percent_of_the_best_of_a_small_clusters_schedules() -> None:
+def test_the_search_finds_a_schedule_within_two_percent_of_the_best_on_a_small_cluster() -> None:
     found = clairvoyant_schedule(SMALL, seed=1, evaluations=80)
     simulated = SimulatedIteration(SMALL, 1)
     sizes = [(trainer, inference) for trainer in (1, 2, 3) for inference in (1, 2, 3) if trainer + inference <= 4]
@@ -46,38 +46,38 @@ def test_it_is_within_two_percent_of_the_best_of_a_small_clusters_schedules() ->
         Schedule(start_s, (one[0], two[0]), (one[1], two[1]), found.schedule.order)
         for start_s, one, two in product((0.0, 4.0, 8.0), sizes, sizes)
     )
-    want = min(steered(simulated, each).now_s for each in every)
+    want = min(run_schedule(simulated, each).now_s for each in every)
     assert found.seconds <= want * 1.02
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_it_is_never_below_the_bound_and_no_worse_than_what_policies_did_as_schedules(seed: int) -> None:
-    """A schedule has no moves between two minibatches, such as `dynarl`'s."""
+def test_the_found_schedule_is_between_the_bound_and_the_schedules_of_policies(seed: int) -> None:
+    """A schedule has no moves between two minibatches, such as those of `dynarl`."""
     simulated = SimulatedIteration(SMALL, seed)
     runs = [simulate(SMALL, policy, seed=seed, directly=True) for policy in (TidePolicy(), DynaRLPolicy(DynaRLRules()))]
     found = clairvoyant_schedule(SMALL, seed=seed, evaluations=30, others=OTHERS)
     assert runs[0].bound.bound_s <= found.seconds
-    assert steered(simulated, found.schedule).now_s == found.seconds
+    assert run_schedule(simulated, found.schedule).now_s == found.seconds
     assert found.seconds <= runs[0].iteration_s
-    assert found.seconds <= min(steered(simulated, as_schedule(run, simulated)).now_s for run in runs)
+    assert found.seconds <= min(run_schedule(simulated, as_schedule(run, simulated)).now_s for run in runs)
 
 
 def test_the_same_seed_and_evaluations_give_the_same_schedule() -> None:
     assert clairvoyant_schedule(SMALL, seed=3, evaluations=20) == clairvoyant_schedule(SMALL, seed=3, evaluations=20)
 
 
-def test_more_evaluations_than_it_begins_with_find_more() -> None:
+def test_more_evaluations_find_a_shorter_schedule() -> None:
     few, more = (clairvoyant_schedule(SMALL, seed=3, evaluations=count).seconds for count in (13, 80))
     assert more < few
 
 
-def test_what_a_policy_did_takes_about_as_long_when_it_is_carried_out_as_a_schedule() -> None:
+def test_a_policys_run_takes_about_as_long_when_it_is_repeated_as_a_schedule() -> None:
     run = simulate(PUBLISHED, TidePolicy(), seed=17, directly=True)
     simulated = SimulatedIteration(PUBLISHED, 17)
     schedule = as_schedule(run, simulated)
     prompts = short_between_long(opened(simulated), TideRules().short_share)
     members = tuple(prompt * 16 + member for prompt in prompts for member in range(16))
-    assert steered(simulated, replace(schedule, order=members)).now_s == pytest.approx(run.iteration_s, rel=0.05)
+    assert run_schedule(simulated, replace(schedule, order=members)).now_s == pytest.approx(run.iteration_s, rel=0.05)
 
 
 def opened(simulated: SimulatedIteration) -> Situation:
@@ -88,13 +88,13 @@ def found_by(origin: str, seconds: float) -> Found:
     return Found(seconds, Schedule(0.0, (1,), (1,)), Order(), origin, 1)
 
 
-def test_at_first_what_begins_elsewhere_is_kept_beside_the_best_where_it_is_near() -> None:
+def test_at_first_the_candidates_of_other_origins_are_kept_if_they_are_near_the_best() -> None:
     near, far = found_by("near", 105.0), found_by("far", 150.0)
     best = [found_by("best", 100.0 + nth) for nth in range(5)]
-    assert kept([*best, near, far], is_apart=True) == [*best[:2], near]
-    assert kept([*best, near, far], is_apart=False) == best[:4]
+    assert best_candidates([*best, near, far], is_apart=True) == [*best[:2], near]
+    assert best_candidates([*best, near, far], is_apart=False) == best[:4]
 
 
-def test_fewer_evaluations_than_it_begins_with_are_refused() -> None:
+def test_fewer_evaluations_than_the_search_begins_with_are_refused() -> None:
     with pytest.raises(ValueError, match="evaluations=2"):
         clairvoyant_schedule(SMALL, evaluations=2)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.clairvoyant.orders import Keys, Order, anew, changed, sequences_in
+from benchmarks.clairvoyant.orders import Keys, Order, changed_order, random_order, sequences_in
 
 LENGTHS = np.array([[30.0, 10.0], [200.0, 150.0], [60.0, 90.0], [400.0, 5.0]])
 KEYS = Keys((np.array([20.0, 180.0, 80.0, 300.0]), LENGTHS.max(axis=1), LENGTHS.mean(axis=1)), LENGTHS)
@@ -23,28 +23,28 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("told", ORDERS)
-def test_sequences_begin(told: str) -> None:
-    order, want = ORDERS[told]
+@pytest.mark.parametrize("name", ORDERS)
+def test_sequences_have_the_places_of_the_order(name: str) -> None:
+    order, want = ORDERS[name]
     assert sequences_in(order, KEYS) == want
 
 
-def test_any_order_has_every_sequence_once_and_is_the_same_again() -> None:
+def test_any_order_has_every_sequence_once_and_is_reproducible() -> None:
     rng = np.random.default_rng(0)
-    orders = [anew(1.0, rng) for _ in range(20)]
+    orders = [random_order(1.0, rng) for _ in range(20)]
     for _ in range(5):
-        orders = [changed(order, 1.0, rng) for order in orders]
+        orders = [changed_order(order, 1.0, rng) for order in orders]
         for order in orders:
             found = sequences_in(order, KEYS)
             assert sorted(found) == list(range(8))
             assert found == sequences_in(order, KEYS)
 
 
-def test_a_change_is_of_what_counts_in_its_family() -> None:
+def test_a_change_of_an_order_changes_only_the_parameters_of_its_family() -> None:
     rng = np.random.default_rng(1)
     by_levels, by_slack = Order(), Order(pace=20.0)
-    of_levels = [changed(by_levels, 1.0, rng) for _ in range(200)]
-    of_slack = [changed(by_slack, 1.0, rng) for _ in range(200)]
+    of_levels = [changed_order(by_levels, 1.0, rng) for _ in range(200)]
+    of_slack = [changed_order(by_slack, 1.0, rng) for _ in range(200)]
     assert {each.share for each in of_levels if each.pace is None} > {0.25}
     assert {each.key for each in of_levels if each.pace is None} == {0, 1, 2}
     assert {round(each.pace) for each in of_slack if each.pace is not None} > {20, 24, 28, 36, 16, 12, 4}

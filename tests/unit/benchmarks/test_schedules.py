@@ -1,4 +1,4 @@
-"""Schedules that were made before, carried out on the world."""
+"""Iterations by a fixed schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.clairvoyant.schedules import Schedule, steered
+from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from benchmarks.direct import simulate
 from services.scheduler.policy.phases import PhasesPolicy
 from simulator.happenings import What
@@ -42,41 +42,41 @@ def trainers(world: World) -> list[int]:
 
 
 def test_the_trainer_gets_its_first_gpus_at_the_start_and_the_next_ones_between_minibatches() -> None:
-    world = steered(SIMULATED, PLAIN)
+    world = run_schedule(SIMULATED, PLAIN)
     switch = SMALL.costs.switch
     assert trainers(world)[:3] == [2, 4, 8]
     assert when(world, What.TRAINER_RESIZED)[0] == pytest.approx(10.0 + switch.release_s + switch.trainer_warm_s)
     ends, resized = when(world, What.MINIBATCH_FINISHED), when(world, What.TRAINER_RESIZED)
-    # Engines were told so early that the GPUs are there at the end of each minibatch.
+    # Engines leave so early that their GPUs are free at the end of each minibatch.
     assert [at_s - end_s for at_s, end_s in zip(resized[1:3], ends, strict=False)] == pytest.approx(
         [switch.reshard_s] * 2
     )
 
 
-def test_with_a_trainer_from_the_first_moment_nothing_is_switched_before_it_begins() -> None:
-    world = steered(SIMULATED, replace(PLAIN, start_s=0.0, trainer=(2, 2, 2)))
+def test_a_trainer_with_gpus_from_the_start_begins_without_a_switch() -> None:
+    world = run_schedule(SIMULATED, replace(PLAIN, start_s=0.0, trainer=(2, 2, 2)))
     assert when(world, What.MINIBATCH_STARTED)[0] == when(world, What.GROUP_INFERRED)[0]
 
 
-def test_a_start_after_all_is_generated_is_the_iteration_in_phases_but_for_the_inference() -> None:
-    world = steered(SIMULATED, Schedule(1e6, (GPUS,) * 3, (GPUS,) * 3))
+def test_a_start_after_the_rollout_gives_the_rollout_of_collocated_phases() -> None:
+    world = run_schedule(SIMULATED, Schedule(1e6, (GPUS,) * 3, (GPUS,) * 3))
     want = simulate(SMALL, PhasesPolicy(), seed=1, directly=True)
     rollout_s = next(each.at_s for each in want.history if each.what is What.ROLLOUT_FINISHED)
     assert when(world, What.ROLLOUT_FINISHED) == [rollout_s]
 
 
 @pytest.mark.parametrize("lends", [False, True])
-def test_a_minibatch_is_held_back_until_so_many_of_its_groups_are_there(lends: bool) -> None:
-    world = steered(SIMULATED, replace(PLAIN, waits=(0.0, 0.0, 1.0), lends=(False, False, lends)))
+def test_a_minibatch_waits_until_the_scheduled_share_of_its_groups_is_ready(lends: bool) -> None:
+    world = run_schedule(SIMULATED, replace(PLAIN, waits=(0.0, 0.0, 1.0), lends=(False, False, lends)))
     third = when(world, What.MINIBATCH_STARTED)[2]
     assert third >= when(world, What.GROUP_INFERRED)[23]
-    assert steered(SIMULATED, PLAIN).now_s != world.now_s
+    assert run_schedule(SIMULATED, PLAIN).now_s != world.now_s
     had_none = 0 in trainers(world)[: trainers(world).index(4) + 2]
     assert had_none == lends
 
 
-def test_inference_changes_within_a_minibatch() -> None:
-    world = steered(SIMULATED, replace(PLAIN, inference=(2, 4, 2, 4, 2, 4)))
+def test_the_gpus_of_the_inference_change_within_a_minibatch() -> None:
+    world = run_schedule(SIMULATED, replace(PLAIN, inference=(2, 4, 2, 4, 2, 4)))
     first, second = when(world, What.MINIBATCH_FINISHED)[:2]
     resized = [each for each in world.history if each.what is What.INFERENCE_RESIZED]
     sizes = [len(each.gpus) for each in resized if first < each.at_s < second]
@@ -85,7 +85,7 @@ def test_inference_changes_within_a_minibatch() -> None:
 
 def test_sequences_begin_in_the_schedules_order() -> None:
     backwards = tuple(range(24 * 4))[::-1]
-    first = steered(SIMULATED, replace(PLAIN, order=backwards)).history[0]
+    first = run_schedule(SIMULATED, replace(PLAIN, order=backwards)).history[0]
     slots = GPUS // 2 * 8
     assert first.what is What.SEQUENCE_FINISHED
     assert first.number >= 24 * 4 - slots
@@ -111,7 +111,7 @@ def test_any_schedule_ends_with_every_sample_trained_once_and_not_below_the_boun
     soonest_back: bool,
 ) -> None:
     schedule = Schedule(start_s, trainer, inference, (), waits, lends, soonest_back)
-    world = steered(SIMULATED, schedule)
+    world = run_schedule(SIMULATED, schedule)
     assert sorted(world.trainer.trained) == list(range(24))
     run = SIMULATED.run_of(world, policy="", decisions=[])
     assert run.bound.bound_s <= run.iteration_s

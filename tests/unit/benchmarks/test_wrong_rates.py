@@ -1,4 +1,4 @@
-"""Policies that are told what is not true."""
+"""Policies that see wrong rates and lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.direct import simulate
-from benchmarks.wrong_rates import Misled, Wrong
+from benchmarks.wrong_rates import MisinformedPolicy, Wrong
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.tide.tide_policy import TidePolicy
@@ -32,39 +32,41 @@ SMALL = parse_scenario(
 )
 
 
-def test_told_nothing_wrong_a_policy_does_as_it_would() -> None:
-    want, found = (simulate(SMALL, policy, seed=1) for policy in (TidePolicy(), Misled(TidePolicy(), Wrong())))
+def test_with_all_factors_1_a_policy_chooses_as_usual() -> None:
+    want, found = (
+        simulate(SMALL, policy, seed=1) for policy in (TidePolicy(), MisinformedPolicy(TidePolicy(), Wrong()))
+    )
     assert found.decisions == want.decisions
     assert found.iteration_s == want.iteration_s
 
 
 @pytest.mark.parametrize("wrong", [Wrong(trainer=3.0), Wrong(decode=0.3), Wrong(median=0.3, sigma=2.0)])
-def test_a_wrong_telling_changes_what_tide_chooses_and_not_what_the_iteration_takes(wrong: Wrong) -> None:
-    want, found = (simulate(SMALL, Misled(TidePolicy(), each), seed=1) for each in (Wrong(), wrong))
+def test_wrong_rates_change_the_choices_of_tide_and_not_the_times_of_the_iteration(wrong: Wrong) -> None:
+    want, found = (simulate(SMALL, MisinformedPolicy(TidePolicy(), each), seed=1) for each in (Wrong(), wrong))
     assert found.decisions != want.decisions
-    by_the_same_rule = simulate(SMALL, Misled(PhasesPolicy(), wrong), seed=1)
+    by_the_same_rule = simulate(SMALL, MisinformedPolicy(PhasesPolicy(), wrong), seed=1)
     assert by_the_same_rule.iteration_s == simulate(SMALL, PhasesPolicy(), seed=1).iteration_s
 
 
-def test_each_factor_is_of_what_is_true() -> None:
+def test_each_factor_multiplies_the_true_value() -> None:
     simulated = SimulatedIteration(SMALL, 1)
     world = simulated.world(as_configured(simulated.spec))
     true = simulated.situations.situation(world, Remembered())
-    told = Wrong(trainer=1.2, decode=0.8, median=2.0, sigma=1.5).told(true)
-    (size, rate), (want_size, want) = told.spec.rates.trainer[0], true.spec.rates.trainer[0]
+    wrong = Wrong(trainer=1.2, decode=0.8, median=2.0, sigma=1.5).distorted(true)
+    (size, rate), (want_size, want) = wrong.spec.rates.trainer[0], true.spec.rates.trainer[0]
     assert size == want_size
     assert rate == pytest.approx(1.2 * want)
-    assert told.costs.decode.floor_s == pytest.approx(true.costs.decode.floor_s / 0.8)
-    assert told.lengths.log_mean == pytest.approx(true.lengths.log_mean + 0.6931, abs=1e-4)
-    assert told.lengths.sigma_group == 1.5 * true.lengths.sigma_group
-    assert dataclasses.replace(told, spec=true.spec, costs=true.costs) == (
-        dataclasses.replace(true, lengths=told.lengths)
+    assert wrong.costs.decode.floor_s == pytest.approx(true.costs.decode.floor_s / 0.8)
+    assert wrong.lengths.log_mean == pytest.approx(true.lengths.log_mean + 0.6931, abs=1e-4)
+    assert wrong.lengths.sigma_group == 1.5 * true.lengths.sigma_group
+    assert dataclasses.replace(wrong, spec=true.spec, costs=true.costs) == (
+        dataclasses.replace(true, lengths=wrong.lengths)
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Noting:
-    """Chooses as `tide`, and notes what it is told at a boundary."""
+class RecordingPolicy:
+    """Chooses as `tide`, and records each situation."""
 
     seen: list[Situation] = dataclasses.field(default_factory=list)
 
@@ -77,10 +79,10 @@ class Noting:
 
 
 @pytest.mark.parametrize("directly", [False, True])
-def test_what_is_measured_is_true_whatever_was_told(directly: bool) -> None:
-    noting = Noting()
-    simulate(SMALL, Misled(noting, Wrong(trainer=2.0)), seed=1, directly=directly)
-    first, last = noting.seen[0], noting.seen[-1]
+def test_measurements_are_true_whatever_rates_the_policy_sees(directly: bool) -> None:
+    recording = RecordingPolicy()
+    simulate(SMALL, MisinformedPolicy(recording, Wrong(trainer=2.0)), seed=1, directly=directly)
+    first, last = recording.seen[0], recording.seen[-1]
     assert first.trainer.training.measured == ()
     assert first.trainer.training.update_s is None
     assert first.inference.measured_tokens_per_s_per_gpu is None
@@ -96,7 +98,7 @@ def test_what_is_measured_is_true_whatever_was_told(directly: bool) -> None:
 
 
 @pytest.mark.parametrize(("streams", "want"), [(True, [1, 0, 1, 1]), (False, [0, 0, 1, 1])])
-def test_a_trainer_that_streams_measures_its_rate_with_a_group_and_one_that_does_not_with_a_minibatch(
+def test_a_trainer_measures_its_rate_with_a_group_if_it_streams_and_else_with_a_minibatch(
     streams: bool, want: list[int]
 ) -> None:
     own = SMALL.model_copy(update={"algorithm": SMALL.algorithm.model_copy(update={"streams": streams})})
@@ -105,6 +107,6 @@ def test_a_trainer_that_streams_measures_its_rate_with_a_group_and_one_that_does
     seen: list[int] = []
     for happening in world.happenings():
         if happening.what in (What.MINIBATCH_CLOSED, What.MINIBATCH_FINISHED) and len(seen) < 4:
-            told = simulated.situations.training(world)
-            seen += [len(told.measured), int(told.update_s is not None)]
+            training = simulated.situations.training(world)
+            seen += [len(training.measured), int(training.update_s is not None)]
     assert seen == want

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.clairvoyant.schedules import Schedule, steered
+from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.situation import Situation
@@ -64,7 +64,7 @@ def test_the_end_is_forecast_within_five_percent_from_the_start(name: str) -> No
     (found,), _ = forecast(situation, simulated, order).ends_s(plan)
     size = situation.spec.group_size
     members = tuple(prompt * size + member for prompt in order for member in range(size))
-    want = steered(simulated, Schedule(start_s, trainer, inference, members))
+    want = run_schedule(simulated, Schedule(start_s, trainer, inference, members))
     assert found == pytest.approx(want.now_s - SYNC_S, rel=0.05)
 
 
