@@ -74,7 +74,7 @@ class Cluster:
         self._order_queue(world)
         return world
 
-    def tell_pictures(self) -> None:
+    def send_pictures(self) -> None:
         """Each lead sends its picture of the iteration at this instant."""
         world = self.world or self._simulated.world(self._placed())
         world.rollout.advance()
@@ -104,7 +104,7 @@ class Cluster:
         elif what is What.MINIBATCH_FINISHED and world.trainer.is_done:
             self._report(world, Role.ACTOR, trained=self._trained(world))
         for lead in self._leads.values():
-            if what in lead.moves.told_by:
+            if what in lead.moves.triggers:
                 self._go_on(lead)
 
     def report(self, world: World) -> None:
@@ -251,8 +251,8 @@ class Cluster:
 
     def _engine_left(self, happening: Happening) -> None:
         lead = self._leads[Role.ROLLOUT]
-        if happening.number in self._rollout.asked_to_leave:
-            self._rollout.asked_to_leave.discard(happening.number)
+        if happening.number in self._rollout.leaving_engines:
+            self._rollout.leaving_engines.discard(happening.number)
             return
         self._rollout.cold.update(happening.gpus)
         self._died(lead, lead.grants_on(happening.gpus))

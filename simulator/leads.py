@@ -23,7 +23,7 @@ from tidegate.types import GpuId, Grant, InstanceId, Layout, Role
 class Moves(Protocol):
     """The moves of the world that make a component's change."""
 
-    told_by: frozenset[What]
+    triggers: frozenset[What]
     """The happenings after which a change may have gone on."""
 
     def begin(self, world: World, change: Change) -> None: ...
@@ -61,9 +61,9 @@ class Lead:
 
     def grants_on(self, gpus: Iterable[GpuId]) -> tuple[Grant, ...]:
         """The grants on these GPUs among the members and among those that come."""
-        wanted = set(gpus)
+        named = set(gpus)
         coming = self.change.coming if self.change else ()
-        return tuple(grant for grant in (*self.members, *coming) if grant.gpu in wanted)
+        return tuple(grant for grant in (*self.members, *coming) if grant.gpu in named)
 
 
 def are_free(world: World | None, grants: Iterable[Grant]) -> bool:
@@ -74,8 +74,8 @@ def are_free(world: World | None, grants: Iterable[Grant]) -> bool:
 class RolloutMoves:
     """Engines come and go at once. An engine starts cold on GPUs whose engine died."""
 
-    told_by: frozenset[What] = frozenset({What.ENGINE_ACQUIRED, What.ENGINE_LEFT, What.GPUS_FREED})
-    asked_to_leave: set[int] = field(default_factory=set)
+    triggers: frozenset[What] = frozenset({What.ENGINE_ACQUIRED, What.ENGINE_LEFT, What.GPUS_FREED})
+    leaving_engines: set[int] = field(default_factory=set)
     cold: set[GpuId] = field(default_factory=set)
 
     def begin(self, world: World, change: Change) -> None:
@@ -97,13 +97,13 @@ class RolloutMoves:
 
     def _release(self, world: World, gpus: set[GpuId]) -> None:
         names = {name for name, engine in world.rollout.engines.items() if not gpus.isdisjoint(engine.gpus)}
-        self.asked_to_leave |= names
+        self.leaving_engines |= names
         world.release_engines(sorted(names))
 
 
 @dataclass
 class InferenceMoves:
-    told_by: frozenset[What] = frozenset({What.INFERENCE_RESIZED, What.GPUS_FREED})
+    triggers: frozenset[What] = frozenset({What.INFERENCE_RESIZED, What.GPUS_FREED})
 
     def begin(self, world: World, change: Change) -> None:
         world.resize_inference(grant.gpu for grant in change.members)
@@ -117,7 +117,7 @@ class InferenceMoves:
 
 @dataclass
 class ActorMoves:
-    told_by: frozenset[What] = frozenset({What.TRAINER_RESIZED, What.GPUS_FREED})
+    triggers: frozenset[What] = frozenset({What.TRAINER_RESIZED, What.GPUS_FREED})
 
     def begin(self, world: World, change: Change) -> None:
         world.resize_trainer((grant.gpu for grant in change.members), change.layout)

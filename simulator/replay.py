@@ -1,11 +1,13 @@
-"""A real job's recorded events, told again to its scheduler: what that decided, and what another policy would have.
+"""Replays a real job's recorded events through its scheduler, and asks another policy for its choices.
 
-The events go through `turn`, at the times at which they came, and the policy that the job had decides. So it does at
-deadlines between them. The ownership store is not in the record: it follows from the commands to it, and from what
-leads say that they committed. Lead commands are not carried out: what came of them is in the record.
-The other policy looks at the same job: it is asked whenever the job's own is, and remembers what it chose, but nothing
-that it chose happens, so it tells when it would have moved GPUs, not what would have come of it.
-Invariant: the same events give the same commands, byte for byte.
+The events go through `turn` at their recorded times, and the job's own policy decides. It also decides at the deadlines
+between events. The record has no ownership store: the store follows from the commands to it, and from the commits that
+leads report. Commands to leads are not carried out, since the record has their effects.
+
+The other policy sees the same job. It is asked whenever the job's own policy is, and remembers its choices. None of its
+choices is carried out. A replay therefore shows when this policy would have moved GPUs, but not the effect.
+
+Invariant: the same events give the same commands, byte for byte. [test_replay: own_policy_commands_the_same]
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from tidegate.ownership.records import PartKind
 from tidegate.types import JobId, Role
 
 MAX_TURNS = 10_000
-"""Decisions at one instant."""
+"""The most decisions at one instant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An event, and when it happened."""
+    """An event with its time."""
 
     at_ms: int
     event: ev.Event
@@ -44,8 +46,13 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """`commands` are those to leads, as issued; `num_answered` of the record's answers are to one of them, and
-    `strange` are the ids of the others. `decisions` are the other policy's, by seconds since the first event."""
+    """The result of a replay.
+
+    - `commands`: the commands to leads, in the order of their issue.
+    - `num_answered`: the number of recorded answers to one of these commands.
+    - `strange`: the ids of commands with a recorded answer that the replay did not issue.
+    - `decisions`: those of the other policy, in seconds since the first event.
+    """
 
     job: str
     policy: str
@@ -57,7 +64,7 @@ class Replayed:
 
 
 def section_of(recorded: Sequence[Recorded]) -> SchedulerSection:
-    """What the job's own config says of its scheduler. ValueError where no event submits a job."""
+    """The scheduler section of the job's own config. ValueError: no event submits a job."""
     for each in recorded:
         if isinstance(each.event.body, ev.JobSubmitted):
             return SchedulerSection.model_validate(json.loads(each.event.body.config_json).get("scheduler", {}))
@@ -65,16 +72,16 @@ def section_of(recorded: Sequence[Recorded]) -> SchedulerSection:
 
 
 def replayed(recorded: Sequence[Recorded], policy: Policy, *, name: str) -> Replayed:
-    """ValueError for a record that does not begin a job."""
+    """ValueError: the record does not have the beginning of a job."""
     own = policy_of(section_of(recorded))
     replay = _Replay(recorded, own, policy)
     for at, each in enumerate(recorded):
-        replay.tell(each, term=_term(recorded, at))
+        replay.apply(each, term=_term(recorded, at))
     return replay.result(name)
 
 
 def _term(recorded: Sequence[Recorded], at: int) -> int:
-    """Of the store then: that of the tokens that are told of next."""
+    """The store's term at this event: the term of the next tokens in the record."""
     return next((grant.token.term for each in recorded[at:] for grant in each.event.grants), TERM)
 
 
@@ -86,7 +93,7 @@ class _Replay:
         self._remembered = Remembered()
         self._commands: list[cmd.LeadCommand] = []
 
-    def tell(self, recorded: Recorded, *, term: int) -> None:
+    def apply(self, recorded: Recorded, *, term: int) -> None:
         self._store.term = term
         while (due_ms := next_due_ms(self._state)) is not None and due_ms < recorded.at_ms:
             if self._state.phase in TERMINAL:
@@ -112,7 +119,7 @@ class _Replay:
         )
 
     def _decide(self, now_ms: int, *events: ev.Event) -> bool:
-        """Whether there was anything to ask for."""
+        """Decide until no store command is left. Returns whether there was any command."""
         for number in range(MAX_TURNS):
             begun = begin(self._state, events if number == 0 else ())
             made = finish(begun, now_ms, self._own, observed=self._observed(begun.after))
@@ -129,7 +136,7 @@ class _Replay:
         raise AssertionError(f"{MAX_TURNS} decisions at {now_ms} ms came to no end: {decision.reason}")
 
     def _observed(self, state: ClusterState) -> ev.OwnershipObserved | None:
-        """What the store says of the job's GPUs; None where it said so before."""
+        """The store's contents. None: they are unchanged since the last call."""
         if state.spec is None:
             return None
         self._store.register(state.spec.gpus)
@@ -154,12 +161,12 @@ class _Replay:
         try:
             self._store.commit(transition, role, body.layout)
         except REFUSED:
-            # The record is of another course of the store: what the scheduler makes of the word shows there.
+            # The recorded store had another history. The commands after this event show the difference.
             return
 
     def _operate(self, command: cmd.StoreCommand) -> None:
         try:
             self._store.operate(command)
         except REFUSED:
-            # As a real store's refusal: the record holds what the scheduler was told of it.
+            # A real store refused this command too: the record has the answer to it.
             return

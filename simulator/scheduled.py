@@ -1,10 +1,11 @@
 """A simulated iteration under a policy through the scheduler itself, by the same `turn`.
 
-At every instant at which a policy is asked, the components report what they see. Turns and the commands that come of
-them then follow one another until no event and no command is left. That takes no time.
+At every instant of a decision the components report their pictures. Turns and their commands then follow one another
+until no event and no command is left. This takes no virtual time.
 
-Invariants: every state that follows from an event or a decision passes `check`; the same scenario, policy and seed give
-the same events, commands and happenings, byte for byte.
+Invariants:
+- Every state after an event or a decision passes `check`. [test_simulated_runs: every_sample_is_trained_once]
+- The same scenario, policy and seed give the same run. [test_run: the_same_seed_gives_the_same_run]
 """
 
 from __future__ import annotations
@@ -27,28 +28,31 @@ from simulator.watched_policy import WatchedPolicy
 from simulator.world import Unfinished, World
 
 MAX_TURNS = 10_000
-"""Decisions at one instant: a policy that changes its mind at each would go on for ever."""
+"""The most decisions at one instant. A policy that changes its choice at each would otherwise never end."""
 
 
 class JobFailed(Unfinished):
-    """The scheduler gave the job up, or went back to a checkpoint, which one iteration does not show."""
+    """The scheduler failed the job, or returned it to a checkpoint, which one iteration cannot show."""
 
 
-def _forgotten(*_: object) -> None:
-    """Nobody looks, nobody keeps it."""
+def _ignore(*_: object) -> None:
+    """The default of `watch` and `record`."""
 
 
 class Scheduled:
-    """One run while it goes on. `watch` is shown every state that is decided on, and when; `record` each event and
-    each decision, with its milliseconds."""
+    """One run.
+
+    `watch` gets every state before a decision, with the time in ms. `record` gets each event and each decision with its
+    time in ms.
+    """
 
     def __init__(
         self,
         simulated: SimulatedIteration,
         policy: Policy,
         *,
-        watch: Callable[[ClusterState, int], object] = _forgotten,
-        record: Callable[[tuple[ev.Event | None, int, Decision | None]], object] = _forgotten,
+        watch: Callable[[ClusterState, int], object] = _ignore,
+        record: Callable[[tuple[ev.Event | None, int, Decision | None]], object] = _ignore,
     ) -> None:
         self._watch, self._record = watch, record
         self._simulated = simulated
@@ -58,10 +62,10 @@ class Scheduled:
         self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
 
     def run(self, name: str) -> Run:
-        """JobFailed where the scheduler gives up."""
+        """JobFailed: the scheduler fails the job."""
         self._cluster.boot()
         self._settle(0)
-        self._cluster.tell_pictures()
+        self._cluster.send_pictures()
         self._settle(0)
         world = self._cluster.begin_iteration()
         self._ask(world)
@@ -71,11 +75,11 @@ class Scheduled:
                 continue
             if self._cluster.voice.outbox or self._pace.is_due(happening, world):
                 self._ask(world)
-        return self._told(world, name)
+        return self._result(world, name)
 
     def _ask(self, world: World) -> None:
         if self._state.iteration is not None:
-            self._cluster.tell_pictures()
+            self._cluster.send_pictures()
         self._settle(to_ms(world.now_s))
         due_ms = next_due_ms(self._state)
         self._pace.record(world, due_ms)
@@ -100,18 +104,18 @@ class Scheduled:
         raise JobFailed(f"after {now_ms / 1000:g} s {MAX_TURNS} decisions came to no end: {decision.reason}")
 
     def _events(self) -> list[ev.Event]:
-        """What components said since the last turn, and what the store says where that is new."""
+        """The events of components since the last turn, and the store's contents if they are new."""
         events = list(self._cluster.voice.outbox)
         self._cluster.voice.outbox.clear()
         if (observed := self._cluster.store.changed()) is not None:
             events.append(ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=observed))
         return events
 
-    def _told(self, world: World, name: str) -> Run:
-        """What was trained and lost is what the scheduler's accounts say, by the samples' ids."""
+    def _result(self, world: World, name: str) -> Run:
+        """The result, with the trained and lost samples of the scheduler's accounts, by the samples' ids."""
         run = self._simulated.run_of(world, policy=name, decisions=self._policy.decisions)
         if not self._state.summaries:
-            # What was late until after the end.
+            # The reports were late: they come after the end of the iteration.
             self._cluster.report(world)
             self._settle(to_ms(world.now_s))
         (summary,) = self._state.summaries
