@@ -23,8 +23,8 @@ from functools import partial
 from services.rollout.evaluation import Evaluation
 from services.rollout.exercises import Exercises, open_exercises
 from services.rollout.generation_picture import GenerationPicture
+from services.rollout.generation_state import EngineSlot, GenerationState
 from services.rollout.groups import GroupsInProgress
-from services.rollout.making import EngineSlot, Making
 from services.rollout.progress import EngineProgress, IterationProgress
 from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_sample_id, fate_of
@@ -49,7 +49,7 @@ class RolloutLead(Lead):
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
         self._engines: dict[str, EngineSlot] = {}
-        self._generation: Making | None = None
+        self._generation: GenerationState | None = None
         self._exercises: Exercises | None = None
         self._mean_tokens: dict[int, float] = {}
         """The mean tokens of the last responses that this lead saw, by row of the data."""
@@ -81,7 +81,7 @@ class RolloutLead(Lead):
         exercises = await self._opened_exercises()
         candidates = await self.candidates(Stage.GENERATED, plan)
         remaining = tuple(prompt for prompt in candidates.prompts if prompt not in candidates.seen)
-        generation = Making(
+        generation = GenerationState(
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, remaining, plan.group_size),
             request=partial(self._request, exercises),
@@ -96,7 +96,7 @@ class RolloutLead(Lead):
         exercises = await self._opened_exercises()
         evaluation = Evaluation(self.job, await asyncio.to_thread(exercises.held_out), version=plan.version)
         prompts, num_samples = tuple(range(evaluation.num_prompts)), evaluation.samples_per_prompt
-        generation = Making(
+        generation = GenerationState(
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, prompts, num_samples),
             request=evaluation.request,
@@ -134,7 +134,7 @@ class RolloutLead(Lead):
         return IterationProgress(plan.first_prompt, plan.group_size, max_running, hints)
 
     @asynccontextmanager
-    async def _pictures(self, generation: Making, candidates: Candidates) -> AsyncIterator[None]:
+    async def _pictures(self, generation: GenerationState, candidates: Candidates) -> AsyncIterator[None]:
         assert generation.progress is not None, "an iteration has progress to show"
         engines = partial(self._engines_of, generation)
         picture = GenerationPicture(self.crew, engines, generation.groups, candidates, generation.progress)
@@ -143,10 +143,10 @@ class RolloutLead(Lead):
         async with pictures.updates():
             yield
 
-    def _engines_of(self, generation: Making) -> list[tuple[Grant, EngineProgress]]:
+    def _engines_of(self, generation: GenerationState) -> list[tuple[Grant, EngineProgress]]:
         return [(slot.grant, slot.progress) for slot in self._ready(generation)]
 
-    def _ready(self, generation: Making) -> list[EngineSlot]:
+    def _ready(self, generation: GenerationState) -> list[EngineSlot]:
         """The engines that hold the version."""
         slots = [self._engines[grant.gpu] for grant in self.crew.members if grant.gpu in self._engines]
         return [slot for slot in slots if slot.version == generation.version]
@@ -156,7 +156,7 @@ class RolloutLead(Lead):
             self._exercises = await open_exercises(self.job)
         return self._exercises
 
-    async def _generate(self, generation: Making) -> None:
+    async def _generate(self, generation: GenerationState) -> None:
         """Generate until every group is made and settled."""
         self._generation = generation
         try:
@@ -172,7 +172,7 @@ class RolloutLead(Lead):
                 call.cancel()
             await asyncio.gather(*generation.calls, return_exceptions=True)
 
-    def _assign(self, generation: Making) -> None:
+    def _assign(self, generation: GenerationState) -> None:
         """Assign requests to every engine that holds the version, the emptiest first."""
         capacity = int(self.job.config.rollout.max_running_requests * _QUEUED_AHEAD)
         ready = self._ready(generation)
@@ -184,7 +184,7 @@ class RolloutLead(Lead):
                 call = asyncio.create_task(self._run_on(slot, taken, generation), name=f"generate {slot.grant.gpu}")
                 generation.calls.add(call)
 
-    async def _run_on(self, slot: EngineSlot, samples: Sequence[SampleId], generation: Making) -> None:
+    async def _run_on(self, slot: EngineSlot, samples: Sequence[SampleId], generation: GenerationState) -> None:
         remaining = set(samples)
         requests = [generation.request(sample) for sample in samples]
         try:
@@ -206,7 +206,7 @@ class RolloutLead(Lead):
             generation.groups.give_back(remaining)
             generation.changed.set()
 
-    def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: Making) -> None:
+    def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: GenerationState) -> None:
         if response.finish == samples_pb2.FINISH_REASON_ABORT:
             generation.groups.give_back([sample])
             return
@@ -219,7 +219,7 @@ class RolloutLead(Lead):
             settling = self._settle(generation, sample.prompt, responses)
             generation.calls.add(asyncio.create_task(settling, name=f"settle {sample.prompt}"))
 
-    async def _settle(self, generation: Making, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
+    async def _settle(self, generation: GenerationState, prompt: int, responses: Sequence[samples_pb2.Sample]) -> None:
         try:
             await generation.settle(generation, prompt, responses)
         finally:
@@ -230,7 +230,7 @@ class RolloutLead(Lead):
         plan: types_pb2.IterationPlan,
         exercises: Exercises,
         candidates: Candidates,
-        generation: Making,
+        generation: GenerationState,
         prompt: int,
         responses: Sequence[samples_pb2.Sample],
     ) -> None:
@@ -265,7 +265,7 @@ class RolloutLead(Lead):
         await self.report_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
 
     async def _judge(
-        self, evaluation: Evaluation, generation: Making, prompt: int, responses: Sequence[samples_pb2.Sample]
+        self, evaluation: Evaluation, generation: GenerationState, prompt: int, responses: Sequence[samples_pb2.Sample]
     ) -> None:
         await evaluation.take(prompt, responses)
         await self.report_progress(
@@ -279,7 +279,7 @@ class RolloutLead(Lead):
             seed=self.job.sampling_seed(sample),
         )
 
-    def _raise_failures(self, generation: Making) -> None:
+    def _raise_failures(self, generation: GenerationState) -> None:
         for call in [call for call in generation.calls if call.done()]:
             generation.calls.remove(call)
             call.result()

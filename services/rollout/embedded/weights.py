@@ -19,7 +19,7 @@ from types import MappingProxyType
 import torch
 
 from services.rollout.engine import WeightsRefused
-from services.rollout.full_set import full_set
+from services.rollout.full_weights import full_weights
 from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, OUTPUT, expert_prefix, layer_name
 from tidegate.model_config import ModelConfig
 
@@ -63,7 +63,7 @@ def load_weights(config: ModelConfig, *, version: int, tensors: Iterable[tuple[s
     """Copy a full set of tensors.
 
     Raises WeightsRefused, which names a missing, unknown, repeated or misshapen tensor."""
-    named = full_set(config, version=version, tensors=tensors, prepare=_copied)
+    named = full_weights(config, version=version, tensors=tensors, prepare=_copied)
     return _assemble(config, version, named)
 
 

@@ -19,7 +19,7 @@ from types import FunctionType
 import torch
 
 from services.rollout.engine import WeightsRefused
-from services.rollout.full_set import full_set
+from services.rollout.full_weights import full_weights
 from services.rollout.sglang.names import as_held, pieces_of
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
@@ -80,7 +80,9 @@ def pickled(bucket: list[Piece]) -> bytes:
 def weight_set(
     config: ModelConfig, *, version: int, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> WeightSet:
-    """Take a full set of Megatron tensors. Raises WeightsRefused as `full_set`, and for tensors that are not floats."""
+    """Take a full set of Megatron tensors.
+
+    Raises WeightsRefused as `full_weights`, and for tensors that are not floats."""
     parameters = {parameter.name: parameter for parameter in model_parameters(config, padded_vocab=config.vocab_size)}
 
     def prepare(name: str, tensor: torch.Tensor) -> tuple[Piece, ...]:
@@ -88,7 +90,7 @@ def weight_set(
             raise WeightsRefused(f"tensor {name!r} is {tensor.dtype}; weights are floating point: cast it")
         return pieces_of(parameters[name], config, tensor.detach().to(device="cpu", dtype=dtype))
 
-    return WeightSet(version, full_set(config, version=version, tensors=tensors, prepare=prepare))
+    return WeightSet(version, full_weights(config, version=version, tensors=tensors, prepare=prepare))
 
 
 def held_checksum(tensor: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
-"""What counts as a full set of a model's weights: each logical Megatron tensor once, whole; refused by name otherwise.
+"""Checks that tensors are the full weights of a model: each logical Megatron tensor once and whole.
 
-Rows past the vocabulary in the embedding and the output layer are padding and may be there or not.
+A refusal names the tensors. Rows past the vocabulary in the embedding and the output layer are padding, and optional.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tidegate.short_lists import first_few
 Prepared = TypeVar("Prepared")
 
 
-def full_set(
+def full_weights(
     config: ModelConfig,
     *,
     version: int,
     tensors: Iterable[tuple[str, torch.Tensor]],
     prepare: Callable[[str, torch.Tensor], Prepared],
 ) -> dict[str, Prepared]:
-    """Each tensor prepared, by name, one at a time. Raises WeightsRefused; `prepare` may raise it too."""
+    """The prepared tensors by name. `prepare` gets one tensor at a time. Raises WeightsRefused, as `prepare` may."""
     want = {parameter.name: parameter.shape for parameter in model_parameters(config, padded_vocab=config.vocab_size)}
     named: dict[str, Prepared] = {}
     for name, tensor in tensors:

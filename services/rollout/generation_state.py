@@ -1,5 +1,4 @@
-"""What the rollout's lead has in hand while responses are made: its engines, and the iteration or evaluation that they
-make."""
+"""The rollout lead's state while engines generate: the engines, and the open iteration or evaluation."""
 
 from __future__ import annotations
 
@@ -17,6 +16,8 @@ from tidegate.v1 import workers_pb2 as wire
 
 @dataclass(slots=True)
 class EngineSlot:
+    """An engine on a slot. `version` is the version of its weights, None before the first load."""
+
     grant: Grant
     version: int | None = None
     progress: EngineProgress = field(default_factory=EngineProgress)
@@ -27,20 +28,22 @@ class EngineSlot:
 
 
 @dataclass(slots=True)
-class Making:
-    """Responses that are being made, as it stands. `request` asks an engine for one; `settle` is for a group that is
-    complete, and is given the generation, the prompt and the responses."""
+class GenerationState:
+    """The state of one iteration's or evaluation's generation.
+
+    `request` makes the request for a sample. `settle` is called with this state, the prompt and the responses of each
+    complete group."""
 
     version: int
     groups: GroupsInProgress[samples_pb2.Sample]
     request: Callable[[SampleId], wire.GenerationRequest]
-    settle: Callable[[Making, int, Sequence[samples_pb2.Sample]], Coroutine[Any, Any, None]]
+    settle: Callable[[GenerationState, int, Sequence[samples_pb2.Sample]], Coroutine[Any, Any, None]]
     calls: set[asyncio.Task[None]] = field(default_factory=set)
-    """To engines; also the settling of groups, which holds up no engine."""
+    """The running calls to engines, and the tasks that settle groups, which delay no engine."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_tokens: int = 0
     num_failed_rewards: int = 0
     progress: IterationProgress | None = None
-    """Of what is trained on."""
+    """The progress of an iteration. None in an evaluation."""
     note_change: Callable[[], None] = lambda: None
-    """Its engines are others than before."""
+    """Called when the set of engines has changed, so that a new picture is published."""
