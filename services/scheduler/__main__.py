@@ -1,4 +1,4 @@
-"""One replica of the scheduler: `python -m services.scheduler --config PATH`."""
+"""Run one replica of the scheduler: `python -m services.scheduler --config PATH`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOURCE = "scheduler"
 
 
 async def run(config: JobConfig) -> None:
-    """Adopt the store, serve Control, run the loop until SIGTERM. ValueError: the policy cannot run the job."""
+    """Adopt the store, serve Control, and run the loop until SIGTERM. ValueError: the policy cannot run the job."""
     policy = policy_of(config.scheduler)
     policy.check(job_spec(config))
     stopping = await stop_signal()

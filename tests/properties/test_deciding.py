@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide.proposals import Proposed, proposal_of
+from services.scheduler.decide.proposals import PolicyAnswer, proposal_of
 from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
@@ -81,7 +81,7 @@ def histories(name: str, steps: list[tuple[str, int]], *, job: JobSpec | None = 
     return drive
 
 
-def replayed(drive: Drive, policy: Policy) -> list[tuple[ClusterState, Proposed]]:
+def replayed(drive: Drive, policy: Policy) -> list[tuple[ClusterState, PolicyAnswer]]:
     """What is proposed, and to which state, as another replica sees the same; it decides the same, byte for byte."""
     state, proposed = ClusterState(job=JOB), []
     events: list[ev.Event] = []
@@ -240,7 +240,7 @@ def check_history(name: str, steps: list[tuple[str, int]]) -> None:
     check_moves(proposals)
 
 
-def check_placement(state: ClusterState, proposed: Proposed) -> None:
+def check_placement(state: ClusterState, proposed: PolicyAnswer) -> None:
     """GPUs that there are, each once, one for each rank; and of the configured layout, or of what a person asked for,
     only the number of copies changes."""
     spec = state.spec
@@ -262,7 +262,7 @@ def check_placement(state: ClusterState, proposed: Proposed) -> None:
     assert sorted(set(proposed.proposal.group_order)) == sorted(proposed.proposal.group_order)
 
 
-def check_moves(proposals: list[tuple[ClusterState, Proposed]]) -> None:
+def check_moves(proposals: list[tuple[ClusterState, PolicyAnswer]]) -> None:
     """After each minibatch at most one, one before the first, one home; and that again where what was told is taken
     back by a later picture."""
     assigned: dict[tuple[int, int], list[Assignment]] = {}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide import proposals as deciding
+from services.scheduler.decide.proposals import PolicyAnswer
 from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Proposal
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
@@ -25,7 +25,7 @@ from tests.properties.job_histories import SLOTS, blow, happen, ordinary
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, gpu, spec
-from tests.unit.scheduler.proposals import Proposed
+from tests.unit.scheduler.proposals import ProposalMaker
 from tidegate.ownership.records import GpuState
 from tidegate.types import Layout, Role
 
@@ -84,7 +84,7 @@ def histories(draw: st.DrawFn, engine_size: int) -> list[Step]:
 
 
 @dataclass
-class Recorded(Proposed):
+class Recorded(ProposalMaker):
     """`proposals`: all that were made, in order."""
 
     proposals: list[Proposal] = field(default_factory=list)
@@ -193,7 +193,7 @@ def check_replayed(steps: list[Step], engine_size: int) -> None:
                 now_ms,
                 drive.policy,
                 events=events,
-                propose=lambda on, _policy, _now_ms: deciding.Proposed(next(proposals), on.remembered),
+                propose=lambda on, _policy, _now_ms: PolicyAnswer(next(proposals), on.remembered),
             )
             assert repr(made.decision) == repr(want)
             state, events = decode_state(encode_state(made.after)), []

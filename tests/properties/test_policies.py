@@ -49,7 +49,7 @@ class World:
         return seen(
             self.spec,
             self.at,
-            told=generation(
+            picture=generation(
                 self.spec,
                 self.at.engines,
                 lengths=tuple(self.lengths),

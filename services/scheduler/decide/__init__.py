@@ -1,1 +1,1 @@
-"""State -> commands: what to ask for, and why. Imports `policy`, `evolve`, `state`; `turn.turn` is the way in."""
+"""State -> commands, with the reason for them. Imports `policy`, `evolve` and `state`. Enter at `turn.turn`."""

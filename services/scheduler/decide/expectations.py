@@ -1,16 +1,21 @@
-"""Commands issued and not yet observed: remembered, not issued again before their deadline, given up after enough.
+"""Expectations: commands that were issued and whose effect is not observed yet.
 
-`decide` derives from the state alone what is wanted. `due` lets through what was not issued yet, or whose deadline has
-passed; `issued` writes down what was let through, and forgets what is wanted no more: its effect was observed.
+`decide` derives the needed commands from the state alone.
+1. `due` selects those that were not issued yet, and those whose deadline has passed.
+2. `issued` writes the selected commands into the state as expectations. It removes the expectations of commands that
+   are not needed any more: their effect was observed.
 
-- To a lead: the same id again while it does not answer, and once its work is past the command's deadline (it answers a
-  repeat from its store); a new attempt after a refusal.
-- To the store: again until the store shows it; the store takes every step once.
-- To a gate: each question is a new one, ever more rarely.
-- `Await`: nobody is asked; it only runs out.
+How a command is repeated depends on its receiver:
+- A lead gets the same id again while it does not answer, and again when its work is past the command's deadline. It
+  answers a repeat from its store. After a refusal the command is a new attempt with a new id.
+- The store gets the operation again until it shows the effect. It takes every step once.
+- A gate gets a new question each time, with longer and longer pauses.
+- An `Await` has no receiver. It only times out.
 
-Invariants: a key is expected at most once; an id is never used for two attempts; nothing is waited for without a
-deadline.
+Invariants:
+- A command is not issued again before its deadline. [test_expectations: not_issued_again_before_its_deadline]
+- No two attempts have the same id. [test_expectations: refused_command_is_a_new_attempt]
+- Every expectation has a deadline and is under its own key. [test_invariants: state_that_breaks_an_invariant]
 """
 
 from __future__ import annotations
@@ -27,40 +32,40 @@ from services.scheduler.state.issued import Expectation, Kind
 from tidegate.types import CommandId
 
 ANSWER_DEADLINE_MS = 15_000
-"""A lead answers within milliseconds, and is called with a timeout of 10 s; past this the answer, or the scheduler that
-was to send the command, is gone."""
+"""A lead answers within milliseconds, and a call to it has a timeout of 10 s. After 15 s the answer is lost, or the
+scheduler died before it sent the command."""
 
 MAX_UNANSWERED = 8
 """Two minutes without an answer from a lead whose instance renews its lease."""
 
 MAX_ISSUES = 3
-"""Deadlines that a lead may miss before the job gives up. Its own death is told within seconds by other events, so
-this ends only what hangs: three config deadlines (6 minutes as configured by default)."""
+"""Deadlines that a lead may miss before the job fails. Other events report a lead's death within seconds, so this limit
+ends only a lead that hangs: after three command deadlines of the config (6 minutes by default)."""
 
 STORE_DEADLINE_MS = 5_000
-"""Store operations take milliseconds; past this the shell died between its write and the operation."""
+"""Store operations take milliseconds. After 5 s the shell died between its write and the operation."""
 
 GATE_PAUSE_MS = 500
 MAX_GATE_PAUSE_MS = 30_000
 MAX_GATE_ASKS = 16
-"""With the doubling pause: 5 minutes of a gate that stays held before a component that needs it is given up."""
+"""With the doubling pause, a gate may stay held for 5 minutes before a component that needs the GPU fails the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What to issue now, the keys that are waited for, and what was given up, in words."""
+    """`commands` to issue now, keys of the commands that are still `waiting`, and a message for each failed command."""
 
     commands: tuple[cmd.Command, ...]
     waiting: tuple[str, ...]
-    given_up: tuple[str, ...]
+    failures: tuple[str, ...]
 
 
-def due(state: ClusterState, wanted: Sequence[cmd.Command], now_ms: int) -> Due:
-    """Splits what is wanted, in its order."""
+def due(state: ClusterState, needed: Sequence[cmd.Command], now_ms: int) -> Due:
+    """Sort the needed commands into those three groups, and keep their order."""
     commands: list[cmd.Command] = []
     waiting: list[str] = []
-    given_up: list[str] = []
-    for command in wanted:
+    failures: list[str] = []
+    for command in needed:
         key = str(cmd.command_id(command))
         known = state.expectations.get(key)
         if known is None:
@@ -68,30 +73,30 @@ def due(state: ClusterState, wanted: Sequence[cmd.Command], now_ms: int) -> Due:
         elif now_ms < known.due_ms:
             waiting.append(key)
         elif _is_spent(command, known):
-            given_up.append(_given_up(known))
+            failures.append(_failure(known))
         else:
             commands.append(_with_id(command, attempt_id(known)))
-    return Due(tuple(commands), tuple(waiting), tuple(given_up))
+    return Due(tuple(commands), tuple(waiting), tuple(failures))
 
 
 def issued(state: ClusterState, commands: Sequence[cmd.Command], waiting: Sequence[str], now_ms: int) -> ClusterState:
-    """The state after a decision: what it issued is expected, what it only waits for stays expected."""
+    """The state after a decision. The commands that it issued become expectations, and those in `waiting` stay."""
     kept = {key: state.expectations[key] for key in waiting}
     for command in commands:
         match command:
             case cmd.StopJob():
-                state = _changed(stop(state, command.outcome, command.message), state)
+                state = _with_new_version(stop(state, command.outcome, command.message), state)
             case cmd.FinishJob():
-                state = _changed(replace(state, phase=command.phase, message=command.message), state)
+                state = _with_new_version(replace(state, phase=command.phase, message=command.message), state)
             case _:
                 key = key_of(command)
                 kept[key] = _expected(state, command, key, now_ms)
-                state = _noted(state, command)
+                state = _with_payload(state, command)
     return replace(state, expectations=dict(sorted(kept.items())))
 
 
-def _noted(state: ClusterState, command: cmd.Command) -> ClusterState:
-    """What of a command has to be known until its effect shows, besides that it was issued."""
+def _with_payload(state: ClusterState, command: cmd.Command) -> ClusterState:
+    """Keep the fields of a command that are needed until its effect is observed."""
     if isinstance(command, cmd.OrderGroups) and state.iteration is not None:
         steering = replace(state.iteration.steering, asked_order=command.groups)
         return replace(state, iteration=replace(state.iteration, steering=steering))
@@ -105,13 +110,14 @@ def _noted(state: ClusterState, command: cmd.Command) -> ClusterState:
 
 
 def next_due_ms(state: ClusterState) -> int | None:
-    """When `decide` may have something new to say without a new event; None when only an event can change it."""
+    """The earliest time at which `decide` may decide otherwise without a new event; None when only an event can change
+    the decision."""
     dues = [*(each.due_ms for each in state.expectations.values()), *absences.next_due_ms(state)]
     return min(dues if state.ask_at_ms is None else [*dues, state.ask_at_ms], default=None)
 
 
 def key_of(command: cmd.Command) -> str:
-    """An issued command's id without its attempt: what it is for."""
+    """An issued command's id without the number of its attempt."""
     return str(cmd.command_id(command)).rpartition("/a")[0]
 
 
@@ -135,14 +141,14 @@ def _is_spent(command: cmd.Command, known: Expectation) -> bool:
             return known.num_refused >= MAX_REFUSALS or num_missed >= most
 
 
-def _given_up(known: Expectation) -> str:
+def _failure(known: Expectation) -> str:
     if known.kind is Kind.WAIT:
         return f"waited {(known.due_ms - known.issued_ms) / 1000:g} s for {known.what}"
     refusals = f", refused {known.num_refused} times: {known.refusal}" if known.num_refused else ""
     return f"{known.what} was asked {known.num_issued} times without effect{refusals}"
 
 
-def _changed(after: ClusterState, before: ClusterState) -> ClusterState:
+def _with_new_version(after: ClusterState, before: ClusterState) -> ClusterState:
     return after if after == before else replace(after, version=before.version + 1)
 
 

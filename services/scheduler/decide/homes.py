@@ -1,19 +1,30 @@
-"""Which GPUs a job goes on without, and where its components are at home then. Pure.
+"""Finds the lost GPUs that a job goes on without, and each component's home on the other GPUs. Pure.
 
-A GPU that is lost is asked for at its gate. One that cannot be had for a minute (`absences`), because its gate has not
-let go of it or because no instance of its node lives, is gone: the components are at home on the others. Each keeps its
-whole copies, what is left of broken ones makes others, inside a node first, and one that has none left gets what is
-free of its own slots (those that stand by are the actor's alone), or else what rollout or inference can spare. The
-actor spares none: it lets go of GPUs after an update, which may wait for that very component. Once the gate says that
-nobody holds it, the GPU is as any other again.
+A home is the placement in which a component starts. The scheduler asks a lost GPU's gate for it. A GPU is gone once it
+was absent for a minute (`absences`): its gate does not let go of it, or no instance of its node lives. When a gate says
+later that nobody holds the GPU, it is an ordinary GPU again.
 
-Before the policy's first choice in the job nothing is gone: whoever cannot do without a GPU that is lost then fails
-the job, as under a fixed split.
+Each component gets its home in this order:
+1. It keeps its whole copies.
+2. The remaining GPUs of its broken copies make new copies, inside a node first.
+3. A component without a copy gets free GPUs of its own slots. Standby slots are for the actor alone.
+4. Otherwise it gets GPUs that the rollout or the inference can spare. The actor spares none: it lets go of GPUs only
+   after an update, and that update may wait for this very component.
 
-Invariants: nothing is gone where a component could not get a copy, nor under a policy that leaves everything where the
-config has it, nor while the job ends; no home has such a GPU, and none is in two homes; every layout is one that its
-component can run (experts, logical shards); that of an actor that lost a copy is one that the policy's `check` accepts
-where there is one: what RLinf would not have started with is better than a job that fails.
+Before the policy's first choice in the job no GPU is gone. A component that needs a lost GPU then fails the job, as
+under a fixed split.
+
+Invariants:
+- No GPU is gone where a component could not get a copy. [test_homes: waits_for_lost_gpus_where]
+- No GPU is gone under a policy that leaves every component where the config places it.
+  [test_absences: under_a_policy_that_moves_nothing]
+- No GPU is gone before the policy's first choice or while the job ends.
+  [test_absences: before_the_first_choice_and_after]
+- No home contains a gone GPU, and no GPU is in two homes. [test_homes: goes_on_without_gpus_is_at_home]
+- Every layout is one that its component can run (experts, logical shards). [test_homes: copies_that_divide_its_shards]
+- An actor that lost a copy gets a layout that the policy's `check` accepts, where there is one. Otherwise it gets a
+  layout that RLinf would not have started with: that is better than a job that fails.
+  [test_homes: a_home_is_one_that_the_policy]
 """
 
 from __future__ import annotations
@@ -34,37 +45,38 @@ DONORS = (Role.ROLLOUT, Role.INFERENCE)
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The job with every component placed where it starts, and the GPUs that it goes on without."""
+    """`spec` is the job with each component at its home. `gone` are the GPUs that the job goes on without."""
 
     spec: JobSpec
     gone: frozenset[GpuId] = frozenset()
 
 
 def home_of(state: ClusterState, spec: JobSpec, policy: Policy) -> Home:
-    """The actor where a person moved it."""
-    home = moved(state, spec)
+    """The home of each component. The actor's is where a person moved it, unless it lost GPUs there."""
+    home = with_moved_actor(state, spec)
     gone = frozenset(gpu for gpu, absence in state.absent.items() if absence.is_long)
-    left = _left(home, gone, policy) if gone else None
+    left = _remaining_home(home, gone, policy) if gone else None
     return Home(home) if left is None or _waits_for_actor(state, left) else Home(left, gone)
 
 
-def moved(state: ClusterState, spec: JobSpec) -> JobSpec:
-    """The job with its actor where a person moved it, its other slots standing by, and the others where the config
-    places them."""
+def with_moved_actor(state: ClusterState, spec: JobSpec) -> JobSpec:
+    """The job with its actor where a person moved it. The actor's other slots stand by. The other components are where
+    the config places them."""
     actor = state.home(Role.ACTOR) or spec.placement[Role.ACTOR]
     standby = tuple(but_for(spec.slots(Role.ACTOR), actor.gpus))
     return replace(spec, placement={**spec.placement, Role.ACTOR: actor}, standby=standby)
 
 
 def _waits_for_actor(state: ClusterState, home: JobSpec) -> bool:
-    """Whether a component that went down is to start on what the actor has in this iteration."""
+    """Whether a component that is down would start on GPUs that the actor has in this iteration."""
     held = {grant.gpu for grant in state.components[Role.ACTOR].grants}
     down = [role for role in DONORS if not (state.components[role].is_up or state.components[role].is_suspended)]
     return any(not held.isdisjoint(home.placement[role].gpus) for role in down)
 
 
 def without(assignment: Assignment, spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> Assignment:
-    """Where a component would have nothing left of what it was assigned, everything is where `spec` places it."""
+    """The assignment without the `gone` GPUs. Where that leaves an assigned component without a copy, it is the
+    placement of `spec` for all components."""
     if gone.isdisjoint(assignment.gpus):
         return assignment
     engines = tuple(engine for engine in assignment.engines if gone.isdisjoint(engine))
@@ -90,14 +102,15 @@ def _accepts(policy: Policy, spec: JobSpec) -> bool:
     return True
 
 
-def _left(spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> JobSpec | None:
-    """With as many copies of the actor as the policy accepts, or, where it accepts none, as there can be; an actor that
-    lost none stays where it is, by a person's word too, which no policy is asked about. None where a component would
-    have none: the actor has fewer for the policy's sake alone."""
+def _remaining_home(spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> JobSpec | None:
+    """The job on its remaining GPUs; None where a component would have no copy.
+
+    The actor has the most copies that the policy accepts, or where it accepts none, the most that there can be. An
+    actor that lost no copy stays where it is, also where a person moved it: no policy checks a manual move."""
     most: JobSpec | None = None
     had = spec.placement[Role.ACTOR]
     for trainer in tuple(_copies(spec, Role.ACTOR, had, gone)) or (None,):
-        placement = _shared(spec, gone, trainer)
+        placement = _remaining_placement(spec, gone, trainer)
         if placement is None:
             break
         left = replace(spec, placement=placement)
@@ -107,8 +120,9 @@ def _left(spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> JobSpec | No
     return most
 
 
-def _shared(spec: JobSpec, gone: frozenset[GpuId], trainer: Placed | None) -> dict[Role, Placed] | None:
-    """`trainer`: None where the actor has no copy left. None where a component would have none."""
+def _remaining_placement(spec: JobSpec, gone: frozenset[GpuId], trainer: Placed | None) -> dict[Role, Placed] | None:
+    """Each component's remaining placement; None where a component would have no copy. `trainer` is None where the
+    actor has no copy left."""
     left = {role: next(_copies(spec, role, spec.placement[role], gone), None) for role in DONORS}
     left[Role.ACTOR] = trainer
     for role in Role:
@@ -116,7 +130,7 @@ def _shared(spec: JobSpec, gone: frozenset[GpuId], trainer: Placed | None) -> di
             continue
         home = spec.placement[role].layout
         layout = next((each for dp in range(1, home.dp + 1) if (each := with_dp(home, dp))), home)
-        found = _spared(spec, role, left=left, gone=gone, layout=layout)
+        found = _spare_gpus(spec, role, left=left, gone=gone, layout=layout)
         if found is None:
             return None
         gpus, left = found
@@ -124,11 +138,15 @@ def _shared(spec: JobSpec, gone: frozenset[GpuId], trainer: Placed | None) -> di
     return {role: placed for role in Role if (placed := left[role]) is not None}
 
 
-def _spared(
+def _spare_gpus(
     spec: JobSpec, role: Role, *, left: Mapping[Role, Placed | None], gone: frozenset[GpuId], layout: Layout
 ) -> tuple[tuple[GpuId, ...], dict[Role, Placed | None]] | None:
-    """GPUs for the layout that are in no copy, of the role's own slots if they are enough, or of as few copies as need
-    be of who has most, and what is left then; None where that would take somebody's last copy."""
+    """GPUs for the layout, and the other components' placements without them. None where that would take a component's
+    last copy.
+
+    1. Take GPUs of the role's own slots that are in no copy, if they are enough.
+    2. Otherwise take GPUs of any slot that are in no copy.
+    3. Otherwise take a copy from the donor with the most copies, and try again."""
     others = dict(left)
     while True:
         held = {gpu for placed in others.values() if placed for gpu in placed.gpus}
@@ -138,21 +156,21 @@ def _spared(
             if len(spare) >= layout.num_ranks:
                 return in_units(spare, replica_size(layout), layout.num_ranks), others
         donors = [(placed.layout.dp, each) for each in DONORS if (placed := others[each]) and placed.layout.dp > 1]
-        smaller = {each: _fewer(others[each]) for _, each in sorted(donors, key=lambda each: -each[0])}
+        smaller = {each: _with_fewer_copies(others[each]) for _, each in sorted(donors, key=lambda each: -each[0])}
         donor, placed = next(((each, placed) for each, placed in smaller.items() if placed), (None, None))
         if donor is None or placed is None:
             return None
         others[donor] = placed
 
 
-def _fewer(placed: Placed | None) -> Placed | None:
-    """With at least one copy less; None where there is no such layout."""
+def _with_fewer_copies(placed: Placed | None) -> Placed | None:
+    """The placement with at least one copy less; None where there is no such layout."""
     return most_copies(placed.layout, placed.gpus, most=placed.layout.dp - 1) if placed else None
 
 
 def _copies(spec: JobSpec, role: Role, placed: Placed, gone: Set[GpuId]) -> Iterator[Placed]:
-    """Its whole copies in rank order, then those that the rest of the broken ones makes: as many as there is a layout
-    for, then ever fewer."""
+    """Placements without the `gone` GPUs, from the most copies that have a layout down to the fewest. Whole copies come
+    first, in rank order, then copies from the remaining GPUs of broken ones."""
     size = replica_size(placed.layout)
     copies = replicas(placed.gpus, size)
     whole = [gpu for copy in copies if gone.isdisjoint(copy) for gpu in copy]

@@ -1,18 +1,29 @@
-"""What is proposed for the job as it is: the policy is asked where it can be, else everything stays. Pure.
+"""Makes a proposal for the job: the policy's choice where it can be asked, else the present placement. Pure.
 
-Order: whether the policy is asked at all; its choice, as each component's GPUs and layout; what it is to remember.
+1. Find out whether to ask the policy.
+2. Turn its choice into each component's GPUs and layout.
+3. Keep what the policy remembers.
 
-It is not asked while the job is starting, stopping or paused, while no iteration is open or told of, while a person
-moves the actor, and while the actor waits for ranks that died. Then every component is where the policy last put it in
-this iteration, else where the config places it. A person's word comes first, and everything else goes home for it; so
-it does for a component that was given none and has a new lead: that one tells nothing of the iteration before it works.
+The policy is not asked
+- while the job is starting, stopping or paused,
+- while no iteration is open, or a component has not reported it yet,
+- while a person moves the actor,
+- while the actor waits for ranks that died.
+
+Then each component stays where the policy last placed it in this iteration. Without such a placement it goes to where
+the config places it. All components go to their configured GPUs in two more cases:
+- A person moves the actor. A manual move overrides the policy, and the actor goes where the person asks.
+- A component has no GPUs, and its lead has not reported the iteration. A new lead reports nothing before it has GPUs.
 
 Invariants:
-- work that waits for nothing but GPUs has some, where a policy forgot it too: a death makes work anew, of which the
-  rules of others' policies say nothing; and its policy goes on from there;
-- a trainer that is to change its GPUs or its layout begins no minibatch before it has;
-- without a choice nothing is forgotten, and the trainer holds on or goes on as it was told;
-- it wants to be asked again later than now, or not at all.
+- Work that waits only for GPUs gets GPUs, also where a policy forgot the work. A death makes work anew, which the rules
+  of other systems' policies do not cover. The policy goes on from that placement.
+  [test_proposals: work_that_a_policy_forgot]
+- A trainer that is to change its GPUs or its layout begins no minibatch before the change.
+  [test_proposals: begins_no_minibatch]
+- While the policy is not asked, its memory stays, and the trainer goes on or stays on hold as before.
+  [test_proposals: stays_where_the_policy_put_it]
+- The policy is asked again at a later time than now, or at no set time. [test_proposals: a_time_that_has_passed]
 """
 
 from __future__ import annotations
@@ -32,53 +43,55 @@ from tidegate.types import GpuId, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed:
-    """`ask_at_ms`: when the policy wants to be asked again, should nothing happen before."""
+class PolicyAnswer:
+    """A proposal and the policy's memory after it. `ask_at_ms` is the time at which to ask the policy again if no event
+    comes before."""
 
     proposal: Proposal
     remembered: Remembered
     ask_at_ms: int | None = None
 
 
-def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
-    """Nothing before the job was submitted."""
+def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> PolicyAnswer:
+    """The proposal is empty before the job is submitted."""
     if state.spec is None:
-        return Proposed(Proposal({}, "no config yet, so no placement"), state.remembered)
+        return PolicyAnswer(Proposal({}, "no config yet, so no placement"), state.remembered)
     home = home_of(state, state.spec, policy)
-    if why := _not_asked(state):
-        return _as_it_is(state, policy, home, why)
+    if why := _reason_not_to_ask(state):
+        return _present_placement(state, policy, home, why)
     situation = situation_of(state, now_ms, home=home.spec)
     if situation is None:
-        return _as_it_is(state, policy, home, "nothing was told of the iteration yet")
-    return chosen(policy, situation, home.gone)
+        return _present_placement(state, policy, home, "not every component has reported the iteration yet")
+    return answer_of(policy, situation, home.gone)
 
 
-def chosen(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozenset()) -> Proposed:
+def answer_of(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozenset()) -> PolicyAnswer:
     """`gone`: GPUs that the job goes on without."""
     choice = policy.choose(situation)
-    wanted, trains, reason = choice.assignment, choice.trains, choice.reason
+    assignment, trains, reason = choice.assignment, choice.trains, choice.reason
     remembered = choice.remembered(situation)
-    if (left := without(wanted, situation.spec, gone, policy)) != wanted:
-        wanted, remembered = left, replace(remembered, assignment=left)
+    if (remaining := without(assignment, situation.spec, gone, policy)) != assignment:
+        assignment, remembered = remaining, replace(remembered, assignment=remaining)
         reason = f"{reason}, but for {', '.join(sorted(gone))}"
-    if forgotten := _forgotten(situation, wanted):
-        wanted, trains = as_configured(situation.spec), trains or situation.is_inferred
-        # Else the policy would want its own back as soon as the first GPU is on its way, and take turns with this.
-        remembered = replace(remembered, assignment=wanted)
-        reason = f"{forgotten} and nobody has a GPU for them: everything where it is placed, against {reason}"
-    trains = trains and _is_where_it_trains(situation, wanted)
-    placement = placement_of(situation.spec, wanted)
+    if idle_work := _work_without_gpus(situation, assignment):
+        assignment, trains = as_configured(situation.spec), trains or situation.is_inferred
+        # Avoid an endless change of plans: with its own choice in memory, the policy would return to it as soon as the
+        # first GPU moves.
+        remembered = replace(remembered, assignment=assignment)
+        reason = f"{idle_work} and nobody has a GPU for them: everything where it is placed, against {reason}"
+    trains = trains and _is_where_it_trains(situation, assignment)
+    placement = placement_of(situation.spec, assignment)
     proposal = Proposal(placement, reason, trains=trains, group_order=choice.group_order, gone=gone)
     is_later = choice.ask_at_ms is not None and choice.ask_at_ms > situation.now_ms
-    return Proposed(
+    return PolicyAnswer(
         proposal,
         remembered=replace(remembered, trains=trains),
         ask_at_ms=choice.ask_at_ms if is_later else None,
     )
 
 
-def _forgotten(situation: Situation, assignment: Assignment) -> str:
-    """The first stage that has work and is to have no GPUs, with its numbers; empty where each has some."""
+def _work_without_gpus(situation: Situation, assignment: Assignment) -> str:
+    """The first stage that has work and would have no GPUs, with its numbers; empty where no such stage exists."""
     training = situation.trainer.training
     if situation.moving:
         return ""
@@ -92,13 +105,12 @@ def _forgotten(situation: Situation, assignment: Assignment) -> str:
 
 
 def _is_where_it_trains(situation: Situation, assignment: Assignment) -> bool:
-    """A trainer that is to be elsewhere begins no minibatch before it is there: one on the GPUs that it has would keep
-    the others waiting for it to end."""
+    """A trainer that is to move begins no minibatch before: the others would wait for the end of that minibatch."""
     return situation.trainer.placed in (None, assignment.trainer)
 
 
 def placement_of(spec: JobSpec, assignment: Assignment) -> dict[Role, Placed | None]:
-    """Each component's GPUs in rank order, and its layout with as many copies, or engines, as they make."""
+    """Each component's GPUs in rank order, and its layout with the copies or engines that these GPUs make."""
     engines = tuple(gpu for engine in assignment.engines for gpu in engine)
     size = engine_size(spec)
     assert all(len(engine) == size for engine in assignment.engines), f"engines of odd sizes: {assignment}"
@@ -119,8 +131,8 @@ def _copies(spec: JobSpec, role: Role, gpus: tuple[GpuId, ...]) -> Placed | None
     return Placed(gpus, placed)
 
 
-def _not_asked(state: ClusterState) -> str:
-    """Why; empty when it is."""
+def _reason_not_to_ask(state: ClusterState) -> str:
+    """The reason why the policy is not asked; empty when it is asked."""
     if state.phase is not Phase.RUNNING:
         return f"the job is {state.phase}"
     if state.iteration is None:
@@ -132,31 +144,31 @@ def _not_asked(state: ClusterState) -> str:
     return ""
 
 
-def _as_it_is(state: ClusterState, policy: Policy, home: Home, why: str) -> Proposed:
+def _present_placement(state: ClusterState, policy: Policy, home: Home, why: str) -> PolicyAnswer:
     spec = home.spec
     placement: Mapping[Role, Placed | None] = spec.placement
     held, trains = state.remembered, True
     if state.asked is not None:
         if state.components[Role.ACTOR].is_up:
             placement = {**spec.placement, Role.ACTOR: state.asked}
-    elif (assignment := _assigned(state)) is not None:
+    elif (assignment := _present_assignment(state)) is not None:
         assigned = placement_of(spec, without(assignment, spec, home.gone, policy))
-        if not _has_mute(state, assigned):
+        if not _lacks_a_picture(state, assigned):
             placement, trains = assigned, held.trains
     sizes = ", ".join(f"{role} {len(placed.gpus) if (placed := placement[role]) else 0}" for role in Role)
     reason = f"{why}: GPUs as they are ({sizes})"
-    return Proposed(Proposal(placement, reason, trains=trains, gone=home.gone), held)
+    return PolicyAnswer(Proposal(placement, reason, trains=trains, gone=home.gone), held)
 
 
-def _assigned(state: ClusterState) -> Assignment | None:
-    """By the policy, in the open iteration."""
+def _present_assignment(state: ClusterState) -> Assignment | None:
+    """The policy's last assignment in the open iteration."""
     held, iteration = state.remembered, state.iteration
     is_of = iteration is not None and held.is_of(state.incarnation, iteration.plan.iteration)
     return held.assignment if is_of else None
 
 
-def _has_mute(state: ClusterState, assigned: Mapping[Role, Placed | None]) -> bool:
-    """Whether somebody who was given no GPUs has told nothing."""
+def _lacks_a_picture(state: ClusterState, assigned: Mapping[Role, Placed | None]) -> bool:
+    """Whether a component without assigned GPUs has reported no picture of the iteration."""
     seen = state.seen
     pictures = {Role.ACTOR: seen.training, Role.ROLLOUT: seen.generation, Role.INFERENCE: seen.inferring}
     return any(picture is None and assigned[role] is None for role, picture in pictures.items())

@@ -1,16 +1,19 @@
-"""`situation_of(state, now_ms)`: what a policy looks at, from what components told and from who owns which GPU. Pure.
+"""`situation_of(state, now_ms)` makes the input of a policy from the components' pictures and from GPU ownership. Pure.
 
-What components tell comes from three places and is a little old, and the ownership record is the only word on GPUs. So
-the record decides where a GPU is, and what was told is brought to agree with it:
-- an engine with a GPU that is on its way, lost or no longer the rollout's is left out, and its sequences are away;
-- an engine that the rollout has and has not told of yet is there with nothing in it;
-- a group that inference handed on has ended, whatever an older picture of the rollout says of it;
-- an actor that has reported has trained all that it will, whatever its picture says: one that a new lead tells, or of
-  an iteration that had too few groups for its minibatches, says less;
-- a free GPU of a node of which no instance lives is nowhere;
-- a trainer whose ranks are not all there has no GPUs and is between two updates; what GPUs it has work on nothing.
+The three pictures come from three leads and are a little old. Only the ownership record says where a GPU is. So the
+pictures are changed to agree with the record:
+- An engine is left out if one of its GPUs moves, is lost, or is not the rollout's any more. Its sequences are away.
+- An engine that the rollout has and has not reported yet is there, without sequences.
+- A group that inference handed on has ended, also where an older picture of the rollout says otherwise.
+- An actor that has reported its account has trained all its minibatches, also where its picture says less. The picture
+  of a new lead says less, and so does that of an iteration with too few groups for its minibatches.
+- A free GPU is left out if no instance of its node lives.
+- A trainer that lacks ranks has no GPUs and is between two updates. Its other GPUs count as moving.
 
-Invariants: it never raises, whatever pictures and transitions the state holds; no GPU is in it twice.
+Invariants:
+- Every state of an open iteration, whatever its pictures and transitions, gives a situation and no error.
+  [test_situations: every_state_of_an_open_iteration]
+- A GPU is in a situation at most once. [test_situations: shows_no_gpu_twice]
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.decide.homes import moved
+from services.scheduler.decide.homes import with_moved_actor
 from services.scheduler.policy.situation import Inference, Situation, Trainer
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.layouts import engine_size, replicas
@@ -31,12 +34,12 @@ from tidegate.types import GpuId, Layout, Role
 
 
 def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = None) -> Situation | None:
-    """None while no iteration is open, or a component has not told of it yet. `home`: the job with its components where
-    they start; None: where the config, or for the actor a person, places them."""
+    """None while no iteration is open, or a component has not reported it yet. `home` is the job with its components at
+    home. Without it they are where the config places them, and the actor where a person moved it."""
     iteration, seen = state.iteration, state.seen
     if state.spec is None or iteration is None:
         return None
-    spec = home or moved(state, state.spec)
+    spec = home or with_moved_actor(state, state.spec)
     if seen.generation is None or seen.inferring is None or seen.training is None:
         return None
     whereabouts = _whereabouts(state)
@@ -54,7 +57,7 @@ def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = Non
     )
     idle = () if trainer else whereabouts.held[Role.ACTOR]
     if not generation.engines:
-        # Of engines too new to be told of, where none was that they could be like.
+        # No engine is reported that new ones could be modelled on: their GPUs count as moving.
         idle += whereabouts.held[Role.ROLLOUT]
     inference = Inference(
         gpus=whereabouts.held[Role.INFERENCE],
@@ -79,7 +82,8 @@ def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = Non
 
 @dataclass(frozen=True, slots=True)
 class _Whereabouts:
-    """By the ownership record. `held`: what a component works with, in rank order, apart from what is `moving`."""
+    """GPUs by the ownership record. `held` are those that a component works with, in rank order, without those that
+    are `moving`."""
 
     held: dict[Role, tuple[GpuId, ...]]
     free: tuple[GpuId, ...]
@@ -95,14 +99,14 @@ def _whereabouts(state: ClusterState) -> _Whereabouts:
 
 
 def _held(state: ClusterState, role: Role, moving: frozenset[GpuId]) -> tuple[GpuId, ...]:
-    """Those of its grants that the store's record agrees with."""
+    """The GPUs of the role's grants that agree with the store's record and do not move."""
     owned = {each.gpu: each.token for each in state.owned_by(role) if each.state is GpuState.OWNED}
     grants = state.components[role].grants
     return tuple([each.gpu for each in grants if owned.get(each.gpu) == each.token and each.gpu not in moving])
 
 
 def _placed_trainer(state: ClusterState, whereabouts: _Whereabouts) -> Placed | None:
-    """Where it trains, in the layout that fits what it holds: while a resize takes GPUs away, the one to come."""
+    """The trainer's GPUs, in the layout that fits their number: the next layout while a resize takes GPUs away."""
     gpus = whereabouts.held[Role.ACTOR]
     for layout in _layouts(state):
         if gpus and layout.num_ranks == len(gpus):
@@ -117,47 +121,51 @@ def _layouts(state: ClusterState) -> Sequence[Layout]:
 
 
 def _handed_on(inferring: Inferring, training: Training, num_groups: int) -> tuple[tuple[int, ...], int]:
-    """The groups that are ready, of those that the rollout told of, and how many of them are in a minibatch."""
+    """The ready groups that the rollout has reported, and how many of them are in a minibatch."""
     if not inferring.ready or max(inferring.ready) < num_groups:
         return inferring.ready, min(training.num_taken, len(inferring.ready))
     num_taken = sum(group < num_groups for group in inferring.ready[: training.num_taken])
     return tuple(group for group in inferring.ready if group < num_groups), num_taken
 
 
-def _generation(told: Generation, inferring: Inferring, held: tuple[GpuId, ...], size: int) -> Generation:
-    """What was told as it is where it agrees with the record: what was computed of it is then kept with it."""
+def _generation(picture: Generation, inferring: Inferring, held: tuple[GpuId, ...], size: int) -> Generation:
+    """The picture that agrees with the record. One that already agrees stays the same object, because the values
+    computed from it are cached on it."""
     mine = set(held)
-    stays = [len(engine.gpus) == size and mine.issuperset(engine.gpus) for engine in told.engines]
-    ended = np.array([group for group in inferring.ready if group < told.num_groups], dtype=np.int64)
-    is_stale = bool(told.unfinished_by_group[ended].any())
-    new = _untold(told, held, stays, size)
+    stays = [len(engine.gpus) == size and mine.issuperset(engine.gpus) for engine in picture.engines]
+    ended = np.array([group for group in inferring.ready if group < picture.num_groups], dtype=np.int64)
+    is_stale = bool(picture.unfinished_by_group[ended].any())
+    new = _unreported_engines(picture, held, stays, size)
     if all(stays) and not is_stale:
-        return replace(told, engines=(*told.engines, *new)) if new else told
-    engines = tuple(engine for engine, does in zip(told.engines, stays, strict=True) if does)
-    places = _replaced(told.place_of, np.array(stays, dtype=np.bool_))
+        return replace(picture, engines=(*picture.engines, *new)) if new else picture
+    engines = tuple(engine for engine, does in zip(picture.engines, stays, strict=True) if does)
+    places = _places_among(picture.place_of, np.array(stays, dtype=np.bool_))
     if is_stale:
-        in_groups = places.reshape(-1, told.group_size)
+        in_groups = places.reshape(-1, picture.group_size)
         in_groups[ended] = np.where(in_groups[ended] > ENDED, ENDED, in_groups[ended])
-    queue = np.array(told.queue, dtype=np.int64)
+    queue = np.array(picture.queue, dtype=np.int64)
     return replace(
-        told,
-        engines=(*_recounted(engines, places), *new),
+        picture,
+        engines=(*_with_counts(engines, places), *new),
         places=tuple(places.tolist()),
         queue=tuple(queue[places[queue] == QUEUED].tolist()),
     )
 
 
-def _untold(told: Generation, held: tuple[GpuId, ...], stays: Sequence[bool], size: int) -> tuple[Engine, ...]:
-    """Engines that the rollout holds and has not told of, as roomy as the first that it told of; none without one."""
-    known = {gpu for engine, does in zip(told.engines, stays, strict=True) if does for gpu in engine.gpus}
-    if not told.engines or len(known) == len(held):
+def _unreported_engines(
+    picture: Generation, held: tuple[GpuId, ...], stays: Sequence[bool], size: int
+) -> tuple[Engine, ...]:
+    """Empty engines that the rollout holds and has not reported, with the capacity of the first reported one. None
+    where no engine is reported."""
+    known = {gpu for engine, does in zip(picture.engines, stays, strict=True) if does for gpu in engine.gpus}
+    if not picture.engines or len(known) == len(held):
         return ()
-    empty = replace(told.engines[0], gpus=(), num_running=0, num_waiting=0, num_kv_tokens=0, rate_tokens_per_s=0.0)
+    empty = replace(picture.engines[0], gpus=(), num_running=0, num_waiting=0, num_kv_tokens=0, rate_tokens_per_s=0.0)
     return tuple(replace(empty, gpus=gpus) for gpus in replicas(tuple(g for g in held if g not in known), size))
 
 
-def _replaced(places: Ints, stays: np.typing.NDArray[np.bool_]) -> Ints:
-    """Places among the engines that stay; who was on another is away."""
+def _places_among(places: Ints, stays: np.typing.NDArray[np.bool_]) -> Ints:
+    """Places among the engines that stay. A sequence on another engine is away."""
     index_of = np.where(stays, np.cumsum(stays) - 1, AWAY)
     moved: Ints = places.copy()
     is_placed = moved >= 0
@@ -165,8 +173,8 @@ def _replaced(places: Ints, stays: np.typing.NDArray[np.bool_]) -> Ints:
     return moved
 
 
-def _recounted(engines: tuple[Engine, ...], places: Ints) -> tuple[Engine, ...]:
-    """Engines with as many sequences as are placed on them; those that wait stay waiting as far as there are any."""
+def _with_counts(engines: tuple[Engine, ...], places: Ints) -> tuple[Engine, ...]:
+    """Engines with the number of sequences that have a place on them. Of these, as many wait as waited before."""
     held = np.bincount(places[places >= 0], minlength=len(engines)).tolist()
     return tuple(
         engine

@@ -1,17 +1,18 @@
-"""One turn of the scheduler, and the one place of its order. Pure.
+"""One turn of the scheduler. The order of its steps is stated here alone. Pure.
 
-1. Fold the events that came (`evolve`), and before them those that a lost state had seen (`recovered`).
-2. Look: what the store says of ownership is folded like an event.
+1. Fold the new events into the state (`evolve`). After the loss of a state, first fold the events that it had seen
+   (`recovered`).
+2. Fold the store's ownership records like an event.
 3. Decide, where a decision is due.
-4. Note in the state what was decided.
+4. Write the decision into the state.
 
-`turn` does all four. Where ownership has to be read for the GPUs that the folded state names, the caller reads it
-between `begin`, which is step 1, and `finish`, which is the rest.
+`turn` does all four steps. A caller that reads ownership for the GPUs that the folded state names does it in between:
+`begin` is step 1, and `finish` is steps 2 to 4.
 
 Invariants:
 - Another replica that takes the same turns comes to the same state and commands.
   [test_replay: replays_to_the_same_commands]
-- A turn in which no decision is due only folds. [test_turn: that_is_not_due_only_folds]
+- A turn without a due decision only folds. [test_turn: that_is_not_due_only_folds]
 - A state that breaks an invariant is refused with the numbers. [test_turn: breaks_an_invariant_is_refused]
 """
 
@@ -38,8 +39,7 @@ class StateBroken(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`states` are those that the turn went through, from the one that it began with to the one to write. `decision` is
-    None where none is due."""
+    """`states` are all states of the turn, from its first to the one to write. `decision` is None where none is due."""
 
     states: tuple[ClusterState, ...]
     decision: Decision | None = None
@@ -74,13 +74,13 @@ def turn(
     pace: Pace | None = None,
     propose: Propose = proposal_of,
 ) -> Turn:
-    """A whole turn. `events` come in order, what the store says of ownership among them. `pace`: None decides at once.
-    `propose` stands between the state and the policy."""
+    """A whole turn. `events` are in order and include the store's ownership records. Without a `pace` it decides
+    at once. `propose` asks the policy on the state."""
     return finish(begin(state, events), now_ms, policy, pace=pace, propose=propose)
 
 
 def begin(state: ClusterState, events: Iterable[ev.Event], *, missed: Sequence[ev.Event] = ()) -> Turn:
-    """Step 1. `missed` are events that were acknowledged and that the state does not hold: it was lost."""
+    """Step 1. `missed` are acknowledged events that the state does not hold, because an earlier state was lost."""
     states = [state]
     if missed:
         states.append(recovered(state, missed))
@@ -98,7 +98,7 @@ def finish(
     pace: Pace | None = None,
     propose: Propose = proposal_of,
 ) -> Turn:
-    """Steps 2 to 4. `observed`: what the store says of ownership; None where it was not read, or says nothing new."""
+    """Steps 2 to 4. `observed` is None where ownership was not read, or says nothing new."""
     states = begun.states
     if observed is not None:
         event = ev.Event(job=begun.before.job, source="scheduler", boot=0, sequence=0, body=observed)
@@ -110,7 +110,7 @@ def finish(
 
 
 def checked(*states: ClusterState) -> ClusterState:
-    """The last of states that follow one another. StateBroken where one of them breaks an invariant."""
+    """The last of consecutive states. StateBroken where one of them breaks an invariant."""
     for before, after in pairwise(states):
         if after is not before and (violations := check(before, after)):
             raise StateBroken("; ".join(map(str, violations)))

@@ -1,1 +1,1 @@
-"""The scheduler among the other processes: the loop, the store, the bus, gRPC. All I/O of the scheduler is here."""
+"""All I/O of the scheduler: its loop, the store, the bus and gRPC."""

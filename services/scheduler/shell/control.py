@@ -1,7 +1,10 @@
-"""The Control API: what a person asks of a live job. Reads the last state written; asks by events.
+"""The Control API serves the requests of a person to a live job. It reads the state that was last read or written, and
+makes changes by events.
 
-Invariants: nothing here changes the state directly: a cancel, a resize, a replayed or a dropped dead letter becomes an
-event like any other; a job that is not this scheduler's is refused by name.
+Invariants:
+- Nothing here changes the state directly: a cancel becomes an event like any other, and so do a resize and the replay
+  or drop of the last dead letter. [test_control: cancel_becomes_an_event]
+- A job that this scheduler does not run is refused by name. [test_control: another_job_is_refused]
 """
 
 from __future__ import annotations
@@ -33,15 +36,15 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class UnknownJob(ValueError):
-    """Not this scheduler's job, or nothing of that name in it."""
+    """This scheduler does not run the job, or the job has no log of that name."""
 
 
 class ResizeRefused(ValueError):
-    """The actor cannot be what was asked for, or not now."""
+    """The actor cannot get the requested layout, or cannot get it now."""
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """See the module. `state` gives the state as last read or written, `reason` the last decision's."""
+    """`state` gives the state that was last read or written; `reason` gives the reason of the last decision."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         events = self._log.read(self._job, after_sequence=request.after_sequence, follow=request.follow)
         async for sequence, event in events:
             if event.HasField("job_submitted"):
-                # The config in it holds the servers' URLs, with passwords.
+                # Avoid a leak of passwords: the config in the event contains the servers' URLs.
                 event.job_submitted.config_json = without_credentials(event.job_submitted.config_json)
             yield control_pb2.ListEventsResponse(stream_sequence=sequence, event=event)
 
@@ -122,7 +125,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await asyncio.sleep(1 / _LOG_LOOKS_PER_S)
 
     async def CancelJob(self, request: control_pb2.CancelJobRequest, context: Context) -> control_pb2.CancelJobResponse:
-        await self._tell(request.job, events_pb2.JobCancelRequested(reason=request.reason))
+        await self._publish(request.job, events_pb2.JobCancelRequested(reason=request.reason))
         return control_pb2.CancelJobResponse()
 
     async def ResizeActor(
@@ -136,7 +139,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         placed = Placed(gpus, layout) if gpus else resizes.target(state, layout)
         if (fault := resizes.fault(state.spec, placed)) is not None:
             raise ResizeRefused(fault)
-        await self._tell(request.job, events_pb2.ResizeRequested(layout=encode_layout(placed.layout), gpus=placed.gpus))
+        await self._publish(
+            request.job, events_pb2.ResizeRequested(layout=encode_layout(placed.layout), gpus=placed.gpus)
+        )
         return control_pb2.ResizeActorResponse(layout=encode_layout(placed.layout), gpus=placed.gpus)
 
     async def ListDeadLetters(
@@ -156,7 +161,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ReplayDeadLetterResponse:
         self._own(request.job)
         await self._dead_letters.replay(self._job, request.id)
-        await self._go_on(request.job)
+        await self._resume_without_dead_letters(request.job)
         return control_pb2.ReplayDeadLetterResponse()
 
     async def DropDeadLetter(
@@ -164,14 +169,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.DropDeadLetterResponse:
         self._own(request.job)
         await self._dead_letters.drop(self._job, request.id)
-        await self._go_on(request.job)
+        await self._resume_without_dead_letters(request.job)
         return control_pb2.DropDeadLetterResponse()
 
-    async def _go_on(self, job: str) -> None:
+    async def _resume_without_dead_letters(self, job: str) -> None:
         if not await self._dead_letters.list(self._job):
-            await self._tell(job, events_pb2.JobResumeRequested())
+            await self._publish(job, events_pb2.JobResumeRequested())
 
-    async def _tell(self, job: str, body: EventBody) -> None:
+    async def _publish(self, job: str, body: EventBody) -> None:
         state = self._own(job)
         await self._announcer.publish(body, incarnation=state.incarnation)
 
@@ -227,7 +232,7 @@ def _evaluation(evaluation: Evaluation) -> control_pb2.EvaluationSummary:
 
 
 def _lines_after(path: Path, offset: int) -> tuple[list[str], int]:
-    """Whole lines from `offset` on, and where the next ones begin."""
+    """Whole lines from `offset` on, and the offset at which the next lines begin."""
     with path.open("rb") as stream:
         stream.seek(offset)
         content = stream.read()
@@ -236,7 +241,7 @@ def _lines_after(path: Path, offset: int) -> tuple[list[str], int]:
 
 
 def write_endpoint(path: Path, *, endpoint: str, pid: int) -> None:
-    """Tell this user, and nobody else, where the Control API answers."""
+    """Write the address of the Control API to a file that only this user can read."""
     path.touch(mode=0o600)
     path.chmod(0o600)
     path.write_text(json.dumps({"control": endpoint, "pid": pid}) + "\n")

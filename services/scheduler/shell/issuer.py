@@ -1,8 +1,12 @@
-"""Carries out what was decided: store operations at once, questions and commands to others in the background.
+"""Carries out the commands of a decision: store operations at once, calls to leads and gates in the background.
 
-What a lead or a gate answers comes back as an event of the scheduler's own, so that every replica sees it and a history
-holds it. Invariants: a store operation that loses a race changes nothing and is not an error (the next decision starts
-from what the store then says); a peer that does not answer holds nobody up.
+The scheduler publishes the answer of a lead or a gate as an event of its own. So every replica sees the answer, and a
+recorded history contains it.
+
+Invariants:
+- A store operation that loses a race changes nothing and is not an error: the next decision starts from the new
+  records of the store. [test_issuer: lost_a_race_changes_nothing]
+- A peer that does not answer delays nothing else. [test_issuer: silent_lead_holds_nobody_up]
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from tidegate.runtime.announcer import Announcer
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 
 CALL_TIMEOUT_S = 10.0
-"""A lead only takes the command within the call; the work comes after."""
+"""Within the call a lead only takes the command. Its work comes after the call."""
 
 SendCommand = Callable[[str, Request, float], Awaitable[commands_pb2.CommandResult]]
 """(endpoint, request, timeout in seconds) -> the lead's answer; ConnectionError when there is none."""
@@ -40,8 +44,6 @@ AskGate = Callable[[str, float], Awaitable[instance_pb2.GateReportResponse]]
 
 
 class Issuer:
-    """See the module."""
-
     def __init__(self, store: Store, announcer: Announcer, *, send: SendCommand, ask_gate: AskGate) -> None:
         self._store = store
         self._announcer = announcer
@@ -51,19 +53,19 @@ class Issuer:
         self._log = structlog.get_logger("issuer")
 
     async def issue(self, command: cmd.Command, state: ClusterState) -> None:
-        """Start what the command asks for; store operations are done when it returns."""
+        """Begin the command. A store operation is done when this returns."""
         match command:
             case _ if isinstance(command, cmd.LeadCommand):
                 self._begin(self._to_lead(command, state))
             case cmd.AskGate():
                 self._begin(self._to_gate(command, state))
             case cmd.Await() | cmd.StopJob() | cmd.FinishJob():
-                pass  # their effect is in the state that was written
+                pass  # The written state has their effect.
             case _:
                 await self._to_store(command, state)
 
     async def aclose(self) -> None:
-        """Wait for nobody: what was asked is asked again by whoever goes on."""
+        """Cancel the calls under way. The replica that goes on makes them again."""
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
@@ -79,7 +81,7 @@ class Issuer:
         try:
             result = await self._send(header.endpoint, request, CALL_TIMEOUT_S)
         except ConnectionError as error:
-            # Its deadline brings the command again, under the same id.
+            # The command is issued again at its deadline, under the same id.
             self._log.warning("no answer from a lead", command=header.id, endpoint=header.endpoint, error=str(error))
             return
         if not result.accepted:
@@ -104,7 +106,7 @@ class Issuer:
         except (StaleToken, GpuBusy, VersionConflict, IllegalStep, UnknownGpu, UnknownTransition, KeyError) as error:
             self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
         except StoreUnavailable as error:
-            # Its deadline brings the operation again, and the store takes every step once.
+            # The operation is issued again at its deadline, and the store takes every step once.
             self._log.warning("no answer from the store", command=cmd.command_id(command), error=str(error))
 
     async def _store_operation(self, command: cmd.StoreCommand, state: ClusterState) -> None:

@@ -16,17 +16,15 @@ from tidegate.types import GpuId, NodeId
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, instance_pb2, instance_pb2_grpc
 
 GATE_TIMEOUT_S = 2.0
-"""A gate reads files of its own node; adoption waits for all gates, so one that hangs counts as unreachable."""
+"""A gate reads files of its own node. Adoption waits for all gates, so a gate that hangs counts as unreachable."""
 
 
 class Peers:
-    """See the module."""
-
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
 
     async def send(self, endpoint: str, request: Request, timeout_s: float) -> commands_pb2.CommandResult:
-        """A lead's answer. PeerUnavailable without one; what it refuses as wrong is an answer too."""
+        """The lead's answer. A refusal is an answer too. PeerUnavailable: the lead did not answer."""
         stub = commands_pb2_grpc.ComponentStub(self._channels.connect(endpoint))
         try:
             return await self._call(stub, request, timeout_s)
@@ -34,12 +32,12 @@ class Peers:
             return commands_pb2.CommandResult(accepted=False, message=str(refusal))
 
     async def ask_gate(self, endpoint: str, timeout_s: float) -> instance_pb2.GateReportResponse:
-        """PeerUnavailable or PeerRefused without an answer."""
+        """The gate's report. PeerUnavailable or PeerRefused: there is no report."""
         stub = instance_pb2_grpc.InstanceStub(self._channels.connect(endpoint))
         return await stub.GateReport(instance_pb2.GateReportRequest(), timeout=timeout_s)
 
     async def gate_reports(self, state: ClusterState | None) -> GateReports:
-        """Of every node that has a living instance; those that do not answer are left out."""
+        """The reports of all nodes that have a living instance, without the nodes that do not answer."""
         living = [each for each in state.instances.values() if each.living and each.endpoint] if state else []
         asked = [self.ask_gate(each.endpoint, GATE_TIMEOUT_S) for each in living]
         answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The scheduler's commands to leads as the wire's requests."""
+"""Encode the scheduler's commands to leads as requests of the wire protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Request: TypeAlias = (
 
 
 def encode_command(command: cmd.LeadCommand, *, config_json: str) -> Request:
-    """`config_json` is the job's resolved config, which a component that scales up is given."""
+    """`config_json` is the job's resolved config. A scale-up carries it to the component."""
     header = _header(command.header)
     match command:
         case cmd.ScaleUp():
@@ -54,7 +54,7 @@ def encode_command(command: cmd.LeadCommand, *, config_json: str) -> Request:
                 members=encode_grants(command.members),
                 layout=encode_layout(command.layout),
             )
-            # `from` is a word of Python.
+            # `from` is a keyword of Python.
             getattr(request, "from").extend(encode_grants(command.leaving))
             return request
         case cmd.LoadWeights():
@@ -69,13 +69,13 @@ def encode_command(command: cmd.LeadCommand, *, config_json: str) -> Request:
             plan = types_pb2.EvaluationPlan(iteration=command.iteration, version=command.version)
             return commands_pb2.EvaluateRequest(header=header, plan=plan)
         case _:
-            return _on_the_way(command, header)
+            return _encode_amid_iteration(command, header)
 
 
-def _on_the_way(
+def _encode_amid_iteration(
     command: cmd.Suspend | cmd.Resume | cmd.HoldTraining | cmd.OrderGroups, header: commands_pb2.CommandHeader
 ) -> Request:
-    """What is asked of a component in the middle of an iteration."""
+    """Encode a command that a component gets in the middle of an iteration."""
     match command:
         case cmd.Suspend():
             return commands_pb2.SuspendRequest(header=header, grants=encode_grants(command.grants))

@@ -8,12 +8,12 @@
 6. Acknowledge the event.
 7. Issue the commands.
 
-It keeps nothing that it cannot rebuild. Any number of replicas run, and any one goes on where another stopped. A state
-that the store lost is made again from the stream.
+The service keeps nothing that it cannot rebuild. Any number of replicas run, and each can go on where another stopped.
+After the store lost the state, a replica rebuilds it from the stream.
 
 Invariants:
 - An event is acknowledged after its state is written. [test_service: acknowledged_after_the_state]
-- A command goes out after the state says so. [test_service: a_command_goes_out_after]
+- A command goes out after the state that contains it is written. [test_service: a_command_goes_out_after]
 - A state that breaks an invariant is never written. [test_service: breaks_an_invariant_is_never_written]
 """
 
@@ -46,9 +46,9 @@ from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
 BEAT_S = 1.0
-"""How often leases are read. An expiry is reported at most this much late."""
+"""Period at which leases are read. The report of an expiry is late by at most this."""
 RETRY_S = 0.2
-"""Pause after the store or the bus did not answer."""
+"""Pause after a call that the store or the bus did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class SchedulerService:
 
     @property
     def reason(self) -> str:
-        """Why the last decision was what it was."""
+        """The reason of the last decision."""
         return self._reason
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Turn after turn until `stopping` is set; the turn under way then breaks off, which is safe at any point."""
+        """Take turns until `stopping` is set. Then cancel the present turn: that is safe at any point."""
         turns = asyncio.create_task(self._turns(), name="turns")
         stop = asyncio.create_task(stopping.wait())
         await asyncio.wait({turns, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +108,7 @@ class SchedulerService:
                 self._log.info("another replica was first", error=str(error))
                 self._state = None
             except (StoreUnavailable, BusUnavailable) as error:
-                # The outcome is unknown: read again, decide again.
+                # The outcome is unknown, so read and decide again.
                 self._log.warning("no answer", error=str(error))
                 self._state = None
                 await asyncio.sleep(RETRY_S)
@@ -119,7 +119,7 @@ class SchedulerService:
         delivery = await self._ports.consumer.next(timeout_s=self._wait_s(before, now_ms))
         try:
             if delivery is not None and delivery.sequence > before.applied_seq + 1:
-                # Another replica applied the events in between. If none did that the store knows of, `_begun` does.
+                # Another replica applied the events in between. If the store does not show that, `_begun` applies them.
                 self._state = None
                 before = await self._loaded()
             await self._apply(before, delivery)
@@ -131,7 +131,7 @@ class SchedulerService:
     async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
         begun = await self._begun(before, delivery) if delivery else begin(before, ())
         now_ms = await self._ports.store.now_unix_ms()
-        # What another replica left undone shows when ownership is read on a beat.
+        # A beat reads ownership too: it shows the work that another replica did not finish.
         looks = delivery is None or self._pace.is_due(before, begun.after, now_ms)
         observed = await self._ownership(begun.after) if looks else None
         made = finish(begun, now_ms, self._policy, observed=observed, pace=self._pace)
@@ -174,13 +174,13 @@ class SchedulerService:
             async for sequence, message in events:
                 if sequence >= before:
                     break
-                # One that cannot be read was set aside when it came.
+                # An event that cannot be read was already dead-lettered.
                 with suppress(WireError):
                     missed.append(event_of(message, stream_sequence=sequence))
         return missed
 
     async def _ownership(self, state: ClusterState) -> ev.OwnershipObserved | None:
-        """What the store says of the job's GPUs and transitions. None before the job is submitted."""
+        """The store's records of the job's GPUs and transitions. None before the job is submitted."""
         if state.spec is None:
             return None
         slots = state.spec.gpus
@@ -204,7 +204,7 @@ class SchedulerService:
                 await self._ports.store.release(holder)
         for name, instance in sorted(state.instances.items()):
             if not instance.living:
-                # It may have renewed meanwhile. Without a lease it joins again.
+                # The instance may have renewed its lease meanwhile. Without a lease it joins again.
                 await self._ports.store.release(name)
 
     async def _write(self, made: Turn, delivery: EventDelivery | None) -> None:
@@ -219,7 +219,7 @@ class SchedulerService:
             await delivery.ack()
 
     def _log_reason(self, decision: Decision) -> None:
-        """Where it is another than before."""
+        """Log the reason if it has changed."""
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._log.info(
@@ -231,7 +231,7 @@ class SchedulerService:
         for command in decision.commands:
             await self._ports.issuer.issue(command, state)
             if isinstance(command, cmd.StoreCommand | cmd.StopJob):
-                # The next turn is to see what the store now says, and what the job's own end leads to.
+                # The next turn must see the new records of the store, and act on the end of the job.
                 self._pace = replace(self._pace, has_news=True)
 
     async def _adopt(self, state: ClusterState | None) -> None:
@@ -239,6 +239,6 @@ class SchedulerService:
         try:
             await adopt(self._ports.store, self._ports.terms, lambda: self._ports.ask_gates(state))
         except (StoreNotAdopted, StoreUnavailable, BusUnavailable, VersionConflict) as error:
-            # It went away again meanwhile.
+            # The store or the bus failed again meanwhile.
             self._log.warning("not adopted yet", error=str(error))
             await asyncio.sleep(RETRY_S)

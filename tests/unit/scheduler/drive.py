@@ -1,4 +1,4 @@
-"""A small shell around `turn`: deliver, observe, check, execute. Time moves only when nothing else can."""
+"""A small shell around `turn`: deliver, observe, check, execute. Time moves only when nothing else can happen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.expectations import next_due_ms
-from services.scheduler.decide.proposals import Proposed, proposal_of
+from services.scheduler.decide.proposals import PolicyAnswer, proposal_of
 from services.scheduler.decide.situations import situation_of
 from services.scheduler.decide.turn import checked, turn
 from services.scheduler.policy import Policy, Proposal
@@ -23,7 +23,7 @@ MAX_STEPS = 4000
 
 @dataclass
 class Drive:
-    """One job with its scheduler. `seen` holds all that the scheduler saw and decided, in order."""
+    """One job with its scheduler. `seen` holds the scheduler's events and decisions, in order."""
 
     cluster: FakeCluster
     state: ClusterState = field(default_factory=lambda: ClusterState(job=JOB))
@@ -32,9 +32,9 @@ class Drive:
     last_reason: str = ""
     delivered: list[ev.Event] = field(default_factory=list)
     num_losses: int = 0
-    """Decisions to come whose commands are lost: a scheduler dies after it wrote its state."""
+    """The number of next decisions whose commands are lost: a scheduler dies after it wrote its state."""
     propose: Callable[[ClusterState], Proposal] | None = None
-    """In place of the policy."""
+    """It proposes in place of the policy, if set."""
     policy: Policy = field(default_factory=StaticPolicy)
 
     def deliver(self, event: ev.Event) -> None:
@@ -42,7 +42,7 @@ class Drive:
         self.decide(event)
 
     def decide(self, *events: ev.Event) -> list[cmd.Command]:
-        """Takes turns until the store and the state agree, as the shell does."""
+        """Take turns until the store and the state agree, as the shell does."""
         done: list[cmd.Command] = []
         for _ in range(50):
             decision = self._turn([*events, self.cluster.observed()])
@@ -63,19 +63,19 @@ class Drive:
         self.seen.append((None, self.now_ms, made.decided))
         self.last_reason = made.decided.reason
         for state in made.states:
-            # Whatever is reported and whatever moves, there is a situation, or none: it never raises.
+            # No state may make this raise, whatever is reported and whatever moves.
             situation_of(state, self.now_ms)
         self.state = checked(*made.states)
         self.cluster.store.saved_version = self.state.version
         return made.decided
 
-    def _proposed(self, state: ClusterState, policy: Policy, now_ms: int) -> Proposed:
+    def _proposed(self, state: ClusterState, policy: Policy, now_ms: int) -> PolicyAnswer:
         if self.propose is None:
             return proposal_of(state, policy, now_ms)
-        return Proposed(self.propose(state), state.remembered)
+        return PolicyAnswer(self.propose(state), state.remembered)
 
     def step(self, index: int = 0) -> bool:
-        """The next thing that happens: an event, work, a restart, or time; False when nothing can."""
+        """Do the next event, work, restart or wait; False when nothing can happen."""
         if self.cluster.outbox:
             self.deliver(self.cluster.outbox.pop(index % len(self.cluster.outbox)))
         elif self.cluster.work() or self.cluster.restart_dead() or self.cluster.renew():
@@ -89,7 +89,7 @@ class Drive:
         return True
 
     def run(self) -> ClusterState:
-        """To the job's end."""
+        """Go on to the job's end."""
         for _ in range(MAX_STEPS):
             if self.state.phase in TERMINAL:
                 return self.state
@@ -103,7 +103,7 @@ class Drive:
                 return self.state
             if not self.step():
                 break
-        raise AssertionError(f"it never comes to that: {self.last_reason}")
+        raise AssertionError(f"the condition never holds: {self.last_reason}")
 
 
 def booted(cluster: FakeCluster) -> Drive:

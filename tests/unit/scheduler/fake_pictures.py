@@ -1,4 +1,4 @@
-"""Pictures that the leads of a fake cluster tell of an iteration, so many eighths of it done."""
+"""Pictures of an iteration from the leads of a fake cluster, with so many eighths of it done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidegate.types import GpuId, Layout, Role
 EIGHTHS = 8
 MAX_RUNNING = 2
 TOKENS = 40
-"""Of a response that has ended."""
+"""The length of a response that has ended."""
 
 
 def picture(role: Role, plan: IterationPlan, gpus: Sequence[GpuId], *, num_prompts: int, eighths: int) -> Picture:
@@ -35,7 +35,7 @@ def picture(role: Role, plan: IterationPlan, gpus: Sequence[GpuId], *, num_promp
 
 
 def generation(plan: IterationPlan, gpus: Sequence[GpuId], *, num_prompts: int, eighths: int) -> Generation:
-    """One engine a GPU, filled one after the other; without GPUs all that is unfinished is away."""
+    """One engine for each GPU, filled one after the other. Without GPUs all unfinished sequences are away."""
     count = num_prompts * plan.group_size
     num_ended = count * eighths // EIGHTHS
     places = [ENDED] * num_ended

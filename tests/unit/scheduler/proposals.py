@@ -11,7 +11,7 @@ from tidegate.types import Role
 
 
 @dataclass
-class Proposed:
+class ProposalMaker:
     """Proposes home while no iteration is open, and in an iteration what a test sets.
 
     The actor trains nothing unless `trains` is set, so that the iteration stays open.

@@ -41,7 +41,7 @@ def job(
     group_size: int = 1,
     minibatches: int,
 ) -> JobSpec:
-    """Placed as RLinf wants it: actor, rollout, inference, from GPU 0."""
+    """A job in the placement that RLinf needs: actor, rollout, inference, from GPU 0."""
     return JobSpec(
         placement={
             Role.ACTOR: Placed(gpus(0, actor), Layout(tp=actor_tp, dp=actor // actor_tp)),
@@ -68,7 +68,7 @@ def generation(
     kv_use: float = 0.1,
     max_running: int = 1024,
 ) -> Generation:
-    """All that an engine was given run; what is queued is so in the order of the prompts."""
+    """A picture of the rollout. All sequences of an engine run, and the queue is in the order of the prompts."""
     return Generation(
         engines=tuple(
             Engine(each, places.count(index), 0, round(kv_use * 1000), 1000, max_running, 50.0)
@@ -84,7 +84,7 @@ def generation(
 def ending(
     spec: JobSpec, *, num_engines: int, num_unfinished: int, num_unsubmitted: int, length: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and places: the last sequences are unfinished, half as long as the others; the very last are queued."""
+    """Lengths and places. The last sequences are unfinished and half as long as the others. Some are queued."""
     count = spec.num_prompts * spec.group_size
     first, first_queued = count - num_unfinished, count - num_unsubmitted
     lengths = tuple(length if index < first else length // 2 for index in range(count))
@@ -98,7 +98,7 @@ def seen(
     *,
     num_unfinished: int = 0,
     num_unsubmitted: int = 0,
-    told: Generation | None = None,
+    picture: Generation | None = None,
     are_inferred: bool = True,
     ready: tuple[int, ...] | None = None,
     num_done: int = 0,
@@ -112,9 +112,9 @@ def seen(
     remembered: Remembered | None = None,
     now_ms: int = 0,
 ) -> Situation:
-    """`assignment` is where everything is; what it leaves out is free, or on its way. `are_inferred`: finished groups,
-    unless `ready` names them."""
-    if told is None:
+    """A situation in which components are where `assignment` places them. Other GPUs are free or `moving`.
+    `are_inferred`: the finished groups are inferred, unless `ready` names the groups."""
+    if picture is None:
         lengths, places = ending(
             spec,
             num_engines=len(assignment.engines),
@@ -122,11 +122,11 @@ def seen(
             num_unsubmitted=num_unsubmitted,
             length=length,
         )
-        told = generation(
+        picture = generation(
             spec, assignment.engines, lengths=lengths, places=places, kv_use=kv_use, max_running=max_running
         )
     if ready is None:
-        finished = (group for group, num in enumerate(told.unfinished_by_group.tolist()) if num == 0)
+        finished = (group for group, num in enumerate(picture.unfinished_by_group.tolist()) if num == 0)
         ready = tuple(finished) if are_inferred else ()
     taken = {*assignment.gpus, *moving}
     training = Training(num_done, num_taken, is_at_boundary, closes_at_ms=None, measured=measured)
@@ -135,7 +135,7 @@ def seen(
         incarnation=0,
         iteration=0,
         spec=spec,
-        generation=told,
+        generation=picture,
         inference=Inference(assignment.inference, 1e9, Inferring(ready)),
         trainer=Trainer(assignment.trainer, training),
         free=tuple(each for each in placed_gpus(spec) if each not in taken),
@@ -147,5 +147,5 @@ def seen(
 
 
 def after(choice: Choice) -> Remembered:
-    """What is remembered of a choice in the iteration of `seen`."""
+    """The memory after a choice in the iteration of `seen`."""
     return Remembered(iteration=0, assignment=choice.assignment, trains=choice.trains, own=choice.memory)

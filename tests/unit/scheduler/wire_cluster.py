@@ -1,6 +1,6 @@
-"""Leads and gates at the other end of the scheduler's calls: each command is answered by the events of its work.
+"""Leads and gates that receive the scheduler's calls, and answer each command by the events of its work.
 
-They speak the wire's messages on the bus in memory, over the store in memory, so that the whole shell runs for real.
+They use the wire's messages, and the bus and the store in memory, so that the whole shell really runs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, Sample
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 
 ACK_WAIT_S = 0.05
-"""Of an event that nobody acknowledged: short, since tests lose acknowledgements."""
+"""The wait before an unacknowledged event comes again. It is short, since tests lose acknowledgements."""
 
 
 @dataclass
 class WireCluster:
-    """One job's cluster. `before_send` and `before_ack` look on; a replica whose `send` is held waits there."""
+    """One job's cluster. A test observes commands by `before_send`, and drops acknowledgements by `before_ack`."""
 
     config: JobConfig
     bus: MemoryBus
@@ -61,7 +61,7 @@ class WireCluster:
         return self._announcers[source]
 
     async def boot(self) -> None:
-        """Every instance joins, those of the first node lead."""
+        """Every instance joins, and those of the first node lead."""
         for role in Role:
             for node in NODES:
                 name = instance_id(role, node)
@@ -96,19 +96,19 @@ class WireCluster:
         return WatchedStore(self.server, self.changes)
 
     def written_state(self) -> ClusterState:
-        """What any replica would load now."""
+        """The state that a replica would load now."""
         held = self.server.read_cell(state_cell(JOB))
         return decode_state(held.split(b"\n", 1)[1]) if held else ClusterState(job=JOB)
 
     async def gate_reports(self, state: ClusterState | None) -> dict[NodeId, tuple[()]]:
-        """Nodes that answer and never passed anybody to a GPU."""
+        """Reports of gates that never let a worker pass."""
         return dict.fromkeys(NODES, ())
 
     async def ask_gate(self, endpoint: str, timeout_s: float) -> instance_pb2.GateReportResponse:
         return instance_pb2.GateReportResponse(node=endpoint.rpartition("@")[2])
 
     async def send(self, endpoint: str, request: Request, timeout_s: float) -> commands_pb2.CommandResult:
-        """To the lead: taken, and worked on at once."""
+        """The lead takes the request and does its work at once."""
         self.before_send(request)
         self.sent.append(request)
         self.changes.notify()
@@ -119,20 +119,20 @@ class WireCluster:
     async def _work(self, name: InstanceId, role: Role, request: Request) -> None:
         header = request.header
 
-        async def tell(body: EventBody, **fields: Any) -> None:
-            said = {"incarnation": header.incarnation, "grants": self._members[role], **fields}
-            await self.announcer(name, role).publish(body, **said)
+        async def say(body: EventBody, **fields: Any) -> None:
+            headers = {"incarnation": header.incarnation, "grants": self._members[role], **fields}
+            await self.announcer(name, role).publish(body, **headers)
 
         match request:
             case commands_pb2.ScaleUpRequest():
                 self._members[role] = decode_grants(request.members)
                 committed = events_pb2.LayoutCommitted(layout=request.layout, grants=request.members)
-                await tell(committed, transition_id=header.transition_id)
+                await say(committed, transition_id=header.transition_id)
                 if role is Role.ACTOR:
-                    await tell(events_pb2.WeightsPublished(snapshot=snapshot(0, incarnation=header.incarnation)))
+                    await say(events_pb2.WeightsPublished(snapshot=snapshot(0, incarnation=header.incarnation)))
             case commands_pb2.LoadWeightsRequest():
                 weights = request.weights
-                await tell(events_pb2.WeightsLoaded(version=weights.version, checksum=weights.checksum))
+                await say(events_pb2.WeightsLoaded(version=weights.version, checksum=weights.checksum))
             case commands_pb2.OpenIterationRequest() if self.does_iterations:
                 plan = request.plan
                 ids = [
@@ -144,17 +144,17 @@ class WireCluster:
                     generated=fate_of(ids) if role is Role.ROLLOUT else None,
                     trained=fate_of(ids) if role is Role.ACTOR else None,
                 )
-                await tell(report, iteration=plan.iteration)
+                await say(report, iteration=plan.iteration)
                 if role is Role.ACTOR:
                     following = snapshot(plan.version + 1, incarnation=header.incarnation)
-                    await tell(events_pb2.WeightsPublished(snapshot=following), iteration=plan.iteration)
+                    await say(events_pb2.WeightsPublished(snapshot=following), iteration=plan.iteration)
             case commands_pb2.ScaleDownRequest():
                 released = events_pb2.GpusReleased(grants=request.grants)
-                await tell(released, transition_id=header.transition_id, grants=decode_grants(request.grants))
+                await say(released, transition_id=header.transition_id, grants=decode_grants(request.grants))
 
 
 class WatchedStore(CellStore):
-    """Tells of every state that is written, and of every lease that is cleared; counts how often ownership is read."""
+    """A store that notifies tests of every written state and cleared lease, and counts the reads of ownership."""
 
     def __init__(self, server: MemoryServer, changes: Changes) -> None:
         super().__init__(MemoryCells(server))
@@ -186,7 +186,7 @@ class _WatchedConsumer:
 
 
 class _WatchedDelivery:
-    """Its acknowledgement is lost when `before_ack` says False."""
+    """A delivery whose acknowledgement is lost where `before_ack` returns False."""
 
     def __init__(self, delivery: EventDelivery, cluster: WireCluster) -> None:
         self._delivery = delivery
@@ -225,7 +225,7 @@ async def wire_cluster(tmp_path: Path, *, adopted: bool = True) -> AsyncIterator
 
 @asynccontextmanager
 async def running(service: SchedulerService) -> AsyncIterator[asyncio.Task[None]]:
-    """The replica's turns, until the end of the block; what it raised is raised there."""
+    """Run the replica until the end of the block, and raise its exception there."""
     stopping = asyncio.Event()
     task = asyncio.create_task(service.run(stopping))
     try:

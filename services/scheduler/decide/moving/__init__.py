@@ -1,1 +1,1 @@
-"""What moving GPUs needs next: transitions planned, carried on and ended. `moves.wanted_moves` is the way in."""
+"""Commands that plan, continue and end transitions of GPUs. Enter at `moves.needed_moves`."""

@@ -39,7 +39,7 @@ from services.scheduler.decide.moving.steps import (
     nodes_of,
     plan,
 )
-from services.scheduler.decide.wanted import Wanted, header
+from services.scheduler.decide.needs import Needs, header
 from services.scheduler.evolve.resizes import is_free, members_after
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -51,7 +51,7 @@ from tidegate.types import GpuId, Grant, Role, instance_id, node_of
 
 def planned_resize(
     state: ClusterState, placed: Placed, now_ms: int, *, gone: frozenset[GpuId] = frozenset()
-) -> Wanted | None:
+) -> Needs | None:
     """The next resize of an actor that works; None when it is where it should be. `gone`: GPUs that the job goes on
     without."""
     component = state.components[Role.ACTOR]
@@ -60,7 +60,7 @@ def planned_resize(
         return None
     target = f"{placed.layout} on {', '.join(placed.gpus)}"
     if not _may_resize(state, placed, gone):
-        return Wanted((), (f"the actor goes to {target} once the job runs and nothing of it is lost",))
+        return Needs((), (f"the actor goes to {target} once the job runs and nothing of it is lost",))
     kept = {*have}.intersection(placed.gpus)
     coming = [gpu for gpu in placed.gpus if gpu not in kept]
     records = [state.gpus[gpu] for gpu in coming if gpu in state.gpus]
@@ -68,7 +68,7 @@ def planned_resize(
     absent = sorted({node_of(gpu) for gpu in coming} - nodes_of(state, Role.ACTOR))
     if busy or absent or len(records) < len(coming):
         waits = [*busy, *(f"{instance_id(Role.ACTOR, node)} is not there" for node in absent)]
-        return Wanted((), (f"the actor goes to {target} once it can ({', '.join(waits)})",))
+        return Needs((), (f"the actor goes to {target} once it can ({', '.join(waits)})",))
     is_own = placed != state.asked and not component.lacks_ranks
     if is_own and (paused := pause(state, Role.ACTOR, now_ms)) is not None:
         return paused
@@ -99,7 +99,7 @@ def _may_resize(state: ClusterState, placed: Placed, gone: frozenset[GpuId]) -> 
     return can_be_asked and (state.phase is Phase.RUNNING or is_in_the_way)
 
 
-def changed(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+def changed(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:
     """The next step of an open resize."""
     part, is_switched = transition.part(role), state.components[role].switched == transition.id
     is_committed = part.state is PartState.COMMITTED
@@ -113,16 +113,16 @@ def changed(state: ClusterState, role: Role, transition: Transition, now_ms: int
         if move.state is MoveState.PLANNED
     )
     if steps:
-        return Wanted(steps, (f"moves {len(steps)} GPUs of {transition.id}",))
+        return Needs(steps, (f"moves {len(steps)} GPUs of {transition.id}",))
     return _asked(state, role, transition, now_ms)
 
 
-def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:
     """Ask the lead until it says that it switched, after the commit too: from there on there is no way back."""
     lead, layout = state.lead_of(role), transition.part(role).new_layout
     assert layout is not None, f"{transition.id} is a change of layout"
     if lead is None:
-        return Wanted((), (f"{transition.id} waits for a lead of the {role}",))
+        return Needs((), (f"{transition.id} waits for a lead of the {role}",))
     leaving, coming = state.moving(role, transition)
     # Grants of ranks that died meanwhile stay in it: a command never changes under its id. The lead finds them dead.
     members = ranked(state, transition, members_after(state, role, transition))
@@ -136,14 +136,14 @@ def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int)
     else:
         command = cmd.Migrate(head, leaving, coming, members, layout)
     note = f"the {role} changes to {layout} on {len(members)} GPUs ({len(coming)} come, {len(leaving)} leave)"
-    return Wanted((command,), (note,))
+    return Needs((command,), (note,))
 
 
-def _released(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+def _released(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:
     """The layout is in force. Each GPU that left is released when its holder or its gate says that it is free."""
     leaving = [move for move in transition.moves if move.state is MoveState.DRAINING]
     free = [move for move in leaving if Grant(move.gpu, move.token) in state.released]
     if not leaving or now_ms >= transition.deadline_unix_ms:
         return close(transition)
     steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
-    return Wanted(steps, (f"releases {len(free)} of {len(leaving)} GPUs that the {role} left",))
+    return Needs(steps, (f"releases {len(free)} of {len(leaving)} GPUs that the {role} left",))

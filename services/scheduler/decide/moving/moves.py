@@ -32,7 +32,7 @@ from services.scheduler.decide.moving.reclaims import reclaimed
 from services.scheduler.decide.moving.releases import emptied, planned_release, planned_stop
 from services.scheduler.decide.moving.starts import planned_start, started
 from services.scheduler.decide.moving.steps import close
-from services.scheduler.decide.wanted import Wanted
+from services.scheduler.decide.needs import Needs
 from services.scheduler.policy import Proposal
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -40,26 +40,26 @@ from tidegate.ownership.records import GpuState, PartKind, PartState, Transition
 from tidegate.types import Role
 
 
-def wanted_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Wanted:
+def needed_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Needs:
     """Commands for all components, in role order. At most one of them plans a transition."""
-    wanted = Wanted()
+    needs = Needs()
     for role in Role:
         transition = state.transition_of(role)
         if transition is not None:
-            wanted += _continued(state, role, transition, now_ms)
-        wanted += reclaimed(state, role, now_ms, gone=proposal.gone)
+            needs += _continued(state, role, transition, now_ms)
+        needs += reclaimed(state, role, now_ms, gone=proposal.gone)
     plans = [plan for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
     begun = False
     for plan in plans:
         # The next id depends on the store's last transition, so the others wait until this one is observed.
         is_plan = any(isinstance(command, cmd.PlanTransition) for command in plan.commands)
         if not (is_plan and begun):
-            wanted += plan
+            needs += plan
         begun = begun or is_plan
-    return wanted
+    return needs
 
 
-def _continued(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+def _continued(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:
     if _is_hopeless(state, role, transition):
         return close(transition)
     part = transition.part(role)
@@ -82,7 +82,7 @@ def _is_hopeless(state: ClusterState, role: Role, transition: Transition) -> boo
     )
 
 
-def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -> Wanted | None:
+def _planned(state: ClusterState, role: Role, proposal: Proposal, now_ms: int) -> Needs | None:
     """The plan of the role's next transition; None when it has an open one or needs none."""
     if state.transition_of(role) is not None:
         return None

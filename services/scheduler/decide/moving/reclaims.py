@@ -7,33 +7,33 @@ Invariant: a GPU becomes free only when its holder or its gate has said that nob
 
 from __future__ import annotations
 
-from services.scheduler.decide.wanted import Wanted, header, waiting
+from services.scheduler.decide.needs import Needs, header, waiting
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
 from tidegate.ownership.records import GpuState, PartKind
 from tidegate.types import CommandId, GpuId, Grant, Role, node_of
 
 
-def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[GpuId] = frozenset()) -> Wanted:
+def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[GpuId] = frozenset()) -> Needs:
     """The next step of each suspect on its way back to the free pool. Within a transition that empties the component,
     it needs only its release; else the store counts it as lost first. `gone`: GPUs that the job goes on without."""
-    wanted = Wanted()
+    needs = Needs()
     for grant in state.suspects(role):
         record = state.gpus[grant.gpu]
         key = f"{state.job}/{grant.gpu}/{grant.token}"
         if record.state is GpuState.OWNED and record.transition is None:
             lost = cmd.MarkLost(CommandId(f"{key}/lost"), grant.gpu, grant.token)
-            wanted += Wanted((lost,), (f"counts {grant.gpu} of the {role} as lost",))
+            needs += Needs((lost,), (f"counts {grant.gpu} of the {role} as lost",))
         elif grant not in state.released:
-            wanted += _asked_gate(state, role, grant, is_gone=grant.gpu in gone)
+            needs += _asked_gate(state, role, grant, is_gone=grant.gpu in gone)
             # A job that goes on without the GPU asks its worker no more.
             is_asked = grant.gpu not in gone and not _is_leaving(state, role, grant)
             if grant in state.held and is_asked:
-                wanted += _cleared(state, role, grant, now_ms)
+                needs += _cleared(state, role, grant, now_ms)
         elif record.state is GpuState.LOST and record.transition is None:
             reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
-            wanted += Wanted((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
-    return wanted
+            needs += Needs((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
+    return needs
 
 
 def _is_leaving(state: ClusterState, role: Role, grant: Grant) -> bool:
@@ -44,11 +44,11 @@ def _is_leaving(state: ClusterState, role: Role, grant: Grant) -> bool:
     return grant in state.moving(role, transition)[0]
 
 
-def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Wanted:
+def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Needs:
     """One command for each GPU. Its id names the grant: the stored answer of an earlier grant must not answer it."""
     lead, component = state.lead_of(role), state.components[role]
     if lead is None:
-        return Wanted((), (f"{grant.gpu} is held by a living worker of the {role}, which has no lead to stop it",))
+        return Needs((), (f"{grant.gpu} is held by a living worker of the {role}, which has no lead to stop it",))
     step = f"{state.job}/{grant.gpu}/{grant.token}/clear"
     down = cmd.ScaleDown(
         header=header(state, role, lead, step=step, now_ms=now_ms),
@@ -56,18 +56,18 @@ def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Want
         members=component.grants,
         layout=component.layout,
     )
-    return Wanted((down,), (f"clears {grant.gpu}, which a living worker of the {role} holds",))
+    return Needs((down,), (f"clears {grant.gpu}, which a living worker of the {role} holds",))
 
 
-def _asked_gate(state: ClusterState, role: Role, grant: Grant, *, is_gone: bool) -> Wanted:
+def _asked_gate(state: ClusterState, role: Role, grant: Grant, *, is_gone: bool) -> Needs:
     node, component = node_of(grant.gpu), state.components[role]
     is_needed = not is_gone and (not component.is_up or (role is Role.ACTOR and component.lacks_ranks))
     endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
     note = f"{grant.gpu} waits for its gate" + (", and the job goes on without it" if is_gone else "")
     if endpoints:
         key = CommandId(f"{state.job}/{grant.gpu}/{grant.token}/gate")
-        return Wanted((cmd.AskGate(key, node, grant, endpoints, is_needed),), (note,))
+        return Needs((cmd.AskGate(key, node, grant, endpoints, is_needed),), (note,))
     if is_needed:
         what = f"an instance on {node}, whose gate must tell of lost GPUs"
         return waiting(state, role, f"gate-{node}", what=what, is_of_gpus=True)
-    return Wanted((), (f"{note}, which no living instance on {node} can ask",))
+    return Needs((), (f"{note}, which no living instance on {node} can ask",))

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from services.scheduler.decide.moving.starts import pause
 from services.scheduler.decide.moving.steps import advance, change_deadline_ms, close, commit, plan
-from services.scheduler.decide.wanted import Wanted, header, waiting
+from services.scheduler.decide.needs import Needs, header, waiting
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Target
@@ -32,7 +32,7 @@ from tidegate.ownership.records import Move, MoveState, Part, PartKind, Transiti
 from tidegate.types import Grant, Role
 
 
-def planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
+def planned_stop(state: ClusterState, role: Role, now_ms: int) -> Needs | None:
     """A stop, for a job that ends; None where the component has no GPUs."""
     component = state.components[role]
     if not component.grants:
@@ -42,7 +42,7 @@ def planned_stop(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
     return plan(state, _moves(state, role, component.grants), part, reason=reason, now_ms=now_ms)
 
 
-def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_ms: int) -> Wanted | None:
+def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_ms: int) -> Needs | None:
     """The plan by which a working component gives up the GPUs that are not in `placed`; None where it has no others.
     It is a resize where whole replicas stay, else a suspension."""
     component = state.components[role]
@@ -52,9 +52,9 @@ def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_
     if not grants:
         return None
     if role is Role.ACTOR and state.phase is not Phase.RUNNING:
-        return Wanted((), ("the actor is suspended once the job runs",))
+        return Needs((), ("the actor is suspended once the job runs",))
     if state.lead_of(role) is None:
-        return Wanted((), (f"the {role} gives {len(grants)} GPUs back once it has a lead",))
+        return Needs((), (f"the {role} gives {len(grants)} GPUs back once it has a lead",))
     if (paused := pause(state, role, now_ms)) is not None:
         return paused
     kind, layout, target = PartKind.SUSPEND, None, Target(None)
@@ -78,7 +78,7 @@ def _moves(state: ClusterState, role: Role, grants: tuple[Grant, ...]) -> tuple[
     return tuple(Move(gpu=grant.gpu, source=owner, target=None, planned_token=grant.token) for grant in grants)
 
 
-def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:
     """The next step of an open stop or suspension."""
     planned = [move for move in transition.moves if move.state is MoveState.PLANNED]
     draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
@@ -86,33 +86,33 @@ def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int
         if transition.part(role).kind is PartKind.SUSPEND:
             return close(transition)
         left = f"{len(planned) + len(draining)} of {len(transition.moves)} GPUs still draining"
-        return Wanted(failure=f"{transition.id} was not done by its deadline, {left}")
+        return Needs(failure=f"{transition.id} was not done by its deadline, {left}")
     if planned:
         steps = tuple(advance(transition, move, MoveState.DRAINING) for move in planned)
-        return Wanted(steps, (f"drains {len(steps)} GPUs of the {role}",))
+        return Needs(steps, (f"drains {len(steps)} GPUs of the {role}",))
     if not draining:
         return commit(transition, role, None)
     at_work = set(state.components[role].grants)
     free = [move for move in draining if Grant(move.gpu, move.token) in state.released]
     steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
     working = tuple(grant for move in draining if (grant := Grant(move.gpu, move.token)) in at_work)
-    wanted = Wanted(steps, (f"releases {len(free)} of the {role}'s {len(draining)} draining GPUs",))
-    return wanted + _asked(state, role, transition, working, now_ms) if working else wanted
+    needs = Needs(steps, (f"releases {len(free)} of the {role}'s {len(draining)} draining GPUs",))
+    return needs + _asked(state, role, transition, working, now_ms) if working else needs
 
 
-def _asked(state: ClusterState, role: Role, transition: Transition, working: tuple[Grant, ...], now_ms: int) -> Wanted:
+def _asked(state: ClusterState, role: Role, transition: Transition, working: tuple[Grant, ...], now_ms: int) -> Needs:
     lead = state.lead_of(role)
     is_stop = transition.part(role).kind is PartKind.STOP or state.phase is Phase.STOPPING
     if lead is None:
         if is_stop:
             return waiting(state, role, "lead", what=f"a lead of the {role}")
-        return Wanted((), (f"{transition.id} waits for a lead of the {role}",))
+        return Needs((), (f"{transition.id} waits for a lead of the {role}",))
     is_suspend = role is Role.ACTOR and not is_stop
     step = f"{transition.id}/{'suspend' if is_suspend else 'down'}"
     head = header(state, role, lead, step=step, now_ms=now_ms, transition_id=transition.id)
     if is_suspend:
         # Grants of ranks that died meanwhile stay in it: a command never changes under its id.
         leaving, _ = state.moving(role, transition)
-        return Wanted((cmd.Suspend(head, leaving),), (f"suspends the actor on {len(leaving)} GPUs",))
+        return Needs((cmd.Suspend(head, leaving),), (f"suspends the actor on {len(leaving)} GPUs",))
     down = cmd.ScaleDown(head, working, members=(), layout=None)
-    return Wanted((down,), (f"stops the {role} on {len(working)} GPUs",))
+    return Needs((down,), (f"stops the {role} on {len(working)} GPUs",))

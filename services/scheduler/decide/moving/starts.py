@@ -28,7 +28,7 @@ from services.scheduler.decide.moving.steps import (
     nodes_of,
     plan,
 )
-from services.scheduler.decide.wanted import Wanted, header, waiting
+from services.scheduler.decide.needs import Needs, header, waiting
 from services.scheduler.evolve.losses import MAX_FAILED_STARTS
 from services.scheduler.evolve.resizes import is_free
 from services.scheduler.state import commands as cmd
@@ -43,7 +43,7 @@ START_PAUSE_MS = 2_000
 START_PAUSE_GROWTH = 4
 
 
-def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) -> Wanted | None:
+def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) -> Needs | None:
     """None when it has all the GPUs where it is placed."""
     component = state.components[role]
     missing = _missing(state, role, placed)
@@ -53,27 +53,27 @@ def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) 
     is_needed = not component.is_up or component.layout == placed.layout
     if is_needed and component.num_failed_starts >= MAX_FAILED_STARTS:
         times = f"the {role} failed to start {component.num_failed_starts} times in a row"
-        return Wanted(failure=f"{times}, the last time: {component.last_failure}; see its logs")
+        return Needs(failure=f"{times}, the last time: {component.last_failure}; see its logs")
     paused = pause(state, role, now_ms)
     found = _there(state, role, missing)
-    if isinstance(found, Wanted):
-        # Wanted together: while the start waits, a pause that is over would be forgotten and begin anew.
+    if isinstance(found, Needs):
+        # Ask for both: without its `Await`, a pause that is over would be forgotten and would begin again.
         return paused + found if is_needed and paused is not None else found
     return paused or _plan(state, role, placed, found, now_ms=now_ms)
 
 
-def _there(state: ClusterState, role: Role, missing: tuple[Replica, ...]) -> tuple[Replica, ...] | Wanted:
+def _there(state: ClusterState, role: Role, missing: tuple[Replica, ...]) -> tuple[Replica, ...] | Needs:
     """The missing replicas that can be taken now, or what the component waits for."""
     component = state.components[role]
     gpus = [gpu for each in missing for gpu in each]
     unknown = [gpu for gpu in gpus if gpu not in state.gpus]
     if unknown:
-        return Wanted((), (f"{len(unknown)} GPUs of the {role} are not registered in the store yet",))
+        return Needs((), (f"{len(unknown)} GPUs of the {role} are not registered in the store yet",))
     free = tuple(each for each in missing if all(is_free(state.gpus[gpu]) for gpu in each))
     in_parts = component.is_up or (component.is_suspended and role is Role.ROLLOUT)
     if not free or (len(free) < len(missing) and not in_parts):
         held = [described(state.gpus[gpu]) for gpu in gpus if not is_free(state.gpus[gpu])]
-        return Wanted((), (f"{len(gpus) - len(held)} of {len(gpus)} GPUs of the {role} are free ({', '.join(held)})",))
+        return Needs((), (f"{len(gpus) - len(held)} of {len(gpus)} GPUs of the {role} are free ({', '.join(held)})",))
     nodes = nodes_of(state, role)
     there = tuple(each for each in free if {node_of(gpu) for gpu in each} <= nodes)
     if state.lead_of(role) is None or not there or (len(there) < len(free) and not in_parts):
@@ -88,16 +88,16 @@ def _missing(state: ClusterState, role: Role, placed: Placed) -> tuple[Replica, 
     return (placed.gpus,) if placed.gpus else ()
 
 
-def _waiting_for(state: ClusterState, role: Role, free: tuple[Replica, ...]) -> Wanted:
+def _waiting_for(state: ClusterState, role: Role, free: tuple[Replica, ...]) -> Needs:
     absent = sorted({node_of(gpu) for each in free for gpu in each} - nodes_of(state, role))
     instances = ", ".join(instance_id(role, node) for node in absent)
     what = f"{instances} to join" if absent else f"a lead of the {role}"
     if state.components[role].is_up:
-        return Wanted((), (f"{sum(map(len, free))} GPUs of the {role} wait for {what}",))
+        return Needs((), (f"{sum(map(len, free))} GPUs of the {role} wait for {what}",))
     return waiting(state, role, "instances" if absent else "lead", what=what, is_of_gpus=bool(absent))
 
 
-def _plan(state: ClusterState, role: Role, placed: Placed, there: tuple[Replica, ...], *, now_ms: int) -> Wanted:
+def _plan(state: ClusterState, role: Role, placed: Placed, there: tuple[Replica, ...], *, now_ms: int) -> Needs:
     component, owner = state.components[role], state.owner(role)
     after = (*stays(component, placed), *there)
     layout, is_change = placed.layout, component.is_up and component.layout != placed.layout
@@ -124,7 +124,7 @@ def _kind(component: Component, layout: Layout) -> PartKind:
     return PartKind.REPLACE if layout == component.layout else PartKind.RESIZE
 
 
-def pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
+def pause(state: ClusterState, role: Role, now_ms: int) -> Needs | None:
     """None when the component may move: its last move did not fail, or the pause since is over."""
     num_failed = state.components[role].num_failed_starts
     if not num_failed:
@@ -135,17 +135,17 @@ def pause(state: ClusterState, role: Role, now_ms: int) -> Wanted | None:
         return None
     wait_ms = START_PAUSE_MS * START_PAUSE_GROWTH ** (min(num_failed, MAX_FAILED_STARTS) - 1)
     note = f"the {role} failed to start {num_failed} times and pauses {wait_ms / 1000:g} s"
-    return Wanted((cmd.Await(CommandId(key), f"the {role} to be started again", wait_ms),), (note,))
+    return Needs((cmd.Await(CommandId(key), f"the {role} to be started again", wait_ms),), (note,))
 
 
-def started(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Wanted:
+def started(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:
     """The next step of an open start, resumption or replacement."""
     steps = tuple(
         advance(transition, move, MoveState.ACQUIRING) for move in transition.moves if move.state is MoveState.PLANNED
     )
     is_overdue = now_ms >= transition.deadline_unix_ms
     if steps and not is_overdue:
-        return Wanted(steps, (f"hands {len(steps)} GPUs to the {role}",))
+        return Needs(steps, (f"hands {len(steps)} GPUs to the {role}",))
     component, layout = state.components[role], transition.part(role).new_layout
     coming = tuple(Grant(move.gpu, move.token) for move in transition.moves)
     if layout is None or (component.is_up and set(coming) <= set(component.grants)):
@@ -159,8 +159,8 @@ def started(state: ClusterState, role: Role, transition: Transition, now_ms: int
     members = ranked(state, transition, (*component.grants, *coming))
     if role is Role.ACTOR and transition.part(role).kind is PartKind.RESUME:
         resume = cmd.Resume(head, members, layout)
-        return Wanted((resume,), (f"resumes the actor on {len(members)} GPUs",))
-    return Wanted(
+        return Needs((resume,), (f"resumes the actor on {len(members)} GPUs",))
+    return Needs(
         (scale_up(state, role, head, coming, members, layout),),
         (f"starts the {role} on {len(coming)} GPUs, {len(members)} in all",),
     )

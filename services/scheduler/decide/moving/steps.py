@@ -7,7 +7,7 @@ Invariant: a step's id follows from its transition and the step's change, so tha
 from __future__ import annotations
 
 from services.scheduler.decide.expectations import MAX_ISSUES
-from services.scheduler.decide.wanted import Wanted
+from services.scheduler.decide.needs import Needs
 from services.scheduler.evolve.answers import command_deadline_ms
 from services.scheduler.evolve.ownership import transition_id
 from services.scheduler.state import commands as cmd
@@ -34,12 +34,12 @@ def change_deadline_ms(state: ClusterState) -> int:
     return CHANGE_DEADLINES * command_deadline_ms(state)
 
 
-def close(transition: Transition) -> Wanted:
+def close(transition: Transition) -> Needs:
     """Close it as it is. GPUs that are not released stay, and released ones are free. GPUs that were handed out are
     lost until their gate says that nobody holds them."""
     outcome = earned_outcome(transition)
     command = cmd.CloseTransition(CommandId(f"{transition.id}/close"), transition.id, outcome)
-    return Wanted((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
+    return Needs((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
 
 
 def advance(transition: Transition, move: Move, to_state: MoveState) -> cmd.AdvanceMove:
@@ -47,9 +47,9 @@ def advance(transition: Transition, move: Move, to_state: MoveState) -> cmd.Adva
     return cmd.AdvanceMove(key, transition.id, move.gpu, move.state, to_state)
 
 
-def commit(transition: Transition, role: Role, layout: Layout | None) -> Wanted:
+def commit(transition: Transition, role: Role, layout: Layout | None) -> Needs:
     command = cmd.CommitPart(CommandId(f"{transition.id}/commit/{role}"), transition.id, role, layout)
-    return Wanted((command,), (f"commits the {role}'s layout {layout or 'none'}",))
+    return Needs((command,), (f"commits the {role}'s layout {layout or 'none'}",))
 
 
 def described(record: GpuRecord) -> str:
@@ -70,7 +70,7 @@ def plan(
     now_ms: int,
     deadline_ms: int | None = None,
     target: Target | None = None,
-) -> Wanted:
+) -> Needs:
     """Plan the transition. `deadline_ms` counts from now; None allows as long as a start or a stop may take. `target`
     is None for a stop."""
     if deadline_ms is None:
@@ -86,4 +86,4 @@ def plan(
         reason=reason,
     )
     command = cmd.PlanTransition(CommandId(f"{transition.id}/plan"), transition, target)
-    return Wanted((command,), (f"plans {transition.id}: {reason}",))
+    return Needs((command,), (f"plans {transition.id}: {reason}",))

@@ -1,1 +1,1 @@
-"""The scheduler's values as messages and as stored bytes, and back."""
+"""Convert the scheduler's values to messages and to stored bytes, and back."""

@@ -1,7 +1,9 @@
-"""What a policy remembers, as JSON has it: under the policy's name, by the types of a registry. Pure.
+"""Converts a policy's memory to JSON values under the policy's name, and back by the types of a registry. Pure.
 
-Invariant: what is written is read back exactly, and nothing but a registered type is written or read.
-[test_memory_codec: comes_back_from_its_plain_form]
+Invariants:
+- A memory is read back exactly as it was written. [test_memory_codec: comes_back_from_its_plain_form]
+- Only registered types are written. [test_memory_codec: type_is_not_registered]
+- Only registered types are read. [test_memory_codec: cannot_be_read_is_refused]
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from services.scheduler.state.remembered import PolicyMemory
 
 
 class MemoryCodec:
-    """`types` are by policy."""
+    """`types` are the memory types by the policies' names."""
 
     def __init__(self, types: Mapping[str, type[PolicyMemory]]) -> None:
         self._types = types

@@ -1,7 +1,7 @@
-"""The values of the wire's pictures of an iteration.
+"""Decode the wire's pictures of an iteration.
 
-Invariant: a picture that the value refuses is refused with a WireError that names the message, what is wrong of it and
-the numbers, and never reaches `evolve`.
+Invariant: a picture that is no legal value is refused with a WireError that names the message, the fault and the
+numbers. It never reaches `evolve`. [test_observed_codec: cannot_be_a_picture_is_refused]
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _engine_of(message: events_pb2.Engine) -> Engine:
 
 @contextmanager
 def _refused(name: str) -> Iterator[None]:
-    """What the value refuses, the wire refuses."""
+    """Raise a WireError where the value's constructor raises a ValueError."""
     try:
         yield
     except ValueError as error:

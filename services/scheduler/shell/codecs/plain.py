@@ -1,11 +1,11 @@
-"""Frozen values as JSON has them, and back by their annotations. Pure.
+"""Convert frozen values to plain JSON values, and back by their annotations. Pure.
 
 The values are dataclasses of numbers, texts, bytes, choices, tuples, maps and such dataclasses. Each may be None.
 A union of dataclasses is a sum type: each of its classes has a `CASE`, which JSON has under the key `case`.
 
 Invariants:
 - `from_plain(kind, to_plain(value), ...) == value`. [test_codec: every_state_of_a_job]
-- Anything that is not of the kind is refused with a ValueError that names the place.
+- A value of another kind is refused with a ValueError that names the place.
   [test_codec: bytes_that_hold_no_state]
 """
 
@@ -22,7 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 
 _PLAIN = frozenset({bool, int, float, str})
-"""Types that JSON has as they are."""
+"""Types that JSON holds unchanged."""
 
 
 def to_plain(value: object) -> Any:
@@ -35,7 +35,7 @@ def to_plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
-        # Columns of thousands of numbers are told apart from what has parts.
+        # A fast path: columns hold thousands of numbers.
         return list(value) if _PLAIN.issuperset(map(type, value)) else [to_plain(each) for each in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
@@ -44,7 +44,7 @@ def to_plain(value: object) -> Any:
 
 @cache
 def _field_names(kind: Any) -> tuple[str, ...] | None:
-    """Of a dataclass; None of anything else."""
+    """The fields of a dataclass; None for another type."""
     return tuple(each.name for each in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
@@ -59,7 +59,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """`value`, as JSON gives it, as a value of the annotated kind."""
+    """Make a value of the annotated `kind` from a JSON value. `where` is its place, for error messages."""
     kind = getattr(kind, "__supertype__", kind)
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
@@ -98,7 +98,7 @@ def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ..
 
 
 def _kind_of(kinds: Sequence[Any], value: Any, where: str) -> Any:
-    """The class of a sum type whose case this is."""
+    """The class of a sum type that has the value's case."""
     found = _expect(dict, value, where).get("case")
     for kind in kinds:
         if found is not None and _case(kind) == found:

@@ -1,9 +1,12 @@
-"""Between the wire's messages and the scheduler's values, and between a state and its bytes.
+"""Decodes the wire's events into the scheduler's values, and converts a state to bytes and back.
 
 Invariants:
-- `decode_state(encode_state(state)) == state`, and equal states have equal bytes, whichever replica wrote them;
-- what is not a state of this format is refused with a ValueError that names the place;
-- an event that its schema does not allow is refused with a WireError and never reaches `evolve`.
+- `decode_state(encode_state(state)) == state`, and equal states have equal bytes, whichever replica wrote them.
+  [test_codec: every_state_of_a_job]
+- Bytes that are no state of this format are refused with a ValueError that names the place.
+  [test_codec: bytes_that_hold_no_state]
+- An event that its schema does not allow is refused with a WireError and never reaches `evolve`.
+  [test_codec: its_schema_does_not_allow]
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
 STATE_FORMAT = 6
-"""Raise it with every change of the fields of a state. A state of the old form would otherwise be read wrongly, or be
-refused for a field, without a remedy."""
+"""Raise it with every change of the fields of a state. Otherwise a state of the old format is read wrongly, or is
+refused for a field without a remedy."""
 
 _MEMORIES = MemoryCodec({policy: entry.memory for policy, entry in ENTRIES.items()})
 
 
 def job_spec(config: JobConfig) -> JobSpec:
-    """What the scheduler needs of a job's config."""
+    """The fields of a job's config that the scheduler needs."""
     algorithm, runtime = config.algorithm, config.runtime
     return JobSpec(
         placement={role: Placed(gpus=config.placement(role), layout=config.layout(role)) for role in Role},

@@ -1,4 +1,4 @@
-"""What was asked is asked again at its deadline, after a refusal as a new attempt, and given up with its words."""
+"""A command is repeated at its deadline, is a new attempt after a refusal, and fails the job in the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lead_commands(commands: list[cmd.Command]) -> list[cmd.LeadCommand]:
 
 
 def accepted(state: ClusterState, *, sequence: int) -> ClusterState:
-    """All commands to leads were taken."""
+    """The leads have taken all commands."""
     for key in sorted(key for key, each in state.expectations.items() if each.role is not None):
         answer = ev.CommandAnswered(f"{key}/a0", True, "")
         state = evolve(state, ev.Event(job=JOB, source="scheduler", boot=1, sequence=sequence, body=answer))

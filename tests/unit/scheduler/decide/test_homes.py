@@ -27,7 +27,7 @@ ANY = TidePolicy()
 
 
 def lost(spec: JobSpec, gone: tuple[GpuId, ...], *, is_long: bool = True) -> ClusterState:
-    """While an iteration runs under a policy that has placed GPUs."""
+    """A state with lost GPUs, while an iteration runs under a policy that has placed GPUs."""
     roles = {each: role for role in Role for each in spec.placement[role].gpus}
     records = {
         each: GpuRecord(
@@ -60,7 +60,7 @@ def spread(placement: dict[Role, tuple[tuple[GpuId, ...], Layout]], **changes: o
 
 
 HOMES: dict[str, tuple[tuple[GpuId, ...], dict[Role, tuple[GpuId, ...]]]] = {
-    "who has whole copies left keeps them": (
+    "a component with whole copies keeps them": (
         (*gpus(1, 2), *gpus(9, 10)),
         {Role.ACTOR: gpus(2, 4), Role.ROLLOUT: gpus(4, 8), Role.INFERENCE: gpus(8, 9)},
     ),
@@ -68,11 +68,11 @@ HOMES: dict[str, tuple[tuple[GpuId, ...], dict[Role, tuple[GpuId, ...]]]] = {
         (*gpus(1, 2), *gpus(3, 4)),
         {Role.ACTOR: (*gpus(0, 1), *gpus(2, 3)), Role.ROLLOUT: gpus(4, 8), Role.INFERENCE: gpus(8, 10)},
     ),
-    "who has none gets what is in no copy": (
+    "a component without a copy gets GPUs that are in no copy": (
         (*gpus(1, 2), *gpus(8, 10)),
         {Role.ACTOR: gpus(2, 4), Role.ROLLOUT: gpus(4, 8), Role.INFERENCE: gpus(0, 1)},
     ),
-    "or one of the rollout's engines, and never the actor's": (
+    "a component without a copy gets an engine of the rollout, and never GPUs of the actor": (
         gpus(8, 10),
         {Role.ACTOR: gpus(0, 4), Role.ROLLOUT: gpus(4, 6), Role.INFERENCE: gpus(6, 7)},
     ),
@@ -164,7 +164,7 @@ def test_standby_gpus_go_to_the_actor_alone() -> None:
 
 
 def test_an_actor_that_lost_nothing_stays_where_a_person_moved_it() -> None:
-    """To three copies, of which RLinf would train one, two or four."""
+    """A person moved it to three copies, of which RLinf would train one, two or four."""
     spec = replace(job(actor=4, rollout=4, inference=2, prompts=8, minibatches=2), standby=gpus(10, 11))
     asked = Placed(gpus(0, 3), Layout(dp=3))
     rlinf = RLinfPolicy(RLinfRules(16, auto_scheduler=True))

@@ -1,4 +1,4 @@
-"""The actor's resizes: what is asked of whom, what a death or a refusal at each moment leads to."""
+"""The commands of an actor's resize, and the effects of a death or a refusal at each moment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNED = Placed((SECOND, FIRST), Layout(dp=2))
 
 
 def running(**fields: Any) -> Drive:
-    """A job whose first iteration is open and untouched, with what was said delivered."""
+    """A job whose first iteration is open and untouched, with all events delivered."""
     cluster = FakeCluster(spec(**{"standby": (SPARE, OTHER_SPARE), **fields}))
     drive = booted(cluster)
     drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
@@ -125,7 +125,7 @@ def test_a_worker_that_dies_as_it_comes_costs_the_resize_and_not_the_actor() -> 
 
 
 EITHER_ORDER = pytest.mark.parametrize(
-    "is_late", [False, True], ids=["the death is told first", "the lead's word first"]
+    "is_late", [False, True], ids=["the death is reported first", "the lead reports first"]
 )
 REPLACED = Placed((SECOND, SPARE), Layout(dp=2))
 """The first leaves, the second stays, a spare one comes."""
@@ -138,7 +138,7 @@ def deliver_all(drive: Drive) -> None:
 
 
 def die(drive: Drive, slot: GpuId, *, is_late: bool) -> None:
-    """In a resize whose lead has something to say next, before or after which the death is told."""
+    """Kill a member in a resize. Its death is reported before the lead's next report, or after it if `is_late`."""
     drive.cluster.kill_worker(slot)
     death = drive.cluster.outbox.pop()
     if not is_late:
@@ -151,7 +151,7 @@ def die(drive: Drive, slot: GpuId, *, is_late: bool) -> None:
 
 
 def take_gpu(drive: Drive, slot: GpuId) -> None:
-    """As who comes does in the first phase, in which the rest is at work still."""
+    """Pass the gate, as a worker that comes does in the first phase, while the other ranks still work."""
     gate = drive.cluster.gates[slot]
     gate.highest, gate.is_held = drive.cluster.store.gpus[slot].token, True
 
@@ -195,7 +195,7 @@ def test_a_resize_that_the_store_committed_is_open_until_the_lead_switched(place
 
 
 def committed(drive: Drive, placed: Placed) -> None:
-    """By the store; the lead has not said so yet."""
+    """The store has committed the resize, and the lead has not reported it yet."""
     ask(drive, placed)
     deliver_all(drive)
     assert drive.cluster.work(), "the lead commits"
@@ -252,11 +252,13 @@ def test_a_death_as_a_dead_rank_is_brought_back_has_it_brought_back_again(slot: 
     assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
 
 
-@pytest.mark.parametrize("is_told_first", [False, True])
-def test_the_loss_of_a_node_whose_gpus_a_committed_resize_brought_costs_the_incarnation(is_told_first: bool) -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_loss_of_a_node_whose_gpus_a_committed_resize_brought_costs_the_incarnation(
+    is_early: bool,
+) -> None:
     drive = running()
     committed(drive, Placed((FIRST, SPARE, OTHER_SPARE), Layout(dp=3)))
-    if is_told_first:
+    if is_early:
         drive.cluster.kill_worker(OTHER_SPARE)
         deliver_all(drive)
 

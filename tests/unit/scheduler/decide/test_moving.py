@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.decide.decision import decided
+from services.scheduler.decide.decision import decision_on
 from services.scheduler.evolve.losses import MAX_FAILED_STARTS
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
@@ -16,7 +16,7 @@ from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import NODES, gpu, spec
-from tests.unit.scheduler.proposals import Proposed
+from tests.unit.scheduler.proposals import ProposalMaker
 from tidegate.ownership.records import GpuState, Outcome
 from tidegate.types import GpuId, Grant, Layout, NodeId, Role, Token, instance_id
 
@@ -32,9 +32,9 @@ def engines(*gpus: GpuId) -> Placed:
 HOME = spec().placement
 
 
-def running(job: JobSpec | None = None) -> tuple[Drive, Proposed]:
-    """A job whose first iteration is open, with what was said delivered, and training held."""
-    proposed = Proposed()
+def running(job: JobSpec | None = None) -> tuple[Drive, ProposalMaker]:
+    """A job whose first iteration is open, with all events delivered, and training on hold."""
+    proposed = ProposalMaker()
     drive = booted(FakeCluster(job or spec()))
     drive.propose = proposed
     drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
@@ -48,7 +48,7 @@ def deliver_all(drive: Drive) -> None:
 
 
 def settle(drive: Drive) -> None:
-    """All that is proposed is done as far as it can be without time."""
+    """Carry out the proposal as far as possible without a wait."""
     drive.decide()
     deliver_all(drive)
     while any(lead is not None and (lead.resize or lead.suspension) for lead in drive.cluster.leads.values()):
@@ -56,7 +56,7 @@ def settle(drive: Drive) -> None:
         deliver_all(drive)
 
 
-def propose(drive: Drive, proposed: Proposed, **placement: Placed | None) -> ClusterState:
+def propose(drive: Drive, proposed: ProposalMaker, **placement: Placed | None) -> ClusterState:
     proposed.placement = {Role(role): placed for role, placed in placement.items()}
     settle(drive)
     return drive.state
@@ -71,8 +71,8 @@ def asked(drive: Drive, sent: int) -> list[tuple[str, Role]]:
     return [(type(command).__name__, command.header.role) for command in leads]
 
 
-def finishes(drive: Drive, proposed: Proposed) -> None:
-    """As if nothing had been moved: no sample is lost, no incarnation taken, and all GPUs are given back."""
+def finishes(drive: Drive, proposed: ProposalMaker) -> None:
+    """The job ends as if nothing had moved: no sample is lost, the incarnation is the first, all GPUs are free."""
     proposed.placement, proposed.trains = {}, True
     drive.decide()
     state = drive.run()
@@ -330,8 +330,8 @@ def kill(drive: Drive, slot: GpuId) -> None:
     drive.deliver(drive.cluster.outbox.pop())
 
 
-def ready(drive: Drive, proposed: Proposed, **placement: Placed | None) -> None:
-    """The lead was asked, and does nothing yet."""
+def ready(drive: Drive, proposed: ProposalMaker, **placement: Placed | None) -> None:
+    """The lead has its command, and has done nothing yet."""
     proposed.placement = {Role(role): placed for role, placed in placement.items()}
     drive.decide()
     deliver_all(drive)
@@ -374,7 +374,7 @@ def test_an_inference_that_loses_a_rank_as_it_shrinks_is_started_where_it_is_pro
     finishes(drive, proposed)
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["told before", "told after"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["reported before", "reported after"])
 def test_a_rank_that_dies_as_the_actor_is_suspended_costs_no_incarnation(is_late: bool) -> None:
     drive, proposed = running()
     ready(drive, proposed, actor=None, rollout=engines(*ROLLOUT, *ACTOR))
@@ -514,7 +514,7 @@ def test_a_rollout_that_keeps_no_engine_is_started_anew() -> None:
     drive.cluster.hung.clear()
     kill(drive, ROLLOUT[0])
     downs = [command for command in drive.cluster.log if isinstance(command, cmd.ScaleDown)]
-    assert all(down.members for down in downs), "nobody is told to give up all"
+    assert all(down.members for down in downs), "no lead has to give up all"
     drive.run_until(lambda state: gpus_of(state, Role.ROLLOUT) == (ROLLOUT[0],))
     finishes(drive, proposed)
 
@@ -522,7 +522,7 @@ def test_a_rollout_that_keeps_no_engine_is_started_anew() -> None:
 def test_the_reason_of_a_move_says_where_gpus_go() -> None:
     drive, proposed = running()
     proposed.placement = {Role.ACTOR: None}
-    decision = decided(drive.state, proposed(drive.state), drive.now_ms)
+    decision = decision_on(drive.state, proposed(drive.state), drive.now_ms)
     assert "the actor gives 2 of 2 GPUs back" in decision.reason
 
 

@@ -1,4 +1,4 @@
-"""A decision is made at once on what changes the structure, on time for what is due, and else every so often."""
+"""The scheduler decides at once on structural changes, on time at deadlines, and else at a set period."""
 
 from __future__ import annotations
 

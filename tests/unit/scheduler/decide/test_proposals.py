@@ -1,4 +1,4 @@
-"""A policy is asked while an iteration runs and can be asked for; else everything stays, and nothing is forgotten.
+"""A policy is asked while an iteration is open and reported; else all components stay, and its memory is kept.
 
 The job of the fake cluster: actor on n0/0 and n1/0 (dp 2), rollout on n0/1, n1/1 and n1/3, inference on n0/2 and n1/2
 (tp 2); 4 prompts of 2 sequences in 2 minibatches.
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.decide.expectations import next_due_ms
-from services.scheduler.decide.proposals import chosen, placement_of, proposal_of
+from services.scheduler.decide.proposals import answer_of, placement_of, proposal_of
 from services.scheduler.decide.turn import turn
 from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
@@ -46,7 +46,7 @@ KEPT = Kept(7)
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Wants everything in the rollout, and to be asked again."""
+    """A policy that gives all GPUs to the rollout, and asks to be asked again."""
 
     ask_at_ms: int | None = None
 
@@ -57,8 +57,8 @@ class Asking:
         return Choice(LENT, trains=False, reason="asking", memory=KEPT, ask_at_ms=self.ask_at_ms)
 
 
-def told(state: ClusterState) -> ClusterState:
-    """All have told of the open iteration: nothing is generated yet."""
+def with_pictures(state: ClusterState) -> ClusterState:
+    """A state in which all components have reported the open iteration, and nothing is generated yet."""
     job = state.spec
     assert job is not None
     size = job.num_prompts * job.group_size
@@ -68,7 +68,7 @@ def told(state: ClusterState) -> ClusterState:
 
 
 def running() -> ClusterState:
-    return told(iterating().state)
+    return with_pictures(iterating().state)
 
 
 def test_a_choice_becomes_each_components_gpus_and_layout() -> None:
@@ -92,14 +92,14 @@ def test_the_configured_assignment_is_the_configured_placement() -> None:
 def test_each_policy_proposes_what_it_chooses() -> None:
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
     situation = seen(job_spec, as_configured(job_spec), num_unfinished=8, num_unsubmitted=8, remembered=Remembered())
-    static = chosen(StaticPolicy(), situation)
+    static = answer_of(StaticPolicy(), situation)
     assert (static.proposal.placement, static.proposal.trains) == (job_spec.placement, True)
     assert static.remembered == Remembered()
-    rlinf = chosen(PRE, situation)
+    rlinf = answer_of(PRE, situation)
     assert rlinf.proposal.placement[Role.ROLLOUT] == Placed(gpus(0, 6), Layout(dp=6))
     assert rlinf.proposal.placement[Role.ACTOR] is None
     assert (rlinf.proposal.trains, rlinf.remembered.trains) == (False, False)
-    dynarl = chosen(DynaRLPolicy(DynaRLRules(request_priority=True)), situation)
+    dynarl = answer_of(DynaRLPolicy(DynaRLRules(request_priority=True)), situation)
     assert dynarl.proposal.placement[Role.ROLLOUT] == Placed((*gpus(2, 6), *gpus(0, 2), *gpus(6, 8)), Layout(dp=8))
     assert (dynarl.proposal.placement[Role.INFERENCE], dynarl.proposal.trains) == (None, False)
     assert dynarl.proposal.group_order == tuple(range(8))
@@ -108,7 +108,7 @@ def test_each_policy_proposes_what_it_chooses() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """Wants the trainer on so many GPUs, and it to train."""
+    """A policy that places the trainer on so many GPUs, and lets it train."""
 
     num_gpus: int
 
@@ -123,7 +123,7 @@ class Growing:
 @pytest.mark.parametrize(("num_gpus", "want"), [(2, True), (4, False)])
 def test_a_trainer_that_is_to_change_begins_no_minibatch_before_it_has_changed(num_gpus: int, want: bool) -> None:
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
-    got = chosen(Growing(num_gpus), seen(job_spec, as_configured(job_spec)))
+    got = answer_of(Growing(num_gpus), seen(job_spec, as_configured(job_spec)))
     assert (got.proposal.trains, got.remembered.trains) == (want, want)
 
 
@@ -148,7 +148,7 @@ BACK: dict[str, tuple[dict[str, Any], Assignment, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Forgetful:
-    """Wants what it wants, whatever there is to do."""
+    """A policy that always chooses the same assignment, whatever work there is."""
 
     assignment: Assignment
 
@@ -163,7 +163,7 @@ class Forgetful:
 def test_work_that_a_policy_forgot_gets_its_own_gpus_back(name: str) -> None:
     fields, assignment, want = BACK[name]
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
-    got = chosen(Forgetful(assignment), seen(job_spec, as_configured(job_spec), **fields))
+    got = answer_of(Forgetful(assignment), seen(job_spec, as_configured(job_spec), **fields))
     assert (got.proposal.placement, got.proposal.reason) == (job_spec.placement, want)
     assert got.remembered.assignment == as_configured(job_spec), "its policy goes on from there"
 
@@ -172,10 +172,10 @@ def test_a_component_without_work_needs_no_gpus_and_gpus_on_their_way_are_waited
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
     nobody = Forgetful(Assignment((), None, ()))
     done = seen(job_spec, as_configured(job_spec), num_done=2, num_taken=8)
-    assert set(chosen(nobody, done).proposal.placement.values()) == {None}
+    assert set(answer_of(nobody, done).proposal.placement.values()) == {None}
     engines = Assignment(replicas(gpus(2, 5), 1), None, ())
     moving = seen(job_spec, engines, num_unfinished=3, moving=gpus(5, 6))
-    assert chosen(nobody, moving).proposal.reason == "forgetful"
+    assert answer_of(nobody, moving).proposal.reason == "forgetful"
 
 
 def test_the_policy_of_a_running_job_is_asked_with_the_last_pictures() -> None:
@@ -187,7 +187,7 @@ def test_the_policy_of_a_running_job_is_asked_with_the_last_pictures() -> None:
 
 @pytest.mark.parametrize("ask_at_ms", [None, 999_999, 1_000_000])
 def test_a_policy_is_not_asked_again_at_a_time_that_has_passed(ask_at_ms: int | None) -> None:
-    """It would be asked at once, again and again."""
+    """A time that has passed would have the policy asked again at once, without end."""
     assert proposal_of(running(), Asking(ask_at_ms), 1_000_000).ask_at_ms is None
 
 
@@ -201,7 +201,7 @@ NOT_ASKED: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
     "a job that stops": (lambda state: replace(state, phase=Phase.STOPPING), "the job is stopping"),
     "a paused job": (lambda state: replace(state, phase=Phase.PAUSED), "the job is paused"),
     "no open iteration": (lambda state: replace(state, iteration=None), "no iteration is open"),
-    "no picture": (lambda state: replace(state, seen=Seen()), "nothing was told of the iteration yet"),
+    "no picture": (lambda state: replace(state, seen=Seen()), "not every component has reported the iteration yet"),
     "an actor that lost a rank": (without_ranks, "the actor waits for ranks that it lost"),
 }
 

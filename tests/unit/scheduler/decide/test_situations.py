@@ -1,4 +1,4 @@
-"""A situation is what was told, brought to agree with who owns which GPU."""
+"""A situation shows the components' pictures, changed to agree with the ownership of GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKEN = Token(1, 5)
 SPEC = job(actor=4, rollout=6, inference=2, actor_tp=2, rollout_tp=2, prompts=4, group_size=2, minibatches=2)
 """GPUs 0-3 train, 4-9 are three engines, 10 and 11 infer."""
 ENGINES = tuple(gpus(start, start + 2) for start in (4, 6, 8))
-TOLD = Generation(
+PICTURE = Generation(
     engines=(
         Engine(ENGINES[0], 1, 1, 100, 1000, 8, 60.0),
         Engine(ENGINES[1], 1, 0, 50, 1000, 8, 30.0),
@@ -74,7 +74,7 @@ def state_of(spec: JobSpec, seen: Seen) -> ClusterState:
     )
 
 
-SEEN = Seen(TOLD, Inferring((0,), is_busy=True), Training(0, 1, is_at_boundary=False))
+SEEN = Seen(PICTURE, Inferring((0,), is_busy=True), Training(0, 1, is_at_boundary=False))
 STATE = state_of(SPEC, SEEN)
 
 
@@ -101,7 +101,7 @@ def moving(
 def test_a_situation_shows_the_pictures_as_they_are_where_the_records_agree() -> None:
     situation = see(STATE)
 
-    assert situation.generation is TOLD, "what was computed of it once is there for the next decision"
+    assert situation.generation is PICTURE, "what was computed of it once is there for the next decision"
     assert situation.inference.gpus == gpus(10, 12)
     assert situation.inference.inferring == SEEN.inferring
     assert situation.trainer.placed == Placed(gpus(0, 4), Layout(tp=2, dp=2))
@@ -148,15 +148,15 @@ def test_an_engine_under_an_older_token_is_not_the_rollouts() -> None:
     assert len(see(with_records(STATE, regranted)).engines) == 2
 
 
-def test_an_engine_that_was_not_told_of_yet_is_there_with_nothing_in_it() -> None:
-    told = replace(TOLD, engines=TOLD.engines[:2])
-    situation = see(replace(STATE, seen=replace(SEEN, generation=told)))
+def test_an_engine_that_is_not_reported_yet_is_there_with_nothing_in_it() -> None:
+    picture = replace(PICTURE, engines=PICTURE.engines[:2])
+    situation = see(replace(STATE, seen=replace(SEEN, generation=picture)))
 
-    assert situation.engines == (*TOLD.engines[:2], Engine(ENGINES[2], 0, 0, 0, 1000, 8, 0.0))
-    assert situation.generation.places == TOLD.places
+    assert situation.engines == (*PICTURE.engines[:2], Engine(ENGINES[2], 0, 0, 0, 1000, 8, 0.0))
+    assert situation.generation.places == PICTURE.places
 
 
-def test_a_group_that_was_handed_on_has_ended_whatever_the_rollout_told_before() -> None:
+def test_a_group_that_was_handed_on_has_ended_whatever_the_rollout_reported_before() -> None:
     situation = see(replace(STATE, seen=replace(SEEN, inferring=Inferring((0, 2, 3)))))
 
     assert situation.generation.places == (ENDED, ENDED, 0, 1, ENDED, ENDED, ENDED, ENDED)
@@ -165,7 +165,7 @@ def test_a_group_that_was_handed_on_has_ended_whatever_the_rollout_told_before()
     assert situation.inference.inferring.ready == (0, 2, 3)
 
 
-def test_a_group_that_the_rollout_has_not_told_of_is_not_handed_on_yet() -> None:
+def test_a_group_that_the_rollout_has_not_reported_is_not_handed_on_yet() -> None:
     training = replace(STATE.seen.training or Training(), num_taken=2)
     situation = see(replace(STATE, seen=replace(SEEN, inferring=Inferring((4, 0)), training=training)))
 
@@ -173,7 +173,7 @@ def test_a_group_that_the_rollout_has_not_told_of_is_not_handed_on_yet() -> None
     assert situation.trainer.training.num_taken == 1
 
 
-def test_a_trainer_that_is_ahead_of_what_inference_told_took_what_is_known() -> None:
+def test_a_trainer_that_is_ahead_of_inferences_picture_took_only_reported_groups() -> None:
     training = Training(num_minibatches_done=9, num_taken=4)
     situation = see(replace(STATE, seen=replace(SEEN, training=training)))
 
@@ -264,18 +264,18 @@ def test_four_thousand_running_sequences_on_a_thousand_gpus_are_seen_at_once() -
     big = job(actor=192, rollout=768, inference=64, actor_tp=4, rollout_tp=2, prompts=256, group_size=16, minibatches=4)
     engines = [gpus(start, start + 2) for start in range(192, 960, 2)]
     places = tuple(index % len(engines) for index in range(4096))
-    told = Generation(
+    picture = Generation(
         tuple(Engine(each, places.count(index), 0, 9000, 10**6, 64, 300.0) for index, each in enumerate(engines)),
         group_size=16,
         lengths=tuple(range(4096)),
         places=places,
     )
-    state = state_of(big, Seen(told, Inferring(), Training()))
+    state = state_of(big, Seen(picture, Inferring(), Training()))
     state = moving(state, Role.ROLLOUT, gpus(192, 256), (), new=Layout(tp=2, dp=352))
 
     taken_ms = []
     for _ in range(5):
-        fresh = replace(state, seen=replace(state.seen, generation=replace(told)))
+        fresh = replace(state, seen=replace(state.seen, generation=replace(picture)))
         start_s = time.perf_counter()
         situation = situation_of(fresh, now_ms=0)
         taken_ms.append((time.perf_counter() - start_s) * 1000)

@@ -1,4 +1,4 @@
-"""Whether the actor trains and in which order the prompts go out: told once, again only when it changes."""
+"""A lead gets a command to hold training or to order prompts once, and again only when the choice changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidegate.types import Role, instance_id
 
 @dataclass
 class Steered:
-    """Every component where it is; the rest as a test sets it."""
+    """A policy that moves nothing. A test sets the rest of its proposal."""
 
     trains: bool = True
     group_order: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ def deliver_all(drive: Drive) -> None:
         drive.deliver(drive.cluster.outbox.pop(0))
 
 
-def told(drive: Drive) -> list[cmd.HoldTraining | cmd.OrderGroups]:
+def steering_commands(drive: Drive) -> list[cmd.HoldTraining | cmd.OrderGroups]:
     return [command for command in drive.cluster.log if isinstance(command, cmd.HoldTraining | cmd.OrderGroups)]
 
 
@@ -59,7 +59,9 @@ def test_an_actor_that_is_held_trains_nothing_until_it_is_let_go() -> None:
     drive.decide()
     drive.run_until(lambda state: state.next_iteration == 1)
 
-    assert [(each.iteration, each.holds) for each in told(drive) if isinstance(each, cmd.HoldTraining)] == [
+    assert [
+        (each.iteration, each.holds) for each in steering_commands(drive) if isinstance(each, cmd.HoldTraining)
+    ] == [
         (0, True),
         (0, False),
     ]
@@ -73,7 +75,7 @@ def test_an_order_that_a_lead_took_is_not_sent_again_and_a_new_order_has_another
         drive.decide()
         deliver_all(drive)
 
-    orders = [each for each in told(drive) if isinstance(each, cmd.OrderGroups)]
+    orders = [each for each in steering_commands(drive) if isinstance(each, cmd.OrderGroups)]
     assert [each.groups for each in orders] == [(3, 2, 1, 0), (0, 1, 2, 3)]
     assert len({each.header.id for each in orders}) == 2
     lead = drive.cluster.leads[Role.ROLLOUT]
@@ -86,16 +88,16 @@ def test_a_steering_command_under_way_is_repeated_unchanged_before_another_is_se
     steered.trains, steered.group_order = False, (3, 2, 1, 0)
     drive.num_losses = 1
     drive.decide()
-    assert told(drive) == [], "its commands were lost"
+    assert steering_commands(drive) == [], "its commands were lost"
 
     steered.trains, steered.group_order = True, (1, 0, 2, 3)
     drive.decide()
-    assert told(drive) == [], "nothing is asked again before its deadline"
+    assert steering_commands(drive) == [], "nothing is asked again before its deadline"
     drive.now_ms += drive.cluster.job_spec.command_deadline_ms
     drive.decide()
     deliver_all(drive)
 
-    said = [each.holds if isinstance(each, cmd.HoldTraining) else each.groups for each in told(drive)]
+    said = [each.holds if isinstance(each, cmd.HoldTraining) else each.groups for each in steering_commands(drive)]
     assert said == [True, (3, 2, 1, 0), False, (1, 0, 2, 3)]
     deliver_all(drive)
     assert drive.state.iteration is not None
@@ -111,7 +113,7 @@ def test_each_iteration_begins_unheld_and_a_new_rollout_lead_gets_the_order_agai
     drive.cluster.elect(instance_id(Role.ROLLOUT, NODES[1]))
     deliver_all(drive)
 
-    epochs = [each.header.lead_epoch for each in told(drive)]
+    epochs = [each.header.lead_epoch for each in steering_commands(drive)]
     assert epochs == [1, 2]
     drive.run_until(lambda state: state.next_iteration == 1 and state.iteration is not None)
     assert drive.state.iteration is not None
@@ -130,7 +132,7 @@ def test_a_repeated_answer_to_a_steering_command_changes_nothing() -> None:
 
     assert drive.state.iteration is not None
     assert drive.state.iteration.steering.is_held
-    assert len(told(drive)) == 1
+    assert len(steering_commands(drive)) == 1
 
 
 def test_a_lead_that_refuses_for_good_ends_the_job_with_its_words() -> None:

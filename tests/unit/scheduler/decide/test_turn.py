@@ -1,4 +1,4 @@
-"""A turn folds, looks, decides and notes, in this order; in two halves it does the same."""
+"""A turn folds events, folds ownership, decides and writes the decision; in two halves it does the same."""
 
 from __future__ import annotations
 

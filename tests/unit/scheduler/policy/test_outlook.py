@@ -42,7 +42,7 @@ def one_by_one(running: Floats, waiting: Floats, num_slots: int) -> list[float]:
 def test_what_runs_and_what_it_caches_is_counted_at_every_step() -> None:
     lengths, places = ending(SPEC, num_engines=4, num_unfinished=30, num_unsubmitted=10, length=100)
     picture = generation(SPEC, as_configured(SPEC).engines, lengths=lengths, places=places, kv_use=0.0)
-    situation = seen(SPEC, as_configured(SPEC), told=picture)
+    situation = seen(SPEC, as_configured(SPEC), picture=picture)
     final = np.array(lengths, dtype=np.float64) + np.where(picture.is_unfinished, np.arange(48) * 3.0 + 20, 0.0)
     load = outlook(situation, final, num_slots=20).load
     running = [at for at in np.flatnonzero(picture.is_unfinished).tolist() if at not in picture.queue]

@@ -80,7 +80,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], Situation], str]] = {
         "16 groups of 1; the job has at least 8 of 2",
     ),
     "too few groups": (
-        lambda: seen(replace(SPEC, num_prompts=9), HOME, told=whole().generation),
+        lambda: seen(replace(SPEC, num_prompts=9), HOME, picture=whole().generation),
         "8 groups of 2; the job has at least 9 of 2",
     ),
     "a group handed on that is generated": (

@@ -316,10 +316,10 @@ def test_what_a_config_assumes_of_times_and_lengths_is_in_the_jobs_spec() -> Non
 
     costs = {"decode_floor_s": 0.5, "update_s": 2.0, "trainer_tokens_per_s": 100.0, "trainer_gpus": 1}
     assumptions = {"costs": costs, "lengths": {"median_tokens": 5.0, "sigma_hint": 0.7}}
-    told = job_spec(parse_config({**CONFIG, "assumptions": assumptions}))
-    assert (told.costs.decode.floor_s, told.costs.update_s, told.rates.trainer[0]) == (0.5, 2.0, (1, 100.0))
-    assert (told.lengths.log_mean, told.lengths.sigma_hint) == (math.log(5.0), 0.7)
-    assert told.costs.reshard is None
+    assumed = job_spec(parse_config({**CONFIG, "assumptions": assumptions}))
+    assert (assumed.costs.decode.floor_s, assumed.costs.update_s, assumed.rates.trainer[0]) == (0.5, 2.0, (1, 100.0))
+    assert (assumed.lengths.log_mean, assumed.lengths.sigma_hint) == (math.log(5.0), 0.7)
+    assert assumed.costs.reshard is None
 
     costs = {"weight_bytes": 200, "optimizer_bytes": 1200, "communicators_s": 0.1, "reshard_bytes_per_s": 50.0}
     priced = job_spec(parse_config({**CONFIG, "assumptions": {"costs": costs}}))
@@ -330,9 +330,9 @@ def test_what_a_config_assumes_of_times_and_lengths_is_in_the_jobs_spec() -> Non
 
 @pytest.mark.parametrize("rate", [1e-3, 1e15])
 @pytest.mark.parametrize("num_gpus", [1, 65_536])
-def test_whatever_rate_a_config_may_tell_has_a_rate_on_every_number_of_gpus(rate: float, num_gpus: int) -> None:
-    told = {"trainer_tokens_per_s": rate, "inference_tokens_per_s": rate, "trainer_gpus": num_gpus}
-    costs = told | {"trainer_exponent": 1.0}
+def test_whatever_rate_a_config_may_set_has_a_rate_on_every_number_of_gpus(rate: float, num_gpus: int) -> None:
+    assumed = {"trainer_tokens_per_s": rate, "inference_tokens_per_s": rate, "trainer_gpus": num_gpus}
+    costs = assumed | {"trainer_exponent": 1.0}
     spec = job_spec(parse_config({**CONFIG, "assumptions": {"costs": costs}}))
     assert [size for size, _ in spec.rates.trainer] == [1, 4]
 

@@ -65,7 +65,7 @@ class Controlled:
         return [event.WhichOneof("body") or "" async for _, event in self.cluster.bus.events.read(JOB)]
 
     async def bury(self, prompt: int) -> int:
-        """A dead letter of that prompt's group; its id."""
+        """Publish a dead letter of that prompt's group, and return its id."""
 
         async def ignore(letter: object) -> None:
             pass
@@ -156,7 +156,7 @@ async def test_before_any_state_was_written_the_job_is_submitted(tmp_path: Path)
         ("ResizeActor", partial(control_pb2.ResizeActorRequest, layout=encode_layout(Layout()))),
     ],
 )
-async def test_another_job_is_refused_by_name_and_nothing_is_told(
+async def test_another_job_is_refused_by_name_and_leads_to_no_event(
     tmp_path: Path, method: str, request_type: Any
 ) -> None:
     async with controlled(tmp_path) as of:
@@ -173,7 +173,7 @@ def resizable(of: Controlled) -> ClusterState:
     return replace(STATE, spec=job_spec(of.cluster.config), components={**STATE.components, Role.ACTOR: actor})
 
 
-async def test_a_resize_becomes_an_event_and_is_told_with_its_gpus(tmp_path: Path) -> None:
+async def test_a_resize_becomes_an_event_and_is_answered_with_its_gpus(tmp_path: Path) -> None:
     async with controlled(tmp_path) as of:
         of.state = resizable(of)
         request = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(Layout(tp=2)))

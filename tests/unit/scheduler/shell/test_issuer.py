@@ -25,7 +25,7 @@ ASK = cmd.AskGate(CommandId("ask-1"), NODES[0], GRANT, ("at-first", "at-second")
 
 
 class Peers:
-    """Answers as told; an exception is raised. Who is `silent` never answers."""
+    """Peers that give the answers of a test, or raise them. A `silent` endpoint never answers."""
 
     def __init__(self, changes: Changes) -> None:
         self.answers: dict[str, commands_pb2.CommandResult | Exception] = {}
@@ -65,7 +65,7 @@ class Issuing:
         self.issuer = issuer
         self.state = ClusterState(job=JOB, incarnation=4)
 
-    async def told(self) -> events_pb2.Event:
+    async def first_event(self) -> events_pb2.Event:
         """The first event, as it comes."""
         async with asyncio.timeout(PATIENCE_S), aclosing(self.cluster.bus.events.read(JOB, follow=True)) as events:
             async for _, event in events:
@@ -91,7 +91,7 @@ async def issuing(tmp_path: Path) -> AsyncIterator[Issuing]:
 async def test_a_leads_answer_becomes_an_event(tmp_path: Path) -> None:
     async with issuing(tmp_path) as of:
         await of.issuer.issue(CLOSE, of.state)
-        event = await of.told()
+        event = await of.first_event()
         assert event.command_answered == events_pb2.CommandAnswered(command_id=HEADER.id, accepted=True)
         assert (event.incarnation, event.source) == (4, "scheduler")
 
@@ -101,7 +101,7 @@ async def test_a_refusal_becomes_an_event_with_the_leads_words(tmp_path: Path) -
         of.peers.answers[HEADER.endpoint] = commands_pb2.CommandResult(message="it does not lead")
         await of.issuer.issue(CLOSE, of.state)
         want = events_pb2.CommandAnswered(command_id=HEADER.id, accepted=False, message="it does not lead")
-        assert (await of.told()).command_answered == want
+        assert (await of.first_event()).command_answered == want
 
 
 async def test_a_lead_without_an_answer_is_no_event_and_no_error(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_a_lead_without_an_answer_is_no_event_and_no_error(tmp_path: Path)
         await of.issuer.issue(CLOSE, of.state)
         await of.until(lambda: of.peers.asked == [HEADER.endpoint])
         await of.issuer.issue(ASK, of.state)
-        assert (await of.told()).HasField("gate_reported"), "nothing was told of the silent lead"
+        assert (await of.first_event()).HasField("gate_reported"), "the silent lead led to no event"
 
 
 async def test_a_silent_lead_holds_nobody_up_and_is_left_at_the_end(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_a_silent_lead_holds_nobody_up_and_is_left_at_the_end(tmp_path: Pa
         of.peers.silent.add(HEADER.endpoint)
         await of.issuer.issue(CLOSE, of.state)
         await of.issuer.issue(ASK, of.state)
-        assert (await of.told()).HasField("gate_reported")
+        assert (await of.first_event()).HasField("gate_reported")
         assert of.peers.ended == []
         await of.issuer.aclose()
         assert of.peers.ended == [HEADER.endpoint]
@@ -127,7 +127,7 @@ async def test_a_silent_lead_holds_nobody_up_and_is_left_at_the_end(tmp_path: Pa
 async def test_a_gates_report_becomes_an_event_about_the_grant_that_was_asked_for(tmp_path: Path) -> None:
     async with issuing(tmp_path) as of:
         await of.issuer.issue(ASK, of.state)
-        event = await of.told()
+        event = await of.first_event()
         assert event.gate_reported.node == NODES[0]
         assert [(gate.gpu, gate.held) for gate in event.gate_reported.gpus] == [("n0/0", True)]
         assert list(event.grants) == encode_grants([GRANT])
@@ -142,7 +142,7 @@ async def test_an_instance_that_does_not_answer_for_its_gate_or_refuses_to_is_pa
         async with issuing(tmp_path) as of:
             of.peers.gates["at-first"] = failure
             await of.issuer.issue(ASK, of.state)
-            assert (await of.told()).HasField("gate_reported")
+            assert (await of.first_event()).HasField("gate_reported")
             assert of.peers.asked == ["at-first", "at-second"]
 
 

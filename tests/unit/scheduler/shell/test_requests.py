@@ -50,7 +50,7 @@ def test_every_command_carries_its_header_whole(command: Any) -> None:
     assert decode_grants(header.members) == (FIRST, SECOND)
 
 
-def test_a_scale_up_carries_who_comes_who_is_there_then_and_what_to_start_from() -> None:
+def test_a_scale_up_carries_the_new_grants_all_members_and_the_weights() -> None:
     command = cmd.ScaleUp(HEADER, (SECOND,), (FIRST, SECOND), Layout(tp=2), WEIGHTS, REFERENCE, "it1")
     request = encode_command(command, config_json='{"job": "bench"}')
     assert isinstance(request, commands_pb2.ScaleUpRequest)
@@ -68,7 +68,7 @@ def test_before_the_first_publish_a_scale_up_names_no_weights() -> None:
     assert (request.HasField("weights"), request.HasField("reference")) == (False, False)
 
 
-def test_a_migrate_carries_who_goes_who_comes_and_who_is_there_then() -> None:
+def test_a_migrate_carries_leaving_grants_new_grants_and_members() -> None:
     request = encode_command(cmd.Migrate(HEADER, (FIRST,), (SECOND,), (SECOND,), Layout()), config_json="{}")
     assert isinstance(request, commands_pb2.MigrateRequest)
     assert decode_grants(getattr(request, "from")) == (FIRST,)
@@ -76,7 +76,7 @@ def test_a_migrate_carries_who_goes_who_comes_and_who_is_there_then() -> None:
     assert decode_layout(request.layout) == Layout()
 
 
-def test_a_scale_down_carries_who_goes_and_who_stays() -> None:
+def test_a_scale_down_carries_leaving_grants_and_members() -> None:
     request = encode_command(cmd.ScaleDown(HEADER, (FIRST,), (SECOND,), Layout(dp=1)), config_json="{}")
     assert isinstance(request, commands_pb2.ScaleDownRequest)
     assert (decode_grants(request.grants), decode_grants(request.members)) == ((FIRST,), (SECOND,))
@@ -106,7 +106,7 @@ def test_an_evaluate_command_carries_its_version() -> None:
     assert request.plan == types_pb2.EvaluationPlan(iteration=3, version=4)
 
 
-def test_a_suspend_carries_who_goes_and_a_resume_who_comes_in_rank_order_and_the_layout() -> None:
+def test_a_suspend_carries_leaving_grants_and_a_resume_carries_new_grants_in_rank_order() -> None:
     suspend = encode_command(cmd.Suspend(HEADER, (FIRST, SECOND)), config_json="{}")
     assert isinstance(suspend, commands_pb2.SuspendRequest)
     assert decode_grants(suspend.grants) == (FIRST, SECOND)

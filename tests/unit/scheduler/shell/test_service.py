@@ -26,7 +26,7 @@ NUM_ITERATIONS = 3
 
 
 async def ended(of: WireCluster) -> Phase:
-    """How the job ended, once it has."""
+    """The phase in which the job ended, once it has ended."""
     await of.changes.until(lambda: of.written_state().phase in TERMINAL)
     return of.written_state().phase
 
@@ -44,8 +44,8 @@ async def assert_whole_job(of: WireCluster) -> None:
     assert Counter(opened) == dict.fromkeys(range(NUM_ITERATIONS), len(Role))
 
 
-async def told(of: WireCluster, body: str) -> events_pb2.Event:
-    """The first event that carries it, as it comes."""
+async def event_with(of: WireCluster, body: str) -> events_pb2.Event:
+    """The first event with this body, once it comes."""
     async with asyncio.timeout(PATIENCE_S), aclosing(of.bus.events.read(JOB, follow=True)) as events:
         async for _, event in events:
             if event.WhichOneof("body") == body:
@@ -213,7 +213,7 @@ async def test_a_store_that_nobody_adopted_is_adopted_first(tmp_path: Path) -> N
         await of.boot()
         await of.submit()
         async with running(await of.replica(store=of.detached_client())):
-            await told(of, "layout_committed")
+            await event_with(of, "layout_committed")
             assert of.server.identity.is_open
             await assert_whole_job(of)
 
@@ -241,14 +241,14 @@ async def test_a_store_that_goes_away_again_while_it_is_adopted_is_adopted_anew(
             assert await ended(of) is Phase.FINISHED
 
 
-async def test_an_instance_whose_lease_expired_is_told_lost_once(tmp_path: Path) -> None:
+async def test_an_instance_whose_lease_expired_is_reported_lost_once(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
         store, name = await of.client(), instance_id(Role.ACTOR, NODES[0])
         await store.renew(name, ttl_ms=10)
         of.server.pass_ms(11)
         await of.boot()
         async with running(await of.replica()):
-            lost = await told(of, "instance_lost")
+            lost = await event_with(of, "instance_lost")
             assert lost.instance_lost == events_pb2.InstanceLost(instance=name, boot=1)
             assert lost.source == "scheduler"
             await of.changes.until(lambda: not of.written_state().instances[name].living)
@@ -275,7 +275,7 @@ async def test_an_event_that_cannot_be_understood_is_dead_lettered_and_the_job_g
         wrong = events_pb2.JobSubmitted(config_json='{"job": "bench", "colour": 3}')
         await of.announcer("launcher").publish(wrong, incarnation=1)
         async with running(await of.replica()):
-            letter = (await told(of, "dead_lettered")).dead_lettered
+            letter = (await event_with(of, "dead_lettered")).dead_lettered
             assert "JobSubmitted.config_json" in letter.reason
             assert "unknown key 'colour'" in letter.reason
             kept = await of.bus.dead_letters.list(JOB)

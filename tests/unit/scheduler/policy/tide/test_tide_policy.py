@@ -32,7 +32,7 @@ def opening(
     count = spec.num_prompts * spec.group_size
     picture = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
     picture = replace(picture, hints=tuple(shortest_tokens + 3 * prompt for prompt in range(spec.num_prompts)))
-    return seen(spec, home, told=picture, measured=measured, remembered=Remembered())
+    return seen(spec, home, picture=picture, measured=measured, remembered=Remembered())
 
 
 def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now_ms: int = 50_000) -> Situation:

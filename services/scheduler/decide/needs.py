@@ -1,6 +1,6 @@
-"""What a part of the decision asks for: commands by what they are for, notes for the reason, and why it cannot go on.
+"""The parts of a decision: the commands that something needs, notes for the reason, and a failure that ends the job.
 
-Ids here have no attempt yet: `expectations.due` adds it.
+The ids of commands have no attempt number here: `expectations.due` adds it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tidegate.types import CommandId, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """`failure` ends the job."""
+class Needs:
+    """`failure` is a message that ends the job."""
 
     commands: tuple[cmd.Command, ...] = ()
     notes: tuple[str, ...] = ()
     failure: str | None = None
 
-    def __add__(self, other: Wanted) -> Wanted:
-        return Wanted(self.commands + other.commands, self.notes + other.notes, self.failure or other.failure)
+    def __add__(self, other: Needs) -> Needs:
+        return Needs(self.commands + other.commands, self.notes + other.notes, self.failure or other.failure)
 
 
 def header(
     state: ClusterState, role: Role, lead: Lead, *, step: str, now_ms: int, transition_id: str = ""
 ) -> cmd.Header:
-    """`step` is `<transition or iteration>/<step>`, in full; component and lead epoch are added here."""
+    """`step` is the whole path `<transition or iteration>/<step>`. The id adds the component and the lead's epoch."""
     return cmd.Header(
         id=CommandId(f"{step}/{role}/e{lead.epoch}"),
         job=state.job,
@@ -49,12 +49,12 @@ def header(
     )
 
 
-def waiting(state: ClusterState, role: Role, subject: str, *, what: str, is_of_gpus: bool = False) -> Wanted:
-    """Nothing can be asked: only others can bring it about. `subject` tells one wait of a role from another;
-    `is_of_gpus`: the job may go on without them first, where its policy places GPUs."""
+def waiting(state: ClusterState, role: Role, subject: str, *, what: str, is_of_gpus: bool = False) -> Needs:
+    """Wait for an event that no command can cause. `subject` distinguishes the waits of one role. `is_of_gpus`: the
+    wait is for GPUs, and is long enough for the job to go on without them first, where its policy places GPUs."""
     key = CommandId(f"{state.job}/{state.incarnation}/await/{role}/{subject}")
     wait_ms = MAX_ISSUES * command_deadline_ms(state)
     if is_of_gpus and state.remembered.assignment is not None:
         wait_ms = max(wait_ms, 2 * LONG_MS)
     wait = cmd.Await(key, what, wait_ms=wait_ms)
-    return Wanted((wait,), (f"waits for {what}",))
+    return Needs((wait,), (f"waits for {what}",))
