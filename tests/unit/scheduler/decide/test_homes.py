@@ -1,4 +1,4 @@
-"""Without GPUs that are lost for good every component keeps its whole copies, or gets one of what others can spare."""
+"""After GPUs are lost for good, each component keeps its whole copies, or gets a copy that others can spare."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_reproducible_actor_is_at_home_with_copies_that_divide_its_shards() ->
 
 
 def test_a_home_is_one_that_the_policy_accepts_where_there_is_one() -> None:
-    """Of four prompts a minibatch RLinf trains one, two or four copies; to lend the actor's GPUs to engines of two it
+    """With four prompts a minibatch RLinf trains one, two or four copies. To lend the actor's GPUs to engines of two it
     needs an even number of them."""
     spec = job(actor=4, rollout=4, inference=2, rollout_tp=2, prompts=8, minibatches=2)
     state = lost(spec, gpus(3, 4))

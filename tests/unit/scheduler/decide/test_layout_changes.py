@@ -128,7 +128,7 @@ EITHER_ORDER = pytest.mark.parametrize(
     "is_late", [False, True], ids=["the death is reported first", "the lead reports first"]
 )
 REPLACED = Placed((SECOND, SPARE), Layout(dp=2))
-"""The first leaves, the second stays, a spare one comes."""
+"""A placement for which the first GPU leaves, the second stays, and a spare one comes."""
 ANY_MEMBER = pytest.mark.parametrize("slot", [FIRST, SECOND, SPARE], ids=["it leaves", "it stays", "it comes"])
 
 
@@ -219,7 +219,7 @@ def test_a_member_that_dies_after_the_commit_is_replaced_in_the_new_layout(slot:
 
 
 @EITHER_ORDER
-def test_a_resize_of_whose_members_none_is_left_costs_the_incarnation(is_late: bool) -> None:
+def test_a_resize_whose_members_all_died_costs_the_incarnation(is_late: bool) -> None:
     drive = running()
     committed(drive, Placed((SPARE,), Layout()))
 

@@ -256,7 +256,7 @@ def test_where_a_person_moved_the_actor_is_its_place_for_every_policy() -> None:
         assert proposal_of(state, policy, 1_000_000).proposal.placement == {**HOME, Role.ACTOR: moved}
 
 
-def test_what_a_policy_remembers_is_written_with_what_is_issued_and_is_no_structural_change() -> None:
+def test_a_policys_memory_is_written_with_its_decision_and_is_no_structural_change() -> None:
     state = running()
     made = turn(state, 1_000_000, Asking(ask_at_ms=1_000_500))
     after = made.after

@@ -1,4 +1,4 @@
-"""A state is its bytes, and an event is its message; anything else is refused with the place."""
+"""States survive encoding, and events decode to their values; anything else is refused with its place."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ BODIES: dict[str, tuple[Any, ev.Body]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_an_events_message_is_its_value(case: str) -> None:
+def test_a_message_decodes_to_the_value_of_its_event(case: str) -> None:
     message, want = BODIES[case]
 
     event = event_of(source().event(message, job=JOB, incarnation=3, iteration=1), stream_sequence=8)
@@ -304,7 +304,7 @@ def test_a_message_that_its_schema_does_not_allow_is_refused_with_the_field(case
         event_of(source().event(message, job=JOB, incarnation=1))
 
 
-def test_what_a_config_assumes_of_times_and_lengths_is_in_the_jobs_spec() -> None:
+def test_the_times_and_lengths_that_a_config_assumes_are_in_the_jobs_spec() -> None:
     assumed = job_spec(config())
     assert assumed.costs == ASSUMED_COSTS
     assert assumed.lengths.max_tokens == CONFIG["algorithm"]["max_new_tokens"]

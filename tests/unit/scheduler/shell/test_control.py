@@ -1,4 +1,4 @@
-"""What a person may ask of a live job, over real gRPC: it reads the last state written, and asks by events."""
+"""A person's requests to a live job, over real gRPC: they read the last written state, and make changes by events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands carried out: answers come back as events, a silent peer holds nobody up, a lost race changes nothing."""
+"""The issuer publishes answers as events. A silent peer delays nothing, and a lost race changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy remembers is written under the policy's name and read by its type."""
+"""A policy's memory is written under the policy's name and read by its type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture is its message, and what cannot be a picture is refused at the edge."""
+"""A message decodes to its picture, and a message that is no legal picture is refused at the edge."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def travelled(body: EventBody) -> ev.Body:
 
 
 @pytest.mark.parametrize("case", PICTURES)
-def test_a_pictures_message_is_its_value(case: str) -> None:
+def test_a_message_decodes_to_the_value_of_its_picture(case: str) -> None:
     message, want = PICTURES[case]
     assert travelled(message) == want
 

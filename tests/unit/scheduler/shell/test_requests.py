@@ -1,4 +1,4 @@
-"""Every command to a lead as the message that carries it: nothing of it is lost on the way."""
+"""The request for a command to a lead carries all fields of the command."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ async def ended(of: WireCluster) -> Phase:
 
 
 async def assert_whole_job(of: WireCluster) -> None:
-    """It finished, every command went out once, every role took every iteration once."""
+    """The job finished, every command went out once, and every role took every iteration once."""
     assert await ended(of) is Phase.FINISHED
     state = of.written_state()
     assert [(each.iteration, each.num_lost, each.num_duplicates) for each in state.summaries] == [
