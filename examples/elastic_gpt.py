@@ -1,4 +1,4 @@
-"""Trains a small GPT on four processes, changes its layout three times on the way, and compares with a fixed layout."""
+"""Trains a small GPT on four processes, changes its layout three times, and compares the losses with a fixed layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 
 MODEL = ModelConfig(4, 64, 192, num_heads=4, num_kv_heads=4, head_dim=16, vocab_size=64, max_seq_len=64)
-RESIZES = {15: Layout(dp=2), 30: Layout(pp=2, dp=2), 45: Layout(tp=2, dp=2)}  # before the update of this number
+RESIZES = {15: Layout(dp=2), 30: Layout(pp=2, dp=2), 45: Layout(tp=2, dp=2)}  # by the number of the next update
 
 
-def counting_up(update: int) -> NextTokens:  # from random numbers, in random steps, modulo the vocabulary
+def counting_up(update: int) -> NextTokens:  # sequences with random starts and steps, modulo the vocabulary
     draw = np.random.default_rng(update)
     first, step = draw.integers(0, 64, (8, 1)), draw.integers(1, 4, (8, 1))
     return NextTokens(((first + step * np.arange(32)) % 64).tolist(), 64, limits=BatchLimits(max_sequences=2))
@@ -41,7 +41,7 @@ def train(world: World, folder: Path, resizes: dict[int, Layout]) -> tuple[list[
         if number in resizes:
             reports.append(trainer.reshard(resizes[number]))
         update = trainer.train_minibatch(counting_up(number), learning_rate=3e-3)
-        losses.append(update.sums[0] if update else float("nan"))  # None: this member stands by
+        losses.append(update.sums[0] if update else float("nan"))  # None: on standby
     trainer.close()
     return losses, reports
 
@@ -49,8 +49,8 @@ def train(world: World, folder: Path, resizes: dict[int, Layout]) -> tuple[list[
 def member(world: World, folder: Path) -> None:
     (resized, reports), (fixed, _) = train(world, folder, RESIZES), train(world, folder, {})
     if world.me == 0:
-        for said in reports:
-            print(f"{said.num_updates}: {said.source} -> {said.target}, {said.moved_bytes} bytes, {said.total_s:.3f} s")
+        for done in reports:
+            print(f"{done.num_updates}: {done.source} -> {done.target}, {done.moved_bytes} bytes, {done.total_s:.3f} s")
         apart = max(abs(a - b) for a, b in zip(resized, fixed, strict=True))
         print(f"loss {resized[0]:.3f} -> {resized[-1]:.3f}; never further from the fixed run than {apart:.1e}")
 

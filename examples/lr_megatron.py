@@ -1,4 +1,4 @@
-"""A Megatron GPT whose rate is a ledger's: 3 updates a batch, where 4 steps were planned, end the budget exactly."""
+"""A Megatron GPT with the rate of a ledger: batches of 4 planned steps have 3 updates and use up the budget exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ for batch in range(10):
     ledger = ledger.opened(batch, num_units=128)  # 4 steps
     for units in (range(50), range(50, 100), range(100, 128)):
         loss = forward_backward(model, tokens[units.start : units.stop])
-        drive(scheduler, ledger)  # in place of scheduler.step(...)
+        drive(scheduler, ledger)  # instead of scheduler.step(...)
         optimizer.step()
         rate = optimizer.param_groups[0]["lr"]
         print(f"{float(ledger.progress)} of {schedule.budget} steps: rate {rate}, loss {loss:.4f}")

@@ -1,4 +1,4 @@
-"""A torch loop whose rate follows the samples, though each batch is cut into updates of at most `CAP` tokens."""
+"""A torch loop with a rate that follows the samples. Each batch is cut into updates of at most `CAP` tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters())
 for batch in range(BATCHES):
     lengths = torch.randint(4, 33, (16,)).tolist()
-    ledger = ledger.opened(batch, len(lengths))  # 16 samples are 2 steps of 8, however many updates they become
+    ledger = ledger.opened(batch, len(lengths))  # 16 samples are 2 steps of 8, in any number of updates
     while pending := list(ledger.open_batch.pending if ledger.open_batch else []):
         count = max(1, sum(sum(lengths[unit] for unit in pending[: n + 1]) <= CAP for n in range(len(pending))))
         inputs = torch.randn(count, 4)

@@ -1,4 +1,4 @@
-"""A small GPT of Megatron's own on the CPU, with its optimizer: the set-up of any script on Megatron, for examples."""
+"""A small GPT from Megatron on the CPU with its optimizer, for the examples. Any Megatron script has such a set-up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_and_optimizer() -> tuple[Any, Any]:
 
 
 def forward_backward(model: Any, tokens: torch.Tensor) -> float:
-    """The loss of predicting each next token; its gradients are ready for the optimizer."""
+    """The loss of predicting each next token. Its gradients are ready for the optimizer."""
     model.zero_grad_buffer()
     position_ids = torch.arange(tokens.size(1)).expand_as(tokens)
     loss = model(tokens, position_ids, None, labels=tokens.roll(-1, 1))[:, :-1].mean()
