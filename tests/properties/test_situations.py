@@ -10,7 +10,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.decide.situations import situation_of
+from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state import events as ev

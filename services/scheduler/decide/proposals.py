@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.scheduler.decide.homes import Home, home_of, without
-from services.scheduler.decide.situations import situation_of
+from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase

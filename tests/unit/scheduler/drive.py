@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.expectations import next_due_ms
+from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.decide.proposals import PolicyAnswer, proposal_of
-from services.scheduler.decide.situations import situation_of
 from services.scheduler.decide.turn import checked, turn
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.static import StaticPolicy

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.decide.expectations import next_due_ms
-from services.scheduler.decide.situations import situation_of
+from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.evolve.absences import LONG_MS, noted, still
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.decide.situations import situation_of
+from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -257,7 +257,7 @@ def test_measured_costs_go_before_assumed_costs_in_a_situation() -> None:
 
 
 MAX_MS = 15.0
-"""Ten times the 1.5 ms that it takes: what grows with the number of sequences in Python would be above it."""
+"""CPU time: ten times the 1.5 ms that it takes. A loop in Python over the sequences would take more."""
 
 
 def test_four_thousand_running_sequences_on_a_thousand_gpus_are_seen_at_once() -> None:
@@ -276,9 +276,9 @@ def test_four_thousand_running_sequences_on_a_thousand_gpus_are_seen_at_once() -
     taken_ms = []
     for _ in range(5):
         fresh = replace(state, seen=replace(state.seen, generation=replace(picture)))
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         situation = situation_of(fresh, now_ms=0)
-        taken_ms.append((time.perf_counter() - start_s) * 1000)
+        taken_ms.append((time.thread_time() - start_s) * 1000)
         assert situation is not None
         assert len(situation.engines) == 352
     assert min(taken_ms) < MAX_MS
