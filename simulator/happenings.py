@@ -70,7 +70,7 @@ class Happening:
     """The time of the report if it is late."""
 
     def line(self) -> str:
-        """One line of a history. Equal histories have equal bytes."""
+        """One line of a history. Equal histories have equal bytes, so the word `told` stays."""
         late = "" if self.reported_s is None else f" told {self.reported_s!r}"
         return f"{self.at_s!r} {self.what} {self.number} {self.count} {','.join(self.gpus)}{late}"
 

@@ -118,7 +118,7 @@ def _trainer_rates(scenario: Scenario, home: Layout, gpus: Collection[GpuId]) ->
 
 
 def measured_rate(spec: JobSpec, costs: Costs, layout: Layout) -> TrainerRate:
-    """Of minibatches in the layout, at the pace of the copy with most of them."""
+    """The trainer's rate in the layout. The copy with the most samples of a minibatch sets it."""
     sequences = math.ceil(spec.num_prompts / spec.num_minibatches) * spec.group_size
     return TrainerRate(layout, 1.0 / costs.trainer.tokens_s(1.0, layout) / imbalance(sequences, layout.dp))
 

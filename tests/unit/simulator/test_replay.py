@@ -1,4 +1,4 @@
-"""A recorded job told again: to its own scheduler, and to another policy that only looks on."""
+"""A replay of a recorded job gives the same commands, and shows the choices of another policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_deaths(drive: Drive) -> None:
 
 
 def with_moves(drive: Drive) -> None:
-    """Time passes while an iteration's responses end; no command's deadline does."""
+    """Responses of an iteration end while time passes, and no command's deadline passes."""
     drive.run_until(lambda state: state.iteration is not None)
     for eighths in (2, 4, 6):
         drive.run_until(lambda _: not drive.cluster.outbox)
@@ -60,7 +60,7 @@ def lived(policy: str) -> Drive:
 
 
 def stream(drive: Drive, policy: str) -> list[Recorded]:
-    """What of it is in a job's record: the events, and the policy in its config."""
+    """The part of a life that is in a job's record: the events, and the policy in its config."""
     events = []
     for event, at_ms, _ in drive.seen:
         if event is None or isinstance(event.body, ev.OwnershipObserved):
@@ -83,7 +83,7 @@ def test_the_jobs_own_policy_commands_the_same_byte_for_byte(policy: str) -> Non
     assert got.num_answered == sum(isinstance(each.event.body, ev.CommandAnswered) for each in events) > 0
 
 
-def test_another_policy_tells_when_it_would_have_moved_what() -> None:
+def test_the_replay_shows_the_choices_of_another_policy_without_carrying_them_out() -> None:
     events = stream(lived("static"), "static")
     got = replayed(events, DynaRLPolicy(DynaRLRules()), name="dynarl")
     assert got.decisions
