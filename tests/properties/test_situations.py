@@ -26,7 +26,7 @@ from services.scheduler.state.observed import (
     Generation,
     Inferring,
     Picture,
-    Seen,
+    Pictures,
     TrainerRate,
     Training,
 )
@@ -124,7 +124,7 @@ def states(draw: st.DrawFn) -> ClusterState:
         transitions={each.id: each for each in opened},
         components={role: draw(components()) for role in Role},
         iteration=Iteration(plan=SPEC.plan(iteration=0, version=0, first_prompt=0)),
-        seen=Seen(draw(generations(num_groups=st.just(SPEC.num_prompts))), draw(inferrings), draw(trainings)),
+        seen=Pictures(draw(generations(num_groups=st.just(SPEC.num_prompts))), draw(inferrings), draw(trainings)),
     )
 
 

@@ -18,7 +18,7 @@ from services.scheduler.evolve.accounts import ACCOUNTANTS
 from services.scheduler.evolve.iterations import READERS
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.course import Evaluating, Iteration
+from services.scheduler.state.course import AcceptedEvaluation, Iteration
 from tidegate.types import Role
 
 
@@ -73,7 +73,7 @@ def _evaluates(state: ClusterState, now_ms: int) -> Needs:
     if iteration is not None and iteration.opened.get(Role.ROLLOUT) != lead.epoch:
         # Avoid the end of a new evaluation: a new lead opens the iteration first, because opening ends an evaluation.
         return Needs((), (f"version {version} is to be evaluated",))
-    if state.evaluating == Evaluating(version, state.incarnation, lead.epoch):
+    if state.evaluating == AcceptedEvaluation(version, state.incarnation, lead.epoch):
         return Needs((), (f"the rollout evaluates version {version}",))
     step = f"{state.job}/{state.incarnation}/v{version}/evaluate"
     evaluate = cmd.Evaluate(

@@ -1,1 +1,1 @@
-"""Events -> state: what an event changes in what is known. Imports `state` alone; `fold.evolve` is the way in."""
+"""Folds events into the state. Imports the folder `state` alone. `fold.evolve` is the entry point."""

@@ -1,13 +1,17 @@
-"""Since when GPUs of the job cannot be had: lost, or free on a node of which no instance lives. Pure.
+"""Records since when GPUs of the job are absent: lost, or free on a node without a living instance. Pure.
 
-Events tell no time. So a decision writes down what it finds (`noted`), from the policy's first choice in the job on,
-and what an event ends is forgotten with it (`still`): a holder or a gate says that nobody holds the GPU, the store
-hands it out under another token, an instance joins on the node of a free one. Where none lived it can ask the gate of a
-lost one, and who still holds that is asked to end: its wait begins anew, once under a token, for a node whose services
-start over and over again would keep the job waiting without end.
+Events carry no time, so an absence begins with a decision and ends with an event:
+1. A decision notes the absent GPUs that it finds (`noted`), from the policy's first choice in the job on.
+2. An event removes an absence that is over (`still`). The holder or the gate reports that nobody holds the GPU, or the
+   store gives the GPU out under another token, or an instance joins on the node of a free GPU.
+3. If an instance joins on the node of a lost GPU, and no instance lived there before, the wait begins anew: the
+   instance can query the gate, and the holder gets the command to end. This happens once per token. Otherwise a node
+   whose services start again and again would keep the job waiting forever.
 
-Invariants: an absence is kept for as long as it lasts, whatever becomes of what was asked, for on a node of which no
-instance lives nobody can be asked; a job that ends waits for nothing.
+Invariants:
+- An absence lasts whatever happens to the questions about it, because a node without a living instance cannot answer.
+  [test_absences: question_nor_its_answer_changes]
+- A job that ends waits for no GPU. [test_absences: after_the_job_nothing_is_absent]
 """
 
 from __future__ import annotations
@@ -22,25 +26,28 @@ from tidegate.ownership.records import GpuRecord, GpuState
 from tidegate.types import node_of
 
 LONG_MS = 60_000
-"""Three default leases, and eight questions to a gate. Shorter, and a worker that takes its time to end, or a service
-that starts again, costs its component a start on other GPUs, and another one when the GPU is back; longer, and a
-component that cannot do without it stands still for longer."""
+"""After this time the job goes on without the GPU. It is three default leases, and eight questions to a gate.
+
+Shorter: a worker that ends slowly, or a service that restarts, costs its component a start on other GPUs, and another
+start when the GPU is back. Longer: a component that needs the GPU stands still for longer."""
 
 
 def noted(state: ClusterState, now_ms: int) -> ClusterState:
-    """The state that says what is absent, and which of it for long."""
+    """The state with the GPUs that are absent now, and with the mark on those that are absent for long."""
     found = {each.gpu: _absence(state.absent.get(each.gpu), each, now_ms) for each in _missing(state)}
     return state if found == state.absent else replace(state, absent=dict(sorted(found.items())))
 
 
 def still(state: ClusterState, before: ClusterState) -> ClusterState:
-    """Without what is over since `before`."""
+    """The state without the absences that ended since `before`."""
     if not state.absent:
         return state
     nodes = {node_of(gpu) for gpu in state.absent}
-    heard_of = {node for node in nodes if state.living(node=node) and not before.living(node=node)}
+    nodes_back = {node for node in nodes if state.living(node=node) and not before.living(node=node)}
     found = {
-        gpu: Absence(absence.token, None, is_anew=True) if node_of(gpu) in heard_of and not absence.is_anew else absence
+        gpu: Absence(absence.token, None, is_anew=True)
+        if node_of(gpu) in nodes_back and not absence.is_anew
+        else absence
         for gpu, absence in state.absent.items()
         if lasts(state, gpu, absence)
     }
@@ -48,7 +55,7 @@ def still(state: ClusterState, before: ClusterState) -> ClusterState:
 
 
 def next_due_ms(state: ClusterState) -> Iterable[int]:
-    """When each absence that is not long yet will be."""
+    """The time when each shorter absence becomes long."""
     waits = (absence.since_ms for absence in state.absent.values() if not absence.is_long)
     return (since_ms + LONG_MS for since_ms in waits if since_ms is not None)
 
@@ -57,7 +64,7 @@ def _absence(known: Absence | None, record: GpuRecord, now_ms: int) -> Absence:
     if known is None or known.token != record.token:
         known = Absence(record.token, now_ms)
     since_ms = now_ms if known.since_ms is None else known.since_ms
-    # The store's clock may step back: what was gone without is not waited for again.
+    # Avoid a second wait when the store's clock steps back: a long absence stays long.
     return replace(known, since_ms=since_ms, is_long=known.is_long or now_ms - since_ms >= LONG_MS)
 
 
@@ -65,7 +72,7 @@ def _missing(state: ClusterState) -> list[GpuRecord]:
     if state.spec is None or not is_waited_for(state):
         return []
     owned = GpuState.OWNED
-    # Of a thousand GPUs nearly all: the others alone are looked at.
+    # Nearly all of a thousand GPUs are owned, so the code below looks at the others alone.
     others = [record for record in state.gpus.values() if record.state is not owned]
     if not others:
         return []

@@ -1,7 +1,12 @@
-"""What became of an iteration's samples: reports added up by ids, iterations closed, iterations superseded.
+"""Accounts for an iteration's samples: sums the components' reports by ids, and supersedes iterations.
 
-Invariants: an iteration's accounts are in only when generated = trained + filtered + discarded, in number and in digest
-of ids; superseding moves what was trained to discarded, so that the sums hold in the final lineage too.
+    generated = trained + filtered + discarded          in number and in digest of ids
+
+Invariants:
+- A job fails if the numbers of an iteration's samples do not add up. [test_lifecycle: samples_that_are_lost_fail]
+- A job fails if the digests of the ids do not add up. [test_lifecycle: counted_twice_fail_the_job]
+- A superseded iteration counts its trained samples as discarded, so its sums hold too.
+  [test_losses: superseded_and_their_samples_discarded]
 """
 
 from __future__ import annotations
@@ -9,19 +14,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.course import Iteration, Summary
+from services.scheduler.state.course import ComponentProgress, Iteration, Summary
 from services.scheduler.state.events import IterationReported
-from services.scheduler.state.observed import Seen
+from services.scheduler.state.observed import Pictures
 from services.scheduler.state.values import Fate, total
 from tidegate.types import Role
 
 SUPERSEDED = "incarnation_superseded"
 ACCOUNTANTS = (Role.ROLLOUT, Role.ACTOR)
-"""Whose reports the accounts need: who generates, and who trains."""
+"""The accounts need the reports of the components that generate and that train."""
 
 
 def summarize(state: ClusterState, iteration: Iteration) -> Summary:
-    """The iteration as its reports tell it, whatever they are."""
+    """The iteration according to its reports, complete or not."""
     reports = [iteration.reports[role] for role in Role if role in iteration.reports]
     metrics: dict[str, float] = {}
     for report in reports:
@@ -43,8 +48,10 @@ def is_reported(iteration: Iteration) -> bool:
 
 
 def supersede(state: ClusterState, *, next_iteration: int) -> ClusterState:
-    """The lineage goes on from `next_iteration`: what was done from there on does not count any more, what comes before
-    stays. A checkpoint is saved only once its iteration's accounts add up, so an open iteration before it is whole."""
+    """The lineage continues from `next_iteration`: earlier iterations stay, later ones do not count any more.
+
+    A checkpoint is saved only after its iteration's accounts add up. An open iteration before it is therefore complete.
+    """
     summaries = tuple(
         _superseded(summary) if summary.iteration >= next_iteration and not summary.is_superseded else summary
         for summary in state.summaries
@@ -52,7 +59,7 @@ def supersede(state: ClusterState, *, next_iteration: int) -> ClusterState:
     if (iteration := state.iteration) is not None:
         is_covered = iteration.plan.iteration < next_iteration and is_reported(iteration)
         summaries = (*summaries, summarize(state, iteration) if is_covered else _abandoned(state, iteration))
-    return replace(state, summaries=summaries, iteration=None, seen=Seen())
+    return replace(state, summaries=summaries, iteration=None, seen=Pictures())
 
 
 def _superseded(summary: Summary) -> Summary:
@@ -62,19 +69,22 @@ def _superseded(summary: Summary) -> Summary:
 
 
 def _abandoned(state: ClusterState, iteration: Iteration) -> Summary:
-    """An iteration that broke off. What it generated is told by the rollout's report, else by its last progress, which
-    counts complete groups and knows no ids: then the digest is 0 on both sides."""
+    """The summary of an iteration that broke off.
+
+    The rollout's report has the generated samples. Without a report, the rollout's last progress has the number of
+    complete groups but no ids: the digest is then 0 on both sides.
+    """
     summary = summarize(state, iteration)
     generated = summary.generated
-    seen = state.progress.get(Role.ROLLOUT)
-    if not generated.num_samples and seen and _is_about(state, iteration, seen_at=(seen.incarnation, seen.iteration)):
-        generated = Fate(num_samples=seen.num_done * iteration.plan.group_size)
-    gone = (replace(generated, reason=SUPERSEDED),) if generated.num_samples else ()
-    return replace(summary, generated=generated, trained=Fate(), filtered=(), discarded=gone, is_superseded=True)
+    progress = state.progress.get(Role.ROLLOUT)
+    if not generated.num_samples and progress and _is_about(progress, state, iteration):
+        generated = Fate(num_samples=progress.num_done * iteration.plan.group_size)
+    discarded = (replace(generated, reason=SUPERSEDED),) if generated.num_samples else ()
+    return replace(summary, generated=generated, trained=Fate(), filtered=(), discarded=discarded, is_superseded=True)
 
 
-def _is_about(state: ClusterState, iteration: Iteration, *, seen_at: tuple[int, int]) -> bool:
-    return seen_at == (state.incarnation, iteration.plan.iteration)
+def _is_about(progress: ComponentProgress, state: ClusterState, iteration: Iteration) -> bool:
+    return (progress.incarnation, progress.iteration) == (state.incarnation, iteration.plan.iteration)
 
 
 def _by_reason(fates: tuple[Fate, ...]) -> tuple[Fate, ...]:

@@ -1,8 +1,16 @@
-"""Which events may change the state: each once, of this job, of a start, an incarnation, a lead and tokens in force.
+"""Decides which events may change the state.
 
-Order: the stream's sequence, the job, the source's own sequence, the incarnation, the lead, the tokens.
-Invariants: an event is admitted at most once, in whatever order events arrive; a refusal names its reason, and reasons
-are few, so that they can be counted.
+An event must pass these checks, in this order:
+1. It belongs to this job.
+2. Its sequence in the stream was not applied before.
+3. Its source's start and sequence are new.
+4. Its incarnation is the present one.
+5. Its source leads the component.
+6. Its tokens are not older than those of the records.
+
+Invariants:
+- An event is admitted at most once, in whatever order events arrive. [test_fold: count_once_each_in_whatever_order]
+- A refusal names its reason. Reasons are few, so they can be counted. [test_fold: refused_changes_only_the_count]
 """
 
 from __future__ import annotations
@@ -16,8 +24,8 @@ from services.scheduler.state.observed import Generation, Inferring, Training
 from tidegate.types import Grant
 
 MAX_AHEAD = 256
-"""Sequences remembered past a gap. Sources publish in order and retry at once, so gaps are a few events long; past
-this many the missing one is given up as never published."""
+"""How many sequences the state remembers after a gap. Sources publish in order and retry at once, so a gap is a few
+events long. Beyond this number, the missing event counts as never published."""
 
 NOT_OF_LEAD = "not of the component's lead"
 
@@ -35,18 +43,18 @@ _OF_ONE_INCARNATION = (ev.Progress, ev.Backlog, *_OF_ITS_WORK)
 _OF_THE_LEAD = (ev.LayoutCommitted, ev.ResizeFailed, *_OF_ITS_WORK)
 
 _OF_NO_GPU = (ev.WeightsPublished, ev.IterationReported, ev.EvaluationReported, ev.CheckpointSaved)
-"""What a component did in an incarnation, under its lead, stays done when its GPUs have gone to another since."""
+"""Events about work of a component in an incarnation, under its lead. They count even after its GPUs changed owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The event changes nothing. `reason` has no numbers: it is counted."""
+    """The event changes nothing. `reason` has no numbers, because equal reasons are counted."""
 
     reason: str
 
 
 def admit(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
-    """The state with the event noted as seen, or why it must not count."""
+    """The state that knows the event's sequence, or why the event must not count."""
     if event.job != state.job:
         return Refused("of another job")
     if event.stream_sequence is not None and event.stream_sequence <= state.applied_seq:
@@ -60,7 +68,7 @@ def admit(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
 
 
 def refusal(state: ClusterState, event: ev.Event) -> Refused | None:
-    """Why an event that was never seen before is void all the same; None when it counts."""
+    """Why a new event is void. None: it counts."""
     if is_found_checkpoint(event):
         return None
     if isinstance(event.body, _OF_ONE_INCARNATION) and event.incarnation != state.incarnation:
@@ -75,8 +83,11 @@ def refusal(state: ClusterState, event: ev.Event) -> Refused | None:
 
 
 def is_found_checkpoint(event: ev.Event) -> bool:
-    """A launcher tells which checkpoint lies in the job's folder, before it submits the job again: what saved it may be
-    dead, and the state that knew of it lost."""
+    """Whether a launcher reports a checkpoint that it found in the job's folder.
+
+    It does so before it submits the job again: the actor that saved the checkpoint may be dead, and the state that knew
+    of the checkpoint may be lost.
+    """
     return isinstance(event.body, ev.CheckpointSaved) and role_of_instance(event.source) is None
 
 
@@ -92,7 +103,7 @@ def is_of_lead(state: ClusterState, event: ev.Event) -> bool:
 
 
 def is_stale(state: ClusterState, grant: Grant) -> bool:
-    """Somebody was granted the GPU since."""
+    """Whether the store has granted the GPU again since."""
     record = state.gpus.get(grant.gpu)
     return record is not None and grant.token < record.token
 

@@ -1,6 +1,7 @@
-"""What a lead's answer to a command changes in what is expected: taken, refused, or done with. Pure.
+"""Folds a lead's answer to a command into the expectations: the lead accepted the command or refused it. Pure.
 
-Invariant: an answer to an attempt that is not waited for changes nothing.
+Invariant: an answer to an attempt that the scheduler does not wait for changes nothing.
+[test_fold: refused_changes_only_the_count]
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from dataclasses import replace
 
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.course import Evaluating
+from services.scheduler.state.course import AcceptedEvaluation
 from services.scheduler.state.issued import Expectation, Kind
 from tidegate.types import Role
 
 MAX_REFUSALS = 5
-"""A lead refuses while it is not ready (its own election, an instance that joins); with the doubling pause below, five
-refusals are half a minute."""
+"""A lead refuses while it is not ready, as in its own election or while an instance joins. The pause below doubles, so
+five refusals take half a minute."""
 
 REFUSED_PAUSE_MS = 1_000
 FALLBACK_DEADLINE_MS = 120_000
-"""When the job ends before its config was read; the config's own default."""
+"""The deadline for a job that ends before its config was read. It is the config's own default."""
 
 
 def answered(state: ClusterState, body: ev.CommandAnswered) -> ClusterState | None:
-    """An accepted open, close, evaluation, hold or order is done with; an accepted scale or load shows by its events; a
-    refused command is tried again after a pause. None when the command is not waited for."""
+    """The state after the answer. None if the scheduler does not wait for the command.
+
+    - Open, close, evaluation, hold, order: the acceptance is the effect.
+    - Scale and load: the acceptance extends the deadline, and events show the effect.
+    - A refused command is issued again after a pause.
+    """
     for known in state.expectations.values():
         if attempt_id(known) != body.command_id:
             continue
@@ -43,7 +48,7 @@ def _expecting(state: ClusterState, expectation: Expectation) -> ClusterState:
 
 
 def attempt_id(known: Expectation) -> str:
-    """Of the attempt that was issued last, or is to come after a refusal."""
+    """The id of the last attempt, or of the next one after a refusal."""
     return f"{known.key}/a{known.num_issued if known.kind is Kind.GATE else known.num_refused}"
 
 
@@ -52,9 +57,9 @@ def _accepted(state: ClusterState, known: Expectation) -> ClusterState:
         due_ms = known.issued_ms + command_deadline_ms(state)
         return _expecting(state, replace(known, is_accepted=True, due_ms=due_ms))
     if known.kind is Kind.EVALUATE:
-        is_still = f"/v{state.target_version}/" in known.key
-        taken = Evaluating(state.target_version, state.incarnation, known.epoch)
-        return replace(state, evaluating=taken) if is_still else state
+        is_current = f"/v{state.target_version}/" in known.key
+        accepted = AcceptedEvaluation(state.target_version, state.incarnation, known.epoch)
+        return replace(state, evaluating=accepted) if is_current else state
     iteration = state.iteration
     if iteration is None or known.role is None or f"/i{iteration.plan.iteration}/" not in known.key:
         return state
@@ -62,7 +67,7 @@ def _accepted(state: ClusterState, known: Expectation) -> ClusterState:
     if known.kind is Kind.OPEN:
         opened = {**iteration.opened, known.role: known.epoch}
         if known.role is Role.ROLLOUT:
-            # A new lead knows no order.
+            # A new lead has no order yet.
             steering = replace(steering, group_order=())
         iteration = replace(iteration, opened={role: opened[role] for role in Role if role in opened})
     elif known.kind is Kind.HOLD:

@@ -1,9 +1,12 @@
-"""Which versions are evaluated, and what came of it. Pure.
+"""Decides which versions are evaluated and when, and records the results. Pure.
 
-Version v is evaluated when `evaluate_every` divides it, and the last one always. The rollout does it once it has
-generated all of the iteration that trains on v, while inference and actor still work on that; the last one when no
-iteration is left. Invariants: a version is in the lineage's evaluations once, by the first report; what an evaluation
-generates is in no account.
+A version is evaluated if `evaluate_every` divides it. The last version always is. The rollout generates all of the
+iteration that trains on the version, then it evaluates the version while inference and actor still work. It evaluates
+the last version when no iteration remains.
+
+Invariants:
+- The lineage has one evaluation of a version: the first that is reported. [test_evaluations: version_is_reported_once]
+- The samples of an evaluation are in no account. [test_evaluations: every_nth_and_the_last_are_evaluated_once]
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tidegate.types import Role
 
 
 def is_owed(state: ClusterState, version: int) -> bool:
-    """Whether the version is still to be evaluated."""
+    """Whether the version is due for an evaluation and has none yet."""
     spec = state.spec
     if spec is None or spec.evaluate_every is None:
         return False
@@ -28,7 +31,7 @@ def is_owed(state: ClusterState, version: int) -> bool:
 
 
 def is_ready(state: ClusterState) -> bool:
-    """Whether the engines have nothing else to do with the version that they hold."""
+    """Whether the engines have no other work with the version that they hold."""
     iteration, spec = state.iteration, state.spec
     if iteration is not None:
         return Role.ROLLOUT in iteration.reports
@@ -51,6 +54,6 @@ def reported(state: ClusterState, event: ev.Event, body: ev.EvaluationReported) 
 
 
 def superseded(state: ClusterState, *, next_version: int) -> ClusterState:
-    """The lineage goes on from `next_version`, whose weights are as they were; later ones are made again."""
+    """The lineage continues from `next_version`, whose weights are unchanged. Later versions are evaluated again."""
     kept = tuple(each for each in state.evaluations if each.version <= next_version)
     return replace(state, evaluations=kept)

@@ -1,13 +1,21 @@
-"""`evolve(state, event)`: the state after an event. Total, pure and idempotent; decides nothing that costs anything.
+"""`evolve(state, event)`: the state after an event. The function is total, pure and idempotent. It issues no command.
 
-Order: admission (each event once), a source's new start (its old one is dead), refusals, the event itself, then what
-follows from the state alone: an iteration opens when weights are held, closes when every component closed it.
+The order:
+1. Admission: each event counts once.
+2. A new start of the source: its earlier start is dead.
+3. Refusals of events that are void.
+4. The event itself.
+5. Consequences of the state alone: an iteration closes when every component closed it, and the next one follows.
+6. Absences that are over end.
 
 Invariants:
-- an event seen twice, late, or of something superseded changes only what is counted in `ignored`;
-- `version` grows by one with each event that counts, except progress, backlog and pictures of an iteration, and
-  ownership read unchanged;
-- no event that is well formed raises.
+- An event that comes twice changes only the counts in `ignored`. [test_fold: delivered_twice_counts_once]
+- An event that is late, or is about something superseded, does the same. [test_fold: refused_changes_only_the_count]
+- `version` grows by one with each other event that counts. [test_fold: structural_event_raises_the_guarding_version]
+- `version` stays with progress and backlog. [test_fold: without_raising_the_guarding_version]
+- `version` stays with pictures of an iteration. [test_pictures: last_picture_and_the_version_stays]
+- `version` stays if ownership is unchanged. [test_fold: ownership_read_unchanged]
+- A well-formed event raises no error. [test_fold: every_kind_of_event_folds]
 """
 
 from __future__ import annotations
@@ -29,11 +37,11 @@ from services.scheduler.evolve.answers import answered
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import role_of_instance
-from services.scheduler.state.course import ProgressSeen
+from services.scheduler.state.course import ComponentProgress
 from services.scheduler.state.observed import Generation, Inferring, Picture, Training
 
-_FIGURES = ev.Progress | ev.Backlog | Picture
-"""Nothing that a transition was planned on changes with them."""
+_VOLATILE = ev.Progress | ev.Backlog | Picture
+"""These events change nothing on which a transition was planned."""
 
 
 def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
@@ -41,12 +49,12 @@ def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
     admitted = admit(state, event)
     if isinstance(admitted, Refused):
         return _applied(_ignored(state, admitted), event)
-    met = membership.meet(admitted, event)
-    folded = refusal(met, event) or _fold(met, event)
-    after = iterations.advance(_ignored(met, folded) if isinstance(folded, Refused) else folded)
+    current = membership.meet(admitted, event)
+    result = refusal(current, event) or _fold(current, event)
+    after = iterations.advance(_ignored(current, result) if isinstance(result, Refused) else result)
     after = absences.still(after, state)
-    folds_figures = isinstance(event.body, _FIGURES) and met is admitted
-    if not folds_figures and replace(after, ignored=admitted.ignored) != admitted:
+    is_volatile = isinstance(event.body, _VOLATILE) and current is admitted
+    if not is_volatile and replace(after, ignored=admitted.ignored) != admitted:
         after = replace(after, version=state.version + 1)
     return _applied(after, event)
 
@@ -66,9 +74,9 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
     body = event.body
     match body:
         case ev.Progress() | ev.Backlog():
-            return _seen(state, event)
+            return _with_progress(state, event)
         case Generation() | Inferring() | Training():
-            return pictures.told(state, event, body)
+            return pictures.folded(state, event, body)
         case (
             ev.JobSubmitted()
             | ev.JobCancelRequested()
@@ -76,7 +84,7 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
             | ev.DeadLettered()
             | ev.CheckpointSaved()
         ):
-            return lifecycle.told(state, event, body)
+            return lifecycle.folded(state, event, body)
         case ev.CommandAnswered():
             return answered(state, body) or Refused("answers a command that is not waited for")
         case ev.InstanceJoined():
@@ -96,7 +104,7 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
         case ev.EvaluationReported():
             return evaluations.reported(state, event, body)
         case ev.GpusAcquired():
-            # Tells people how far a start is; the layout's commit says all that a decision needs.
+            # It shows people the progress of a start. The layout's commit has all that a decision needs.
             return state
         case ev.GpusReleased():
             return ownership.released(state, event, body)
@@ -112,13 +120,13 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
             return ownership.observed(state, body)
 
 
-def _seen(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
+def _with_progress(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
     role = role_of_instance(event.source)
     match event.body:
         case ev.Backlog(queue=queue, num_messages=num_messages):
             return replace(state, backlog=dict(sorted({**state.backlog, queue: num_messages}.items())))
         case ev.Progress() as progress if role is not None:
-            seen = ProgressSeen(
+            latest = ComponentProgress(
                 incarnation=event.incarnation,
                 iteration=event.iteration,
                 phase=progress.phase,
@@ -126,6 +134,6 @@ def _seen(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
                 num_total=progress.num_total,
                 metrics=progress.metrics,
             )
-            return replace(state, progress={**state.progress, role: seen})
+            return replace(state, progress={**state.progress, role: latest})
         case _:
             return Refused("progress of no component")

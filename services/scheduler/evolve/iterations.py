@@ -22,7 +22,7 @@ from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Loaded, Working, role_of_instance
 from services.scheduler.state.course import Iteration, accounting_fault
 from services.scheduler.state.learned import with_lengths
-from services.scheduler.state.observed import Seen
+from services.scheduler.state.observed import Pictures
 from services.scheduler.state.values import JobSpec
 from tidegate.types import Role
 
@@ -122,7 +122,7 @@ def _closed_iteration(state: ClusterState, spec: JobSpec) -> ClusterState:
         state,
         summaries=(*state.summaries, summary),
         iteration=None,
-        seen=Seen(),
+        seen=Pictures(),
         learned=with_lengths(state.learned, state.seen.generation, spec.lengths),
         next_iteration=iteration.plan.iteration + 1,
         next_version=iteration.plan.version + 1,

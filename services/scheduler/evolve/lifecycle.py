@@ -1,6 +1,8 @@
-"""The job as a whole: submitted, cancelled, paused, resumed, and where its next incarnation goes on from.
+"""Folds events about the whole job: submit, cancel, pause, resume, and the checkpoint of the next incarnation.
 
-Invariants: a job is submitted once, however often its event comes; one that is ending ends as it was to.
+Invariants:
+- A submission counts once, however often its event comes. [test_lifecycle: submission_that_comes_twice]
+- A job that is ending keeps its outcome. [test_lifecycle: ending_keeps_its_outcome]
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from services.scheduler.state.course import Checkpoint
 Body = ev.JobSubmitted | ev.JobCancelRequested | ev.JobResumeRequested | ev.DeadLettered | ev.CheckpointSaved
 
 
-def told(state: ClusterState, event: ev.Event, body: Body) -> ClusterState | Refused:
+def folded(state: ClusterState, event: ev.Event, body: Body) -> ClusterState | Refused:
     match body:
         case ev.JobSubmitted():
             return _submitted(state, event, body)
@@ -40,18 +42,18 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         return Refused("the job is finished")
     if not body.resume:
         state = replace(state, checkpoint=None)
-    told_before = state.checkpoint.incarnation if state.checkpoint else 0
-    incarnation = max(1, event.incarnation, told_before, state.incarnation + (state.spec is not None))
-    again = next_incarnation(state, incarnation=incarnation)
+    at_checkpoint = state.checkpoint.incarnation if state.checkpoint else 0
+    incarnation = max(1, event.incarnation, at_checkpoint, state.incarnation + (state.spec is not None))
+    restarted = next_incarnation(state, incarnation=incarnation)
     return replace(
-        again,
+        restarted,
         phase=Phase.SUBMITTED,
         outcome=None,
         message="",
         spec=body.spec,
         config_json=body.config_json,
         submission=submission,
-        components=all_down(again),
+        components=all_down(restarted),
         reference=None,
         asked=None,
         asked_next=None,
@@ -82,7 +84,7 @@ def _resumed(state: ClusterState) -> ClusterState | Refused:
 
 
 def _checkpointed(state: ClusterState, event: ev.Event, body: ev.CheckpointSaved) -> ClusterState | Refused:
-    """Where the next incarnation begins; the present one goes on as it is."""
+    """Sets where the next incarnation begins. The present one continues unchanged."""
     known = state.checkpoint
     if known is not None and body.next_iteration <= known.next_iteration:
         return Refused("of an older checkpoint")

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from services.scheduler.evolve.admission import NOT_OF_LEAD, Refused, is_of_lead, is_stale, of_other_incarnation
 from services.scheduler.evolve.losses import lose, lose_node, restart_actor, stop, with_component
-from services.scheduler.evolve.pictures import led_anew
+from services.scheduler.evolve.pictures import with_new_lead
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Instance, Lead, Working, node_of_instance, role_of_instance
@@ -80,7 +80,7 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
         led = replace(led, state=replace(led.state, loaded=None, has_reference=False))
     state = with_component(state, role, led)
     mark = (event.boot, event.sequence) if event.source == body.instance else (boot, 0)
-    state = replace(state, seen=led_anew(state.seen, role, mark))
+    state = replace(state, seen=with_new_lead(state.seen, role, mark))
     if role is Role.ACTOR and (component.is_up or component.is_suspended) and state.phase not in OVER:
         return restart_actor(state, why=f"the actor's lead changed to {body.instance} (epoch {body.epoch})")
     return state

@@ -1,9 +1,13 @@
-"""Pictures of the open iteration folded into the state: the latest of each component, and what is learned from them.
+"""Folds pictures of the open iteration into the state: the latest of each component, and the measurements in them.
 
 Invariants:
-- a picture counts only of the open iteration, of its incarnation (`admission`) and of the role's present lead;
-- of one source a later one, by start and sequence, replaces an earlier, whatever the order in which they arrive;
-- a new lead's component is not seen before that lead tells of it; with the iteration all pictures go.
+- A picture counts only if it is from the open iteration, its incarnation (`admission`) and the role's present lead.
+  [test_pictures: picture_that_does_not_count_changes_nothing]
+- A later picture of a source, by start and sequence, replaces an earlier one in whatever order they arrive.
+  [test_pictures: whatever_the_order_in_which_they_arrive]
+- After an election, a component has no picture until its new lead reports one.
+  [test_pictures: replaced_leads_picture_is_forgotten]
+- The pictures end with their iteration. [test_pictures: forgotten_with_their_iteration]
 """
 
 from __future__ import annotations
@@ -16,13 +20,13 @@ from services.scheduler.state import learned
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import role_of_instance
 from services.scheduler.state.course import Iteration
-from services.scheduler.state.observed import Generation, Inferring, Picture, Seen, Training
+from services.scheduler.state.observed import Generation, Inferring, Picture, Pictures, Training
 from tidegate.types import Role
 
 
-def told(state: ClusterState, event: ev.Event, picture: Picture) -> ClusterState | Refused:
+def folded(state: ClusterState, event: ev.Event, picture: Picture) -> ClusterState | Refused:
     role, iteration = role_of_instance(event.source), state.iteration
-    if role is not _painter(picture):
+    if role is not _reporter(picture):
         return Refused("a picture of another component")
     if iteration is None or event.iteration != iteration.plan.iteration:
         return Refused("of an iteration that is not open")
@@ -45,8 +49,8 @@ def told(state: ClusterState, event: ev.Event, picture: Picture) -> ClusterState
     return replace(state, seen=seen, learned=_learned(state, picture))
 
 
-def led_anew(seen: Seen, role: Role, mark: tuple[int, int]) -> Seen:
-    """What the lead before told of the role is gone with it; `mark`: of the election, where the lead told it itself."""
+def with_new_lead(seen: Pictures, role: Role, mark: tuple[int, int]) -> Pictures:
+    """Drops the picture of the role's earlier lead. `mark` is that of the new lead's election."""
     match role:
         case Role.ROLLOUT:
             seen = replace(seen, generation=None)
@@ -57,7 +61,7 @@ def led_anew(seen: Seen, role: Role, mark: tuple[int, int]) -> Seen:
     return _marked(seen, role, mark)
 
 
-def _painter(picture: Picture) -> Role:
+def _reporter(picture: Picture) -> Role:
     match picture:
         case Generation():
             return Role.ROLLOUT
@@ -73,7 +77,7 @@ def _is_of_plan(picture: Generation, iteration: Iteration) -> bool:
     return picture.group_size == plan.group_size and plan.num_prompts <= picture.num_groups <= most
 
 
-def _marked(seen: Seen, role: Role, mark: tuple[int, int]) -> Seen:
+def _marked(seen: Pictures, role: Role, mark: tuple[int, int]) -> Pictures:
     return replace(seen, marks=dict(sorted({**seen.marks, role: mark}.items())))
 
 

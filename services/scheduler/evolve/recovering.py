@@ -1,11 +1,16 @@
-"""What to go on from when the store lost the state, or gave back an older one: the stream's events, told again. Pure.
+"""Recovers a state that the store lost, or of which it returned an older version, from the stream's events. Pure.
 
-The stream has all that happened and nothing of what the store held: which iteration was open, which transitions, which
-commands were asked. So the events are folded as far as they speak for themselves, an iteration is taken as opened and
-closed where its accounts are in, and what was under way is superseded by a new incarnation from the last checkpoint.
+The stream has all events. It does not have what only the store had: the open iteration, the transitions, the issued
+commands. So the recovery works in these steps:
+1. Fold the events again. An iteration counts as open once a report of it comes, and as closed once its accounts add up.
+2. Take down all components and forget what was issued.
+3. Start a new incarnation from the last checkpoint. It supersedes the work that was not finished.
 
-Invariants: the new incarnation is above every one that an event shows; no component works under what it had, so that
-its GPUs are asked for at their gates; a job that was ending goes on ending.
+Invariants:
+- The new incarnation is above the incarnation of every event. [test_recovering: restarts_before_the_state_was_lost]
+- No component works afterwards, so the scheduler queries the gates of its GPUs.
+  [test_recovering: made_again_up_to_the_last_checkpoint]
+- A job that was ending still ends. [test_recovering: was_ending_still_ends]
 """
 
 from __future__ import annotations
@@ -24,16 +29,16 @@ from tidegate.types import Role
 
 
 def recovered(state: ClusterState, missed: Sequence[ev.Event]) -> ClusterState:
-    """`state` after events that another state had seen, which is lost. They begin after `state.applied_seq`."""
+    """The state after `missed`: events after `state.applied_seq` that only the lost state had folded."""
     for event in missed:
-        state = _told_again(state, event)
+        state = _replay(state, event)
     if state.spec is None:
         return state
     state = replace(state, components=all_down(state), expectations={}, version=state.version + 1)
     if state.phase in OVER:
         return state
-    seen = max([state.incarnation, *(event.incarnation for event in missed)])
-    state = next_incarnation(state, incarnation=seen + 1)
+    highest = max([state.incarnation, *(event.incarnation for event in missed)])
+    state = next_incarnation(state, incarnation=highest + 1)
     if state.phase is Phase.PAUSED:
         return state
     where = f"checkpoint {state.checkpoint.name}" if state.checkpoint else "the beginning: there is no checkpoint yet"
@@ -41,9 +46,9 @@ def recovered(state: ClusterState, missed: Sequence[ev.Event]) -> ClusterState:
     return replace(state, phase=Phase.STARTING, message=message)
 
 
-def _told_again(state: ClusterState, event: ev.Event) -> ClusterState:
+def _replay(state: ClusterState, event: ev.Event) -> ClusterState:
     if state.spec is not None and role_of_instance(event.source) and event.incarnation > state.incarnation:
-        # A restart: what brought it about was decided on what is lost.
+        # The actor restarted. The decision to restart it was in the lost state alone.
         num_restarts = state.num_restarts + event.incarnation - state.incarnation
         state = replace(next_incarnation(state, incarnation=event.incarnation), num_restarts=num_restarts)
     if _is_rank_death(event):
@@ -56,7 +61,7 @@ def _told_again(state: ClusterState, event: ev.Event) -> ClusterState:
 
 
 def _is_rank_death(event: ev.Event) -> bool:
-    """The iteration may have outlived it; where it did not, later events are of a later incarnation."""
+    """The iteration may have survived such a death. If it did not, later events have a later incarnation."""
     is_death = isinstance(event.body, ev.Failed) and event.body.what is ev.FailedWhat.WORKER
     return is_death and role_of_instance(event.source) is Role.ACTOR
 

@@ -1,1 +1,1 @@
-"""What the scheduler knows of a job: frozen values, and the rules that every state keeps. Imports no other room."""
+"""What the scheduler knows of a job: frozen values, and the invariants of every state. Imports no sibling folder."""

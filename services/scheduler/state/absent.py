@@ -1,4 +1,4 @@
-"""Whether a GPU is absent: lost, or free on a node of which no instance lives, while the job waits for it. Pure."""
+"""Whether a GPU is absent: the job waits for it, and it is lost, or free on a node without a living instance. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidegate.types import GpuId, Grant, node_of
 
 
 def lasts(state: ClusterState, gpu: GpuId, absence: Absence) -> bool:
-    """Whether it is there to be waited for, under the token that it was."""
+    """Whether the GPU is still absent under the same token, and the job still waits for it."""
     record = state.gpus.get(gpu)
     if record is None or record.token != absence.token or not is_waited_for(state):
         return False

@@ -30,10 +30,17 @@ from services.scheduler.state.components import (
     node_of_instance,
     role_of_instance,
 )
-from services.scheduler.state.course import Checkpoint, Evaluating, Evaluation, Iteration, ProgressSeen, Summary
+from services.scheduler.state.course import (
+    AcceptedEvaluation,
+    Checkpoint,
+    ComponentProgress,
+    Evaluation,
+    Iteration,
+    Summary,
+)
 from services.scheduler.state.issued import Expectation
 from services.scheduler.state.learned import Learned
-from services.scheduler.state.observed import Seen
+from services.scheduler.state.observed import Pictures
 from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed, Snapshot
 from tidegate.ownership.records import GpuRecord, GpuState, Owner, PartKind, Transition
@@ -109,18 +116,18 @@ class ClusterState:
     iteration: Iteration | None = None
     summaries: tuple[Summary, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
-    evaluating: Evaluating | None = None
-    """The last evaluation that the rollout took, whether it is over or not."""
+    evaluating: AcceptedEvaluation | None = None
+    """The last evaluation that the rollout accepted, whether it is over or not."""
     num_restarts: int = 0
     expectations: Mapping[str, Expectation] = field(default_factory=dict)
     clocks: Mapping[str, SourceClock] = field(default_factory=dict)
     ignored: Mapping[str, int] = field(default_factory=dict)
-    progress: Mapping[Role, ProgressSeen] = field(default_factory=dict)
+    progress: Mapping[Role, ComponentProgress] = field(default_factory=dict)
     backlog: Mapping[str, int] = field(default_factory=dict)
     remembered: Remembered = field(default_factory=Remembered)
     ask_at_ms: int | None = None
     """When the policy is to be asked again, if nothing happens before."""
-    seen: Seen = field(default_factory=Seen)
+    seen: Pictures = field(default_factory=Pictures)
     learned: Learned = field(default_factory=Learned)
 
     def lead_of(self, role: Role) -> Lead | None:

@@ -1,7 +1,10 @@
-"""What the scheduler asks for, as frozen values: of a component's lead, of the store, of a node's gate, of itself.
+"""The scheduler's commands as frozen values: to a component's lead, to the store, to a node's gate and to itself.
 
-Invariants: every command has an id derived from what it is for, so that a repeat is recognised; what it asks for shows
-in the state once done, by events, so that it is then no longer wanted.
+Invariants:
+- The purpose of a command determines its id, so the receiver recognises a repeat.
+  [test_expectations: then_under_the_same_id]
+- Events show the effect of a command in the state, so the scheduler does not issue it again.
+  [test_lifecycle: undisturbed_job_is_issued_once]
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from tidegate.types import CommandId, GpuId, Grant, InstanceId, JobId, Layout, N
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an instance answers, in the start of it that is meant."""
+    """Where an instance answers. `boot` says which start of the instance the command is for."""
 
     instance: InstanceId
     endpoint: str
@@ -26,7 +29,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """To the lead at `endpoint`. `members` is what the component holds now, in rank order."""
+    """Addresses the lead at `endpoint`. `members` are the grants that the component holds now, in rank order."""
 
     id: CommandId
     job: JobId
@@ -42,9 +45,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class ScaleUp:
-    """`grants` come; `members` are all GPUs of the component afterwards, in rank order. An empty checkpoint: anew.
+    """The component gets `grants`. `members` are all its GPUs afterwards, in rank order.
 
-    An actor that has members besides keeps its state and works on with all of them.
+    An empty `checkpoint` means a start from the beginning. An actor that already has other members keeps its state and
+    continues with all of them.
     """
 
     header: Header
@@ -58,9 +62,10 @@ class ScaleUp:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDown:
-    """`grants` go; `members` and `layout` are what is left, None is nothing.
+    """The component gives up `grants`. `members` and `layout` describe what remains. A layout of None: nothing remains.
 
-    Without a transition it clears up after a failed start: the grants are lost, their gates held by living workers.
+    Without a transition, the command cleans up after a failed start: the grants are lost, but living workers still hold
+    their gates.
     """
 
     header: Header
@@ -71,7 +76,7 @@ class ScaleDown:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """To an actor that works: `leaving` go and `coming` come, or the same GPUs change their layout or order."""
+    """To a working actor: replace `leaving` by `coming`, or change the layout or the order of the same GPUs."""
 
     header: Header
     leaving: tuple[Grant, ...]
@@ -82,7 +87,7 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """To an actor: `grants`, all that it has, go; its state is kept in its nodes' memory."""
+    """To an actor: release `grants`, which are all its GPUs, and keep the state in the memory of its nodes."""
 
     header: Header
     grants: tuple[Grant, ...]
@@ -90,7 +95,7 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """To a suspended actor: `grants` come, in rank order, and it goes on from the state that was kept."""
+    """To a suspended actor: take `grants`, in rank order, and continue from the state in memory."""
 
     header: Header
     grants: tuple[Grant, ...]
@@ -119,7 +124,7 @@ class CloseIteration:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """`iteration`: the open one; after the last one, their number."""
+    """`iteration` is the number of the open iteration. After the last iteration it is the number of iterations."""
 
     header: Header
     iteration: int
@@ -128,7 +133,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class HoldTraining:
-    """To the actor: whether it begins no minibatch of the iteration any more."""
+    """To the actor. `holds`: the actor must not begin another minibatch of the iteration."""
 
     header: Header
     iteration: int
@@ -137,7 +142,7 @@ class HoldTraining:
 
 @dataclass(frozen=True, slots=True)
 class OrderGroups:
-    """To the rollout: in which order the iteration's prompts go to engines, counted from its first."""
+    """To the rollout: the order in which the iteration's prompts go to engines. Its first prompt is 0."""
 
     header: Header
     iteration: int
@@ -146,9 +151,9 @@ class OrderGroups:
 
 @dataclass(frozen=True, slots=True)
 class PlanTransition:
-    """Store: `plan`. Save the state first: the store compares `planned_version` with the saved one.
+    """Store: `plan`. Save the state first: the store compares `planned_version` with the version of the saved state.
 
-    `target` stays in the state: rank order, which a record of moves does not hold. None: the component stops.
+    The state keeps `target`, because a record of moves has no rank order. None: the component stops.
     """
 
     id: CommandId
@@ -197,7 +202,7 @@ class MarkLost:
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """Store: `reclaim` of a lost GPU that its gate, or its holder, says is free."""
+    """Store: `reclaim` of a lost GPU after its gate or its holder reported that it is free."""
 
     id: CommandId
     gpu: GpuId
@@ -206,10 +211,11 @@ class Reclaim:
 
 @dataclass(frozen=True, slots=True)
 class AskGate:
-    """Ask the gate of the GPU's node through any living instance on it. The answer comes as `GateReported`, in an event
-    whose `grants` are this one: an answer about an earlier grant says nothing.
+    """Ask the gate of the GPU's node through any living instance on that node.
 
-    `is_needed`: a component cannot work before it; else it goes on with the GPUs that it has.
+    The answer is a `GateReported` in an event whose `grants` are `(grant,)`. An answer about an earlier grant says
+    nothing about this one. `is_needed`: a component cannot work before the answer. Otherwise it continues with the GPUs
+    that it has.
     """
 
     id: CommandId
@@ -221,7 +227,7 @@ class AskGate:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Nothing to send: wait for what only others can do; still wanted after `wait_ms`, it is given up."""
+    """Sends nothing: the scheduler waits for an action of somebody else. After `wait_ms` it gives up."""
 
     id: CommandId
     what: str
@@ -230,7 +236,7 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class StopJob:
-    """The scheduler's own decision to end the job as `outcome`; folded into the state by `expectations.issued`."""
+    """The scheduler's own decision to end the job as `outcome`. `expectations.issued` folds it into the state."""
 
     id: CommandId
     outcome: Phase
@@ -239,7 +245,7 @@ class StopJob:
 
 @dataclass(frozen=True, slots=True)
 class FinishJob:
-    """The job is over: nothing of it is left running. Folded into the state by `expectations.issued`."""
+    """The job is over: no part of it still runs. `expectations.issued` folds this into the state."""
 
     id: CommandId
     phase: Phase

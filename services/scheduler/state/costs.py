@@ -1,7 +1,7 @@
-"""What a step of an iteration, a move and a response are assumed to cost, as a policy reckons with them: frozen values.
+"""The assumed cost of a decode step, of a move and of a response, as policies use it: frozen values.
 
-`ASSUMED` is what a job knows before its config says otherwise; `tidegate.config.sections.costs` has the numbers and
-their sources. What the job measures replaces the assumption (`learned`).
+The `ASSUMED_...` constants hold where a job's config says nothing. `tidegate.config.sections.costs` has the numbers and
+their sources. The job's own measurements replace the assumptions (`learned`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from tidegate.config.sections.costs import CostsSection, LengthsSection
 
 @dataclass(frozen=True, slots=True)
 class LengthLaw:
-    """What earlier iterations, or the config, say of the logarithm of a response's tokens: its mean and its spread
-    between prompts and within a group, and how far a hint is off. `max_tokens`: where a response is cut; None:
-    nowhere."""
+    """The distribution of response lengths, from earlier iterations or from the config.
+
+    `log_mean` is the mean of the logarithm of a response's number of tokens. `sigma_prompt` is the spread of that
+    logarithm between prompts, `sigma_group` its spread within a group, `sigma_hint` the spread of the error of a hint.
+    `max_tokens` is the length at which a response is cut. None: there is no limit.
+    """
 
     log_mean: float
     sigma_prompt: float
@@ -29,7 +32,8 @@ class LengthLaw:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """Seconds of a decode step: `base + running * per_sequence + kv * per_kv_token`, at least `floor`."""
+    """The duration of a decode step: `max(floor_s, base_s + num_running * per_sequence_s + num_kv_tokens *
+    per_kv_token_s)`."""
 
     floor_s: float
     base_s: float
@@ -41,7 +45,7 @@ class DecodeStep:
         return max(self.floor_s, roofline_s)
 
     def slowed(self, factor: float) -> DecodeStep:
-        """Every step takes so many times as long."""
+        """The law of an engine whose every step takes `factor` times as long."""
         return DecodeStep(
             floor_s=self.floor_s * factor,
             base_s=self.base_s * factor,
@@ -52,8 +56,12 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of a decode step and of each kind of switch, as measured. `resubmit_s`: a sequence that moves stands still;
-    `update_s`: what of a minibatch no GPU makes shorter; `reshard_s`: of every reshard where `reshard` is None."""
+    """The durations of a decode step and of each kind of switch.
+
+    - `resubmit_s`: how long a sequence pauses when it moves to another engine.
+    - `update_s`: the part of a minibatch's duration that does not depend on the number of GPUs.
+    - `reshard_s`: the duration of every reshard if `reshard` is None.
+    """
 
     decode: DecodeStep
     update_s: float
@@ -67,26 +75,28 @@ class Costs:
     reshard: ReshardCosts | None = None
 
     def trainer_switches_s(self, *, copy_size: int, most: int, known: tuple[int, ...] = ()) -> Floats:
-        """As `switch_seconds`: by the trainer's copies before and after."""
+        """The matrix of `switch_seconds`: by the number of the trainer's copies before and after."""
         own = TrainerSwitchCosts(self.load_s, self.reshard_s, self.reshard)
         return switch_seconds(own, copy_size=copy_size, most=most, known=known)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens a second until the job has measured its own: of the trainer by its GPUs, for some numbers of them, and of
-    a GPU of inference."""
+    """Rates in tokens/s that hold until the job has measured its own.
+
+    `trainer` has pairs of a number of GPUs and the trainer's rate on them, for some numbers of GPUs.
+    """
 
     trainer: tuple[tuple[int, float], ...]
     inference_tokens_per_s_per_gpu: float
 
     def __post_init__(self) -> None:
         if not self.trainer or any(size < 1 or not 0 < rate < math.inf for size, rate in self.trainer):
-            told = f"rates of the trainer by its GPUs: {self.trainer}"
-            raise ValueError(f"{told}; name one at least, all finite and above 0")
+            rates = f"rates of the trainer by its number of GPUs: {self.trainer}"
+            raise ValueError(f"{rates}; give at least one, each finite and above 0")
         if not 0 < self.inference_tokens_per_s_per_gpu < math.inf:
-            told = f"a rate of inference of {self.inference_tokens_per_s_per_gpu} tokens/s a GPU"
-            raise ValueError(f"{told}; it is finite and above 0")
+            rate = f"a rate of inference of {self.inference_tokens_per_s_per_gpu} tokens/s a GPU"
+            raise ValueError(f"{rate}; give one that is finite and above 0")
 
 
 def costs_of(section: CostsSection, *, gpus_per_host: int) -> Costs:
@@ -123,7 +133,7 @@ def _reshard_of(section: CostsSection, gpus_per_host: int) -> ReshardCosts | Non
 
 
 def rates_of(section: CostsSection, *, num_gpus: int) -> Rates:
-    """Of the trainer from one to all of the job's GPUs: between them the config's exponent holds."""
+    """The trainer's rates on one GPU and on all of the job's GPUs. The config's exponent holds between the two."""
     trainer = tuple((size, section.trainer_rate(size)) for size in sorted({1, num_gpus}))
     return Rates(trainer, section.inference_tokens_per_s)
 

@@ -1,4 +1,4 @@
-"""The course of a job as the scheduler knows it: the open iteration, those before it, and where it goes on from."""
+"""The course of a job: the open iteration, earlier iterations, evaluations, and the checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from tidegate.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What the leads took of how the iteration is to go: whether the actor holds its training, the order of the groups,
-    empty as the rollout has it, and how many words of each kind. `asked_order` was asked last, taken or not."""
+    """The steering commands that the leads accepted in the open iteration.
+
+    - `is_held`: the actor begins no further minibatch.
+    - `group_order`: the order of the groups. Empty: the rollout's own order.
+    - `num_holds`, `num_orders`: how many commands of each kind the leads accepted.
+    - `asked_order`: the order in the last command that was sent, accepted or not.
+    """
 
     is_held: bool = False
     num_holds: int = 0
@@ -24,7 +29,7 @@ class Steering:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """The iteration that is open. `opened` holds the lead epoch under which each component took it."""
+    """The open iteration. `opened` has the lead epoch under which each component accepted it."""
 
     plan: IterationPlan
     opened: Mapping[Role, int] = field(default_factory=dict)
@@ -36,7 +41,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a version came to on prompts that nothing is trained on; `incarnation` is the one that asked them."""
+    """The result of a version on prompts that are not trained on. `incarnation` is the incarnation that ran them."""
 
     version: int
     incarnation: int
@@ -46,8 +51,8 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluating:
-    """The evaluation that a lead has taken."""
+class AcceptedEvaluation:
+    """An evaluation that a lead accepted, whether it is over or not. `epoch` is that of the lead."""
 
     version: int
     incarnation: int
@@ -56,7 +61,10 @@ class Evaluating:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """An iteration that is over. `is_superseded`: the actor restarted before it, so that it is not in the lineage."""
+    """An iteration that is over.
+
+    `is_superseded`: the actor restarted from a checkpoint before this iteration, so it is not in the lineage.
+    """
 
     iteration: int
     incarnation: int
@@ -82,7 +90,7 @@ class Summary:
 
 
 def accounting_fault(summary: Summary) -> str | None:
-    """What, the numbers, the remedy; None when the ids add up."""
+    """A message with the numbers and the remedy. None if the samples' ids add up."""
     accounted = total((summary.trained, *summary.filtered, *summary.discarded))
     generated = summary.generated
     if (accounted.num_samples, accounted.ids_digest) == (generated.num_samples, generated.ids_digest):
@@ -104,8 +112,11 @@ def accounting_fault(summary: Summary) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`incarnation`: what goes on from it has at least this one. A lead saves in its own; a launcher tells of what it
-    found with one that nothing in the job's folder has."""
+    """`incarnation`: an incarnation that continues from this checkpoint has at least this number.
+
+    A lead saves with its own incarnation. A launcher reports a checkpoint that it found with an incarnation that
+    nothing in the job's folder has.
+    """
 
     next_iteration: int
     version: int
@@ -114,8 +125,8 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressSeen:
-    """The last progress that a component told."""
+class ComponentProgress:
+    """The last progress that a component reported."""
 
     incarnation: int
     iteration: int

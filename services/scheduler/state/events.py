@@ -1,8 +1,8 @@
-"""What the scheduler is told, as frozen values: the wire's events and what it read from its own store.
+"""The scheduler's input as frozen values: the events of the wire, and what the scheduler reads from its own store.
 
-`codec` makes them from `events.proto`. What components tell of an open iteration are the pictures of `observed`.
-`OwnershipObserved` alone has no message: it is what the shell read from the ownership store, folded like any other
-event so that a history holds all that a decision stood on.
+`codec` makes them from `events.proto`. `observed` has the pictures that components report of an open iteration.
+`OwnershipObserved` alone has no message on the wire: the shell makes it from the records of the ownership store. The
+fold treats it like any other event, so a history holds every input of a decision.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GpusAcquired:
 
 @dataclass(frozen=True, slots=True)
 class LayoutCommitted:
-    """`grants` are all members of the layout, in rank order; what is next is the actor's word."""
+    """`grants` are all members of the layout, in rank order. Only the actor sets `next_iteration` and `next_prompt`."""
 
     layout: Layout
     grants: tuple[Grant, ...]
@@ -58,7 +58,7 @@ class FailedWhat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A `component` that names no grants failed as a whole; a `sample` changes nothing by itself."""
+    """A `component` without grants failed as a whole. The failure of a `sample` alone changes nothing."""
 
     what: FailedWhat
     grants: tuple[Grant, ...]
@@ -89,7 +89,7 @@ class LeadElected:
 
 @dataclass(frozen=True, slots=True)
 class WeightsPublished:
-    """`reference`: version 0 of the job, readable in this incarnation; None when the KL term is off."""
+    """`reference` is version 0 of the job, readable in this incarnation. None: the KL term is off."""
 
     snapshot: Snapshot
     reference: Snapshot | None
@@ -153,14 +153,14 @@ class JobResumeRequested:
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequested:
-    """A person wants the actor there, while it works."""
+    """A person requests other GPUs or another layout for the working actor."""
 
     placed: Placed
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeFailed:
-    """The actor stays as it was; the event's transition comes to nothing."""
+    """The actor stays as it was. The event's transition is aborted."""
 
     message: str
 
@@ -174,7 +174,7 @@ class GateState:
 
 @dataclass(frozen=True, slots=True)
 class GateReported:
-    """What counts is what it says of the grants that its event names: those that it was asked about."""
+    """A gate's report on its GPUs. It counts only for the grants in its event, which are those of the question."""
 
     node: NodeId
     gpus: tuple[GateState, ...]
@@ -189,7 +189,7 @@ class CommandAnswered:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipObserved:
-    """The records of the placement's GPUs and all transitions of the job, open and closed, as the store holds them."""
+    """The store's records of the placement's GPUs, and all transitions of the job, open and closed."""
 
     gpus: tuple[GpuRecord, ...]
     transitions: tuple[Transition, ...]
@@ -225,7 +225,7 @@ Body = (
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`stream_sequence` is None for what did not come from the job's stream; `role` None for what has no component."""
+    """`stream_sequence` is None if the event is not from the job's stream. `role` is None if it has no component."""
 
     job: str
     source: str

@@ -1,4 +1,4 @@
-"""What was issued and is not observed yet, as it is remembered; `expectations` says what becomes of it."""
+"""How the state remembers a command whose effect is not observed yet. `decide.expectations` has the rules for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidegate.types import Role
 
 
 class Kind(StrEnum):
-    """How a command is waited for; see `expectations`."""
+    """How the scheduler waits for a command's effect; see `decide.expectations`."""
 
     LEAD = "lead"
     OPEN = "open"
@@ -24,8 +24,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A command that was issued and whose effect is not observed. `key` is its id without the attempt, `what` names it
-    to a person; `is_accepted`: a lead took it, and works on it."""
+    """A command that was issued and whose effect is not observed yet.
+
+    `key` is the command's id without the attempt. `what` is its name for people. `is_accepted`: a lead accepted the
+    command and works on it.
+    """
 
     key: str
     kind: Kind

@@ -1,12 +1,17 @@
-"""What a job has measured of itself, kept over its iterations: the trainer's rate in each layout it had and what of a
-minibatch no GPU makes shorter, inference's rate, how fast it decodes, how long its responses are. Pure.
+"""The job's measurements of itself, kept over its iterations. Pure.
+
+They are the trainer's rate in each of its layouts, the part of a minibatch's duration that does not depend on the
+number of GPUs, inference's rate, the speed of decoding, and the distribution of response lengths.
 
 Invariants:
-- what is newer weighs more, and nothing is kept of single sequences: it stays small however long the job runs;
-- only what is whole is learned from: lengths of an iteration whose sequences have all ended, rates that are above 0;
-- spreads stay at least `MIN_SIGMA`, so that whoever divides by them may.
+- Each new measurement lowers the weight of the earlier ones. [test_learned: old_measurements_fade]
+- The size of the result does not grow with the number of iterations. [test_learned: as_small_after_many_iterations]
+- Only an iteration whose sequences have all ended changes the lengths. [test_learned: not_whole_teaches_no_lengths]
+- Only a rate above 0 changes the speed of decoding. [test_learned: stand_still_teach_nothing]
+- Spreads are at least `MIN_SIGMA`, so that code can divide by them. [test_learned: spread_that_can_be_divided_by]
 
-A response that was cut at the longest allowed counts with that length: of a job that cuts many, the law is too short.
+A response that was cut at the longest allowed length counts with that length. In a job that cuts many responses, the
+law is therefore too short.
 """
 
 from __future__ import annotations
@@ -20,21 +25,25 @@ from services.scheduler.state.costs import Costs, DecodeStep, LengthLaw
 from services.scheduler.state.observed import Engine, Floats, Generation, Inferring, TrainerRate, Training
 
 DECODE_WEIGHT = 0.1
-"""Of a picture against those before: some ten of them, so that one in which engines filled or moved is outvoted."""
+"""The weight of a new picture against all earlier ones. Some ten pictures outvote one in which engines filled up."""
 LENGTHS_WEIGHT = 0.5
-"""Of an iteration against those before: lengths drift with what is learned, over a few iterations."""
+"""The weight of a new iteration against all earlier ones. Training changes the lengths over a few iterations."""
 MAX_FACTOR = 1000.0
-"""Between what is assumed of decoding and what is seen: beyond it a rate is a mistake."""
+"""The largest factor between the assumed and the measured speed of decoding. A rate beyond it is a mistake."""
 MIN_SIGMA = 0.01
 MIN_HINTED = 8
-"""Groups with a hint, from which its error is estimated."""
+"""The fewest groups with a hint from which the error of hints is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """`log_decode`: the logarithm of how many times longer decode steps take than assumed, None before any was seen;
-    `lengths` None before an iteration was seen whole; `update_s` and inference's rate of a GPU None before a minibatch,
-    or a group, was measured."""
+    """What is None has not been measured yet.
+
+    - `log_decode`: the logarithm of `measured duration of a decode step / assumed duration`.
+    - `lengths`: from iterations whose sequences have all ended.
+    - `update_s`: the part of a minibatch's duration that does not depend on the number of GPUs.
+    - `inference_tokens_per_s`: inference's rate on one GPU.
+    """
 
     rates: tuple[TrainerRate, ...] = ()
     log_decode: float | None = None
@@ -43,7 +52,7 @@ class Learned:
     inference_tokens_per_s: float | None = None
 
     def costs(self, assumed: Costs) -> Costs:
-        """What was measured in place of what was assumed."""
+        """The assumed costs with the measured ones in their place."""
         update_s = assumed.update_s if self.update_s is None else self.update_s
         return replace(assumed, decode=self.decode(assumed.decode), update_s=update_s)
 
@@ -51,63 +60,69 @@ class Learned:
         return assumed if self.log_decode is None else assumed.slowed(math.exp(self.log_decode))
 
 
-def with_training(learned: Learned, told: Training) -> Learned:
-    """The last word of each layout counts, and the layout that was told of last is the last. A new lead, which does not
-    know yet what no GPU makes shorter, unsays nothing: its rates are beside what is assumed of that, and stand only
-    where none is known beside what was measured."""
-    rates = {each.layout: each for each in told.measured}
+def with_training(learned: Learned, picture: Training) -> Learned:
+    """The latest rate of each layout counts. The layout of the latest report is the last in `rates`.
+
+    A rate excludes `update_s`, measured or assumed. A new lead has not measured `update_s` yet, so its rates exclude
+    the assumed one. They therefore replace no rate that excludes a measured `update_s`.
+    """
+    rates = {each.layout: each for each in picture.measured}
     before = {each.layout: each for each in learned.rates}
-    if told.update_s is None and learned.update_s is not None:
+    if picture.update_s is None and learned.update_s is not None:
         rates = {layout: before.get(layout, each) for layout, each in rates.items()}
     kept = (each for layout, each in before.items() if layout not in rates)
-    update_s = learned.update_s if told.update_s is None else told.update_s
+    update_s = learned.update_s if picture.update_s is None else picture.update_s
     return replace(learned, rates=(*kept, *rates.values()), update_s=update_s)
 
 
-def with_inferring(learned: Learned, told: Inferring) -> Learned:
-    rate = told.rate_tokens_per_s_per_gpu
+def with_inferring(learned: Learned, picture: Inferring) -> Learned:
+    rate = picture.rate_tokens_per_s_per_gpu
     return learned if rate is None else replace(learned, inference_tokens_per_s=rate)
 
 
-def with_decoding(learned: Learned, told: Generation, assumed: DecodeStep) -> Learned:
-    """From the engines that generate now, all together."""
-    running = [each for each in told.engines if each.num_running and each.rate_tokens_per_s > 0]
+def with_decoding(learned: Learned, picture: Generation, assumed: DecodeStep) -> Learned:
+    """Measures over all engines that generate now, together."""
+    running = [each for each in picture.engines if each.num_running and each.rate_tokens_per_s > 0]
     if not running:
         return learned
     rate = sum(each.rate_tokens_per_s for each in running)
     factor = sum(_assumed_rate(each, assumed) for each in running) / rate
-    seen = math.log(min(MAX_FACTOR, max(1 / MAX_FACTOR, factor)))
-    known = seen if learned.log_decode is None else learned.log_decode
-    return replace(learned, log_decode=known + DECODE_WEIGHT * (seen - known))
+    measured = math.log(min(MAX_FACTOR, max(1 / MAX_FACTOR, factor)))
+    known = measured if learned.log_decode is None else learned.log_decode
+    return replace(learned, log_decode=known + DECODE_WEIGHT * (measured - known))
 
 
 def _assumed_rate(engine: Engine, assumed: DecodeStep) -> float:
     return engine.num_running / assumed.seconds(num_running=engine.num_running, num_kv_tokens=engine.num_kv_tokens)
 
 
-def with_lengths(learned: Learned, told: Generation | None, assumed: LengthLaw) -> Learned:
-    """From an iteration's last picture; nothing while a sequence of it is unfinished."""
-    if told is None or told.num_unfinished or not told.lengths:
+def with_lengths(learned: Learned, picture: Generation | None, assumed: LengthLaw) -> Learned:
+    """Measures on an iteration's last picture. A picture with an unfinished sequence changes nothing."""
+    if picture is None or picture.num_unfinished or not picture.lengths:
         return learned
-    logs_GM = np.log(np.maximum(told.length_of, 1)).reshape(-1, told.group_size)
+    # G: groups, M: members of a group.
+    logs_GM = np.log(np.maximum(picture.length_of, 1)).reshape(-1, picture.group_size)
     before = learned.lengths or assumed
     law = LengthLaw(
         log_mean=float(logs_GM.mean()),
         sigma_prompt=_sigma(_prompt_variance(logs_GM), before.sigma_prompt),
         sigma_group=_sigma(_group_variance(logs_GM), before.sigma_group),
-        sigma_hint=_sigma(_hint_variance(logs_GM, told.hints), before.sigma_hint),
+        sigma_hint=_sigma(_hint_variance(logs_GM, picture.hints), before.sigma_hint),
         max_tokens=assumed.max_tokens,
     )
     return replace(learned, lengths=law if learned.lengths is None else _mixed(learned.lengths, law))
 
 
 def _group_variance(logs_GM: Floats) -> float | None:
-    """Within groups, over all of them; None where a group has one member."""
+    """The mean of the variances within the groups. None if a group has one member."""
     return float(logs_GM.var(axis=1, ddof=1).mean()) if logs_GM.shape[1] > 1 else None
 
 
 def _prompt_variance(logs_GM: Floats) -> float | None:
-    """Between prompts: of the groups' means, less what their members' spread adds to it."""
+    """The variance between prompts: `variance of the groups' means - variance within groups / members of a group`.
+
+    None if there is one prompt.
+    """
     if len(logs_GM) < 2:
         return None
     within = _group_variance(logs_GM) or 0.0
@@ -115,13 +130,16 @@ def _prompt_variance(logs_GM: Floats) -> float | None:
 
 
 def _hint_variance(logs_GM: Floats, hints: tuple[float, ...]) -> float | None:
-    """Of what a hint misses a prompt's level by; a bias, such as of a mean against a median, is none of it."""
-    told = np.array(hints)
-    known = np.flatnonzero(told > 0) if hints else np.empty(0, dtype=np.int64)
+    """The variance of `log(hint) - log level of the prompt`, without the part that comes from the spread within groups.
+
+    A constant bias, such as that of a mean against a median, does not count. None with fewer than `MIN_HINTED` hints.
+    """
+    hint_of = np.array(hints)
+    known = np.flatnonzero(hint_of > 0) if hints else np.empty(0, dtype=np.int64)
     if len(known) < MIN_HINTED:
         return None
-    missed = np.log(told[known]) - logs_GM[known].mean(axis=1)
-    return float(missed.var(ddof=1)) - (_group_variance(logs_GM) or 0.0) / int(logs_GM.shape[1])
+    error = np.log(hint_of[known]) - logs_GM[known].mean(axis=1)
+    return float(error.var(ddof=1)) - (_group_variance(logs_GM) or 0.0) / int(logs_GM.shape[1])
 
 
 def _sigma(variance: float | None, otherwise: float) -> float:

@@ -1,13 +1,17 @@
-"""What components tell of the open iteration while it runs, as frozen values: what a policy stands on.
+"""Pictures: what components report of the open iteration while it runs, as frozen values. Policies decide on them.
 
-Each is a whole picture, not a change: a later one replaces an earlier one, and one that is lost costs nothing. They are
-columns, not objects, because an iteration has thousands of sequences and a decision a few milliseconds.
+A picture is whole, not a change: a later one replaces an earlier one, and the loss of one costs nothing. A picture has
+columns, not objects, because an iteration has thousands of sequences and a decision has a few milliseconds. In every
+column, the sequences of prompt `p` are at `p * group_size` up to the first one of prompt `p + 1`. The trainer takes
+groups in the order of `Inferring.ready`.
 
-Invariants (checked when made):
-- the sequences of prompt `p` are `p * group_size` up to the next prompt's, in every column;
-- a sequence is in one place: on an engine, queued, away, or ended; `queue` are those queued, next first;
-- a group is handed to the trainer once, and taken in the order of `Inferring.ready`;
-- a rate is finite, and above 0 where it is one that something was measured to have.
+Invariants, which the constructors check:
+- Every sequence has one length and one place: an engine, the queue, away, or ended.
+  [test_observed: contradicts_itself_is_refused]
+- `Generation.queue` has the sequences whose place is `QUEUED`, the next one first.
+  [test_observed: contradicts_itself_is_refused]
+- Inference hands a group to the trainer once. [test_observed: inference_or_of_the_actor_that_cannot_be]
+- A rate is finite, and a measured rate is above 0. [test_observed: inference_or_of_the_actor_that_cannot_be]
 """
 
 from __future__ import annotations
@@ -25,12 +29,12 @@ from numpy.typing import NDArray
 from tidegate.types import GpuId, Layout, Role
 
 QUEUED = -1
-"""No engine was given it; see `Generation.queue`."""
+"""The sequence has no engine; see `Generation.queue`."""
 AWAY = -2
-"""Between two engines, or with its environment."""
+"""The sequence is between two engines, or waits for its environment."""
 ENDED = -3
 CUT = -4
-"""Ended at the longest that is allowed."""
+"""The sequence ended at the longest allowed length."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -38,7 +42,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """`num_waiting` were given to it and do not run yet; `rate_tokens_per_s` is of all that run together."""
+    """`num_waiting` sequences are on the engine but do not run. `rate_tokens_per_s` is the total of those that run."""
 
     gpus: tuple[GpuId, ...]
     num_running: int
@@ -55,9 +59,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Generation:
-    """The rollout's word. `lengths` are tokens so far, `places` indices in `engines` or constants above.
+    """The rollout's picture.
 
-    `hints` are, by prompt, the mean tokens that an earlier epoch saw, 0 where none did; empty: there was none.
+    `lengths` are tokens so far. `places` are indices in `engines`, or one of the constants above. `hints` are the mean
+    numbers of tokens in an earlier epoch, by prompt: 0 where no epoch had the prompt. Empty: no epoch is over yet.
     """
 
     engines: tuple[Engine, ...]
@@ -93,7 +98,7 @@ class Generation:
 
     @property
     def num_submitted(self) -> int:
-        """Unfinished sequences that an engine was given: running or waiting there."""
+        """How many unfinished sequences run or wait on an engine."""
         return sum(engine.num_running + engine.num_waiting for engine in self.engines)
 
     @cached_property
@@ -104,8 +109,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Inferring:
-    """Inference's word. `ready` are groups with log-probabilities, in the order in which the trainer gets them;
-    `rate_tokens_per_s_per_gpu` is measured, None before anything was computed."""
+    """Inference's picture.
+
+    `ready` are the groups with log-probabilities, in the order in which the trainer gets them.
+    `rate_tokens_per_s_per_gpu` is measured. None: nothing has been computed yet.
+    """
 
     ready: tuple[int, ...] = ()
     is_busy: bool = False
@@ -115,7 +123,7 @@ class Inferring:
         if self.ready and (min(self.ready) < 0 or len(set(self.ready)) < len(self.ready)):
             raise ValueError(
                 f"inference's picture: {len(self.ready)} groups are ready, {len(set(self.ready))} different ones from "
-                f"{min(self.ready)} on; each is handed on once, and they count from 0"
+                f"{min(self.ready)} on; give each group once, with a number of at least 0"
             )
         if self.rate_tokens_per_s_per_gpu is not None and not 0 < self.rate_tokens_per_s_per_gpu < math.inf:
             rate = f"{self.rate_tokens_per_s_per_gpu} tokens/s measured of a GPU"
@@ -124,7 +132,7 @@ class Inferring:
 
 @dataclass(frozen=True, slots=True)
 class TrainerRate:
-    """Measured over minibatches in this layout, what no GPU makes shorter (`Training.update_s`) left out."""
+    """The rate over the minibatches in this layout. Their durations count without `Training.update_s`."""
 
     layout: Layout
     rate_tokens_per_s: float
@@ -132,9 +140,13 @@ class TrainerRate:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The actor's word. `num_taken` of `Inferring.ready` belong to a minibatch, the open one included; `closes_at_ms`:
-    when the open one ends, once its last group has been taken; `update_s`: what of a minibatch no GPU makes shorter,
-    None while that is only assumed; `measured`: the layout that was trained in last is the last."""
+    """The actor's picture.
+
+    - `num_taken`: how many groups of `Inferring.ready` belong to a minibatch, the open one included.
+    - `closes_at_ms`: the end of the open minibatch, known once the minibatch has its last group.
+    - `measured`: the rates by layout. The layout of the latest minibatch is the last.
+    - `update_s`: the part of a minibatch's duration that does not depend on the number of GPUs. None: not measured yet.
+    """
 
     num_minibatches_done: int = 0
     num_taken: int = 0
@@ -146,7 +158,7 @@ class Training:
     def __post_init__(self) -> None:
         if self.num_minibatches_done < 0 or self.num_taken < 0:
             counts = f"{self.num_minibatches_done} minibatches done and {self.num_taken} groups taken"
-            raise ValueError(f"the actor's picture: {counts}; neither is below 0")
+            raise ValueError(f"the actor's picture: {counts}; give at least 0 of each")
         for each in self.measured:
             if not 0 < each.rate_tokens_per_s < math.inf:
                 rate = f"{each.rate_tokens_per_s} tokens/s measured in {each.layout}"
@@ -159,9 +171,12 @@ Picture: TypeAlias = Generation | Inferring | Training
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The latest picture of each component in the open iteration. `marks`: (boot, sequence) of what it was told in, or
-    of the election since which its lead is believed."""
+class Pictures:
+    """The latest picture of each component in the open iteration.
+
+    `marks` has the (boot, sequence) of the picture's event, or of the election of the present lead. An event with an
+    older mark does not count.
+    """
 
     generation: Generation | None = None
     inferring: Inferring | None = None
@@ -169,38 +184,44 @@ class Seen:
     marks: Mapping[Role, tuple[int, int]] = field(default_factory=dict)
 
 
-def _problems(told: Generation) -> tuple[str, ...]:
-    size, count = told.group_size, len(told.lengths)
-    if size < 1 or count % size or len(told.places) != count:
-        return (f"{count} lengths and {len(told.places)} places for groups of {size}; each sequence has one of each",)
-    if told.hints and len(told.hints) != told.num_groups:
-        return (f"{len(told.hints)} hints for {told.num_groups} groups; each has one, 0 where nothing is known",)
+def _problems(picture: Generation) -> tuple[str, ...]:
+    size, count = picture.group_size, len(picture.lengths)
+    if size < 1 or count % size or len(picture.places) != count:
+        places = len(picture.places)
+        return (f"{count} lengths and {places} places for groups of {size}; give each sequence one of each",)
+    if picture.hints and len(picture.hints) != picture.num_groups:
+        groups = picture.num_groups
+        return (f"{len(picture.hints)} hints for {groups} groups; give each group one, 0 where nothing is known",)
     problems = []
-    if count and (told.length_of.min() < 0 or told.place_of.min() < CUT):
-        problems.append(f"a length of {told.length_of.min()} or a place of {told.place_of.min()}, which there is not")
-    elif count and told.place_of.max() >= len(told.engines):
-        problems.append(f"sequences on engine {told.place_of.max()}, there are {len(told.engines)}")
+    if count and (picture.length_of.min() < 0 or picture.place_of.min() < CUT):
+        shortest, lowest = picture.length_of.min(), picture.place_of.min()
+        problems.append(f"the least length is {shortest} and the least place {lowest}; they are at least 0 and {CUT}")
+    elif count and picture.place_of.max() >= len(picture.engines):
+        problems.append(
+            f"a sequence is on engine {picture.place_of.max()}, but there are {len(picture.engines)} engines"
+        )
     else:
-        problems.extend(_miscounted(told))
-    twice = sorted(gpu for gpu, n in Counter(gpu for each in told.engines for gpu in each.gpus).items() if n > 1)
+        problems.extend(_wrong_counts(picture))
+    twice = sorted(gpu for gpu, n in Counter(gpu for each in picture.engines for gpu in each.gpus).items() if n > 1)
     if twice:
         problems.append(f"{', '.join(twice)} in two engines; each GPU is in one")
-    if any(each.kv_capacity_tokens <= 0 or each.max_running <= 0 for each in told.engines):
-        problems.append("an engine without room for a sequence; kv_capacity_tokens and max_running are above 0")
-    if any(not 0 <= each.rate_tokens_per_s < math.inf for each in told.engines):
-        problems.append("an engine whose rate is below 0 or no number")
-    if any(not 0 <= hint < math.inf for hint in told.hints):
-        problems.append("a hint that is below 0 or no number")
+    if any(each.kv_capacity_tokens <= 0 or each.max_running <= 0 for each in picture.engines):
+        problems.append("an engine has no room for a sequence; kv_capacity_tokens and max_running are above 0")
+    if any(not 0 <= each.rate_tokens_per_s < math.inf for each in picture.engines):
+        problems.append("an engine has a rate that is not a finite number of at least 0")
+    if any(not 0 <= hint < math.inf for hint in picture.hints):
+        problems.append("a hint is not a finite number of at least 0")
     return tuple(problems)
 
 
-def _miscounted(told: Generation) -> list[str]:
+def _wrong_counts(picture: Generation) -> list[str]:
     problems = []
-    held = np.bincount(told.place_of[told.place_of >= 0], minlength=len(told.engines))
-    for index, (engine, count) in enumerate(zip(told.engines, held, strict=True)):
+    on_engine = np.bincount(picture.place_of[picture.place_of >= 0], minlength=len(picture.engines))
+    for index, (engine, count) in enumerate(zip(picture.engines, on_engine, strict=True)):
         if (num := engine.num_running + engine.num_waiting) != count:
-            problems.append(f"engine {index} tells of {num} sequences, the places of {count}")
-    queued = np.flatnonzero(told.place_of == QUEUED)
-    if len(told.queue) != len(queued) or sorted(told.queue) != queued.tolist():
-        problems.append(f"{len(told.queue)} sequences in the queue, {len(queued)} places say so; they must be the same")
+            problems.append(f"engine {index} counts {num} sequences, but {count} have it as their place")
+    queued = np.flatnonzero(picture.place_of == QUEUED)
+    if len(picture.queue) != len(queued) or sorted(picture.queue) != queued.tolist():
+        counts = f"{len(picture.queue)} sequences are in the queue, but {len(queued)} have it as their place"
+        problems.append(f"{counts}; they must be the same sequences")
     return problems

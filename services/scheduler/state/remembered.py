@@ -1,12 +1,12 @@
-"""What is remembered of the policy's choices: a value in the state, because policies keep nothing themselves.
+"""What the state remembers of the policy's choices. Policies themselves keep no state.
 
-The scheduler itself needs the assignment and whether the trainer may train. What a policy remembers besides is a value
-of its own type (`PolicyMemory`), which nobody else reads; `policy.registry` has the types by name.
+The scheduler uses the assignment, and whether the trainer may train. A policy remembers more in a value of its own type
+(`PolicyMemory`), which only that policy reads. `policy.registry` has the types by name.
 
 Invariants:
 - An `Assignment` gives a GPU to at most one component, and the trainer as many GPUs as its layout has ranks.
   [test_situation: an_assignment_gives_a_gpu_once]
-- What is remembered of another iteration, or of another incarnation, counts for nothing.
+- A memory of another iteration, or of another incarnation, does not count.
   [test_situation: counts_in_its_own_iteration]
 """
 
@@ -22,8 +22,10 @@ from tidegate.types import GpuId, Role
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which GPUs each component should have; those in none are to be free. `trainer` is None while it should have
-    none."""
+    """Which GPUs each component should have. A GPU that no component should have is to be free.
+
+    `trainer` is None if the trainer should have no GPUs.
+    """
 
     engines: tuple[Replica, ...]
     trainer: Placed | None
@@ -42,7 +44,7 @@ class Assignment:
 
     @property
     def gpus(self) -> tuple[GpuId, ...]:
-        """All that it assigns: the rollout's, the trainer's, inference's."""
+        """All assigned GPUs: the rollout's, then the trainer's, then inference's."""
         trainer = self.trainer.gpus if self.trainer else ()
         return (*(gpu for engine in self.engines for gpu in engine), *trainer, *self.inference)
 
@@ -62,13 +64,16 @@ def as_configured(spec: JobSpec) -> Assignment:
 
 @dataclass(frozen=True, slots=True)
 class PolicyMemory:
-    """Base of what one policy alone remembers of the open iteration: frozen, and made of values that a codec writes."""
+    """The base of a policy's own memory of the open iteration. It is frozen, and a codec can write its fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """`assignment`: where the policy last put everything; None where it chose nothing, or keeps nothing of its choices.
-    `trains`: whether the trainer may begin its next minibatch."""
+    """The policy's last choice.
+
+    `assignment` is None if the policy chose nothing, or if it remembers no choice. `trains`: the trainer may begin its
+    next minibatch. `own` is the memory that the policy alone reads.
+    """
 
     incarnation: int = 0
     iteration: int | None = None

@@ -1,7 +1,9 @@
-"""Which of many GPUs to take: whole replicas inside a node, as far as they fit. Pure.
+"""Chooses some of many GPUs: whole replicas inside a node, where they fit. Pure.
 
-Invariant: a replica's GPUs are consecutive in the order given, and none is in two replicas.
-[test_units: units_are_inside_a_node_first]
+Invariants:
+- A replica inside a node has GPUs that are consecutive in that node's part of the input.
+  [test_units: units_are_inside_a_node_first]
+- No GPU is in two replicas. [test_units: no_gpu_is_in_two_replicas]
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from tidegate.types import GpuId, NodeId, node_of
 
 
 def in_units(gpus: Iterable[GpuId], size: int, num_gpus: int, near: Set[NodeId] = frozenset()) -> tuple[GpuId, ...]:
-    """So many of these GPUs, or all of them, in replicas of `size`: first whole replicas inside a node, those of `near`
-    before others, then the remaining GPUs across nodes."""
+    """`num_gpus` of these GPUs, or all if there are fewer, in replicas of `size` GPUs.
+
+    1. Whole replicas inside a node, those on the nodes of `near` first.
+    2. The remaining GPUs, across nodes.
+    """
     if num_gpus <= 0:
         return ()
     pool = tuple(gpus)
@@ -25,12 +30,12 @@ def in_units(gpus: Iterable[GpuId], size: int, num_gpus: int, near: Set[NodeId] 
 
 
 def by_node(gpus: Iterable[GpuId]) -> list[tuple[GpuId, ...]]:
-    """Nodes by name, the GPUs of each in the order given."""
+    """The GPUs of each node in their order, the nodes sorted by name."""
     ordered = sorted(gpus, key=node_of)
     return [tuple(each) for _, each in groupby(ordered, key=node_of)]
 
 
 def but_for(gpus: Iterable[GpuId], others: Iterable[GpuId]) -> list[GpuId]:
-    """The GPUs in their order, without the others."""
+    """`gpus` without `others`, in the order of `gpus`."""
     left_out = set(others)
     return [gpu for gpu in gpus if gpu not in left_out]

@@ -1,7 +1,11 @@
 """The values that the scheduler's events, commands and state share.
 
-Invariants: `Fate` adds like a multiset of ids: equal sets have equal counts and digests, a lost or doubled id shows in
-one of them; a `JobSpec` places a GPU in at most one component.
+A `JobSpec` comes from a checked config, which places a GPU in at most one component. Nothing here checks it again.
+
+Invariants:
+- Fates of the same ids have the same sum, in whatever order and parts they are added.
+  [test_values: equal_ids_have_equal_sums]
+- A missing or doubled id changes the count or the digest of a sum. [test_values: missing_or_doubled_id]
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ DIGEST_MODULUS = 2**64
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How many samples met one end, and the order-free digest of their ids. `reason` is empty but for losses."""
+    """The number of samples with one outcome, and the digest of their ids, which does not depend on an order.
+
+    `reason` says why samples were filtered or discarded. It is empty otherwise.
+    """
 
     reason: str = ""
     num_samples: int = 0
@@ -26,7 +33,7 @@ class Fate:
 
 
 def total(fates: Iterable[Fate], *, reason: str = "") -> Fate:
-    """All of `fates` as one."""
+    """The sum of `fates`."""
     listed = tuple(fates)
     return Fate(
         reason=reason,
@@ -37,13 +44,13 @@ def total(fates: Iterable[Fate], *, reason: str = "") -> Fate:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One published version of the weights. `message` is the wire's Snapshot, carried through unread."""
+    """One published version of the weights. `message` is the wire's Snapshot, which the scheduler does not read."""
 
     incarnation: int
     version: int
     checksum: str
     weights_checksum: str
-    """Of the unsharded weights, whatever the layout that they were written in."""
+    """The checksum of the unsharded weights. It does not depend on the layout of the writer."""
     message: bytes
 
 
@@ -69,7 +76,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What the scheduler needs of a job's config. `uses_reference`: the KL term is on, inference holds version 0."""
+    """The scheduler's part of a job's config. `uses_reference`: the KL term is on, so inference holds version 0."""
 
     placement: Mapping[Role, Placed]
     num_iterations: int
@@ -81,31 +88,31 @@ class JobSpec:
     max_actor_restarts: int
     command_deadline_ms: int
     standby: tuple[GpuId, ...] = ()
-    """GPUs that the actor may get besides those it is placed on."""
+    """GPUs that the actor may get in addition to those of its placement."""
     max_extra_prompts: int = 0
-    """Which an iteration may take to replace groups that teach nothing."""
+    """How many prompts an iteration may add to replace groups without a training signal."""
     evaluate_every: int | None = None
-    """Iterations between evaluations; None: there are none."""
+    """The number of iterations between evaluations. None: there are no evaluations."""
     minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
     num_logical_shards: int | None = None
-    """Which every dp of a reproducible actor divides; None: any dp will do."""
+    """Every dp of a reproducible actor divides this number. None: every dp is allowed."""
     costs: Costs = ASSUMED_COSTS
     rates: Rates = ASSUMED_RATES
     lengths: LengthLaw = ASSUMED_LENGTHS
-    """These three until the job has measured its own."""
+    """`costs`, `rates` and `lengths` hold until the job has measured its own."""
 
     def slots(self, role: Role) -> tuple[GpuId, ...]:
-        """All GPUs that it may ever have."""
+        """The GPUs that the component is configured for, standby GPUs included."""
         return self.placement[role].gpus + (self.standby if role is Role.ACTOR else ())
 
     @property
     def num_samples_per_minibatch(self) -> int:
-        """Over all replicas, as it was planned: what is filtered later is left out of it."""
+        """The planned number over all replicas. Later filtering does not change it."""
         return self.num_prompts // self.num_minibatches * self.group_size
 
     @property
     def gpus(self) -> tuple[GpuId, ...]:
-        """Of all components, by id."""
+        """The GPUs of all components, sorted by id."""
         return tuple(sorted({gpu for role in Role for gpu in self.slots(role)}))
 
     def plan(self, *, iteration: int, version: int, first_prompt: int) -> IterationPlan:

@@ -24,7 +24,7 @@ from services.scheduler.state.observed import (
     Engine,
     Generation,
     Inferring,
-    Seen,
+    Pictures,
     TrainerRate,
     Training,
 )
@@ -61,7 +61,7 @@ def component(spec: JobSpec, role: Role) -> Component:
     return Component(state=Working(tuple(Grant(gpu, TOKEN) for gpu in placed.gpus), placed))
 
 
-def state_of(spec: JobSpec, seen: Seen) -> ClusterState:
+def state_of(spec: JobSpec, seen: Pictures) -> ClusterState:
     return ClusterState(
         job=JOB,
         incarnation=3,
@@ -74,7 +74,7 @@ def state_of(spec: JobSpec, seen: Seen) -> ClusterState:
     )
 
 
-SEEN = Seen(PICTURE, Inferring((0,), is_busy=True), Training(0, 1, is_at_boundary=False))
+SEEN = Pictures(PICTURE, Inferring((0,), is_busy=True), Training(0, 1, is_at_boundary=False))
 STATE = state_of(SPEC, SEEN)
 
 
@@ -270,7 +270,7 @@ def test_four_thousand_running_sequences_on_a_thousand_gpus_are_seen_at_once() -
         lengths=tuple(range(4096)),
         places=places,
     )
-    state = state_of(big, Seen(picture, Inferring(), Training()))
+    state = state_of(big, Pictures(picture, Inferring(), Training()))
     state = moving(state, Role.ROLLOUT, gpus(192, 256), (), new=Layout(tp=2, dp=352))
 
     taken_ms = []

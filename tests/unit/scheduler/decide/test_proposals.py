@@ -22,7 +22,7 @@ from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.layouts import replicas
-from services.scheduler.state.observed import QUEUED, Inferring, Seen, Training
+from services.scheduler.state.observed import QUEUED, Inferring, Pictures, Training
 from services.scheduler.state.remembered import Assignment, PolicyMemory, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.fake_parts import gpu, spec
@@ -64,7 +64,7 @@ def with_pictures(state: ClusterState) -> ClusterState:
     size = job.num_prompts * job.group_size
     engines = tuple((each,) for each in job.placement[Role.ROLLOUT].gpus)
     picture = generation(job, engines, lengths=(0,) * size, places=(QUEUED,) * size)
-    return replace(state, seen=Seen(picture, Inferring(), Training()))
+    return replace(state, seen=Pictures(picture, Inferring(), Training()))
 
 
 def running() -> ClusterState:
@@ -201,7 +201,7 @@ NOT_ASKED: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
     "a job that stops": (lambda state: replace(state, phase=Phase.STOPPING), "the job is stopping"),
     "a paused job": (lambda state: replace(state, phase=Phase.PAUSED), "the job is paused"),
     "no open iteration": (lambda state: replace(state, iteration=None), "no iteration is open"),
-    "no picture": (lambda state: replace(state, seen=Seen()), "not every component has reported the iteration yet"),
+    "no picture": (lambda state: replace(state, seen=Pictures()), "not every component has reported the iteration yet"),
     "an actor that lost a rank": (without_ranks, "the actor waits for ranks that it lost"),
 }
 

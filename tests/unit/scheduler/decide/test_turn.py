@@ -15,7 +15,7 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.shell.codecs.state_codec import encode_state
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.observed import Seen, Training
+from services.scheduler.state.observed import Pictures, Training
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, spec
@@ -91,7 +91,7 @@ def test_events_that_a_lost_state_had_seen_are_folded_before_the_others() -> Non
 
 def test_a_state_that_breaks_an_invariant_is_refused_with_its_numbers() -> None:
     whole = ClusterState(job=JOB)
-    broken = replace(whole, seen=Seen(training=Training()), version=1)
+    broken = replace(whole, seen=Pictures(training=Training()), version=1)
     assert checked(whole) is whole
     with pytest.raises(StateBroken, match="pictures are of an open iteration: training seen, and none is open"):
         checked(whole, broken, replace(whole, version=2))

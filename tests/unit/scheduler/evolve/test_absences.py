@@ -1,4 +1,4 @@
-"""What cannot be had is known since when, until somebody says otherwise; a node lost for good is gone on without."""
+"""The state knows since when a GPU is absent, until an event ends the absence. A job continues without a lost node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKEN = Token(1, 5)
 
 
 def placed(*, alive: tuple[str, ...] = ("rollout@n0",)) -> ClusterState:
-    """A job whose policy has placed GPUs: of n1, where nobody lives, one is lost and one free."""
+    """A job whose policy has placed GPUs. No instance lives on n1, where one GPU is lost and one is free."""
     job = on_either_node()
     records = {each: GpuRecord(each, GpuState.OWNED, Owner(JOB, Role.ACTOR), TOKEN, None) for each in job.gpus}
     records[LOST_GPU] = GpuRecord(LOST_GPU, GpuState.LOST, Owner(JOB, Role.ROLLOUT), TOKEN, None)
@@ -57,7 +57,7 @@ def placed(*, alive: tuple[str, ...] = ("rollout@n0",)) -> ClusterState:
     )
 
 
-def test_a_lost_gpu_and_a_free_one_where_nobody_lives_are_absent_since_they_were_found_so() -> None:
+def test_a_lost_gpu_and_a_free_gpu_of_a_node_without_instances_are_absent_since_a_decision_noted_them() -> None:
     first = noted(placed(), 1_000)
     assert first.absent == {LOST_GPU: Absence(TOKEN, 1_000), FREE_GPU: Absence(TOKEN, 1_000)}
     assert noted(first, 1_000) is first
@@ -70,8 +70,8 @@ def test_a_lost_gpu_and_a_free_one_where_nobody_lives_are_absent_since_they_were
 def test_an_absence_that_is_long_stays_long_when_the_clock_steps_back() -> None:
     late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
     assert noted(late, 999 + LONG_MS) is late
-    handed_out = replace(late.gpus[LOST_GPU], token=Token(1, 6))
-    anew = noted(replace(late, gpus={**late.gpus, LOST_GPU: handed_out}), 2_000 + LONG_MS)
+    new_token = replace(late.gpus[LOST_GPU], token=Token(1, 6))
+    anew = noted(replace(late, gpus={**late.gpus, LOST_GPU: new_token}), 2_000 + LONG_MS)
     assert anew.absent[LOST_GPU] == Absence(Token(1, 6), 2_000 + LONG_MS)
 
 
@@ -82,23 +82,23 @@ def test_a_decision_is_due_when_an_absence_is_long_and_then_no_more() -> None:
 
 
 def test_neither_an_open_question_nor_its_answer_changes_an_absence() -> None:
-    """Neither while an answer is waited for, nor when what was asked is given up or answered."""
+    """The absence stays while the question is open, after its end, and while it is repeated."""
     key = f"{JOB}/{LOST_GPU}/{TOKEN}/gate"
     what = f"the gate of {LOST_GPU}"
     gate = Expectation(key, Kind.GATE, what, Role.ROLLOUT, 1, 16, 0, issued_ms=1_000, due_ms=1_000, refusal="")
     want = {LOST_GPU: Absence(TOKEN, 1_000), FREE_GPU: Absence(TOKEN, 1_000)}
-    asked = noted(replace(placed(), expectations={key: gate}), 1_000)
-    assert asked.absent == want
-    answered = still(replace(asked, expectations={}), asked)
-    assert answered.absent == want
-    asked_again = still(replace(answered, expectations={key: replace(gate, num_issued=1)}), answered)
-    late = noted(asked_again, 1_000 + LONG_MS)
+    open_question = noted(replace(placed(), expectations={key: gate}), 1_000)
+    assert open_question.absent == want
+    no_question = still(replace(open_question, expectations={}), open_question)
+    assert no_question.absent == want
+    repeated = still(replace(no_question, expectations={key: replace(gate, num_issued=1)}), no_question)
+    late = noted(repeated, 1_000 + LONG_MS)
     assert late.absent == {each: Absence(TOKEN, 1_000, is_long=True) for each in want}
 
 
 CHANGES = {
-    "nobody holds it, its gate says": lambda state: replace(state, released=(Grant(LOST_GPU, TOKEN),)),
-    "the store hands it out": lambda state: replace(
+    "the gate reports that nobody holds it": lambda state: replace(state, released=(Grant(LOST_GPU, TOKEN),)),
+    "the store gives it out again": lambda state: replace(
         state, gpus={**state.gpus, LOST_GPU: replace(state.gpus[LOST_GPU], token=Token(1, 6))}
     ),
     "the job ends": lambda state: replace(state, phase=Phase.STOPPING, outcome=Phase.CANCELLED),
@@ -106,11 +106,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_absence_ends_when_the_gpu_is_released_or_handed_out_or_the_job_ends(name: str) -> None:
+def test_an_absence_ends_when_the_gpu_is_released_or_given_out_or_the_job_ends(name: str) -> None:
     late = noted(noted(placed(), 1_000), 1_000 + LONG_MS)
     changed = CHANGES[name](late)
     assert LOST_GPU not in still(changed, late).absent
-    assert check(late, changed), "an absence that is over is not to be kept"
+    assert check(late, changed), "a state that keeps an absence after its end breaks an invariant"
 
 
 def with_n1(state: ClusterState, *, living: bool) -> ClusterState:
@@ -149,7 +149,7 @@ def test_before_the_first_choice_and_after_the_job_nothing_is_absent() -> None:
 
 
 def lost_node(name: str, *, supervised: bool = False) -> Drive:
-    """In the first iteration, after the policy's first choice, all of n1 dies."""
+    """All instances of n1 die in the first iteration, after the policy's first choice."""
     drive = booted(FakeCluster(on_either_node(), has_supervisor=supervised))
     drive.policy = POLICIES[name]
     drive.run_until(lambda state: is_iterating(state) and state.remembered.assignment is not None)
@@ -160,7 +160,7 @@ def lost_node(name: str, *, supervised: bool = False) -> Drive:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_job_goes_on_without_a_node_that_is_lost_for_good(name: str) -> None:
+def test_a_job_continues_without_a_node_that_is_lost_for_good(name: str) -> None:
     drive = lost_node(name)
     died_ms = drive.now_ms
     opened = drive.run_until(lambda state: state.incarnation == 2 and is_iterating(state))
@@ -174,7 +174,7 @@ def test_a_job_goes_on_without_a_node_that_is_lost_for_good(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_actor_whose_only_node_is_lost_for_good_goes_on_at_its_standby_slots(name: str) -> None:
+def test_an_actor_whose_only_node_is_lost_for_good_continues_on_its_standby_gpus(name: str) -> None:
     placement = {
         Role.ACTOR: Placed((gpu("n1", 0),), Layout()),
         Role.ROLLOUT: Placed((gpu("n0", 1),), Layout()),
@@ -193,7 +193,7 @@ def test_an_actor_whose_only_node_is_lost_for_good_goes_on_at_its_standby_slots(
     assert ended.phase is Phase.FINISHED, ended.message
 
 
-def test_under_a_policy_that_moves_nothing_a_node_that_is_lost_for_good_ends_the_job() -> None:
+def test_under_the_static_policy_a_node_that_is_lost_for_good_ends_the_job() -> None:
     drive = booted(FakeCluster(on_either_node(), has_supervisor=False))
     drive.policy = StaticPolicy()
     drive.run_until(is_iterating)
@@ -224,7 +224,7 @@ def test_gpus_of_a_node_that_comes_back_are_given_to_components_again(name: str)
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_a_free_gpu_of_a_node_where_nobody_lives_is_nothing_that_a_policy_sees() -> None:
+def test_a_policy_does_not_get_a_free_gpu_of_a_node_without_instances() -> None:
     drive = lost_node("dynarl")
     drive.run_until(lambda state: bool(state.absent) and state.incarnation == 2 and is_iterating(state))
     state = drive.state
@@ -235,5 +235,5 @@ def test_a_free_gpu_of_a_node_where_nobody_lives_is_nothing_that_a_policy_sees()
     assert FREE_GPU in state.absent
     assert FREE_GPU not in situation.free
     alive = replace(state, absent={})
-    assert (seen := situation_of(alive, drive.now_ms)) is not None
-    assert FREE_GPU in seen.free
+    assert (after := situation_of(alive, drive.now_ms)) is not None
+    assert FREE_GPU in after.free

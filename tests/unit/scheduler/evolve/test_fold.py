@@ -1,15 +1,17 @@
-"""What must not count does not: each refused event changes nothing but the count of its reason."""
+"""The fold of single events: a refused event changes nothing but the count of its reason."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.values import Fate, Snapshot
+from services.scheduler.state.observed import Generation, Inferring, Training
+from services.scheduler.state.values import Fate, Placed, Snapshot
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
@@ -19,12 +21,12 @@ ACTOR = instance_id(Role.ACTOR, NODES[0])
 OTHER_ACTOR = instance_id(Role.ACTOR, NODES[1])
 ROLLOUT = instance_id(Role.ROLLOUT, NODES[0])
 OLD = (Grant(gpu("n0", 1), Token(1, 0)),)
-BROKEN = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a late word", fatal=False)
+BROKEN = ev.Failed(ev.FailedWhat.COMPONENT, (), 0, "a late message", fatal=False)
 REPORT = ev.IterationReported(Fate(num_samples=8), Fate(), (), (), 0, ())
 
 
 def iterating() -> Drive:
-    """A second incarnation, boots and epochs above 1, so that there is something older than all of it."""
+    """A job whose incarnation, boots and epochs are above 1, so that events can have older ones."""
     drive = booted(FakeCluster(spec()))
     drive.run_until(is_iterating)
     drive.cluster.kill_instance(ACTOR, tells=True)
@@ -40,45 +42,48 @@ def is_iterating(state: ClusterState) -> bool:
     return state.iteration is not None and len(state.iteration.opened) == len(Role)
 
 
-def said(source: str, body: ev.Body, **fields: object) -> ev.Event:
+def event_of(source: str, body: ev.Body, **fields: object) -> ev.Event:
     event = ev.Event(job=JOB, source=source, boot=9, sequence=1, body=body, incarnation=2)
     return replace(event, **fields)  # type: ignore[arg-type]  # the cases name their fields
 
 
 SNAPSHOT = Snapshot(2, 0, "files-0", "sum-0", b"")
 REFUSED: dict[str, tuple[ev.Event, str]] = {
-    "an event of another job": (said("control", ev.JobCancelRequested(""), job="other"), "of another job"),
+    "an event of another job": (event_of("control", ev.JobCancelRequested(""), job="other"), "of another job"),
     "an event of an older start of its instance": (
-        said(ACTOR, ev.InstanceJoined(ACTOR, "x", 1), boot=1),
+        event_of(ACTOR, ev.InstanceJoined(ACTOR, "x", 1), boot=1),
         "of an older start of its source",
     ),
-    "an older start that somebody else tells of": (
-        said("scheduler", ev.InstanceJoined(ACTOR, "x", 1)),
+    "an older start that another source reports": (
+        event_of("scheduler", ev.InstanceJoined(ACTOR, "x", 1)),
         "of an older start of its source",
     ),
     "a lease that expired for an older start": (
-        said("scheduler", ev.InstanceLost(ACTOR, 1)),
+        event_of("scheduler", ev.InstanceLost(ACTOR, 1)),
         "of an older start of its source",
     ),
-    "an election that another one followed": (
-        said(OTHER_ACTOR, ev.LeadElected(OTHER_ACTOR, "x", 1), boot=1, sequence=50),
+    "an election before the present one": (
+        event_of(OTHER_ACTOR, ev.LeadElected(OTHER_ACTOR, "x", 1), boot=1, sequence=50),
         "of an older lead epoch",
     ),
     "a report of an older incarnation": (
-        said(OTHER_ACTOR, REPORT, boot=1, sequence=50, incarnation=1),
+        event_of(OTHER_ACTOR, REPORT, boot=1, sequence=50, incarnation=1),
         "of an older incarnation",
     ),
-    "a report of an incarnation that is still to come": (
-        said(OTHER_ACTOR, REPORT, boot=1, sequence=50, incarnation=3),
+    "a report of a later incarnation": (
+        event_of(OTHER_ACTOR, REPORT, boot=1, sequence=50, incarnation=3),
         "of a later incarnation",
     ),
-    "a report of one that does not lead": (said(ACTOR, REPORT, boot=2, sequence=50), "not of the component's lead"),
+    "a report of an instance that does not lead": (
+        event_of(ACTOR, REPORT, boot=2, sequence=50),
+        "not of the component's lead",
+    ),
     "a report of an iteration that is not open": (
-        said(OTHER_ACTOR, REPORT, boot=1, sequence=50, iteration=1),
+        event_of(OTHER_ACTOR, REPORT, boot=1, sequence=50, iteration=1),
         "of an iteration that is not open",
     ),
-    "a worker's failure under a token granted anew since": (
-        said(
+    "a worker's failure under an older token than the present one": (
+        event_of(
             instance_id(Role.ROLLOUT, NODES[1]),
             ev.Failed(ev.FailedWhat.WORKER, OLD, -9, "killed", False),
             boot=1,
@@ -87,35 +92,35 @@ REFUSED: dict[str, tuple[ev.Event, str]] = {
         "under old tokens",
     ),
     "a whole component's failure of an older incarnation": (
-        said(OTHER_ACTOR, BROKEN, boot=1, sequence=50, incarnation=1),
+        event_of(OTHER_ACTOR, BROKEN, boot=1, sequence=50, incarnation=1),
         "of an older incarnation",
     ),
-    "a whole component's failure told by one that does not lead it": (
-        said(ROLLOUT, BROKEN, boot=2, sequence=50),
+    "a whole component's failure reported by an instance that does not lead it": (
+        event_of(ROLLOUT, BROKEN, boot=2, sequence=50),
         "not of the component's lead",
     ),
-    "a fatal failure told by one that does not lead": (
-        said(ACTOR, replace(BROKEN, fatal=True), boot=2, sequence=50),
+    "a fatal failure reported by an instance that does not lead": (
+        event_of(ACTOR, replace(BROKEN, fatal=True), boot=2, sequence=50),
         "not of the component's lead",
     ),
     "a fatal failure of an older incarnation": (
-        said(OTHER_ACTOR, replace(BROKEN, fatal=True), boot=1, sequence=50, incarnation=1),
+        event_of(OTHER_ACTOR, replace(BROKEN, fatal=True), boot=1, sequence=50, incarnation=1),
         "of an older incarnation",
     ),
-    "a fatal failure of what is no component": (
-        said("control", replace(BROKEN, fatal=True)),
+    "a fatal failure of a source that is no component": (
+        event_of("control", replace(BROKEN, fatal=True)),
         "failed without a component",
     ),
     "an event that acted under old tokens": (
-        said(instance_id(Role.ROLLOUT, NODES[1]), ev.WeightsLoaded(0, "files-0"), boot=1, sequence=50, grants=OLD),
+        event_of(instance_id(Role.ROLLOUT, NODES[1]), ev.WeightsLoaded(0, "files-0"), boot=1, sequence=50, grants=OLD),
         "under old tokens",
     ),
-    "a release of what is not the component's": (
-        said(instance_id(Role.ROLLOUT, NODES[1]), ev.GpusReleased(OLD), boot=1, sequence=50),
+    "a release of GPUs that the component does not have any more": (
+        event_of(instance_id(Role.ROLLOUT, NODES[1]), ev.GpusReleased(OLD), boot=1, sequence=50),
         "under old tokens",
     ),
     "a layout of a transition that is closed": (
-        said(
+        event_of(
             OTHER_ACTOR,
             ev.LayoutCommitted(Layout(dp=2), OLD, 0),
             boot=1,
@@ -125,23 +130,23 @@ REFUSED: dict[str, tuple[ev.Event, str]] = {
         "of a transition that is not open",
     ),
     "weights of an older incarnation": (
-        said(OTHER_ACTOR, ev.WeightsPublished(replace(SNAPSHOT, incarnation=1), None), boot=1, sequence=50),
+        event_of(OTHER_ACTOR, ev.WeightsPublished(replace(SNAPSHOT, incarnation=1), None), boot=1, sequence=50),
         "of an older incarnation",
     ),
-    "weights that were loaded and never published": (
-        said(instance_id(Role.ROLLOUT, NODES[1]), ev.WeightsLoaded(5, "sum-5"), boot=1, sequence=50),
+    "a load of weights that were never published": (
+        event_of(instance_id(Role.ROLLOUT, NODES[1]), ev.WeightsLoaded(5, "sum-5"), boot=1, sequence=50),
         "of a version that is not published",
     ),
-    "a gate's report that nobody asked for": (
-        said("scheduler", ev.GateReported(NODES[0], (ev.GateState(gpu("n0", 1), Token(1, 1), False),))),
+    "a gate's report without a question": (
+        event_of("scheduler", ev.GateReported(NODES[0], (ev.GateState(gpu("n0", 1), Token(1, 1), False),))),
         "of GPUs that nobody asked about",
     ),
     "an answer to a command that is not waited for": (
-        said("scheduler", ev.CommandAnswered("tide/1/x/a0", True, "")),
+        event_of("scheduler", ev.CommandAnswered("tide/1/x/a0", True, "")),
         "answers a command that is not waited for",
     ),
-    "a second submission": (said("launcher", ev.JobSubmitted(spec(), "{}", False)), "the job exists"),
-    "a resume of a job that is not paused": (said("control", ev.JobResumeRequested()), "the job is not paused"),
+    "a second submission": (event_of("launcher", ev.JobSubmitted(spec(), "{}", False)), "the job exists"),
+    "a resume of a job that is not paused": (event_of("control", ev.JobResumeRequested()), "the job is not paused"),
 }
 
 
@@ -160,8 +165,56 @@ def test_an_event_that_is_refused_changes_only_the_count_of_refusals(running: Cl
     assert replace(after, ignored=running.ignored, clocks=running.clocks) == running
 
 
+EVERY_KIND: tuple[ev.Body, ...] = (
+    ev.Progress((), 1, 2, "train"),
+    ev.Backlog("scored", 5),
+    ev.GpusReleased(OLD),
+    ev.GpusAcquired(OLD),
+    ev.LayoutCommitted(Layout(dp=2), OLD, 0),
+    BROKEN,
+    ev.InstanceJoined(InstanceId("actor@n7"), "x", 1),
+    ev.InstanceLost(InstanceId("actor@n7"), 1),
+    ev.LeadElected(InstanceId("actor@n7"), "x", 9),
+    ev.WeightsPublished(SNAPSHOT, None),
+    ev.WeightsLoaded(0, "files-0"),
+    REPORT,
+    ev.EvaluationReported(0, 8, 2, ()),
+    ev.CheckpointSaved(2, 2, "c2", 9),
+    ev.DeadLettered("samples.tide", "not a group", 7),
+    ev.JobSubmitted(spec(), "{}", resume=True),
+    ev.JobCancelRequested("enough"),
+    ev.JobResumeRequested(),
+    ev.ResizeRequested(Placed((gpu("n7", 0),), Layout())),
+    ev.ResizeFailed("no memory"),
+    ev.GateReported(NODES[0], (ev.GateState(gpu("n7", 0), Token(1, 1), held=True),)),
+    ev.CommandAnswered("tide/1/x/a0", accepted=False, message="not ready"),
+    ev.OwnershipObserved((), ()),
+    Generation((), 2, (), ()),
+    Inferring((0,)),
+    Training(1, 1),
+)
+
+
+@pytest.mark.parametrize("body", EVERY_KIND, ids=lambda body: type(body).__name__)
+def test_every_kind_of_event_folds_without_an_error_into_a_new_a_running_and_an_ending_state(
+    running: ClusterState, body: ev.Body
+) -> None:
+    ending = evolve(running, event_of("control", ev.JobCancelRequested("enough")))
+    for state in (ClusterState(job=JOB), running, ending):
+        for source in ("control", ACTOR, OTHER_ACTOR, ROLLOUT, "actor@n7"):
+            for incarnation in (0, 1, 2, 3):
+                event = event_of(
+                    source, body, sequence=70, incarnation=incarnation, grants=OLD, transition_id="tide/1/t1"
+                )
+                assert evolve(state, event).job == JOB
+
+
+def test_the_kinds_of_events_above_are_all_there_are() -> None:
+    assert {type(body) for body in EVERY_KIND} == set(get_args(ev.Body))
+
+
 def test_an_event_delivered_twice_counts_once(running: ClusterState) -> None:
-    event = said("control", ev.JobCancelRequested("enough"), stream_sequence=7)
+    event = event_of("control", ev.JobCancelRequested("enough"), stream_sequence=7)
     once = evolve(running, event)
 
     twice = evolve(once, event)
@@ -173,7 +226,7 @@ def test_an_event_delivered_twice_counts_once(running: ClusterState) -> None:
 def test_events_of_one_source_count_once_each_in_whatever_order_they_come(running: ClusterState) -> None:
     start = running.clocks[OTHER_ACTOR].through
     events = [
-        said(OTHER_ACTOR, ev.Progress((), number, 9, "train"), boot=1, sequence=start + number)
+        event_of(OTHER_ACTOR, ev.Progress((), number, 9, "train"), boot=1, sequence=start + number)
         for number in (3, 1, 2, 3, 1)
     ]
     state = running
@@ -187,8 +240,8 @@ def test_events_of_one_source_count_once_each_in_whatever_order_they_come(runnin
 
 
 def test_progress_and_backlog_are_folded_in_without_raising_the_guarding_version(running: ClusterState) -> None:
-    progress = said(OTHER_ACTOR, ev.Progress((("loss", 0.5),), 1, 2, "train"), boot=1, sequence=60)
-    backlog = said(OTHER_ACTOR, ev.Backlog("scored", 5), boot=1, sequence=61)
+    progress = event_of(OTHER_ACTOR, ev.Progress((("loss", 0.5),), 1, 2, "train"), boot=1, sequence=60)
+    backlog = event_of(OTHER_ACTOR, ev.Backlog("scored", 5), boot=1, sequence=61)
 
     after = evolve(evolve(running, progress), backlog)
 
@@ -198,16 +251,16 @@ def test_progress_and_backlog_are_folded_in_without_raising_the_guarding_version
 
 
 def test_a_structural_event_raises_the_guarding_version_by_one(running: ClusterState) -> None:
-    after = evolve(running, said("control", ev.JobCancelRequested("enough")))
+    after = evolve(running, event_of("control", ev.JobCancelRequested("enough")))
 
     assert after.version == running.version + 1
 
 
 def test_ownership_read_unchanged_leaves_the_version_and_an_older_record_changes_nothing(running: ClusterState) -> None:
     records = tuple(running.gpus.values())
-    same = said("scheduler", ev.OwnershipObserved(records, tuple(running.transitions.values())))
+    same = event_of("scheduler", ev.OwnershipObserved(records, tuple(running.transitions.values())))
     older = tuple(replace(record, token=Token(0, 0)) for record in records)
-    stale = said("scheduler", ev.OwnershipObserved(older, tuple(running.transitions.values())))
+    stale = event_of("scheduler", ev.OwnershipObserved(older, tuple(running.transitions.values())))
 
     assert evolve(running, same) == running
     assert evolve(running, stale) == running
@@ -218,7 +271,7 @@ def test_an_event_of_a_newer_start_of_an_instance_shows_the_death_of_the_start_b
     drive.run_until(is_iterating)
     name = InstanceId("rollout@n1")
 
-    after = evolve(drive.state, said(name, ev.Progress((), 0, 1, "generate"), boot=2, incarnation=1))
+    after = evolve(drive.state, event_of(name, ev.Progress((), 0, 1, "generate"), boot=2, incarnation=1))
 
     assert [grant.gpu for grant in after.components[Role.ROLLOUT].grants] == [gpu("n0", 1)]
     assert after.version == drive.state.version + 1
@@ -230,17 +283,17 @@ def test_a_failure_of_a_component_with_an_old_token_leaves_its_open_start_alone(
     drive.run_until(lambda state: state.transition_of(Role.INFERENCE) is not None)
     assert not drive.state.components[Role.INFERENCE].is_up
 
-    after = evolve(drive.state, said(name, BROKEN, boot=1, sequence=50, incarnation=1))
+    after = evolve(drive.state, event_of(name, BROKEN, boot=1, sequence=50, incarnation=1))
 
     assert after.ignored["under old tokens"] == 1
     assert after.components == drive.state.components
 
 
-def test_a_report_counts_although_its_gpus_have_gone_to_another_component() -> None:
+def test_a_report_counts_even_if_another_component_got_its_gpus_since() -> None:
     drive = iterating()
     name = instance_id(Role.ROLLOUT, NODES[1])
 
-    after = evolve(drive.state, said(name, REPORT, boot=1, sequence=50, grants=OLD))
+    after = evolve(drive.state, event_of(name, REPORT, boot=1, sequence=50, grants=OLD))
 
     assert after.iteration is not None
     assert Role.ROLLOUT in after.iteration.reports

@@ -1,4 +1,4 @@
-"""A job from its submission to its end, and everything a person may do to it on the way."""
+"""A job from its submission to its end, with everything that a person may do to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_iterating(state: ClusterState) -> bool:
     return state.iteration is not None and len(state.iteration.opened) == len(Role)
 
 
-def test_a_job_starts_iterates_and_gives_everything_back() -> None:
+def test_a_job_starts_iterates_and_gives_all_gpus_back() -> None:
     drive = booted(FakeCluster(spec(num_iterations=3)))
 
     state = drive.run()
@@ -41,7 +41,7 @@ def test_a_job_starts_iterates_and_gives_everything_back() -> None:
     assert state.checkpoint.next_iteration == 3
 
 
-def test_an_iteration_begins_after_the_prompts_that_the_one_before_took_and_after_those_of_the_checkpoint() -> None:
+def test_an_iteration_begins_after_the_prompts_of_the_iteration_or_of_the_checkpoint_before_it() -> None:
     drive = booted(FakeCluster(spec(num_iterations=4, max_extra_prompts=2), keeps_state=False))
     drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
     drive.cluster.kill_worker(gpu("n0", 0))
@@ -100,7 +100,7 @@ def test_the_inference_is_given_the_reference_policy_exactly_when_the_kl_term_is
             assert (load.reference is not None) == want
 
 
-def test_before_the_job_is_submitted_nothing_is_decided_and_the_reason_says_who_is_there() -> None:
+def test_before_the_job_is_submitted_no_command_is_issued_and_the_reason_counts_the_instances() -> None:
     drive = Drive(FakeCluster(spec()))
     drive.cluster.start(instance_id(Role.ACTOR, NODES[0]))
     drive.step()
@@ -123,7 +123,7 @@ def test_a_component_waits_for_an_instance_on_each_of_its_nodes() -> None:
     assert not cluster.store.records
 
 
-def test_a_component_that_never_comes_fails_the_job_with_what_was_waited_for() -> None:
+def test_a_component_that_never_joins_fails_the_job_with_the_name_of_the_missing_instance() -> None:
     cluster = FakeCluster(spec(deadline_ms=1000))
     drive = Drive(cluster)
     cluster.start(instance_id(Role.ACTOR, NODES[0]))
@@ -137,7 +137,7 @@ def test_a_component_that_never_comes_fails_the_job_with_what_was_waited_for() -
 
 @pytest.mark.parametrize("num_steps", range(0, 30, 3))
 def test_an_instance_that_never_comes_back_fails_the_job_whether_a_start_failed_before_or_not(num_steps: int) -> None:
-    """The pause after a failed start is forgotten when it is over, and the wait must not be forgotten in the next."""
+    """The scheduler drops the pause after a failed start at its end. It must keep the wait for the instance."""
     drive = booted(FakeCluster(spec(), has_supervisor=False))
     for _ in range(num_steps):
         drive.step()
@@ -199,7 +199,7 @@ def test_a_dead_letter_pauses_the_job_and_no_iteration_opens_until_it_is_resumed
 
 
 @pytest.mark.parametrize("num_steps", [0, 3, 12, 20, 30, 40, 45])
-def test_a_cancelled_job_gives_every_gpu_back_wherever_it_stands(num_steps: int) -> None:
+def test_a_cancelled_job_gives_every_gpu_back_at_whatever_step_it_is(num_steps: int) -> None:
     drive = booted(FakeCluster(spec()))
     for _ in range(num_steps):
         drive.step()
@@ -282,7 +282,7 @@ def test_a_resumed_job_goes_on_from_its_last_checkpoint_in_a_new_incarnation() -
 
 
 def resumed(drive: Drive, *, next_iteration: int, incarnation: int) -> ClusterState:
-    """As a launcher resumes: it tells what it found in the job's folder, then submits the job."""
+    """Resumes like a launcher: reports the checkpoint in the job's folder, then submits the job."""
     cluster = drive.cluster
     cluster.checkpoints["found"] = next_iteration
     cluster.voice.say("launcher", ev.CheckpointSaved(next_iteration, next_iteration, "found", 16))
@@ -333,11 +333,11 @@ def test_a_resume_with_a_state_begins_from_the_newer_of_its_checkpoint_and_the_o
 def test_a_checkpoint_that_a_launcher_reports_leaves_the_present_incarnation_as_it_is() -> None:
     drive = booted(FakeCluster(spec()))
     drive.run_until(is_iterating)
-    told = ev.Event(
+    event = ev.Event(
         job=JOB, source="launcher", boot=1, sequence=9, body=ev.CheckpointSaved(9, 9, "found", 0), incarnation=2
     )
 
-    after = evolve(drive.state, told)
+    after = evolve(drive.state, event)
 
     assert after.checkpoint == Checkpoint(next_iteration=9, version=9, name="found", incarnation=2)
     assert replace(after, checkpoint=None, version=0) == replace(drive.state, version=0)
@@ -352,6 +352,38 @@ def test_a_resume_takes_an_incarnation_at_least_as_high_as_that_of_the_found_che
     after = evolve(state, ev.Event(job=JOB, source="launcher", boot=1, sequence=2, body=submitted, incarnation=1))
 
     assert (after.incarnation, after.next_iteration) == (4, 2)
+
+
+def test_a_submission_that_comes_twice_counts_once() -> None:
+    submission = ev.Event(
+        job=JOB, source="launcher", boot=1, sequence=1, body=ev.JobSubmitted(spec(), "{}", resume=True), incarnation=1
+    )
+    once = evolve(ClusterState(job=JOB), submission)
+
+    twice = evolve(once, submission)
+
+    assert once.incarnation == 1
+    assert twice == replace(once, ignored={"submitted before": 1})
+
+
+LATER_EVENTS: dict[str, ev.Body] = {
+    "another cancel": ev.JobCancelRequested("another reason"),
+    "a dead letter": ev.DeadLettered("samples.tide", "not a group", 7),
+    "a resume": ev.JobResumeRequested(),
+}
+
+
+@pytest.mark.parametrize("case", LATER_EVENTS)
+def test_a_job_that_is_ending_keeps_its_outcome(case: str) -> None:
+    drive = booted(FakeCluster(spec()))
+    drive.run_until(is_iterating)
+    drive.cluster.voice.say("control", ev.JobCancelRequested("no longer needed"))
+    drive.run_until(lambda state: state.phase is Phase.STOPPING)
+    drive.cluster.voice.say("control", LATER_EVENTS[case])
+
+    state = drive.run()
+
+    assert (state.phase, state.message) == (Phase.CANCELLED, "cancelled: no longer needed")
 
 
 def test_every_decision_of_a_job_has_a_reason_that_does_not_hold_the_time() -> None:

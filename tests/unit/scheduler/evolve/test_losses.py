@@ -1,4 +1,4 @@
-"""What a death costs: an engine, a world, or an incarnation; and how GPUs come back."""
+"""The cost of a death (an engine, a world, or an incarnation), and how GPUs come back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ups_of(drive: Drive, role: Role) -> list[cmd.ScaleUp]:
 
 
 def starts_of_actor(drive: Drive) -> list[cmd.ScaleUp]:
-    """Those of all its ranks; others replace the ranks that it lost."""
+    """The starts of all ranks. Other starts replace the ranks that the actor lost."""
     return [command for command in ups_of(drive, Role.ACTOR) if command.grants == command.members]
 
 
@@ -47,10 +47,10 @@ def test_a_rollout_engine_that_dies_leaves_the_others_at_work_and_comes_back_und
     drive.cluster.kill_worker(ROLLOUT_GPU)
     drive.step()
 
-    left = drive.state.components[Role.ROLLOUT]
-    assert [grant.gpu for grant in left.grants] == [gpu("n0", 1), gpu("n1", 1)]
-    assert isinstance(left.state, Working)
-    assert left.state.loaded is not None
+    remaining = drive.state.components[Role.ROLLOUT]
+    assert [grant.gpu for grant in remaining.grants] == [gpu("n0", 1), gpu("n1", 1)]
+    assert isinstance(remaining.state, Working)
+    assert remaining.state.loaded is not None
     assert (drive.state.incarnation, drive.state.phase) == (1, Phase.RUNNING)
 
     deliver_all(drive)
@@ -98,19 +98,21 @@ def test_an_actor_rank_that_dies_in_an_iteration_is_replaced_in_the_same_incarna
     assert not any(component.num_failed_starts for component in state.components.values())
 
 
-@pytest.mark.parametrize("is_told_first", [True, False], ids=["told before", "told after"])
+@pytest.mark.parametrize(
+    "is_known_first", [True, False], ids=["death known before the close", "death known after the close"]
+)
 def test_an_iteration_closed_by_an_actor_that_lacks_a_rank_is_saved_and_published_once_the_rank_is_back(
-    is_told_first: bool,
+    is_known_first: bool,
 ) -> None:
     drive = iterating()
     drive.cluster.work()
     drive.cluster.kill_worker(ACTOR_GPU)
     death = drive.cluster.outbox.pop()
-    if is_told_first:
+    if is_known_first:
         drive.deliver(death)
     drive.run_until(lambda _: bool(_closes_of_actor(drive)))
     assert drive.cluster.checkpoints == {}
-    if not is_told_first:
+    if not is_known_first:
         drive.deliver(death)
 
     drive.run_until(lambda state: state.next_iteration == 1 and is_iterating(state))
@@ -201,7 +203,7 @@ def test_the_node_of_a_dead_rank_that_is_lost_as_well_costs_the_incarnation() ->
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_an_actor_rank_whose_state_is_gone_starts_a_new_incarnation_from_the_last_checkpoint() -> None:
+def test_an_actor_rank_whose_state_is_lost_starts_a_new_incarnation_from_the_last_checkpoint() -> None:
     drive = booted(FakeCluster(spec(num_iterations=3), keeps_state=False))
     drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 1)
     drive.cluster.kill_worker(ACTOR_GPU)
@@ -234,7 +236,7 @@ def test_iterations_after_the_last_checkpoint_are_superseded_and_their_samples_d
         assert summary.generated.num_samples == total((*summary.filtered, *summary.discarded)).num_samples
 
 
-def test_an_iteration_that_breaks_off_tells_what_the_rollout_had_generated_as_far_as_is_known() -> None:
+def test_an_iteration_that_breaks_off_counts_the_samples_of_the_rollouts_last_progress() -> None:
     drive = iterating(keeps_state=False)
     name = instance_id(Role.ROLLOUT, NODES[0])
     drive.cluster.voice.say(name, ev.Progress((), 3, 4, "generate"), incarnation=1, iteration=0)
@@ -277,7 +279,7 @@ def test_an_actor_that_restarts_in_a_paused_job_leaves_it_paused_with_what_a_per
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_a_new_lead_of_the_rollout_is_asked_again_under_its_epoch() -> None:
+def test_a_new_lead_of_the_rollout_gets_the_open_command_again_under_its_epoch() -> None:
     drive = iterating()
     drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[0]), tells=True)
 
@@ -340,7 +342,7 @@ def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one()
     assert evolve(state, answer).released == (Grant(ROLLOUT_GPU, Token(1, 1)),)
 
 
-def test_a_gpu_that_nobody_passed_to_is_free_though_its_gate_does_not_list_it() -> None:
+def test_a_lost_gpu_that_no_worker_ever_held_is_free_though_its_gate_does_not_list_it() -> None:
     drive = iterating()
     drive.cluster.kill_worker(ROLLOUT_GPU)
     grant = Grant(ROLLOUT_GPU, Token(1, 1))
@@ -368,7 +370,7 @@ def test_a_lost_gpu_whose_last_owner_nobody_knows_is_taken_back_through_its_gate
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_the_rollout_goes_on_for_good_without_a_node_that_does_not_come_back() -> None:
+def test_the_rollout_works_for_good_without_a_node_that_does_not_come_back() -> None:
     drive = iterating()
     drive.cluster.has_supervisor = False
     drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[1]), tells=True)
@@ -393,19 +395,19 @@ def test_a_component_that_fails_to_start_again_and_again_fails_the_job_after_pau
 
 
 @pytest.mark.parametrize("role", [Role.ROLLOUT, Role.INFERENCE])
-def test_an_iteration_that_failed_is_taken_up_once_its_component_was_started_anew_and_loaded_the_weights(
+def test_a_failed_iteration_continues_once_its_component_was_started_anew_and_loaded_the_weights(
     role: Role,
 ) -> None:
     drive = iterating()
     drive.cluster.fail_iteration(role)
     deliver_all(drive)
 
-    asked = [
+    commands = [
         command
         for command in drive.cluster.log
         if isinstance(command, cmd.ScaleUp | cmd.LoadWeights | cmd.OpenIteration) and command.header.role is role
     ]
-    up, load = asked[-2:]
+    up, load = commands[-2:]
     assert isinstance(up, cmd.ScaleUp)
     assert isinstance(load, cmd.LoadWeights)
     assert load.weights == drive.state.snapshots[0]
@@ -413,7 +415,7 @@ def test_an_iteration_that_failed_is_taken_up_once_its_component_was_started_ane
     assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
 
 
-def test_an_instance_that_was_counted_as_lost_and_lives_is_cleared_and_works_again_in_the_same_start() -> None:
+def test_a_living_instance_that_was_counted_as_lost_works_again_in_the_same_start() -> None:
     drive = iterating()
     name = instance_id(Role.ROLLOUT, NODES[1])
     drive.cluster.lapse(name)
@@ -456,7 +458,7 @@ def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed
     assert transition is not None
     names = itertools.cycle(instance_id(Role.ROLLOUT, node) for node in reversed(NODES))
     while drive.now_ms < transition.deadline_unix_ms:
-        assert drive.cluster.store.records[transition.id].is_open, "each lead that comes is asked anew"
+        assert drive.cluster.store.records[transition.id].is_open, "each new lead gets the command again"
         drive.now_ms += 50_000
         drive.cluster.elect(next(names))
         deliver_all(drive)

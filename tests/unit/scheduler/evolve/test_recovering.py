@@ -1,4 +1,4 @@
-"""A state that the store lost: what the stream alone tells of the job, and how the job goes on from there."""
+"""A state that the store lost: what the stream alone shows of the job, and how the job continues from there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidegate.types import Layout, Role, TransitionId
 
 
 def history(drive: Drive) -> list[ev.Event]:
-    """What the stream holds of it."""
+    """The job's events as the stream has them."""
     return [replace(event, stream_sequence=number) for number, event in enumerate(drive.delivered, start=1)]
 
 
@@ -32,7 +32,7 @@ def after_two_iterations() -> Drive:
 
 
 def lose_the_store(drive: Drive) -> None:
-    """The server comes back empty and is adopted: the gates alone know of the GPUs."""
+    """The store's server comes back empty and is adopted. Only the gates still have records of the GPUs."""
     drive.cluster.store.records.clear()
     for slot, gate in drive.cluster.gates.items():
         state = GpuState.LOST if gate.is_held else GpuState.FREE

@@ -105,5 +105,5 @@ def test_rates_of_no_size_or_of_nothing_or_without_bounds_are_refused() -> None:
         with pytest.raises(ValueError, match="name one at least, all finite and above 0"):
             Rates(trainer=wrong, inference_tokens_per_s_per_gpu=1.0)
     for rate in (0.0, inf):
-        with pytest.raises(ValueError, match="tokens/s a GPU; it is finite and above 0"):
+        with pytest.raises(ValueError, match="tokens/s a GPU; give one that is finite and above 0"):
             Rates(trainer=((1, 1.0),), inference_tokens_per_s_per_gpu=rate)

@@ -13,7 +13,7 @@ import pytest
 from services.scheduler.decide.turn import StateBroken
 from services.scheduler.shell.codecs.state_codec import encode_state
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
-from services.scheduler.state.observed import Seen, Training
+from services.scheduler.state.observed import Pictures, Training
 from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
 from tidegate.adapters.cells import Cell
@@ -175,7 +175,7 @@ async def test_a_command_goes_out_after_the_state_says_that_it_was_issued(tmp_pa
 
 async def test_a_state_that_breaks_an_invariant_is_never_written(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
-        broken = encode_state(replace(ClusterState(job=JOB), seen=Seen(training=Training())))
+        broken = encode_state(replace(ClusterState(job=JOB), seen=Pictures(training=Training())))
         await (await of.client()).save(JOB, broken, expected_write=0, version=0)
         await of.boot()
         service = await of.replica()

@@ -1,4 +1,4 @@
-"""What a component cannot be: without a GPU and at work, or with GPUs and not at work."""
+"""A component works if and only if it has GPUs."""
 
 from __future__ import annotations
 

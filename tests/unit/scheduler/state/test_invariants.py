@@ -1,4 +1,4 @@
-"""Each invariant finds the state that breaks it, and none finds anything in a sound one."""
+"""Each invariant finds a state that breaks it, and no invariant finds a fault in a sound state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.scheduler.state.components import Working
 from services.scheduler.state.course import Evaluation
 from services.scheduler.state.invariants import check
 from services.scheduler.state.issued import Expectation, Kind
-from services.scheduler.state.observed import Inferring, Seen
+from services.scheduler.state.observed import Inferring, Pictures
 from services.scheduler.state.values import Fate
 from tests.unit.scheduler.drive import booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
@@ -46,7 +46,7 @@ def with_record(state: ClusterState, /, **changes: object) -> ClusterState:
     return replace(state, gpus={**state.gpus, ACTOR_GPU: record})
 
 
-def with_a_gpu_of_the_actor(state: ClusterState) -> ClusterState:
+def with_an_actors_gpu_in_the_rollout(state: ClusterState) -> ClusterState:
     grants = (*state.components[Role.ROLLOUT].grants[:2], state.components[Role.ACTOR].grants[0])
     return at_work(state, Role.ROLLOUT, grants=grants)
 
@@ -59,11 +59,11 @@ def with_wrong_samples(state: ClusterState) -> ClusterState:
 def with_transitions(state: ClusterState, *, deadline_unix_ms: int) -> ClusterState:
     move = Move(ACTOR_GPU, None, state.owner(Role.ACTOR), Token(1, 1))
     part = Part(Role.ACTOR, PartKind.START, None, Layout())
-    made = [
+    transitions = [
         Transition(TransitionId(f"tide/1/t{k}"), state.job, 1, (move,), (part,), 1, deadline_unix_ms, "")
         for k in (7, 8)
     ]
-    return replace(state, transitions={each.id: each for each in made})
+    return replace(state, transitions={each.id: each for each in transitions})
 
 
 def without_a_deadline(state: ClusterState) -> ClusterState:
@@ -72,7 +72,7 @@ def without_a_deadline(state: ClusterState) -> ClusterState:
 
 
 BROKEN: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
-    "a GPU works for two components": (with_a_gpu_of_the_actor, "one owner a GPU"),
+    "a GPU works for two components": (with_an_actors_gpu_in_the_rollout, "one owner a GPU"),
     "a component works on a GPU that the store counts as lost": (
         lambda state: with_record(state, state=GpuState.LOST),
         "one owner a GPU",
@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
     ),
     "an open iteration is forgotten": (lambda state: replace(state, iteration=None), "no account is dropped"),
     "a picture outlives its iteration": (
-        lambda state: replace(state, iteration=None, seen=Seen(inferring=Inferring())),
+        lambda state: replace(state, iteration=None, seen=Pictures(inferring=Inferring())),
         "pictures are of an open iteration",
     ),
     "a version is evaluated twice": (
@@ -133,7 +133,7 @@ def state() -> ClusterState:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_state_that_breaks_an_invariant_is_told(state: ClusterState, case: str) -> None:
+def test_a_state_that_breaks_an_invariant_is_found(state: ClusterState, case: str) -> None:
     spoil, want = BROKEN[case]
 
     assert check(state, state) == []

@@ -1,13 +1,15 @@
-"""What a job measures of itself replaces what was assumed, and what is newer weighs more."""
+"""A job's measurements replace the assumptions, and newer measurements lower the weight of earlier ones."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from services.scheduler.shell.codecs.plain import to_plain
 from services.scheduler.state.costs import ASSUMED_COSTS, ASSUMED_LENGTHS, DecodeStep, LengthLaw
 from services.scheduler.state.learned import (
     LENGTHS_WEIGHT,
@@ -41,12 +43,12 @@ def drawn(law: LengthLaw, *, num_prompts: int, group_size: int, seed: int, hinte
     return Generation((), group_size, tuple(lengths), (ENDED,) * len(lengths), hints=tuple(hints))
 
 
-def test_before_anything_was_seen_decoding_is_as_assumed() -> None:
+def test_before_a_measurement_decoding_is_as_assumed() -> None:
     assert Learned().decode(STEP) == STEP
 
 
-def test_the_first_engines_at_work_say_how_much_slower_steps_are_than_assumed() -> None:
-    # Assumed: 8 sequences a step of 10 ms, 800 tokens/s; seen: 200.
+def test_the_first_picture_of_working_engines_sets_the_factor_of_decode_steps() -> None:
+    # Assumed: 8 sequences in a step of 10 ms are 800 tokens/s. The measured rate is 200.
     learned = with_decoding(Learned(), decoding(num_running=8, rate=200.0), STEP)
 
     assert learned.decode(STEP).floor_s == pytest.approx(0.04)
@@ -60,7 +62,7 @@ def test_a_single_odd_picture_changes_a_known_speed_a_little() -> None:
     assert 1 < odd.decode(STEP).floor_s / STEP.floor_s < 2
 
 
-def test_engines_that_stand_still_teach_nothing() -> None:
+def test_engines_that_stand_still_teach_nothing_of_decoding() -> None:
     assert with_decoding(Learned(), decoding(num_running=0, rate=0.0), STEP) == Learned()
     assert with_decoding(Learned(), decoding(num_running=4, rate=0.0), STEP) == Learned()
 
@@ -72,7 +74,7 @@ def test_a_speed_that_no_engine_has_stays_within_bounds(rate: float) -> None:
     assert 1 / MAX_FACTOR <= learned.decode(STEP).floor_s / STEP.floor_s * (1 + 1e-9) <= MAX_FACTOR * (1 + 1e-6)
 
 
-def test_the_trainers_rates_are_kept_by_layout_and_the_last_word_counts() -> None:
+def test_the_trainers_rates_are_kept_by_layout_and_the_latest_rate_counts() -> None:
     small, large = TrainerRate(Layout(dp=2), 100.0), TrainerRate(Layout(dp=4), 150.0)
     learned = with_training(Learned(), Training(measured=(large,)))
     learned = with_training(learned, Training(measured=(small,)))
@@ -89,7 +91,7 @@ def test_the_layout_that_was_trained_in_last_is_the_last_of_the_rates() -> None:
     assert with_training(learned, Training(measured=(three, two))).rates == (one, three, two)
 
 
-def test_what_no_gpu_makes_shorter_and_inferences_rate_are_as_last_told_and_a_new_lead_unsays_neither() -> None:
+def test_the_latest_update_time_and_inference_rate_count_and_stay_when_a_new_lead_reports_none() -> None:
     assert Learned().costs(ASSUMED_COSTS) == ASSUMED_COSTS
     learned = with_inferring(with_training(Learned(), Training(update_s=0.5)), Inferring((), False, 900.0))
     learned = with_inferring(with_training(learned, Training(update_s=0.25)), Inferring((), False, 800.0))
@@ -101,7 +103,7 @@ def test_what_no_gpu_makes_shorter_and_inferences_rate_are_as_last_told_and_a_ne
     assert again.inference_tokens_per_s == 800.0
 
 
-def test_a_new_lead_that_does_not_know_what_no_gpu_makes_shorter_unsays_no_rate_that_stands_beside_it() -> None:
+def test_a_new_lead_without_a_measured_update_time_replaces_no_rate_that_excludes_one() -> None:
     known, other = TrainerRate(Layout(dp=4), 100.0), TrainerRate(Layout(dp=2), 60.0)
     learned = with_training(Learned(), Training(measured=(known, other), update_s=19.8))
     first = (replace(known, rate_tokens_per_s=70.0), TrainerRate(Layout(dp=8), 150.0))
@@ -112,7 +114,9 @@ def test_a_new_lead_that_does_not_know_what_no_gpu_makes_shorter_unsays_no_rate_
 
     later = with_training(again, Training(measured=first, update_s=20.1))
     assert (later.rates, later.update_s) == ((other, *first), 20.1)
-    assert with_training(Learned(), Training(measured=first)).rates == first, "beside what is assumed"
+    assert with_training(Learned(), Training(measured=first)).rates == first, (
+        "rates that exclude the assumed update time"
+    )
 
 
 def test_lengths_of_a_whole_iteration_give_the_law_that_they_were_drawn_from() -> None:
@@ -128,7 +132,7 @@ def test_lengths_of_a_whole_iteration_give_the_law_that_they_were_drawn_from() -
     assert learned.lengths.max_tokens == ASSUMED_LENGTHS.max_tokens
 
 
-def test_lengths_of_a_later_iteration_count_beside_those_of_earlier_ones() -> None:
+def test_lengths_of_a_later_iteration_are_averaged_with_those_of_earlier_iterations() -> None:
     law = replace(ASSUMED_LENGTHS, log_mean=5.0)
     learned = with_lengths(Learned(), drawn(law, num_prompts=400, group_size=4, seed=2), ASSUMED_LENGTHS)
 
@@ -148,7 +152,7 @@ def test_an_iteration_that_is_not_whole_teaches_no_lengths() -> None:
     assert with_lengths(Learned(), None, ASSUMED_LENGTHS) == Learned()
 
 
-def test_single_responses_and_single_prompts_leave_the_spread_that_they_cannot_show_as_assumed() -> None:
+def test_groups_of_one_response_and_iterations_of_one_prompt_leave_the_unmeasurable_spread_as_assumed() -> None:
     one_each = drawn(ASSUMED_LENGTHS, num_prompts=50, group_size=1, seed=5)
     one_prompt = drawn(ASSUMED_LENGTHS, num_prompts=1, group_size=50, seed=6)
 
@@ -169,6 +173,31 @@ def test_equal_lengths_keep_a_spread_that_can_be_divided_by() -> None:
     assert law is not None
     assert law.log_mean == pytest.approx(math.log(7))
     assert min(law.sigma_prompt, law.sigma_group, law.sigma_hint) > 0
+
+
+def test_old_measurements_fade_with_each_newer_one() -> None:
+    learned = with_decoding(Learned(), decoding(num_running=8, rate=8.0), STEP)
+    factors = []
+    for _ in range(60):
+        learned = with_decoding(learned, decoding(num_running=8, rate=800.0), STEP)
+        factors.append(learned.decode(STEP).floor_s / STEP.floor_s)
+
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_result_is_as_small_after_many_iterations_as_after_one() -> None:
+    learned, sizes = Learned(), []
+    for seed in range(5):
+        learned = with_training(learned, Training(measured=(TrainerRate(Layout(dp=2), 100.0 + seed),), update_s=1.5))
+        learned = with_decoding(learned, decoding(num_running=8, rate=200.0), STEP)
+        learned = with_lengths(
+            learned, drawn(ASSUMED_LENGTHS, num_prompts=50, group_size=2, seed=seed), ASSUMED_LENGTHS
+        )
+        values = json.loads(json.dumps(to_plain(learned)), parse_float=lambda _: 0.0)
+        sizes.append(len(json.dumps(values)))
+
+    assert set(sizes) == {sizes[0]}
 
 
 def test_what_a_job_assumes_is_what_the_simulator_assumes() -> None:

@@ -1,4 +1,4 @@
-"""What the trainer's switches take by their sizes, and that policies count it."""
+"""The duration of the trainer's switches depends on their sizes, and policies count it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.scheduler.state.values import Placed
 from tests.unit.scheduler.situations import gpus, job, seen
 from tidegate.types import Layout
 
-# Of copies of one GPU: 8 bytes of weights, 24 of the optimizer's, a byte a second.
+# A copy has one GPU, 8 bytes of weights and 24 of the optimizer's state. A rank sends a byte a second.
 RESHARD = ReshardCosts(
     setup_s=1.0, communicators_s=5.0, bytes_per_s=1.0, weight_bytes=8, optimizer_bytes=24, gpus_per_host=8
 )
@@ -30,33 +30,36 @@ MOVES = {
     "one copy gives the weights to three": (1, 4, 3 * 8 + 24 * 3 / 4),
     "two copies share what they give to four": (2, 6, 2 * 8 + 12),
     "a copy that joins four receives all and each gives a quarter": (4, 5, 8 + 24 / 5),
-    "the copy that is left receives what it had not": (4, 1, 24 * 3 / 4),
-    "of four that become three the last keeps least": (4, 3, 24 * (1 / 3 - 1 / 12)),
+    "the remaining copy receives the parts that it lacked": (4, 1, 24 * 3 / 4),
+    "the last copy of four that become three keeps least": (4, 3, 24 * (1 / 3 - 1 / 12)),
 }
 
 
-@pytest.mark.parametrize("told", MOVES)
-def test_a_change_takes_its_setup_its_groups_and_its_busiest_ranks_bytes(told: str) -> None:
-    before, after, want = MOVES[told]
+@pytest.mark.parametrize("case", MOVES)
+def test_a_change_takes_its_setup_its_groups_and_its_busiest_ranks_bytes(case: str) -> None:
+    before, after, want = MOVES[case]
     seconds = switch_seconds(COSTS, copy_size=1, most=6)
     assert seconds[before, after] == pytest.approx(1 + 5 + want)
 
 
-def test_groups_that_are_there_are_not_built_and_no_change_takes_no_time() -> None:
+def test_existing_process_groups_are_not_built_again_and_no_change_takes_no_time() -> None:
     new, known = switch_seconds(COSTS, copy_size=1, most=6), switch_seconds(COSTS, copy_size=1, most=6, known=(2, 5))
     assert new[4, 2] - known[4, 2] == new[1, 5] - known[1, 5] == 5.0
     assert new[4, 3] == known[4, 3]
     assert not known.diagonal().any()
 
 
-def test_a_trainer_that_had_no_gpus_is_loaded_and_without_bytes_every_reshard_is_alike() -> None:
+def test_a_trainer_without_gpus_is_loaded_and_without_bytes_all_reshards_take_the_same_time() -> None:
     assert switch_seconds(COSTS, copy_size=1, most=3, known=(2,))[0].tolist() == [0.0, 7.0, 7.0, 7.0]
     flat = switch_seconds(replace(COSTS, reshard=None), copy_size=1, most=3, known=(2,))
     assert flat[1:, 1:].tolist() == [[0.0, 3.0, 3.0], [3.0, 0.0, 3.0], [3.0, 3.0, 0.0]]
 
 
 def test_copies_on_a_half_full_host_serve_only_the_copies_that_join_them_there() -> None:
-    """Three copies of four GPUs on hosts of eight become seven: the third serves the fourth, and a third of three."""
+    """Three copies of four GPUs on hosts of eight become seven.
+
+    The third copy serves the fourth alone, and each of the three serves one of the remaining three.
+    """
     weights, state = 8 / 4, 24 / 4
     moved = RESHARD.busiest_bytes(np.array(3.0), np.array(7.0), copy_size=4)
     assert float(moved) == pytest.approx(weights * (1 + 3 / 3) + state / 3)
@@ -64,7 +67,7 @@ def test_copies_on_a_half_full_host_serve_only_the_copies_that_join_them_there()
     assert float(on_full_hosts) == pytest.approx(weights * 4 / 3 + state / 3)
 
 
-# Policies: two copies of two GPUs train, and 16 GPUs are there.
+# The policies below have 16 GPUs, and two copies of two GPUs train.
 
 SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=4)
 AT_WORK = Assignment(
@@ -100,7 +103,7 @@ def trained_on(situation: Situation) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("known", [3, 4])
-def test_of_two_sizes_that_serve_alike_tide_takes_the_one_whose_groups_are_there(known: int) -> None:
+def test_tide_prefers_the_size_whose_process_groups_exist(known: int) -> None:
     assert planned_copies(between_updates(FAST)) > 2
     slow = replace(FAST, communicators_s=200.0)
     assert planned_copies(between_updates(slow, trained_on=(2, known))) == known
@@ -127,5 +130,5 @@ def test_dynarls_score_counts_what_the_change_moves() -> None:
         [slowest_stage_s(situation, outlook(situation, uses_hints=False), split) for split in splits]
         for situation in (between_updates(FAST), between_updates(heavy))
     )
-    # 200 bytes a rank: two copies that join two receive 20 s; of four that join each of two gives two, 40 s.
+    # A rank has 200 bytes. Two copies that join two receive for 20 s. If four join, each of the two serves two: 40 s.
     assert [after - before for before, after in zip(small, large, strict=True)] == pytest.approx([22.0, 42.0])

@@ -1,4 +1,4 @@
-"""Units of GPUs are inside a node as far as they fit."""
+"""Units of GPUs are inside a node where they fit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,21 @@ N0, N1 = (tuple(gpu(node, index) for index in range(3)) for node in ("n0", "n1")
         (0, frozenset(), ()),
         (-1, frozenset(), ()),
     ],
-    ids=["inside a node", "near", "on both", "the rest across nodes", "all there are", "none", "less than none"],
+    ids=["inside a node", "near", "on both", "the rest across nodes", "all GPUs if there are fewer", "none", "below 0"],
 )
 def test_units_are_inside_a_node_first(num_gpus: int, near: frozenset[NodeId], want: tuple[str, ...]) -> None:
     assert in_units(ODD, 2, num_gpus, near) == want
 
 
-def test_units_left_after_a_choice_keep_their_order() -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_gpus", range(8))
+def test_no_gpu_is_in_two_replicas(size: int, num_gpus: int) -> None:
+    chosen = in_units(ODD, size, num_gpus)
+
+    assert len(set(chosen)) == len(chosen) == min(num_gpus, len(ODD))
+    assert set(chosen) <= set(ODD)
+
+
+def test_gpus_that_remain_after_a_choice_keep_their_order() -> None:
     assert by_node(ODD) == [N0, N1]
     assert but_for(ODD, N0) == list(N1)
