@@ -102,7 +102,7 @@ def test_every_policy_reckons_with_what_was_measured() -> None:
 
 def test_rates_of_no_size_or_of_nothing_or_without_bounds_are_refused() -> None:
     for wrong in ((), ((0, 1.0),), ((2, 0.0),), ((2, inf),)):
-        with pytest.raises(ValueError, match="name one at least, all finite and above 0"):
+        with pytest.raises(ValueError, match="give at least one, each finite and above 0"):
             Rates(trainer=wrong, inference_tokens_per_s_per_gpu=1.0)
     for rate in (0.0, inf):
         with pytest.raises(ValueError, match="tokens/s a GPU; give one that is finite and above 0"):

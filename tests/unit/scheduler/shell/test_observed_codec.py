@@ -115,12 +115,18 @@ REFUSED: dict[str, tuple[Callable[[], EventBody], str]] = {
         "Generation: the rollout's picture: 0 lengths and 0 places for groups",
     ),
     "a place too few": (lambda: generation(places=[0]), "Generation: the rollout's picture: 6 lengths and 1 places"),
-    "an engine that there is not": (lambda: generation(places=[5, 0, -2, -1, -4, -3]), "on engine 5, there are 2"),
+    "an engine that there is not": (
+        lambda: generation(places=[5, 0, -2, -1, -4, -3]),
+        "on engine 5, but there are 2 engines",
+    ),
     "a queue that is not": (lambda: generation(queue=[]), "0 sequences are in the queue, but 1 have it as their place"),
     "an engine on no GPU": (lambda: engine(gpus=[]), "Engine.gpus is missing"),
     "an engine on what is no GPU": (lambda: engine(gpus=["n0"]), "Engine.gpus names 'n0'; it must be <node>/<index>"),
     "an engine without memory": (lambda: engine(kv_capacity_tokens=0), "an engine has no room for a sequence"),
-    "an engine that is no number fast": (lambda: engine(rate_tokens_per_s=float("nan")), "below 0 or no number"),
+    "an engine that is no number fast": (
+        lambda: engine(rate_tokens_per_s=float("nan")),
+        "a rate that is not a finite number of at least 0",
+    ),
     "a group ready twice": (lambda: events_pb2.Inferring(ready=[1, 1]), "Inferring: inference's picture: 2 groups"),
     "an inference without a rate": (
         lambda: events_pb2.Inferring(rate_tokens_per_s_per_gpu=0.0),
