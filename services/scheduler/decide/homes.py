@@ -17,7 +17,7 @@ under a fixed split.
 Invariants:
 - No GPU is gone where a component could not get a copy. [test_homes: waits_for_lost_gpus_where]
 - No GPU is gone under a policy that leaves every component where the config places it.
-  [test_absences: under_a_policy_that_moves_nothing]
+  [test_absences: under_the_static_policy_a_node]
 - No GPU is gone before the policy's first choice or while the job ends.
   [test_absences: before_the_first_choice_and_after]
 - No home contains a gone GPU, and no GPU is in two homes. [test_homes: goes_on_without_gpus_is_at_home]
