@@ -34,7 +34,7 @@ class Oracle:
         self.batch = 0
         self.size = 0
         self.worth = Fraction(0)
-        """Of a unit of the open batch, which has `size`."""
+        """The worth of one unit of the open batch, which has `size` units."""
 
     def left(self) -> list[int]:
         seen = self.moved.keys() | self.held.keys()

@@ -41,8 +41,8 @@ FAULTS: dict[str, dict[str, object]] = {
     "tide": {"at_s": 60, "kind": "gpu", "gpu": 0, "back_after_s": 2},
     "tide_at_home": {"at_s": 4, "kind": "gpu", "gpu": 0, "back_after_s": 2},
 }
-"""Of simulated iterations, under the policy of the same name: an inference's GPU, an engine, a GPU on its way to
-the trainer, a trainer's GPU before the first minibatch."""
+"""The faults of simulated iterations, by history: an inference's GPU, an engine, a GPU on its way to the trainer, and a
+trainer's GPU before the first minibatch."""
 
 PROMPTS = {"tide": 16}
 """With fewer it would not lend the trainer's GPUs."""

@@ -13,7 +13,7 @@ from tests.integration.megatron.logical_tensors import logical_tensors
 from tests.ranks import RankServer, Results
 
 TOLERANCE = 1e-5
-"""Of the loss relative to the sum of |terms|; of a gradient in L2. fp32 leaves about 1e-6 of either."""
+"""The loss is compared relative to the sum of |terms|, a gradient in L2. fp32 leaves about 1e-6 of either."""
 BF16_TOLERANCE = 5e-2
 """The same measures; a bf16 weight has 8 bits."""
 
