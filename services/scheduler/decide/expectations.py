@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 
 from services.scheduler.evolve import absences
 from services.scheduler.evolve.answers import MAX_REFUSALS, attempt_id, command_deadline_ms
-from services.scheduler.evolve.losses import stop
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.issued import Expectation, Kind
@@ -85,7 +84,7 @@ def issued(state: ClusterState, commands: Sequence[cmd.Command], waiting: Sequen
     for command in commands:
         match command:
             case cmd.StopJob():
-                state = _with_new_version(stop(state, command.outcome, command.message), state)
+                state = _with_new_version(state.stopping(command.outcome, command.message), state)
             case cmd.FinishJob():
                 state = _with_new_version(replace(state, phase=command.phase, message=command.message), state)
             case _:

@@ -16,10 +16,9 @@ from dataclasses import replace
 
 from services.scheduler.evolve import accounts, evaluations
 from services.scheduler.evolve.admission import Refused
-from services.scheduler.evolve.losses import counted_anew, stop, with_component
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.components import Loaded, Working, role_of_instance
+from services.scheduler.state.components import Component, Loaded, Working, role_of_instance
 from services.scheduler.state.course import Iteration, accounting_fault
 from services.scheduler.state.learned import with_lengths
 from services.scheduler.state.observed import Pictures
@@ -41,7 +40,7 @@ def published(state: ClusterState, body: ev.WeightsPublished) -> ClusterState | 
             f"version {snapshot.version} was published with checksum {known.checksum} and again with "
             f"{snapshot.checksum}: a version is immutable; resume from the last checkpoint"
         )
-        return stop(state, Phase.FAILED, message)
+        return state.stopping(Phase.FAILED, message)
     if snapshot.version < state.target_version:
         return Refused("of an older version")
     snapshots = {**state.snapshots, snapshot.version: snapshot}
@@ -59,7 +58,7 @@ def loaded(state: ClusterState, event: ev.Event, body: ev.WeightsLoaded) -> Clus
             f"the {role} loaded version {body.version} with checksum {body.checksum}, the actor published "
             f"{snapshot.checksum}: its weights are not the actor's; resume from the last checkpoint"
         )
-        return stop(state, Phase.FAILED, message)
+        return state.stopping(Phase.FAILED, message)
     component = state.components[role]
     at_work = component.state
     if not isinstance(at_work, Working):
@@ -67,7 +66,7 @@ def loaded(state: ClusterState, event: ev.Event, body: ev.WeightsLoaded) -> Clus
     held = Loaded(incarnation=state.incarnation, version=body.version, checksum=body.checksum)
     has_reference = at_work.has_reference or state.needs_reference(role)
     at_work = replace(at_work, loaded=held, has_reference=has_reference)
-    return with_component(state, role, replace(component, state=at_work))
+    return state.with_component(role, replace(component, state=at_work))
 
 
 def reported(state: ClusterState, event: ev.Event, body: ev.IterationReported) -> ClusterState | Refused:
@@ -82,7 +81,7 @@ def reported(state: ClusterState, event: ev.Event, body: ev.IterationReported) -
         accounts.is_reported(iteration)
         and (fault := accounting_fault(accounts.summarize(state, iteration))) is not None
     ):
-        return stop(state, Phase.FAILED, fault)
+        return state.stopping(Phase.FAILED, fault)
     return state
 
 
@@ -98,7 +97,7 @@ def advance(state: ClusterState) -> ClusterState:
         if state.next_version not in state.snapshots or evaluations.is_owed(state, state.next_version):
             # The actor saves and publishes after its report. Until then its last updates can still be lost.
             return state
-        return stop(state, Phase.FINISHED, f"all {spec.num_iterations} iterations are done")
+        return state.stopping(Phase.FINISHED, f"all {spec.num_iterations} iterations are done")
     return _opened_iteration(state, spec)
 
 
@@ -137,5 +136,13 @@ def _opened_iteration(state: ClusterState, spec: JobSpec) -> ClusterState:
     if not all(state.holds(role, state.next_version) for role in READERS):
         return state
     plan = spec.plan(iteration=state.next_iteration, version=state.next_version, first_prompt=state.next_prompt)
-    state = with_component(state, Role.ACTOR, counted_anew(state.components[Role.ACTOR]))
+    state = state.with_component(Role.ACTOR, _counted_anew(state.components[Role.ACTOR]))
     return replace(state, phase=Phase.RUNNING, message="", iteration=Iteration(plan=plan))
+
+
+def _counted_anew(component: Component) -> Component:
+    """The actor as an iteration opens. Ranks that it still lacks, or may come to lack, stay counted as deaths."""
+    actor = component.state
+    assert isinstance(actor, Working), f"an iteration opens while the actor is {actor.CASE}"
+    num_lacking = actor.placed.layout.num_ranks - len(actor.grants)
+    return replace(component, state=replace(actor, num_deaths=num_lacking + len(actor.dead_members)))

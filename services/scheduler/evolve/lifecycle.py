@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.evolve.admission import Refused
-from services.scheduler.evolve.losses import all_down, next_incarnation, stop
+from services.scheduler.evolve.losses import all_down, next_incarnation
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.course import Checkpoint
@@ -66,7 +66,7 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
 def _cancelled(state: ClusterState, body: ev.JobCancelRequested) -> ClusterState | Refused:
     if state.phase in OVER:
         return Refused("the job is ending")
-    return stop(state, Phase.CANCELLED, f"cancelled: {body.reason or 'no reason given'}")
+    return state.stopping(Phase.CANCELLED, f"cancelled: {body.reason or 'no reason given'}")
 
 
 def _paused(state: ClusterState, body: ev.DeadLettered) -> ClusterState | Refused:

@@ -29,7 +29,7 @@ from dataclasses import replace
 from services.scheduler.evolve import evaluations
 from services.scheduler.evolve.accounts import supersede
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
-from services.scheduler.state.components import Component, Down, Suspended, Working
+from services.scheduler.state.components import Component, Suspended, Working
 from services.scheduler.state.layouts import whole
 from services.scheduler.state.values import Placed
 from tidegate.ownership.records import Transition
@@ -43,17 +43,6 @@ MAX_DEATHS = 3
 """Deaths of the actor's ranks from the opening of one iteration to the opening of the next. A resize that did not bring
 lost ranks back counts as one where nobody is known to have died in it. A minibatch that kills its ranks must not be
 tried for ever."""
-
-
-def stop(state: ClusterState, outcome: Phase, message: str) -> ClusterState:
-    """Begin to end the job; nothing happens when it is ending already."""
-    if state.phase in OVER:
-        return state
-    return replace(state, phase=Phase.STOPPING, outcome=outcome, message=message)
-
-
-def with_component(state: ClusterState, role: Role, component: Component) -> ClusterState:
-    return replace(state, components={**state.components, role: component})
 
 
 def lose(
@@ -70,7 +59,7 @@ def lose(
     transition = state.transition_of(role)
     if transition is not None and transition.id not in component.broken and _breaks(state, role, transition, dead):
         component = replace(component, broken=(*component.broken, transition.id), last_failure=why)
-        state = with_component(state, role, component)
+        state = state.with_component(role, component)
     if role is Role.ROLLOUT and state.phase not in OVER:
         left = whole(component, dead)
     else:
@@ -78,10 +67,10 @@ def lose(
     if len(left) == len(component.grants):
         return state
     if state.phase in OVER or (role is Role.ROLLOUT and left):
-        return with_component(state, role, shrunk(component, left))
+        return state.with_component(role, component.with_grants(left))
     if role is Role.ACTOR:
         return restart_actor(state, why=why)
-    return with_component(state, role, shrunk(component, ()))
+    return state.with_component(role, component.with_grants(()))
 
 
 def _breaks(state: ClusterState, role: Role, transition: Transition, dead: set[Grant]) -> bool:
@@ -119,15 +108,7 @@ def impaired(state: ClusterState, dead: Iterable[Grant], *, why: str) -> Cluster
         return restart_actor(state, why=why)
     known = tuple(sorted({*actor.dead_members, *newly_dead})) if is_switching else actor.dead_members
     actor = replace(actor, grants=left, dead_members=known, num_deaths=actor.num_deaths + len(newly_dead))
-    return with_component(state, Role.ACTOR, replace(component, state=actor))
-
-
-def counted_anew(component: Component) -> Component:
-    """The actor as an iteration opens. Ranks that it still lacks, or may come to lack, stay counted as deaths."""
-    actor = component.state
-    assert isinstance(actor, Working), f"an iteration opens while the actor is {actor.CASE}"
-    num_lacking = actor.placed.layout.num_ranks - len(actor.grants)
-    return replace(component, state=replace(actor, num_deaths=num_lacking + len(actor.dead_members)))
+    return state.with_component(Role.ACTOR, replace(component, state=actor))
 
 
 def _coming(state: ClusterState, role: Role) -> tuple[Grant, ...]:
@@ -135,13 +116,6 @@ def _coming(state: ClusterState, role: Role) -> tuple[Grant, ...]:
     transition = state.transition_of(role)
     moves = transition.moves if transition is not None else ()
     return tuple(Grant(move.gpu, move.token) for move in moves if move.target == state.owner(role))
-
-
-def shrunk(component: Component, left: tuple[Grant, ...]) -> Component:
-    """The component with only these of its grants. With none left, it is down."""
-    if left and isinstance(component.state, Working):
-        return replace(component, state=replace(component.state, grants=left))
-    return replace(component, state=Down())
 
 
 def lose_node(state: ClusterState, role: Role, node: NodeId, *, why: str) -> ClusterState:
@@ -176,8 +150,8 @@ def restart_actor(state: ClusterState, *, why: str) -> ClusterState:
             f"{why}; the actor was restarted {state.num_restarts} times and runtime.max_actor_restarts={allowed}: "
             "see its logs, then resume"
         )
-        stopping = stop(state, Phase.FAILED, message)
-        return with_component(stopping, Role.ACTOR, shrunk(state.components[Role.ACTOR], ()))
+        stopping = state.stopping(Phase.FAILED, message)
+        return stopping.with_component(Role.ACTOR, state.components[Role.ACTOR].with_grants(()))
     state = next_incarnation(state, incarnation=state.incarnation + 1)
     state = replace(state, num_restarts=state.num_restarts + 1)
     if state.phase is Phase.PAUSED:
@@ -207,7 +181,7 @@ def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
     transition = state.transition_of(Role.ACTOR)
     broken = (transition.id,) if transition else ()
     return replace(
-        with_component(state, Role.ACTOR, Component(lead=actor.lead, broken=broken)),
+        state.with_component(Role.ACTOR, Component(lead=actor.lead, broken=broken)),
         incarnation=incarnation,
         snapshots={},
         reference=None,

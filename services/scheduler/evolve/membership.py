@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.evolve.admission import NOT_OF_LEAD, Refused, is_of_lead, is_stale, of_other_incarnation
-from services.scheduler.evolve.losses import lose, lose_node, restart_actor, stop, with_component
+from services.scheduler.evolve.losses import lose, lose_node, restart_actor
 from services.scheduler.evolve.pictures import with_new_lead
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
@@ -78,7 +78,7 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
     if isinstance(led.state, Working):
         # A lead speaks for itself alone: the new one has confirmed no weights yet.
         led = replace(led, state=replace(led.state, loaded=None, has_reference=False))
-    state = with_component(state, role, led)
+    state = state.with_component(role, led)
     mark = (event.boot, event.sequence) if event.source == body.instance else (boot, 0)
     state = replace(state, seen=with_new_lead(state.seen, role, mark))
     if role is Role.ACTOR and (component.is_up or component.is_suspended) and state.phase not in OVER:
@@ -100,7 +100,7 @@ def failed(state: ClusterState, event: ev.Event, body: ev.Failed) -> ClusterStat
     if body.fatal:
         if state.phase in OVER:
             return Refused("the job is ending")
-        return stop(state, Phase.FAILED, f"{event.source}: {body.message}")
+        return state.stopping(Phase.FAILED, f"{event.source}: {body.message}")
     # A report about GPUs that are still to come names their grants. Without grants it is about those at work.
     dead = body.grants or (state.components[role].grants if body.what is ev.FailedWhat.COMPONENT else ())
     if role is Role.ACTOR and not dead and state.components[role].is_suspended and state.phase not in OVER:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from services.scheduler.evolve import evaluations, resizes
 from services.scheduler.evolve.accounts import supersede
 from services.scheduler.evolve.admission import Refused
-from services.scheduler.evolve.losses import MAX_FAILED_STARTS, lose, restart_actor, shrunk, with_component
+from services.scheduler.evolve.losses import MAX_FAILED_STARTS, lose, restart_actor
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Component, role_of_instance
@@ -84,13 +84,13 @@ def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterSt
     role, component = part.role, state.components[part.role]
     if part.state is PartState.COMMITTED:
         has_nothing = part.kind is PartKind.SUSPEND and not component.is_up
-        return with_component(state, role, resizes.suspended(component, transition)) if has_nothing else state
+        return state.with_component(role, resizes.suspended(component, transition)) if has_nothing else state
     why = component.last_failure if transition.id in component.broken else "it was not done in time"
     num_failed = component.num_failed_starts + 1
     component = replace(component, num_failed_starts=num_failed, last_failure=why)
     if role is Role.ACTOR and component.is_suspended and num_failed >= MAX_FAILED_STARTS and state.phase not in OVER:
         return restart_actor(state, why=f"the actor failed to resume {num_failed} times in a row, the last time: {why}")
-    return with_component(state, role, component)
+    return state.with_component(role, component)
 
 
 def _given_up(state: ClusterState, role: Role) -> ClusterState:
@@ -104,7 +104,7 @@ def _given_up(state: ClusterState, role: Role) -> ClusterState:
 def _forget_closed(state: ClusterState, role: Role) -> ClusterState:
     component = state.components[role]
     broken = tuple(each for each in component.broken if each in state.transitions)
-    return with_component(state, role, replace(component, broken=broken)) if broken != component.broken else state
+    return state.with_component(role, replace(component, broken=broken)) if broken != component.broken else state
 
 
 def _is_owned(state: ClusterState, role: Role, grant: Grant) -> bool:
@@ -126,7 +126,7 @@ def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> Clu
     asked = tuple(grant for grant in free if grant in leaving)
     if transition is not None and asked and not transition.part(role).kind.works_after:
         # A resize takes its GPUs out of the component later, with the layout that does without them.
-        state = with_component(state, role, _without(state, role, transition, asked))
+        state = state.with_component(role, _without(state, role, transition, asked))
     unasked = [grant for grant in free if grant not in asked]
     state = lose(
         state, role, unasked, why=f"{event.source} gave up {', '.join(grant.gpu for grant in unasked)} unasked"
@@ -143,7 +143,7 @@ def _without(state: ClusterState, role: Role, transition: Transition, asked: tup
     is_suspended = transition.part(role).kind is PartKind.SUSPEND and state.phase not in OVER
     if is_suspended and (role is not Role.ROLLOUT or not left):
         return resizes.suspended(component, transition)
-    return shrunk(component, left)
+    return component.with_grants(left)
 
 
 def _is_of_role(state: ClusterState, role: Role, grant: Grant) -> bool:
@@ -193,7 +193,7 @@ def committed(state: ClusterState, event: ev.Event, body: ev.LayoutCommitted) ->
         return Refused("of a transition that is in force")
     working = {*coming, *component.grants} - set(leaving)
     alive = tuple(grant for grant in body.grants if grant in working)
-    state = with_component(state, role, resizes.in_force(component, transition, body, alive))
+    state = state.with_component(role, resizes.in_force(component, transition, body, alive))
     return _lineage(state, body) if role is Role.ACTOR and not component.is_suspended else state
 
 

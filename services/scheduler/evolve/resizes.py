@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.evolve.admission import Refused
-from services.scheduler.evolve.losses import MAX_DEATHS, restart_actor, with_component
+from services.scheduler.evolve.losses import MAX_DEATHS, restart_actor
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
 from services.scheduler.state.components import Component, Down, Suspended, Working, role_of_instance
@@ -89,7 +89,7 @@ def failed(state: ClusterState, event: ev.Event, body: ev.ResizeFailed) -> Clust
     component = replace(component, broken=(*component.broken, transition.id))
     if role is not Role.ACTOR:
         component = replace(component, last_failure=f"{event.source}: {body.message}")
-    return with_component(state, role, component)
+    return state.with_component(role, component)
 
 
 def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitted) -> ClusterState | Refused:
@@ -102,7 +102,7 @@ def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitt
     alive = tuple(grant for grant in body.grants if grant not in component.dead_members)
     if not alive:
         return restart_actor(state, why=f"all that {transition.id} brought the actor to died")
-    state = with_component(state, Role.ACTOR, in_force(component, transition, body, alive))
+    state = state.with_component(Role.ACTOR, in_force(component, transition, body, alive))
     # A policy's move counts for the iteration, a person's move from now on.
     target = state.targets.get(transition.id)
     return replace(state, moved=_placed(body)) if target is not None and target.is_asked else state
@@ -154,7 +154,7 @@ def over(state: ClusterState, transition: Transition) -> ClusterState:
     if not (was_asked or is_in_force or actor.lacks_ranks):
         ended = replace(ended, num_failed_starts=ended.num_failed_starts + 1, last_failure="it was not done")
     asked = state.asked_next if was_asked else state.asked_next or state.asked
-    state = _wished(replace(with_component(state, Role.ACTOR, ended), asked_next=None), asked)
+    state = _wished(replace(state.with_component(Role.ACTOR, ended), asked_next=None), asked)
     if not actor.lacks_ranks or state.phase in OVER or (is_explained and num_deaths <= MAX_DEATHS):
         return state
     return restart_actor(state, why=f"{transition.id} did not bring the actor's lost ranks back")

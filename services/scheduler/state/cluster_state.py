@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -129,6 +129,15 @@ class ClusterState:
     """When the policy is to be asked again, if nothing happens before."""
     seen: Pictures = field(default_factory=Pictures)
     learned: Learned = field(default_factory=Learned)
+
+    def with_component(self, role: Role, component: Component) -> ClusterState:
+        return replace(self, components={**self.components, role: component})
+
+    def stopping(self, outcome: Phase, message: str) -> ClusterState:
+        """The job begins to end; nothing changes when it is ending already."""
+        if self.phase in OVER:
+            return self
+        return replace(self, phase=Phase.STOPPING, outcome=outcome, message=message)
 
     def lead_of(self, role: Role) -> Lead | None:
         """The lead that can be asked now."""

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from services.scheduler.state.values import Placed
@@ -130,6 +130,12 @@ class Component:
     @property
     def dead_members(self) -> tuple[Grant, ...]:
         return self.state.dead_members if isinstance(self.state, Working) else ()
+
+    def with_grants(self, left: tuple[Grant, ...]) -> Component:
+        """The component with only these of its grants. With none left, it is down."""
+        if left and isinstance(self.state, Working):
+            return replace(self, state=replace(self.state, grants=left))
+        return replace(self, state=Down())
 
 
 @dataclass(frozen=True, slots=True)

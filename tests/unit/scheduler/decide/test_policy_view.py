@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.decide.policy_view import situation_of
-from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Component, Working
@@ -223,7 +222,7 @@ def test_a_trainer_that_moves_is_seen_without_the_gpus_under_way(case: str) -> N
 
 
 def test_a_trainer_that_lacks_a_rank_works_on_nothing() -> None:
-    actor = shrunk(STATE.components[Role.ACTOR], STATE.components[Role.ACTOR].grants[:3])
+    actor = STATE.components[Role.ACTOR].with_grants(STATE.components[Role.ACTOR].grants[:3])
     situation = see(replace(STATE, components={**STATE.components, Role.ACTOR: actor}))
 
     assert situation.trainer.placed is None

@@ -15,7 +15,6 @@ import pytest
 from services.scheduler.decide.expectations import next_due_ms
 from services.scheduler.decide.proposals import answer_of, placement_of, proposal_of
 from services.scheduler.decide.turn import turn
-from services.scheduler.evolve.losses import shrunk
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.situation import Choice, Situation
@@ -192,7 +191,7 @@ def test_a_policy_is_not_asked_again_at_a_time_that_has_passed(ask_at_ms: int | 
 
 
 def without_ranks(state: ClusterState) -> ClusterState:
-    actor = shrunk(state.components[Role.ACTOR], state.components[Role.ACTOR].grants[:1])
+    actor = state.components[Role.ACTOR].with_grants(state.components[Role.ACTOR].grants[:1])
     return replace(state, components={**state.components, Role.ACTOR: actor})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.evolve.losses import shrunk
 from services.scheduler.state.components import Component, Down, Suspended, Working
 from services.scheduler.state.values import Placed
 from tidegate.types import GpuId, Grant, Layout, Token
@@ -32,9 +31,9 @@ def test_only_a_component_that_works_lacks_ranks() -> None:
     at_work = Component(state=Working(GRANTS, PLACED))
 
     assert not at_work.lacks_ranks
-    assert shrunk(at_work, GRANTS[:1]).lacks_ranks
+    assert at_work.with_grants(GRANTS[:1]).lacks_ranks
     assert not Component(state=Suspended(PLACED)).lacks_ranks
 
 
 def test_a_component_that_loses_its_last_gpu_is_down() -> None:
-    assert shrunk(Component(state=Working(GRANTS, PLACED)), ()) == Component(state=Down())
+    assert Component(state=Working(GRANTS, PLACED)).with_grants(()) == Component(state=Down())
