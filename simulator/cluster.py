@@ -3,6 +3,7 @@
 The world simulates the iteration. The cluster sends its happenings as the events of a real job's services, and takes
 the same commands. The start takes no time: there is no world until every component is where it is first placed.
 `begin_iteration` starts the world.
+
 Invariants:
 - A command is done once and answered at once.
 - An event is sent once, in the order of its source.

@@ -2,6 +2,7 @@
 
 A lead begins a change as soon as it is asked to. Once the world shows it, the lead reports that its layout is in force
 and that the GPUs that left are free. Before the iteration there is no world, and a change is done at once.
+
 Invariants:
 - A component has one change at a time.
 - A lead reports a GPU as free only when the world has it so.

@@ -162,7 +162,7 @@ class Preparation:
             self._on_point("certified")
             self._run_on_all("copies", lambda: self._copy(target, agreement.note))
             self._on_point("copied")
-        except BaseException:
+        except BaseException:  # an interrupt too must not keep the target's buffers
             target.release()
             raise
         return PreparedReshard(source, target, agreement, sources.lost, certificate, watch)

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
+from services.scheduler.policy.stages import Split, remaining_work, slowest_stage_s
 from services.scheduler.state.layouts import (
     Replica,
     engine_size,
@@ -162,7 +162,7 @@ class DynaRLPolicy:
     def _best(self, situation: Situation) -> tuple[int | None, str]:
         """The number of engines to keep, None for all, and a reason. Of equal scores the candidate with fewer moves
         wins."""
-        left = outlook(situation, uses_hints=self.rules.request_priority)
+        left = remaining_work(situation, uses_hints=self.rules.request_priority)
         best: int | None = None
         stays_s = best_s = slowest_stage_s(situation, left, _present(situation))
         num_scored = 1

@@ -3,7 +3,7 @@
     score = max(rollout_s, inference_s, train_s)     seconds, to be low; infinite for a stage with work and without GPUs
 
 Order:
-1. The final lengths of unfinished sequences (`outlook`).
+1. The final lengths of unfinished sequences (`remaining_work`).
 2. For each split the remaining seconds of rollout, inference and trainer (`slowest_stage_s`).
 
 DynaRL did not publish its predictor. These are assumptions:
@@ -43,7 +43,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class RemainingWork:
     """The remaining work, and what the trainer needs for it.
 
     longest_left_tokens: the tokens that the longest sequence still makes.
@@ -59,7 +59,7 @@ class Outlook:
     trainer: TrainerCurve
 
 
-def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
+def remaining_work(situation: Situation, *, uses_hints: bool) -> RemainingWork:
     picture, ready = situation.generation, list(situation.inference.inferring.ready)
     training = situation.trainer.training
     lengths = picture.length_of.astype(np.float64)
@@ -69,7 +69,7 @@ def outlook(situation: Situation, *, uses_hints: bool) -> Outlook:
         ends = np.where(picture.is_unfinished, expected_length(picture)(lengths), lengths)
     by_group = ends.reshape(-1, picture.group_size).sum(axis=1)
     copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
-    return Outlook(
+    return RemainingWork(
         longest_left_tokens=float((ends - lengths).max(initial=0.0)),
         to_infer_tokens=float(np.delete(by_group, ready).sum()),
         to_train_tokens=float(np.delete(by_group, ready[: training.num_taken]).sum()),
@@ -105,14 +105,14 @@ def _sums_from(values: Floats) -> Floats:
     return np.concatenate((np.cumsum(values[::-1])[::-1], [0.0]))
 
 
-def slowest_stage_s(situation: Situation, left: Outlook, split: Split) -> float:
+def slowest_stage_s(situation: Situation, left: RemainingWork, split: Split) -> float:
     """Seconds until the last of the three stages ends; infinite where one has work and no GPUs."""
     return max(
         _rollout_s(situation, left, split), _inference_s(situation, left, split), _train_s(situation, left, split)
     )
 
 
-def _rollout_s(situation: Situation, left: Outlook, split: Split) -> float:
+def _rollout_s(situation: Situation, left: RemainingWork, split: Split) -> float:
     if not situation.num_unfinished:
         return 0.0
     if not split.num_engines:
@@ -128,7 +128,7 @@ def _rollout_s(situation: Situation, left: Outlook, split: Split) -> float:
     return left.longest_left_tokens * step_s + switch_s
 
 
-def _inference_s(situation: Situation, left: Outlook, split: Split) -> float:
+def _inference_s(situation: Situation, left: RemainingWork, split: Split) -> float:
     if not left.to_infer_tokens:
         return 0.0
     if not split.num_inference_gpus:
@@ -138,7 +138,7 @@ def _inference_s(situation: Situation, left: Outlook, split: Split) -> float:
     return left.to_infer_tokens / rate + (situation.costs.inference_start_s if starts else 0.0)
 
 
-def _train_s(situation: Situation, left: Outlook, split: Split) -> float:
+def _train_s(situation: Situation, left: RemainingWork, split: Split) -> float:
     if not left.to_train_tokens:
         return 0.0
     if not split.num_trainer_gpus:

@@ -16,7 +16,7 @@ import pytest
 
 from services.scheduler.policy.dynarl import DynaRLMemory, DynaRLPolicy, DynaRLRules, split_of
 from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.policy.stages import Split, expected_length, outlook, slowest_stage_s
+from services.scheduler.policy.stages import Split, expected_length, remaining_work, slowest_stage_s
 from services.scheduler.state.costs import LengthLaw
 from services.scheduler.state.layouts import replicas
 from services.scheduler.state.observed import CUT, ENDED, QUEUED, Generation, TrainerRate
@@ -231,17 +231,17 @@ def test_with_nothing_finished_every_sequence_is_expected_to_end_a_tenth_later()
 def test_the_fixed_seconds_of_an_update_count_for_each_minibatch_that_is_not_begun() -> None:
     situation = early()
     slow = replace(situation, costs=replace(situation.costs, update_s=20.0))
-    left = outlook(slow, uses_hints=False)
+    left = remaining_work(slow, uses_hints=False)
     assert left.num_updates == 2
     assert slowest_stage_s(slow, left, Split(2, 4, 2)) == pytest.approx(800 / 16 + 2 * 20 + 5)
-    begun = outlook(late(num_done=1, is_at_boundary=False), uses_hints=False)
+    begun = remaining_work(late(num_done=1, is_at_boundary=False), uses_hints=False)
     assert begun.num_updates == 0
 
 
 def test_groups_that_are_ready_or_taken_are_not_inferred_or_trained_again() -> None:
     # 6 finished sequences of 100, 4 of them in 2 groups that are ready, 1 taken; 10 unfinished ones to end at 100
     situation = seen(PAIRS, EVERYWHERE, num_unfinished=10, ready=(2, 0), num_taken=1)
-    left = outlook(situation, uses_hints=False)
+    left = remaining_work(situation, uses_hints=False)
     assert [left.to_infer_tokens, left.to_train_tokens] == pytest.approx([1200.0, 1400.0])
 
 
@@ -254,14 +254,14 @@ def test_with_hints_a_sequence_is_expected_to_end_where_its_prompts_posterior_sa
     with_hints = replace(situation, generation=hinted, lengths=law)
     # prompts 0-3 ended at 100, 4-7 are unfinished at 50
     want = 400 + 500 + 90 * exp(0.4651) + 80 + 120
-    assert outlook(with_hints, uses_hints=True).to_train_tokens == pytest.approx(want, rel=0.02)
-    assert outlook(with_hints, uses_hints=True).longest_left_tokens == pytest.approx(450, rel=0.01)
-    assert outlook(with_hints, uses_hints=False).to_train_tokens == 800.0
+    assert remaining_work(with_hints, uses_hints=True).to_train_tokens == pytest.approx(want, rel=0.02)
+    assert remaining_work(with_hints, uses_hints=True).longest_left_tokens == pytest.approx(450, rel=0.01)
+    assert remaining_work(with_hints, uses_hints=False).to_train_tokens == 800.0
 
 
 def test_the_slowest_stage_counts_and_one_without_gpus_never_ends() -> None:
     situation = early()
-    left = outlook(situation, uses_hints=False)
+    left = remaining_work(situation, uses_hints=False)
     assert (left.longest_left_tokens, left.to_infer_tokens, left.to_train_tokens) == (50.0, 400.0, 800.0)
     assert slowest_stage_s(situation, left, Split(2, 4, 2)) == pytest.approx(800 / 16 + 5)
     slow_trainer_out = replace(left, to_train_tokens=8.0)

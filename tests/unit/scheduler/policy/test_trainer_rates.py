@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.policy.situation import Situation
-from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
+from services.scheduler.policy.stages import Split, remaining_work, slowest_stage_s
 from services.scheduler.policy.tide.cluster import cluster_of, gpus_there
 from services.scheduler.policy.trainer_rates import trainer_curve
 from services.scheduler.state.costs import Rates
@@ -95,7 +95,7 @@ def test_every_policy_reckons_with_what_was_measured() -> None:
     for situation, want in ((slow, 0.5), (fast, 2.0)):
         cluster = cluster_of(situation, as_configured(SPEC), gpus_there(situation))
         assert cluster.unit_rates[[2, 8]] == pytest.approx([100 * want, 200 * want], rel=1e-5), "tide"
-        left = replace(outlook(situation, uses_hints=False), to_train_tokens=1000.0, to_infer_tokens=0.0)
+        left = replace(remaining_work(situation, uses_hints=False), to_train_tokens=1000.0, to_infer_tokens=0.0)
         train_s = slowest_stage_s(situation, left, Split(0, 2, 2))
         assert train_s == pytest.approx(1000 / (100 * want), rel=1e-5), "dynarl"
 
