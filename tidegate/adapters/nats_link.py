@@ -202,9 +202,20 @@ class NatsLink:
                 return messages
 
     async def read(self, stream: str, *, from_sequence: int) -> list[Msg]:
-        """The next stored messages, without a consumer. Empty at the end. Header `Nats-Sequence` has the sequence."""
-        request = {"seq": from_sequence, "batch": _READ_BATCH}
-        return await self._collect(f"$JS.API.DIRECT.GET.{stream}", request, num=_READ_BATCH, wait_s=0.0)
+        """The next stored messages, without a consumer. Empty at the end. Header `Nats-Sequence` has the sequence.
+
+        JobNotOpen without the stream. A stream that a restarted server has not opened again yet is waited for.
+        """
+        subject, request = f"$JS.API.DIRECT.GET.{stream}", {"seq": from_sequence, "batch": _READ_BATCH}
+
+        async def attempt(_: float) -> list[Msg]:
+            try:
+                return await self._collect(subject, request, num=_READ_BATCH, wait_s=0.0)
+            except NatsRefused as nobody:
+                await self.require_stream(stream)
+                raise _NoAnswerYet("the stream does not respond") from nobody
+
+        return await self._until_deadline(subject, attempt)
 
     async def last_on(self, stream: str, subject: str) -> bytes | None:
         """The payload of the last message on a subject. None where there is none. JobNotOpen."""

@@ -1,0 +1,45 @@
+"""Calls to a real nats-server that does not answer yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tidegate.adapters.nats_link import NatsLink
+from tidegate.ports.bus import JobNotOpen
+from tidegate.runtime.embedded import EmbeddedServers
+
+STREAM = {"name": "LINK", "subjects": ["link.>"], "storage": "memory"}
+
+
+@pytest.fixture
+async def link(tmp_path: Path) -> AsyncIterator[NatsLink]:
+    async with EmbeddedServers(tmp_path) as servers:
+        opened = await NatsLink.connect(servers.nats.url, name="test", deadline_s=10.0)
+        yield opened
+        await opened.close()
+
+
+async def test_a_read_waits_for_a_stream_that_does_not_respond_yet(link: NatsLink) -> None:
+    """A server that restarts has its streams before it answers reads from them."""
+    await link.ensure_stream({**STREAM, "allow_direct": False})
+    await link.publish("link.one", b"stored", stream="LINK", message_id="one")
+    refused = asyncio.Event()
+
+    async def on_lookup(_: object) -> None:
+        refused.set()
+
+    end = await link.subscribe("$JS.API.STREAM.INFO.LINK", on_lookup)
+    reading = asyncio.create_task(link.read("LINK", from_sequence=1))
+    await asyncio.wait_for(refused.wait(), 10)
+    await end()
+    await link.ensure_stream({**STREAM, "allow_direct": True})
+    assert [message.data for message in await reading] == [b"stored"]
+
+
+async def test_a_read_from_no_stream_says_that_there_is_none(link: NatsLink) -> None:
+    with pytest.raises(JobNotOpen, match="no stream ABSENT"):
+        await link.read("ABSENT", from_sequence=1)
