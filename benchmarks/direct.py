@@ -12,7 +12,7 @@ from services.scheduler.policy.situation import Choice
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator import run
 from simulator.happenings import What
-from simulator.iteration import PROGRESS, Pace, SimulatedIteration
+from simulator.iteration import PROGRESS, DecisionTimes, SimulatedIteration
 from simulator.outcome import Run
 from simulator.scenario import Scenario
 from simulator.watched_policy import WatchedPolicy
@@ -25,7 +25,7 @@ class Direct:
     def __init__(self, simulated: SimulatedIteration, policy: Policy) -> None:
         self._simulated, self._policy = simulated, WatchedPolicy(policy)
         self._remembered = Remembered()
-        self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
+        self._pace = DecisionTimes(simulated.scenario.scheduler.decide_every_s)
         self._world, self._moves = self._opened()
 
     def run(self, name: str) -> Run:

@@ -25,8 +25,11 @@ PROGRESS = frozenset({What.SEQUENCE_FINISHED, What.GROUP_FINISHED, What.GROUP_IN
 """Happenings that are too frequent for a decision at each."""
 
 
-class Pace:
-    """The times of decisions. On progress alone a decision is due at most every `decide_every_s`."""
+class DecisionTimes:
+    """When a decision is due on the world's happenings. On progress alone it is due at most every `decide_every_s`.
+
+    The scheduler's `pacing` says it of a state's changes.
+    """
 
     def __init__(self, decide_every_s: float) -> None:
         self._decide_every_s = decide_every_s

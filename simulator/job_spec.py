@@ -1,5 +1,7 @@
-"""The scenario's job as a `JobSpec` of the scheduler, with the rates and lengths that earlier iterations would have
-measured, and the measurements of the present iteration as the components of a real job make them.
+"""The scenario's job as a `JobSpec` of the scheduler.
+
+It has the rates and lengths that earlier iterations would have measured. The present iteration is measured as the
+components of a real job measure it.
 
 Nothing in it depends on the lengths of the present iteration. The one exception is a trace: its moments stand for those
 of earlier iterations.

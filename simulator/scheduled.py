@@ -21,7 +21,7 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
 from simulator.cluster import JOB, Cluster
 from simulator.happenings import What
-from simulator.iteration import Pace, SimulatedIteration
+from simulator.iteration import DecisionTimes, SimulatedIteration
 from simulator.outcome import Run
 from simulator.situations import to_ms
 from simulator.watched_policy import WatchedPolicy
@@ -59,7 +59,7 @@ class Scheduled:
         self._policy = WatchedPolicy(policy)
         self._cluster = Cluster(simulated)
         self._state = ClusterState(job=JOB)
-        self._pace = Pace(simulated.scenario.scheduler.decide_every_s)
+        self._pace = DecisionTimes(simulated.scenario.scheduler.decide_every_s)
 
     def run(self, name: str) -> Run:
         """JobFailed: the scheduler fails the job."""

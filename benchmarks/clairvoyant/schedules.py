@@ -26,8 +26,7 @@ from itertools import accumulate
 import numpy as np
 
 from benchmarks.choice_moves import ChoiceMoves
-from services.scheduler.policy.situation import Choice
-from services.scheduler.policy.stages import Split
+from services.scheduler.policy.situation import Choice, Split
 from services.scheduler.policy.tide.foresight import TideRules
 from services.scheduler.state.layouts import engine_size, most_copies, replica_size, replicas
 from services.scheduler.state.remembered import Assignment

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.tide.cluster import Cluster, Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.policy.tide.plans import Found, family, legal, search
 from services.scheduler.state.layouts import engine_size, replicas
 from services.scheduler.state.remembered import Assignment, Remembered

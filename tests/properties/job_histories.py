@@ -48,7 +48,7 @@ PLACES = (
 resize = st.tuples(st.sampled_from(["resize"] * 4 + ["fail resize"]), st.integers(0, len(PLACES) - 1))
 MAX_RESIZES = 4
 on = st.tuples(st.just("run on"), st.integers(0, MAX_STEPS_ON))
-rank_death = st.tuples(st.sampled_from(["kill rank", "kill rank, told later"]), st.integers(0, 7))
+rank_death = st.tuples(st.sampled_from(["kill rank", "kill rank, reported later"]), st.integers(0, 7))
 MAX_RANK_DEATHS = (MAX_DEATHS + 1) // 2
 """A job outlives so many at any time. A death that is reported after a resize failed of it may count twice."""
 recovery = st.tuples(st.sampled_from(["restart", "renew"]), st.just(0))
@@ -116,7 +116,7 @@ def happen(drive: Drive, what: str, number: int) -> None:
         case "kill worker":
             slots = sorted(cluster.store.gpus)
             cluster.kill_worker(slots[number % len(slots)])
-        case "kill rank" | "kill rank, told later" if slots := ranks_waited_for(drive):
+        case "kill rank" | "kill rank, reported later" if slots := ranks_waited_for(drive):
             cluster.kill_worker(slots[number % len(slots)])
             if what == "kill rank":
                 drive.deliver(cluster.outbox.pop())

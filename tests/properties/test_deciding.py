@@ -1,4 +1,4 @@
-"""Every policy over histories of an open iteration, told in any order, twice and late, with deaths and resizes.
+"""Every policy over histories of an open iteration, with reports in any order, twice and late, with deaths and resizes.
 
 `Drive` checks the state's invariants after every step; here are those of what is proposed and decided.
 """
@@ -30,6 +30,7 @@ from tests.unit.scheduler.drive import MAX_STEPS, Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, on_either_node, spec
 from tests.unit.scheduler.open_iteration import is_iterating
+from tidegate.config.sections.scheduler import POLICIES as POLICY_NAMES
 from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.types import GpuId, Role, instance_id
 
@@ -46,12 +47,13 @@ SECTIONS: dict[str, dict[str, object]] = {
     "dynarl with priority": {"policy": "dynarl", "dynarl": {"low_for_s": 1.0, "request_priority": True}},
     "tide": {"policy": "tide"},
 }
+assert {section["policy"] for section in SECTIONS.values()} == set(POLICY_NAMES), "a policy without properties"
 POLICIES: dict[str, Policy] = {
     name: policy_of(SchedulerSection.model_validate(section)) for name, section in SECTIONS.items()
 }
 EIGHTHS = 8
 
-told = st.tuples(st.just("tell"), st.integers(0, 3 * (EIGHTHS + 1) - 1))
+report = st.tuples(st.just("tell"), st.integers(0, 3 * (EIGHTHS + 1) - 1))
 late = st.tuples(st.just("tell late"), st.integers(0, 3 * (EIGHTHS + 1) - 1))
 passing = st.tuples(st.just("later"), st.integers(1, 5))
 other = st.tuples(
@@ -60,7 +62,7 @@ other = st.tuples(
 )
 EVERY = st.integers(1, NUM_ITERATIONS)
 """Iterations between two evaluations."""
-STEPS = st.lists(st.one_of(told, told, told, late, passing, passing, other), min_size=5, max_size=40)
+STEPS = st.lists(st.one_of(report, report, report, late, passing, passing, other), min_size=5, max_size=40)
 
 
 def histories(name: str, steps: list[tuple[str, int]], *, job: JobSpec | None = None) -> Drive:
@@ -156,8 +158,8 @@ def test_a_job_whose_dead_stay_dead_ends_under_every_policy_over_many_histories(
 
 
 without_resizes = st.one_of(
-    told,
-    told,
+    report,
+    report,
     late,
     passing,
     st.tuples(st.sampled_from(["deliver", "repeat", "kill worker", "move lead", "lapse", "renew"]), st.integers(0, 5)),
@@ -263,8 +265,8 @@ def check_placement(state: ClusterState, proposed: PolicyAnswer) -> None:
 
 
 def check_moves(proposals: list[tuple[ClusterState, PolicyAnswer]]) -> None:
-    """After each minibatch at most one, one before the first, one home; and that again where what was told is taken
-    back by a later picture."""
+    """After each minibatch at most one, one before the first, one home; and that again where a later picture takes a
+    report back."""
     assigned: dict[tuple[int, int], list[Assignment]] = {}
     for state, proposed in proposals:
         remembered = proposed.remembered

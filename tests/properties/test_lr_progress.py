@@ -1,5 +1,5 @@
-"""Learning-rate progress under any batching, any resize, any restart: the sum, the rate at each cut, and what is told
-again.
+"""Learning-rate progress under any batching, any resize, any restart: the sum, the rate at each cut, and repeated
+updates.
 """
 
 from __future__ import annotations

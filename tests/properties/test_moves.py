@@ -1,9 +1,10 @@
 """GPUs under whatever is proposed: any GPU to any component in any order, again and again, with events late, twice and
 out of order, lost commands, changes that fail, and deaths.
 
-`Drive` checks the invariants after every step (one owner a GPU, tokens only grow), and the fake cluster asserts that no
-GPU is released while a worker holds it or a layout in force counts on it, that nobody resumes a state that is not
-there, and that no engine works without the iteration's weights.
+`Drive` checks the invariants after every step: one owner a GPU, tokens only grow. The fake cluster asserts that
+- no GPU is released while a worker holds it or a layout in force counts on it,
+- nobody resumes a state that is not there,
+- no engine works without the iteration's weights.
 """
 
 from __future__ import annotations

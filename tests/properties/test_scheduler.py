@@ -1,5 +1,8 @@
-"""Whole jobs under whatever may happen: deaths at every step, iterations that fail, leases that lapse, leads that move,
-words that come too late, an actor that is resized at any moment, events late, twice and out of order, lost commands.
+"""Whole jobs under whatever may happen.
+
+- Ranks and instances die at every step, leases lapse, leads move, iterations fail.
+- The actor is resized at any moment.
+- Events come late, twice and out of order. Commands are lost.
 
 `Drive` checks the invariants after every single step, and the fake cluster asserts that no GPU is taken back from a
 living worker.

@@ -1,4 +1,4 @@
-"""Whatever components told and whoever owns which GPU: there is a situation, and it shows no GPU twice.
+"""Whatever components reported and whoever owns which GPU: there is a situation, and it shows no GPU twice.
 
 Pictures are as old, and as wrong about each other, as messages may be; records are in any state that a store may hold.
 """
@@ -148,9 +148,9 @@ def test_every_state_of_an_open_iteration_has_a_situation_that_shows_no_gpu_twic
 
     assert situation is not None
     assert set(shown(situation).values()) <= {1}
-    told = state.seen.generation
-    assert told is not None
-    assert len(situation.generation.lengths) == len(told.lengths)
+    reported = state.seen.generation
+    assert reported is not None
+    assert len(situation.generation.lengths) == len(reported.lengths)
     assert all(len(engine.gpus) == engine_size(SPEC) for engine in situation.engines)
     lost = {slot for slot, record in state.gpus.items() if record.state is GpuState.LOST}
     in_transitions = {move.gpu for each in state.transitions.values() for move in each.moves}
@@ -163,11 +163,11 @@ def test_a_sequence_ends_only_by_its_engines_word_or_by_its_groups_being_handed_
     situation = situation_of(state, now_ms=5)
 
     assert situation is not None
-    told = state.seen.generation
-    assert told is not None
+    reported = state.seen.generation
+    assert reported is not None
     assert state.seen.inferring is not None
-    for index, (before, after) in enumerate(zip(told.places, situation.generation.places, strict=True)):
-        is_handed_on = index // told.group_size in state.seen.inferring.ready
+    for index, (before, after) in enumerate(zip(reported.places, situation.generation.places, strict=True)):
+        is_handed_on = index // reported.group_size in state.seen.inferring.ready
         assert (after <= ENDED) == (before <= ENDED or is_handed_on), index
 
 
@@ -182,10 +182,10 @@ PAINTERS: dict[Role, st.SearchStrategy[Picture]] = {
 def tellings(draw: st.DrawFn) -> list[ev.Event]:
     """Pictures with a number each, of the present iteration and others, by leads and others: late, twice, in any
     order."""
-    told = []
+    reported = []
     for sequence in range(1, draw(st.integers(1, 12))):
         role = draw(st.sampled_from(Role))
-        told.append(
+        reported.append(
             ev.Event(
                 job=JOB,
                 source=f"{role}@n{draw(st.sampled_from((0, 0, 0, 1)))}",
@@ -196,7 +196,7 @@ def tellings(draw: st.DrawFn) -> list[ev.Event]:
                 iteration=draw(st.sampled_from((0, 0, 0, 1))),
             )
         )
-    return draw(st.permutations([*told, *draw(st.lists(st.sampled_from(told)))])) if told else []
+    return draw(st.permutations([*reported, *draw(st.lists(st.sampled_from(reported)))])) if reported else []
 
 
 def led(spec: JobSpec) -> ClusterState:
@@ -215,13 +215,13 @@ def led(spec: JobSpec) -> ClusterState:
 
 @settings(max_examples=150, deadline=None)
 @given(tellings())
-def test_the_latest_picture_of_each_lead_is_kept_in_whatever_order_they_come(told: list[ev.Event]) -> None:
+def test_the_latest_picture_of_each_lead_is_kept_in_whatever_order_they_come(reported: list[ev.Event]) -> None:
     state = led(SPEC)
-    for event in told:
+    for event in reported:
         state = evolve(state, event)
         situation_of(state, now_ms=0)
 
-    right = [event for event in told if _counts(event)]
+    right = [event for event in reported if _counts(event)]
     for role, kind in ((Role.ROLLOUT, Generation), (Role.INFERENCE, Inferring), (Role.ACTOR, Training)):
         of_role = [each for each in right if each.source == f"{role}@n0" and isinstance(each.body, kind)]
         want = max(of_role, key=lambda each: each.sequence).body if of_role else None

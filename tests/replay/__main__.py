@@ -3,10 +3,10 @@ on the same history."""
 
 from __future__ import annotations
 
-from tests.replay.recorded import HISTORIES, recorded, told
+from tests.replay.recorded import HISTORIES, lines_of, recorded
 
 if __name__ == "__main__":
     for name, path in HISTORIES.items():
-        lines = told(recorded(name))
+        lines = lines_of(recorded(name))
         path.write_text("".join(line + "\n" for line in lines))
         print(f"{path.name}: {len(lines)} lines")

@@ -139,7 +139,7 @@ def _step(event: ev.Event | None, at_ms: int, decision: Decision | None) -> Step
     return Step(at_ms, commands=tuple(map(repr, decision.commands)))
 
 
-def told(steps: list[Step]) -> list[str]:
+def lines_of(steps: list[Step]) -> list[str]:
     """Lines of a file."""
     lines, owned = [], NOTHING
     for step in steps:
@@ -163,7 +163,7 @@ def _changed(before: ev.Body, now: ev.OwnershipObserved) -> dict[str, Any]:
 
 
 def read(path: Path) -> Iterator[Step]:
-    """What `told` wrote."""
+    """What `lines_of` wrote."""
     owned = NOTHING
     for number, text in enumerate(path.read_text().splitlines(), start=1):
         line, where = json.loads(text), f"{path.name}:{number}"

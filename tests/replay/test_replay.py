@@ -13,7 +13,7 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.observed import Generation
 from simulator.cluster import JOB as SIMULATED
-from tests.replay.recorded import FAULTS, HISTORIES, LIVED, POLICIES, read, recorded, told
+from tests.replay.recorded import FAULTS, HISTORIES, LIVED, POLICIES, lines_of, read, recorded
 from tests.unit.scheduler.fake_parts import JOB
 from tidegate.types import Role
 
@@ -37,7 +37,7 @@ def test_a_recorded_history_replays_to_the_same_commands(name: str) -> None:
     assert state.phase is (Phase.FINISHED if name in LIVED else Phase.RUNNING), "a simulated job has one iteration"
     assert len(state.summaries) > 0
     assert all(summary.num_lost == 0 for summary in state.summaries)
-    assert state.learned.lengths is not None, "what was told of iterations was learned from"
+    assert state.learned.lengths is not None, "what was lines_of of iterations was learned from"
 
 
 @pytest.mark.parametrize("name", ["moves", *FAULTS])
@@ -56,7 +56,7 @@ def test_a_simulated_history_has_its_fault_in_it(name: str) -> None:
 def test_a_recorded_history_reads_back_as_it_was_written(tmp_path: Path) -> None:
     steps = recorded("deaths")
     path = tmp_path / "history.jsonl"
-    path.write_text("\n".join(told(steps)))
+    path.write_text("\n".join(lines_of(steps)))
 
     again = list(read(path))
 

@@ -1,6 +1,6 @@
 """Runs one job on this machine, from its checked config to its end, and leaves nothing behind.
 
-RunRequest:
+Order:
 1. All checks, before anything starts: config, tokenizer, layouts, data, servers, folder.
 2. The folder's lock, host memory, embedded servers, fork servers, services, and the job's submission.
 3. The launcher only watches. The scheduler ends the job, unless a server dies, a process cannot be kept up or a signal

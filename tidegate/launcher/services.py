@@ -84,7 +84,7 @@ class JobServices:
             ends = await self._supervisor.stop(*(name for name in names if name in self._started))
             for end in ends:
                 if end.name == TRACKER and end.was_asked and end.exit_status:
-                    self._log.warning("tracker killed: some metrics may not be told", status=end.exit_status)
+                    self._log.warning("tracker killed: some metrics may be missing", status=end.exit_status)
 
     def _start_tracker(self) -> None:
         numbers = ("--attempt", str(self._attempt.number), "--boot", str(self._boot))

@@ -10,8 +10,8 @@ The policy is not asked
 - while a person moves the actor,
 - while the actor waits for ranks that died.
 
-Then each component stays where the policy last placed it in this iteration. Without such a placement it goes to where
-the config places it. All components go to their configured GPUs in two more cases:
+Then each component stays where the policy last placed it in this iteration. Without such a placement it goes
+home. All components go home in two more cases:
 - A person moves the actor. A manual move overrides the policy, and the actor goes where the person asks.
 - A component has no GPUs, and its lead has not reported the iteration. A new lead reports nothing before it has GPUs.
 
@@ -72,13 +72,13 @@ def answer_of(policy: Policy, situation: Situation, gone: frozenset[GpuId] = fro
     remembered = choice.remembered(situation)
     if (remaining := without(assignment, situation.spec, gone, policy)) != assignment:
         assignment, remembered = remaining, replace(remembered, assignment=remaining)
-        reason = f"{reason}, but for {', '.join(sorted(gone))}"
+        reason = f"{reason}, without the lost GPUs {', '.join(sorted(gone))}"
     if idle_work := _work_without_gpus(situation, assignment):
         assignment, trains = as_configured(situation.spec), trains or situation.is_inferred
         # Avoid an endless change of plans: with its own choice in memory, the policy would return to it as soon as the
         # first GPU moves.
         remembered = replace(remembered, assignment=assignment)
-        reason = f"{idle_work} and nobody has a GPU for them: everything where it is placed, against {reason}"
+        reason = f"{idle_work} and nobody has a GPU for them: all components return home instead of: {reason}"
     trains = trains and _is_where_it_trains(situation, assignment)
     placement = placement_of(situation.spec, assignment)
     proposal = Proposal(placement, reason, trains=trains, group_order=choice.group_order, gone=gone)
@@ -156,7 +156,7 @@ def _present_placement(state: ClusterState, policy: Policy, home: Home, why: str
         if not _lacks_a_picture(state, assigned):
             placement, trains = assigned, held.trains
     sizes = ", ".join(f"{role} {len(placed.gpus) if (placed := placement[role]) else 0}" for role in Role)
-    reason = f"{why}: GPUs as they are ({sizes})"
+    reason = f"{why}: the placement stays or returns to ({sizes})"
     return PolicyAnswer(Proposal(placement, reason, trains=trains, gone=home.gone), held)
 
 

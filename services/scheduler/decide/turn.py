@@ -1,10 +1,10 @@
 """One turn of the scheduler. The order of its steps is stated here alone. Pure.
 
-1. Fold the new events into the state (`evolve`). After the loss of a state, first fold the events that it had seen
-   (`recovered`).
-2. Fold the store's ownership records like an event.
+1. Fold: fold the new events into the state (`evolve`). After the loss of a state, first fold the events that it had
+   seen (`recovered`).
+2. Look: fold the store's ownership records like an event.
 3. Decide, where a decision is due.
-4. Write the decision into the state.
+4. Note: write the decision into the state.
 
 `turn` does all four steps. A caller that reads ownership for the GPUs that the folded state names does it in between:
 `begin` is step 1, and `finish` is steps 2 to 4.

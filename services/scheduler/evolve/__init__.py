@@ -1,1 +1,1 @@
-"""Folds events into the state. Imports the folder `state` alone. `fold.evolve` is the entry point."""
+"""Folds events into the state. `fold.evolve` is the entry point. It imports `state` alone of its neighbours."""

@@ -1,8 +1,8 @@
 """Where each component should run: the one question that a policy answers.
 
 A policy sees a `Situation` and answers with a `Choice` (both in `situation`). `decide` asks it, makes a `Proposal` of
-its choice, and finds the commands that this needs. `registry` has the policies by name. This folder imports no
-other than `state`.
+its choice, and finds the commands that this needs. `registry` has the policies by name. Of the scheduler's
+folders this one imports `state` alone.
 """
 
 from __future__ import annotations

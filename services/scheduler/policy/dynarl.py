@@ -34,8 +34,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.policy.stages import Split, remaining_work, slowest_stage_s
+from services.scheduler.policy.situation import Choice, Situation, Split
+from services.scheduler.policy.stages import remaining_work, slowest_stage_s
 from services.scheduler.state.layouts import (
     Replica,
     engine_size,
@@ -106,7 +106,7 @@ class DynaRLPolicy:
         assigned, memory = recalled or (opened, DynaRLMemory())
         training = situation.trainer.training
         if training.num_minibatches_done == situation.spec.num_minibatches:
-            reason = "all minibatches are done, everything where it is placed"
+            reason = "all minibatches are done: every component is where it is placed"
             return self._chosen(situation, as_configured(situation.spec), memory, reason)
         if situation.moving:
             return self._chosen(situation, assigned, memory, f"{len(situation.moving)} GPUs are on their way")

@@ -36,7 +36,7 @@ class PhasesPolicy:
     def choose(self, situation: Situation) -> Choice:
         spec = situation.spec
         if situation.trainer.training.num_minibatches_done == spec.num_minibatches:
-            why, at = "all minibatches are done, everything where it is placed", as_configured(spec)
+            why, at = "all minibatches are done: every component is where it is placed", as_configured(spec)
         elif situation.num_unfinished:
             why = f"{situation.num_unfinished} sequences are unfinished"
             at = Assignment(replicas(placed_gpus(spec), engine_size(spec)), trainer=None, inference=())

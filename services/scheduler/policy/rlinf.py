@@ -105,7 +105,7 @@ class RLinfPolicy:
             return Choice(assigned, False, reason, memory)
         if num_done == situation.spec.num_minibatches:
             home = as_configured(situation.spec)
-            return _answered(home, memory, num_done, "all are done, everything where it is placed")
+            return _answered(home, memory, num_done, "all are done: every component is where it is placed")
         return self._after_minibatch(situation, assigned, memory, num_done)
 
     def _opened(self, situation: Situation) -> tuple[Assignment, RLinfMemory]:

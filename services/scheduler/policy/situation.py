@@ -181,3 +181,18 @@ class Choice:
         if self.memory is None:
             return replace(situation.remembered, trains=self.trains)
         return Remembered(situation.incarnation, situation.iteration, self.assignment, self.trains, self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How many GPUs each component has; the rollout in engines."""
+
+    num_engines: int
+    num_trainer_gpus: int
+    num_inference_gpus: int
+
+
+def minibatch_sizes(num_groups: int, num_minibatches: int) -> tuple[int, ...]:
+    """In groups. Where they do not divide, the first minibatches have one group more."""
+    each, more = divmod(num_groups, num_minibatches)
+    return tuple(each + (nth < more) for nth in range(num_minibatches))

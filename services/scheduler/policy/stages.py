@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Situation, Split
 from services.scheduler.policy.trainer_rates import TrainerCurve, trainer_curve
 from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.observed import Floats, Generation
@@ -31,15 +31,6 @@ from tidegate.types import Role
 
 BEYOND = 1.1
 """With 1 the longest sequence would end at once, and the rollout would look done in its tail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How many GPUs each component has; the rollout in engines."""
-
-    num_engines: int
-    num_trainer_gpus: int
-    num_inference_gpus: int
 
 
 @dataclass(frozen=True, slots=True)

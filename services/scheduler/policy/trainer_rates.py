@@ -33,8 +33,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.policy.outlook import minibatch_sizes
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Situation, minibatch_sizes
 from services.scheduler.state.observed import Floats, Ints, TrainerRate
 from tidegate.types import Layout, Role
 

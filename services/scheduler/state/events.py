@@ -1,8 +1,8 @@
 """The scheduler's input as frozen values: the events of the wire, and what the scheduler reads from its own store.
 
-`codec` makes them from `events.proto`. `observed` has the pictures that components report of an open iteration.
-`OwnershipObserved` alone has no message on the wire: the shell makes it from the records of the ownership store. The
-fold treats it like any other event, so a history holds every input of a decision.
+`shell/codecs/state_codec` makes them from `events.proto`. `observed` has the pictures that components report of an open
+iteration. `OwnershipObserved` alone has no message on the wire: the shell makes it from the records of the ownership
+store. The fold treats it like any other event, so a history holds every input of a decision.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.policy.tide.plans import (
     best_of,
     earliest_start_s,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.policy.situation import Situation
-from services.scheduler.policy.stages import Split
+from services.scheduler.policy.situation import Situation, Split
 from services.scheduler.policy.trainer_rates import trainer_curve
 from services.scheduler.state.layouts import engine_size, replica_size
 from services.scheduler.state.observed import Floats, Ints

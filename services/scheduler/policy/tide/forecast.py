@@ -35,8 +35,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.policy.outlook import Outlook
 from services.scheduler.policy.tide.cluster import Cluster, Plans
+from services.scheduler.policy.tide.outlook import Outlook
 from services.scheduler.policy.tide.rows import in_order, places_of, values_at
 from services.scheduler.state.costs import Costs
 from services.scheduler.state.observed import Floats, Ints

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.cluster import Cluster, Plans, cluster_of
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
+from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.policy.tide.plans import Found, best_of, family, search
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.state.remembered import Assignment
@@ -42,7 +42,8 @@ FAR_S = 1e6
 class TideRules:
     """The rules of `scheduler.tide`.
 
-    least_gain_s, least_payback: what a move of the trainer has to gain, in seconds and as multiples of its own time.
+    least_gain_s: a move of the trainer has to gain more seconds than this.
+    least_payback: it also has to gain more than this many times its own duration.
     lead_s: engines are asked to leave this long, and the time of a release, ahead of a minibatch's end.
     short_share, shorts_a_long: the start's order of prompts (`prompt_order`).
     max_overfull: running sequences a slot that a plan may leave once no sequence waits.

@@ -7,16 +7,17 @@ Each round forecasts all neighbours of the best plan at once and takes the best 
 - the GPUs of one minibatch and all later ones alike. This makes long plans searchable: a change of a single minibatch
   rarely gains anything alone.
 
-Without a remembered plan the search begins at the best of a coarse family: a start, a first and a last number of
-trainer GPUs, and geometric steps between these two, because a trainer's rate is a power of its GPUs.
+Without a remembered plan the search begins at the best of a coarse family. A plan of it has a start, and a first and a
+last number of trainer GPUs. The steps between the two are geometric, because a trainer's rate is a power of its GPUs.
 
     score = end_s + SLACK_WEIGHT * max(0, others_s - SLACK_AFTER * end_s)     seconds, to be low
     end_s       end of the iteration
     others_s    end of all minibatches but the last
 
 Invariants:
-- Every plan that is tried is legal: whole data-parallel copies of an existing layout, at least one; a GPU for inference
-  while groups are left for it; no component with more GPUs than there are. [test_foresight: every_neighbour_of_a_plan]
+- Every plan that is tried is legal. The trainer has one or more whole data-parallel copies of an existing layout.
+  Inference has a GPU while groups are left for it. No component has more GPUs than there are.
+  [test_foresight: every_neighbour_of_a_plan]
 - The same picture gives the same plan. [test_tide_policy: the_same_situation_gives]
 
 The search stops after `rounds` rounds at the latest.

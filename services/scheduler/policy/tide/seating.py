@@ -16,8 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
-from services.scheduler.policy.situation import Situation
-from services.scheduler.policy.stages import Split
+from services.scheduler.policy.situation import Situation, Split
 from services.scheduler.policy.tide.cluster import copy_size
 from services.scheduler.state.layouts import Replica, engine_size, largest_dp, most_copies, replica_size, replicas
 from services.scheduler.state.remembered import Assignment

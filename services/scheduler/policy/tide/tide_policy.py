@@ -30,8 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.policy.stages import Split
+from services.scheduler.policy.situation import Choice, Situation, Split
 from services.scheduler.policy.tide.cluster import can_train, fitting, gpus_there, unit_size
 from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned
 from services.scheduler.policy.tide.memory import TideMemory
@@ -199,7 +198,7 @@ class TidePolicy:
         home = as_configured(situation.spec)
         if not set(there).issuperset(home.gpus):
             home = seated(situation, _split_of(situation), home, there)
-        reason = "all minibatches are done, everything where it is placed"
+        reason = "all minibatches are done: every component is where it is placed"
         return _chosen(situation, home, replace(memory, plan=None), reason)
 
 
@@ -297,4 +296,4 @@ def _described(situation: Situation, memory: TideMemory) -> str:
     trainer = ", ".join(str(stage.num_trainer_gpus) for stage in plan.stages)
     starts_s, ends_s = ((at - situation.now_ms) / 1000 for at in (plan.starts_at_ms, plan.ends_at_ms))
     wait = ", the last once the rollout is over" if plan.waits else ""
-    return f"trainer on {trainer} GPUs{wait} from in {starts_s:.0f} s, the end in {ends_s:.0f} s"
+    return f"the trainer starts in {starts_s:.0f} s on {trainer} GPUs{wait}; the iteration ends in {ends_s:.0f} s"

@@ -130,17 +130,17 @@ BACK: dict[str, tuple[dict[str, Any], Assignment, str]] = {
     "sequences and no engine": (
         {"num_unfinished": 3, "num_unsubmitted": 3},
         Assignment((), Placed(gpus(0, 2), Layout(dp=2)), gpus(6, 8)),
-        "3 sequences are unfinished and nobody has a GPU for them: everything where it is placed, against forgetful",
+        "3 sequences are unfinished and nobody has a GPU for them: all components return home instead of: forgetful",
     ),
     "groups to infer and no inference": (
         {"ready": (0, 2)},
         Assignment((), Placed(gpus(0, 2), Layout(dp=2)), ()),
-        "6 groups are not inferred and nobody has a GPU for them: everything where it is placed, against forgetful",
+        "6 groups are not inferred and nobody has a GPU for them: all components return home instead of: forgetful",
     ),
     "minibatches and no trainer": (
         {"num_done": 1},
         Assignment(replicas(gpus(2, 6), 1), None, gpus(6, 8)),
-        "1 minibatches are not trained and nobody has a GPU for them: everything where it is placed, against forgetful",
+        "1 minibatches are not trained and nobody has a GPU for them: all components return home instead of: forgetful",
     ),
 }
 
@@ -212,7 +212,7 @@ def test_where_the_policy_is_not_asked_every_component_is_at_home(name: str) -> 
     got = proposal_of(state, Asking(ask_at_ms=2_000_000), 1_000_000)
     assert (got.proposal.placement, got.proposal.trains) == (HOME, True)
     assert (got.remembered, got.ask_at_ms) == (state.remembered, None)
-    assert got.proposal.reason == f"{want}: GPUs as they are (actor 2, rollout 3, inference 2)"
+    assert got.proposal.reason == f"{want}: the placement stays or returns to (actor 2, rollout 3, inference 2)"
 
 
 def test_while_the_policy_is_not_asked_every_component_stays_where_the_policy_put_it_in_this_iteration() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from services.scheduler.policy.dynarl import DynaRLMemory, DynaRLPolicy, DynaRLRules, split_of
-from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.policy.stages import Split, expected_length, remaining_work, slowest_stage_s
+from services.scheduler.policy.situation import Choice, Situation, Split
+from services.scheduler.policy.stages import expected_length, remaining_work, slowest_stage_s
 from services.scheduler.state.costs import LengthLaw
 from services.scheduler.state.layouts import replicas
 from services.scheduler.state.observed import CUT, ENDED, QUEUED, Generation, TrainerRate

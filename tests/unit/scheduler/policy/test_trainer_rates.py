@@ -9,8 +9,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from services.scheduler.policy.situation import Situation
-from services.scheduler.policy.stages import Split, remaining_work, slowest_stage_s
+from services.scheduler.policy.situation import Situation, Split
+from services.scheduler.policy.stages import remaining_work, slowest_stage_s
 from services.scheduler.policy.tide.cluster import cluster_of, gpus_there
 from services.scheduler.policy.trainer_rates import trainer_curve
 from services.scheduler.state.costs import Rates

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.policy.situation import Situation, Trainer
-from services.scheduler.policy.stages import Split, outlook, slowest_stage_s
+from services.scheduler.policy.situation import Situation, Split, Trainer
+from services.scheduler.policy.stages import remaining_work, slowest_stage_s
 from services.scheduler.policy.tide.cluster import gpus_there
 from services.scheduler.policy.tide.foresight import Foresight, TideRules
 from services.scheduler.policy.tide.memory import TideMemory
@@ -127,7 +127,7 @@ def test_dynarls_score_counts_what_the_change_moves() -> None:
     heavy = replace(FAST, setup_s=2.0, bytes_per_s=10.0, weight_bytes=400, optimizer_bytes=0)
     splits = Split(3, 8, 2), Split(1, 12, 2)
     small, large = (
-        [slowest_stage_s(situation, outlook(situation, uses_hints=False), split) for split in splits]
+        [slowest_stage_s(situation, remaining_work(situation, uses_hints=False), split) for split in splits]
         for situation in (between_updates(FAST), between_updates(heavy))
     )
     # A rank has 200 bytes. Two copies that join two receive for 20 s. If four join, each of the two serves two: 40 s.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.policy.outlook import outlook
 from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import DOUBT, Forecast
+from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.state.observed import TrainerRate
 from services.scheduler.state.remembered import Assignment
 from tests.unit.scheduler.situations import COSTS, gpus, job, seen

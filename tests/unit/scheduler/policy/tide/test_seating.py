@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.scheduler.policy.stages import Split
+from services.scheduler.policy.situation import Split
 from services.scheduler.policy.tide.cluster import fitting, gpus_there
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import replicas

@@ -7,7 +7,8 @@ import heapq
 import numpy as np
 import pytest
 
-from services.scheduler.policy.outlook import GRID, left_sizes, minibatch_sizes, outlook, started
+from services.scheduler.policy.situation import minibatch_sizes
+from services.scheduler.policy.tide.outlook import GRID, left_sizes, outlook, started
 from services.scheduler.state.observed import Floats
 from services.scheduler.state.remembered import as_configured
 from tests.unit.scheduler.situations import ending, generation, job, seen

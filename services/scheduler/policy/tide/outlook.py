@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Situation, minibatch_sizes
 from services.scheduler.state.observed import QUEUED, Floats, Generation, Ints
 from tidegate.types import MinibatchOrder
 
@@ -208,12 +208,6 @@ def _lots(
         minibatch=minibatch[order][first],
     )
     return lots, tuple(np.searchsorted(first, np.cumsum(sizes)).tolist())
-
-
-def minibatch_sizes(num_groups: int, num_minibatches: int) -> tuple[int, ...]:
-    """In groups. Where they do not divide, the first minibatches have one group more."""
-    each, more = divmod(num_groups, num_minibatches)
-    return tuple(each + (nth < more) for nth in range(num_minibatches))
 
 
 def left_sizes(situation: Situation) -> tuple[int, ...]:
