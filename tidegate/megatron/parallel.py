@@ -53,10 +53,6 @@ class ParallelRanks:
     pp: int
     dp: int
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp == self.layout.pp - 1
-
 
 def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed: int) -> ParallelRanks:
     """Join the world and build the layout's groups. Raises ValueError unless the world has the layout's number
