@@ -114,7 +114,7 @@ def _of_job(run: RecordedRun) -> Iterator[FittedValue]:
     yield FittedValue("cluster.nodes", dict(config.cluster.nodes), "")
     for role in Role:
         yield FittedValue(f"cluster.placement.{role.value}", getattr(placement, role.value), "")
-    for axis in ("tp", "pp", "dp"):
+    for axis in ("tp", "pp", "dp", *(axis for axis in ("cp", "ep", "vpp") if getattr(layout, axis) > 1)):
         yield FittedValue(f"actor_layout.{axis}", getattr(layout, axis), "")
     if config.actor.num_logical_shards is not None:
         yield FittedValue("actor_num_logical_shards", config.actor.num_logical_shards, "")

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
+from services.scheduler.state.layouts import replica_size
 from simulator.cost_model import Costs
 from simulator.iteration import SimulatedIteration
 from simulator.lengths import LengthSection
@@ -235,8 +236,8 @@ def _resplit(config: JobConfig, actor_share: float) -> JobConfig | None:
     """The same GPUs in another split, in whole data-parallel copies. None: the job cannot start with this split."""
     gpus = sorted(index for role in Role for index in _indices(config, role))
     actor, inference = config.actor.layout, config.inference.layout
-    num_actor = _whole(len(gpus) * actor_share, actor.tp * actor.pp)
-    num_inference = _whole(len(gpus) * _INFERENCE_SHARE, inference.tp * inference.pp)
+    num_actor = _whole(len(gpus) * actor_share, replica_size(actor.layout()))
+    num_inference = _whole(len(gpus) * _INFERENCE_SHARE, replica_size(inference.layout()))
     num_rollout = len(gpus) - num_actor - num_inference
     if num_rollout < 1:
         return None
@@ -245,8 +246,8 @@ def _resplit(config: JobConfig, actor_share: float) -> JobConfig | None:
     values["cluster"]["component_placement"] = dict(
         zip(("actor", "rollout", "inference"), map(gpu_list, parts), strict=True)
     )
-    values["actor"]["layout"]["dp"] = num_actor // (actor.tp * actor.pp)
-    values["inference"]["layout"]["dp"] = num_inference // (inference.tp * inference.pp)
+    values["actor"]["layout"]["dp"] = num_actor // replica_size(actor.layout())
+    values["inference"]["layout"]["dp"] = num_inference // replica_size(inference.layout())
     try:
         return parse_config(values)
     except ConfigError:

@@ -93,7 +93,7 @@ def _size_faults(scenario: ScenarioSections, role: Role, num_gpus: int) -> Itera
         and num_gpus != (needed := scenario.actor_layout.layout().num_ranks)
     ):
         own = scenario.actor_layout
-        sizes = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}"
+        sizes = f"actor_layout.tp={own.tp}, pp={own.pp}, dp={own.dp}, cp={own.cp}"
         yield f"{sizes} needs {needed} GPUs and cluster.placement.actor has {num_gpus}: make them the same"
 
 

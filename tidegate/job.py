@@ -17,12 +17,13 @@ from tidegate.attempts import AttemptFolder, newest_attempt
 from tidegate.config.checks.evaluation import longest_evaluated
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
-from tidegate.megatron.family import check_layout, model_parameters, padded_vocab_size, possible_tp_sizes
+from tidegate.layout_rules import layout_fault
+from tidegate.megatron.family import model_parameters, padded_vocab_size, possible_tp_sizes
 from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist
 from tidegate.model_config import ModelConfig
 from tidegate.tasks import Task, find_task
 from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokenizer
-from tidegate.types import GpuId, NodeId, Role, SampleId
+from tidegate.types import GpuId, Layout, NodeId, Role, SampleId
 
 MAX_VOCAB_SIZE = 1 << 20
 """The limit that tells a wrong file from a tokenizer. The largest tokenizers in use have about 262,000 ids."""
@@ -163,6 +164,10 @@ class Job:
         configured = [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)]
         return padded_vocab_size(self.model, [*configured, *possible_tp_sizes(self.model, num_ranks=num_slots)])
 
+    def layout_fault(self, role: Role, layout: Layout) -> str | None:
+        """Why the actor or the inference can never be in this layout; None when it can."""
+        return layout_fault(self.config, self.model, layout, role=role, padded_vocab=self.padded_vocab)
+
     def evaluation_seed(self, prompt: int, draw: int) -> int:
         """The seed of a response to a held-out prompt.
 
@@ -195,7 +200,8 @@ def load_job(config: JobConfig) -> Job:
         model = _with_max_seq_len(checkpoint, config) if checkpoint else config.model.shape(tokenizer.vocab_size)
         job = Job(config, tokenizer, task, model, checkpoint)
         for role in (Role.ACTOR, Role.INFERENCE):
-            check_layout(job.model, config.layout(role), padded_vocab=job.padded_vocab)
+            if (fault := job.layout_fault(role, config.layout(role))) is not None:
+                raise ConfigError(f"{role}.layout: {fault}")
         if config.model.torch_dist:
             parameters = model_parameters(model, padded_vocab=job.padded_vocab)
             job = replace(job, torch_dist=open_torch_dist(Path(config.model.torch_dist), parameters))

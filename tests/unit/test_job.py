@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tidegate.config.job_config import ConfigError
 from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
 from tidegate.launcher.readme import README
 from tidegate.megatron.family import padded_vocab_size
-from tidegate.types import NodeId, SampleId
+from tidegate.types import Layout, NodeId, Role, SampleId
 
 
 def test_every_process_makes_the_same_job_of_one_config(tmp_path: Path) -> None:
@@ -40,6 +41,61 @@ def test_the_vocabulary_is_padded_for_every_tp_that_the_actor_may_change_to(tmp_
     job = load_job(job_config(tmp_path, model=model, actor={"standby": "4"}))
     assert job.padded_vocab == padded_vocab_size(job.model, [3])
     assert job.padded_vocab != job.model.vocab_size
+
+
+def cluster_for(layout: dict[str, int]) -> dict[str, Any]:
+    """A cluster whose actor has as many GPUs as the layout has ranks."""
+    first = Layout(**layout).num_ranks
+    placement = {"actor": f"0-{first - 1}", "rollout": first, "inference": f"{first + 1}-{first + 2}"}
+    return {"nodes": {"n0": first + 3}, "component_placement": placement}
+
+
+@pytest.mark.parametrize(
+    ("layout", "want"),
+    [
+        ({"cp": 3}, "positions of a row % (2 * cp) = 8 % (2 * 3) = 2, must be 0; legal cp: 1, 2, 4"),
+        ({"dp": 2, "ep": 2}, "ep=2, but the model has no experts; legal ep: 1"),
+        ({"pp": 2, "vpp": 3}, "num_layers % (vpp * pp) = 2 % (3 * 2) = 2, must be 0; legal pp: none"),
+        ({"dp": 5}, "dp=5 replicas cannot share a minibatch of 4 samples"),
+        ({"dp": 3}, "dp=3 does not divide actor.num_logical_shards=2; legal dp: 1, 2"),
+    ],
+    ids=["cp", "ep", "vpp", "more replicas than samples", "replicas that do not divide the shards"],
+)
+def test_scale_and_the_config_refuse_a_layout_in_the_same_words(
+    tmp_path: Path, layout: dict[str, int], want: str
+) -> None:
+    shards = {"num_logical_shards": 2}
+    asked = load_job(job_config(tmp_path, actor=shards)).layout_fault(Role.ACTOR, Layout(**layout))
+    with pytest.raises(ConfigError) as refused:
+        load_job(job_config(tmp_path, cluster=cluster_for(layout), actor=shards | {"layout": layout}))
+    assert str(refused.value) == f"actor.layout: {asked}"
+    assert want in str(asked)
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"pp": 2, "cp": 2}, {"cp": 4, "dp": 2}, {"tp": 2, "pp": 2, "cp": 2}])
+def test_a_config_may_have_a_layout_that_scale_grants(tmp_path: Path, layout: dict[str, int]) -> None:
+    job = load_job(job_config(tmp_path, cluster=cluster_for(layout), actor={"layout": layout}))
+    assert job.config.layout(Role.ACTOR) == Layout(**layout)
+    assert load_job(job_config(tmp_path)).layout_fault(Role.ACTOR, Layout(**layout)) is None
+
+
+def test_sequences_without_padding_are_not_cut(tmp_path: Path) -> None:
+    job = load_job(job_config(tmp_path))
+    thd = job.config.actor.model_copy(update={"packing": "thd"})
+    job = replace(job, config=job.config.model_copy(update={"actor": thd}))
+    assert job.layout_fault(Role.ACTOR, Layout(tp=2)) is None
+    want = "actor.packing=thd runs sequences without padding, which cp cannot cut; set packing to padded"
+    assert want in str(job.layout_fault(Role.ACTOR, Layout(cp=2)))
+    job = replace(job, model=replace(job.model, num_experts=2, experts_per_token=1, norm_topk_prob=False))
+    assert "which tp with experts cannot cut" in str(job.layout_fault(Role.ACTOR, Layout(tp=2)))
+
+
+def test_replicas_of_the_inference_share_no_experts(tmp_path: Path) -> None:
+    job = load_job(job_config(tmp_path))
+    job = replace(job, model=replace(job.model, num_experts=2, experts_per_token=1, norm_topk_prob=False))
+    assert job.layout_fault(Role.INFERENCE, Layout(cp=2, ep=2)) is None
+    assert job.layout_fault(Role.ACTOR, Layout(dp=2, ep=2)) is None
+    assert "cp % ep = 1 % 2 = 1, must be 0" in str(job.layout_fault(Role.INFERENCE, Layout(dp=2, ep=2)))
 
 
 def test_the_draws_of_a_sample_follow_from_the_jobs_seed_and_its_place_but_not_from_the_incarnation(

@@ -28,6 +28,7 @@ from tidegate.config.checks.job import (
     microbatch_faults,
     model_faults,
     placement_faults,
+    replica_faults,
     rollout_faults,
 )
 from tidegate.config.checks.lr import lr_faults
@@ -46,8 +47,8 @@ class JobConfig(JobSections):
         faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
         faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
         faults += microbatch_faults(self)
-        # `lr_faults` computes with minibatches that divide, so it runs only on a config without other faults.
-        faults += [] if faults else lr_faults(self)
+        # These compute with minibatches that divide, so they run only on a config without other faults.
+        faults += [] if faults else [*replica_faults(self), *lr_faults(self)]
         if faults:
             raise ConfigError("\n".join(faults))
         return self

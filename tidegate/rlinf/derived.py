@@ -15,12 +15,19 @@ from typing import Any
 from tidegate.config.base import MAX_GPUS
 from tidegate.config.gpu_lists import gpu_indices
 from tidegate.rlinf.micro_batches import micro_batches
-from tidegate.rlinf.rules import SAME_AS
+from tidegate.rlinf.rules import DERIVED, SAME_AS
 from tidegate.rlinf.scheduler import scheduler
 from tidegate.rlinf.translation import MISSING, Translation
 
 _COMPONENTS = ("actor", "rollout", "inference")
 _PLACEMENT = "cluster.component_placement"
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+}
 _NO_NAME = re.compile(r"[^a-z0-9]+")
 _LONGEST_NAME = 48
 
@@ -145,14 +152,15 @@ def _nodes(config: Translation, placement: dict[str, list[int]]) -> None:
 
 def _layout(config: Translation, role: str, indices: list[int] | None) -> None:
     """RLinf derives the data-parallel size from the number of GPUs."""
-    for axis, name in (("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size")):
+    for axis, name in _AXES.items():
         key = f"{role}.model.{name}"
-        value = config.take(key)
-        if value is not MISSING:
+        value = config.take(key) if key in DERIVED else MISSING
+        # RLinf writes null where a stage is one piece.
+        if value is not MISSING and value is not None:
             config.put(f"{role}.layout.{axis}", value, key)
     if indices is None or config.now(f"{role}.layout.dp") is not MISSING:
         return
-    sizes = [config.now(f"{role}.layout.{axis}") for axis in ("tp", "pp")]
+    sizes = [config.now(f"{role}.layout.{axis}") for axis in ("tp", "pp", "cp")]
     model_ranks = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
     config.put(f"{role}.layout.dp", max(1, len(indices) // model_ranks), _PLACEMENT)
 

@@ -50,7 +50,6 @@ SAME_AS: Mapping[str, str] = {
 """Keys of RLinf's that repeat the value of one of Tidegate's keys."""
 
 _ONE_ENGINE_A_GPU = "set it to 1: an engine has one GPU; cluster.component_placement.rollout gives more of them"
-_DENSE_JOB = "set it to 1: a job's layout has tensor, pipeline and data parallel axes"
 _LLAMA = "leave it out: models are Llama, Qwen2, Qwen3 and Qwen3-MoE"
 _NO_CRITIC = "set it to false: GRPO has no critic, and rewards come from functions (rewards: [{name: function, ...}])"
 _LENGTH_PENALTY = "leave it out; a penalty on length is a reward of its own (rewards: [{name: function, ...}])"
@@ -141,10 +140,7 @@ RULES: Mapping[str, Rule] = {
     "actor.model.activation": OnlyAs(("swiglu",), _LLAMA),
     "actor.model.normalization": OnlyAs(("rmsnorm",), _LLAMA),
     "actor.model.position_embedding_type": OnlyAs(("rope",), _LLAMA),
-    "actor.model.context_parallel_size": OnlyAs((1,), _DENSE_JOB),
-    "actor.model.expert_model_parallel_size": OnlyAs((1,), _DENSE_JOB),
     "actor.model.expert_tensor_parallel_size": OnlyAs((None, 1), "leave it out: experts are split as actor.layout.tp"),
-    "actor.model.virtual_pipeline_model_parallel_size": OnlyAs((None,), "set it to null: a stage is one piece"),
     "actor.optim.optimizer": OnlyAs(("adam",), "set it to adam"),
     "actor.optim.lr": Becomes("actor.learning_rate"),
     "actor.optim.adam_beta1": Becomes("actor.adam_beta1"),
@@ -203,6 +199,9 @@ DERIVED = (
     "data.val_data_paths",
     "actor.model.tensor_model_parallel_size",
     "actor.model.pipeline_model_parallel_size",
+    "actor.model.context_parallel_size",
+    "actor.model.expert_model_parallel_size",
+    "actor.model.virtual_pipeline_model_parallel_size",
     "actor.lr_sched.lr_warmup_fraction",
     "actor.lr_sched.lr_warmup_iters",
     "actor.lr_sched.lr_decay_iters",

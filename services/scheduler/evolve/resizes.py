@@ -23,12 +23,15 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
 from services.scheduler.state.components import Component, Down, Suspended, Working, role_of_instance
 from services.scheduler.state.values import JobSpec, Placed
+from tidegate.layout_rules import replicas_fault
 from tidegate.ownership.records import GpuRecord, GpuState, PartKind, PartState, Transition
 from tidegate.types import Grant, Layout, Role
 
 
 def fault(spec: JobSpec, placed: Placed) -> str | None:
-    """Why the actor can never be there, with the numbers and the remedy; None when it can."""
+    """Why the actor can never be on these GPUs, with the numbers and the remedy; None when it can.
+
+    Whether its model fits the layout is the job's to say (`Job.layout_fault`): a job's spec has no model."""
     slots, gpus, layout = spec.slots(Role.ACTOR), placed.gpus, placed.layout
     if strange := [gpu for gpu in gpus if gpu not in slots]:
         return (
@@ -42,12 +45,7 @@ def fault(spec: JobSpec, placed: Placed) -> str | None:
             f"layout {layout}: tp * pp * dp * cp = {layout.tp} * {layout.pp} * {layout.dp} * {layout.cp} = "
             f"{layout.num_ranks} ranks on {len(gpus)} GPUs; name {layout.num_ranks} of {', '.join(slots)}"
         )
-    if layout.dp > (most := spec.num_samples_per_minibatch):
-        return (
-            f"layout {layout}: dp={layout.dp} replicas cannot share a minibatch of {most} samples "
-            f"(algorithm.prompts_per_iteration / n_minibatches * group_size); use {most} replicas at most"
-        )
-    return None
+    return replicas_fault(layout, num_samples=spec.num_samples_per_minibatch, num_shards=spec.num_logical_shards)
 
 
 def target(state: ClusterState, layout: Layout) -> Placed:

@@ -31,13 +31,15 @@ def groups() -> list[list[list[int]]]:
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
-def beside_the_actor(context: RankContext, *, layout: dict[str, int], folder: str, precision: str = "fp32") -> Results:
+def beside_the_actor(
+    context: RankContext, *, layout: dict[str, int], folder: str, precision: str = "fp32", experts: bool = False
+) -> Results:
     """The actor publishes version 0, makes an update, publishes version 1; a scorer of its layout loads both.
 
     Each group's log-probabilities by the actor at both versions, by the scorer alone and with all groups in one call,
     and by the scorer's reference.
     """
-    settings = small_job.trainer_settings(precision=precision)
+    settings = small_job.trainer_settings(precision=precision, experts=experts)
     with trainer(context, layout, settings) as actor:
         results = _by_actor(actor, "actor-0")
         _publish(actor, Path(folder) / "0")

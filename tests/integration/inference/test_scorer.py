@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,19 @@ import pytest
 
 from tests.integration.inference.scoring import groups
 from tests.ranks import RankServer, Results, rank_server
+from tidegate.types import Layout
 
 SCORING = "tests.integration.inference.scoring"
-LAYOUTS = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "tp2 in bf16": {"tp": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one rank": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
+    "pp2 vpp2 with experts": {"pp": 2, "vpp": 2},
+    "ep2 cp2 with experts": {"ep": 2, "cp": 2},
+    "tp2 in bf16": {"tp": 2},
+}
 TOLERANCE = 1e-4
 """The tolerance in fp32 across layouts, in which sums have another order."""
 
@@ -33,8 +42,9 @@ def published(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Pu
     for name, layout in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("snapshots")
         precision = "bf16" if name.endswith("bf16") else "fp32"
-        arguments = {"layout": layout, "folder": str(folder), "precision": precision}
-        got = ranks.run(f"{SCORING}:beside_the_actor", math.prod(layout.values()), arguments)
+        experts = name.endswith("experts")
+        arguments = {"layout": layout, "folder": str(folder), "precision": precision, "experts": experts}
+        got = ranks.run(f"{SCORING}:beside_the_actor", Layout(**layout).num_ranks, arguments)
         runs[name] = (folder, merged(got))
     return runs
 
@@ -97,7 +107,7 @@ def test_a_snapshot_of_another_layout_gives_the_same_log_probabilities(
     folder, want = published[writer]
     layout = LAYOUTS[reader]
     arguments = {"layout": layout, "folder": str(folder)}
-    got = merged(ranks.run(f"{SCORING}:from_snapshot", math.prod(layout.values()), arguments))
+    got = merged(ranks.run(f"{SCORING}:from_snapshot", Layout(**layout).num_ranks, arguments))
     assert distance(of(got, "policy"), of(want, "actor-1")) <= TOLERANCE
     assert distance(of(got, "policy-again"), of(want, "actor-0")) <= TOLERANCE
     assert same_bits(of(got, "reference"), of(got, "policy-again")), "a policy that loads leaves the reference alone"

@@ -118,11 +118,12 @@ def updates(
     layout: dict[str, int],
     num_updates: int,
     tied: bool = False,
+    experts: bool = False,
     seed: int = 0,
     num_logical_shards: int | None = None,
 ) -> Results:
     """Losses and norms of a run over recorded minibatches, and the final state."""
-    settings = small_job.trainer_settings(tied=tied, seed=seed)
+    settings = small_job.trainer_settings(tied=tied, experts=experts, seed=seed)
     with trainer(context, layout, dataclasses.replace(settings, num_logical_shards=num_logical_shards)) as actor:
         reports = [
             actor.train_minibatch(small_job.recorded_samples(seed=update), 1e-3) for update in range(num_updates)

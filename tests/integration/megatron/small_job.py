@@ -22,10 +22,10 @@ MAX_NEW_TOKENS = 24
 """Longer than any of the recorded responses."""
 
 
-def small_model(*, tied: bool = False) -> ModelConfig:
-    """61 tokens do not divide by 2 or 4, so the vocabulary is padded."""
+def small_model(*, tied: bool = False, experts: bool = False) -> ModelConfig:
+    """61 tokens do not divide by 2 or 4, so the vocabulary is padded. With experts it has layers for virtual stages."""
     return ModelConfig(
-        num_layers=2,
+        num_layers=4 if experts else 2,
         hidden_size=32,
         ffn_hidden_size=64,
         num_heads=4,
@@ -34,12 +34,15 @@ def small_model(*, tied: bool = False) -> ModelConfig:
         vocab_size=61,
         max_seq_len=64,
         tied_embeddings=tied,
+        num_experts=4 if experts else None,
+        experts_per_token=2 if experts else None,
     )
 
 
 def trainer_settings(
     *,
     tied: bool = False,
+    experts: bool = False,
     grpo: GrpoSettings | None = None,
     clip_grad: float = 1.0,
     seed: int = 0,
@@ -47,7 +50,7 @@ def trainer_settings(
     max_tokens: int | None = None,
 ) -> TrainerSettings:
     """`max_tokens` is the token cap of a micro-batch. Without it a micro-batch has three sequences."""
-    model = small_model(tied=tied)
+    model = small_model(tied=tied, experts=experts)
     three = BatchLimits(max_sequences=3, pad_multiple=4)
     return TrainerSettings(
         model=model,

@@ -9,6 +9,7 @@ import torch
 from tests.integration.megatron import reference, small_job
 from tests.integration.megatron.logical_tensors import logical_tensors
 from tests.ranks import RankServer, Results
+from tidegate.types import Layout
 
 JOBS = "tests.integration.megatron.actor_trainer_ranks"
 NUM_UPDATES = 20
@@ -17,9 +18,18 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
     "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
 }
-"""These are compared with a single rank, the fifth layout."""
+"""These are compared with a single rank, the sixth layout."""
+EXPERT_LAYOUTS: dict[str, dict[str, int]] = {
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "ep2 dp2": {"ep": 2, "dp": 2},
+    "ep2 cp2": {"ep": 2, "cp": 2},
+    "tp2 cp2": {"tp": 2, "cp": 2},
+    "pp2 vpp2 ep2 cp2": {"pp": 2, "vpp": 2, "ep": 2, "cp": 2},
+}
+"""Layouts of a model with experts and layers for virtual stages."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,23 @@ def test_twenty_updates_follow_the_curve_of_one_rank(
         steps = [value for name, value in got.items() if name.startswith("state/step/")]
         assert steps
         assert all(value == NUM_UPDATES for value in steps)
+
+
+@pytest.fixture(scope="module")
+def single_with_experts(ranks: RankServer) -> Results:
+    return ranks.run(f"{JOBS}:updates", 1, {"layout": {}, "num_updates": 2, "experts": True})[0]
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS)
+def test_updates_of_experts_and_virtual_stages_are_those_of_one_rank(
+    ranks: RankServer, single_with_experts: Results, layout: dict[str, int]
+) -> None:
+    single = single_with_experts
+    arguments = {"layout": layout, "num_updates": 2, "experts": True}
+    for got in ranks.run(f"{JOBS}:updates", num_ranks(layout), arguments):
+        loss_error = np.abs(got["loss"] - single["loss"]) / single["absolute_terms"]
+        norm_error = np.abs(got["grad_norm"] / single["grad_norm"] - 1)
+        assert max(loss_error.max(), norm_error.max()) <= ONE_UPDATE_TOLERANCE
 
 
 def test_two_runs_of_a_seed_in_a_layout_end_in_the_same_bits(ranks: RankServer) -> None:
@@ -91,4 +118,4 @@ def test_the_ratio_is_exactly_one_where_the_policy_scored_the_samples_itself(ran
 
 
 def num_ranks(layout: dict[str, int]) -> int:
-    return int(np.prod(list(layout.values()), dtype=int))
+    return Layout(**layout).num_ranks

@@ -151,8 +151,16 @@ WRONG = {
     "a missing key is named": (_with("actor", {}), r"key 'actor.learning_rate' is missing"),
     "a layout that does not fit gives the equation and the legal size": (
         _with("actor.layout", {"tp": 2, "dp": 2}),
-        r"tp \* pp \* dp = 2 \* 1 \* 2 = 4 ranks, but cluster.component_placement.actor gives 2 GPUs; with tp=2 pp=1 "
-        r"use dp=1",
+        r"tp \* pp \* dp \* cp = 2 \* 1 \* 2 \* 1 = 4 ranks, but cluster.component_placement.actor gives 2 GPUs; with "
+        r"tp=2 pp=1 cp=1 use dp=1",
+    ),
+    "virtual stages without a pipeline": (
+        _with("actor.layout", {"dp": 2, "vpp": 2}),
+        r"^layout vpp=2 with pp=1: Megatron interleaves stages only; set vpp to 1 or pp > 1$",
+    ),
+    "replicas that do not divide the logical shards": (
+        _with("actor", VALID["actor"] | {"num_logical_shards": 1}),
+        r"^actor.layout: layout dp2 does not fit: dp=2 does not divide actor.num_logical_shards=1; legal dp: 1$",
     ),
     "a GPU listed twice names both": (
         _with("cluster.component_placement.rollout", "1,2"),

@@ -88,7 +88,7 @@ def test_a_schedule_that_contradicts_itself_is_refused_by_its_keys(case: str, tm
 def test_more_replicas_than_a_minibatch_has_samples_are_refused_by_their_keys(tmp_path: Path) -> None:
     cluster = {"nodes": {"n0": 9}, "component_placement": {"actor": "0-5", "rollout": "6-7", "inference": "8"}}
     refused = (
-        "actor.layout.dp=6 replicas cannot share a minibatch of 4 samples .*: use fewer replicas or larger batches"
+        "^actor.layout: layout dp6 does not fit: dp=6 replicas cannot share a minibatch of 4 samples .*; use 4 replicas"
     )
     with pytest.raises(ConfigError, match=refused):
         job_config(tmp_path, cluster=cluster, actor={"layout": {"dp": 6}}, inference={"layout": {"dp": 1}})

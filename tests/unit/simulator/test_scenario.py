@@ -74,7 +74,7 @@ def test_faults_are_scheduled_as_written(tmp_path: Path) -> None:
         ("lengths.sigma_prompt=1000", "lengths.sigma_prompt=1000 is above 10: it is a spread of the logarithm, 1 is"),
         ("lengths.max_tokens=1000000000000", "lengths.max_tokens=1e+12 is above 10,000,000 tokens: lower it"),
         ("lengths.hint_sigma=11", "lengths.hint_sigma=11 is above 10"),
-        ("actor_layout.tp=4", "actor_layout.tp=4, pp=1, dp=1 needs 4 GPUs and cluster.placement.actor has 2"),
+        ("actor_layout.tp=4", "actor_layout.tp=4, pp=1, dp=1, cp=1 needs 4 GPUs and cluster.placement.actor has 2"),
         (
             "actor_num_logical_shards=6",
             "actor_num_logical_shards=6 must be a power of two that every dp of the actor divides, and its dp is 2",

@@ -10,7 +10,9 @@ from __future__ import annotations
 from tidegate.config.checks.lr import lr_warnings
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.gpu_lists import gpu_indices, list_fault
+from tidegate.config.schedule import samples_per_update
 from tidegate.config.sections.job import JobSections
+from tidegate.layout_rules import replicas_fault
 from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
 
@@ -76,28 +78,38 @@ def _standby_faults(config: JobSections, holder: dict[int, str]) -> list[str]:
 
 
 def _shards_faults(config: JobSections) -> list[str]:
-    num_shards, dp = config.actor.num_logical_shards, config.actor.layout.dp
-    if num_shards is None or (num_shards.bit_count() == 1 and num_shards % dp == 0):
+    num_shards = config.actor.num_logical_shards
+    if num_shards is None or num_shards.bit_count() == 1:
         return []
     return [
-        f"actor.num_logical_shards={num_shards} must be a power of two that every dp of the actor divides, and "
-        f"actor.layout.dp is {dp}: set it to one such as 8, and dp to a power of two up to it"
+        f"actor.num_logical_shards={num_shards} must be a power of two that every dp of the actor divides: set it to "
+        "one such as 8"
     ]
+
+
+def replica_faults(config: JobSections) -> list[str]:
+    """Faults of the actor's replicas with its minibatches. The minibatches must divide."""
+    fault = replicas_fault(
+        config.layout(Role.ACTOR),
+        num_samples=samples_per_update(config),
+        num_shards=config.actor.num_logical_shards,
+    )
+    return [f"actor.layout: {fault}"] if fault else []
 
 
 def _layout_fault(config: JobSections, role: Role, num_gpus: int) -> str | None:
     layout = config.layout(role)
     if layout.num_ranks == num_gpus:
         return None
-    model_ranks = layout.tp * layout.pp
+    model_ranks = layout.tp * layout.pp * layout.cp
     legal = (
-        f"with tp={layout.tp} pp={layout.pp} use dp={num_gpus // model_ranks}"
+        f"with tp={layout.tp} pp={layout.pp} cp={layout.cp} use dp={num_gpus // model_ranks}"
         if num_gpus % model_ranks == 0 and num_gpus
-        else f"tp * pp = {model_ranks} does not divide {num_gpus}"
+        else f"tp * pp * cp = {model_ranks} does not divide {num_gpus}"
     )
     return (
-        f"{role}.layout: tp * pp * dp = {layout.tp} * {layout.pp} * {layout.dp} = {layout.num_ranks} ranks, but "
-        f"cluster.component_placement.{role} gives {num_gpus} GPUs; {legal}"
+        f"{role}.layout: tp * pp * dp * cp = {layout.tp} * {layout.pp} * {layout.dp} * {layout.cp} = "
+        f"{layout.num_ranks} ranks, but cluster.component_placement.{role} gives {num_gpus} GPUs; {legal}"
     )
 
 

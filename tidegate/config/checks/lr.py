@@ -12,13 +12,13 @@ from tidegate.config.schedule import (
     warm_up,
 )
 from tidegate.config.sections.job import JobSections
-from tidegate.lr.errors import BatchRefused, LrError
+from tidegate.lr.errors import LrError
 from tidegate.lr.progress import LrLedger, projected_overshoot
 from tidegate.lr.schedule import Decay
 
 
 def lr_faults(config: JobSections) -> list[str]:
-    section, dp = config.actor.lr_schedule, config.actor.layout.dp
+    section = config.actor.lr_schedule
     if section.warm_up_updates is not None and config.actor.lr_warm_up_samples:
         return [
             f"actor.lr_schedule.warm_up_updates={section.warm_up_updates} and actor.lr_warm_up_samples="
@@ -36,12 +36,7 @@ def lr_faults(config: JobSections) -> list[str]:
             f"follow the warm-up (budget {budget(config)}, warm-up {warm_up(config)})"
         ]
     try:
-        LrLedger(schedule_of(config), rules_of(config)).opened(0, samples_per_update(config), nominal=1, dp=dp)
-    except BatchRefused as error:
-        return [
-            f"actor.layout.dp={dp} replicas cannot share a minibatch of {samples_per_update(config)} samples "
-            f"(algorithm.prompts_per_iteration / n_minibatches * group_size): {error}"
-        ]
+        LrLedger(schedule_of(config), rules_of(config)).opened(0, samples_per_update(config), nominal=1)
     except LrError as error:
         return [f"actor.lr_schedule: {error}"]
     return []

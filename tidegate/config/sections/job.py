@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tidegate.config.base import ConfigPath, Count, GpuList, Nodes, NonNegativeFloat, Positive, PositiveFloat
 from tidegate.config.base import Section as _Section
@@ -26,14 +26,22 @@ from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Rec
 
 
 class LayoutSection(_Section):
-    """The sizes of the axes. The component has tp * pp * dp GPUs."""
+    """The sizes of the axes. The component has tp * pp * dp * cp GPUs."""
 
     tp: Positive = 1
     pp: Positive = 1
     dp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+    vpp: Positive = 1
+
+    @model_validator(mode="after")
+    def _makes_a_layout(self) -> LayoutSection:
+        self.layout()
+        return self
 
     def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, dp=self.dp)
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, vpp=self.vpp)
 
 
 class PlacementSection(_Section):
